@@ -1,0 +1,223 @@
+"""Makes everything tune_prune/embedded holds: texts, task items, tokenizer and the three trained models.
+
+    python scripts/train_embedded_models.py                      all of it, about five minutes a model on one CPU core
+    python scripts/train_embedded_models.py --data-only          texts, items and tokenizer, seconds
+    python scripts/train_embedded_models.py --model tiny-qwen2   one model
+
+Seeds and steps are fixed, so texts and items are the same on every machine; weights may differ in the last digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
+
+from tune_prune import embedded
+from tune_prune.embedded import corpus, items
+
+CALIBRATION_TOKENS = 165_000
+PERPLEXITY_TOKENS = 25_000
+ITEMS_PER_TASK = 240
+
+BATCH_ROWS = 8
+ROW_TOKENS = 128
+LEARNING_RATE = 4e-3
+BETAS = (0.9, 0.98)
+WARMUP_STEPS = 100
+BOS_RATE = 0.5  # so that a model works with and without a beginning-of-sequence token
+
+
+@dataclass(frozen=True)
+class Recipe:
+    config_class: type
+    layers: int
+    intermediate_size: int
+    steps: int
+    seed: int
+
+
+RECIPES = {
+    "tiny-llama": Recipe(LlamaConfig, layers=6, intermediate_size=64, steps=6000, seed=11),
+    "tiny-qwen2": Recipe(Qwen2Config, layers=5, intermediate_size=80, steps=6000, seed=12),
+    "tiny-mistral": Recipe(MistralConfig, layers=6, intermediate_size=56, steps=6000, seed=13),
+}
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per word, punctuation mark and line end; spaces vanish, so a continuation starts a new token."""
+    split = Regex(r"\n|\w+|[^\w\s]")
+    documents = corpus.documents(seed=0)
+    words: set[str] = set()
+    for _ in range(30_000):
+        words.update(token for token, _ in Split(split, "removed", invert=True).pre_tokenize_str(next(documents)))
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", "\n", *sorted(words)])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = Lowercase()
+    tokenizer.pre_tokenizer = Split(split, "removed", invert=True)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        model_max_length=512,
+    )
+
+
+def token_ids(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[list[int]]:
+    return tokenizer(documents, add_special_tokens=False)["input_ids"]
+
+
+def text_of(seed: int, tokenizer: PreTrainedTokenizerFast, tokens: int) -> str:
+    """The first documents of this seed that together hold at least `tokens` tokens, one a line."""
+    lines: list[str] = []
+    count = 0
+    for document in corpus.documents(seed):
+        lines.append(document + "\n")
+        count += len(token_ids(tokenizer, lines[-1:])[0])
+        if count >= tokens:
+            return "".join(lines)
+    raise AssertionError("documents are endless")
+
+
+def write_data(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (folder / "calibration.txt").write_text(
+        text_of(corpus.SEEDS["calibration"], tokenizer, CALIBRATION_TOKENS), encoding="utf-8"
+    )
+    (folder / "perplexity.txt").write_text(
+        text_of(corpus.SEEDS["perplexity"], tokenizer, PERPLEXITY_TOKENS), encoding="utf-8"
+    )
+    for task in items.MAKERS:
+        lines = [json.dumps(item) + "\n" for item in items.evaluation_items(task, ITEMS_PER_TASK)]
+        (folder / "tasks" / task).mkdir(parents=True, exist_ok=True)
+        (folder / "tasks" / task / "test.jsonl").write_text("".join(lines), encoding="utf-8")
+    for name in RECIPES:
+        tokenizer.save_pretrained(folder / "models" / name)
+
+
+def training_rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]]:
+    """Endless rows of ROW_TOKENS + 1 tokens, each starting with a document."""
+    rng = random.Random(seed)
+    documents = corpus.documents(corpus.SEEDS["train"])
+    row: list[int] = []
+    while True:
+        for ids in token_ids(tokenizer, [next(documents) + "\n" for _ in range(1000)]):
+            if not row and rng.random() < BOS_RATE:
+                row = [tokenizer.bos_token_id]
+            row += ids
+            if len(row) > ROW_TOKENS:
+                yield row[: ROW_TOKENS + 1]
+                row = []
+
+
+def build_model(name: str, vocabulary_size: int) -> torch.nn.Module:
+    recipe = RECIPES[name]
+    options: dict[str, Any] = {
+        "vocab_size": vocabulary_size,
+        "hidden_size": 64,
+        "intermediate_size": recipe.intermediate_size,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    if recipe.config_class is MistralConfig:
+        options["sliding_window"] = None
+    torch.manual_seed(recipe.seed)
+    return AutoModelForCausalLM.from_config(recipe.config_class(**options), attn_implementation="sdpa")
+
+
+def train(name: str, tokenizer: PreTrainedTokenizerFast, steps: int) -> torch.nn.Module:
+    model = build_model(name, len(tokenizer))
+    rows = training_rows(tokenizer, RECIPES[name].seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.01)
+    warmup = min(WARMUP_STEPS, max(1, steps // 10))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{name}: {parameters:,} parameters, {steps} steps", flush=True)
+    start = time.perf_counter()
+    total = 0.0
+    for step in range(1, steps + 1):
+        batch = torch.tensor([next(rows) for _ in range(BATCH_ROWS)])
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        total += loss.item()
+        if step % 500 == 0:
+            print(f"  step {step}: loss {total / 500:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
+            total = 0.0
+    return model.eval()
+
+
+@torch.inference_mode()
+def accuracies(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
+    """Plain accuracy of each task (highest log-likelihood); one option at a time, for a quick look after training."""
+    result = {}
+    for task in items.MAKERS:
+        right = 0
+        tests = items.evaluation_items(task, ITEMS_PER_TASK)
+        for item in tests:
+            scores = []
+            for context, continuation in items.requests(task, item):
+                prefix, rest = token_ids(tokenizer, [context, continuation])
+                log_probs = (
+                    model(input_ids=torch.tensor([prefix + rest])).logits[0, len(prefix) - 1 : -1].log_softmax(-1)
+                )
+                scores.append(log_probs.gather(1, torch.tensor(rest)[:, None]).sum().item())
+            right += scores.index(max(scores)) == items.gold_index(task, item)
+        result[task] = right / len(tests)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=embedded.MODEL_NAMES, default=list(embedded.MODEL_NAMES))
+    parser.add_argument(
+        "--out", type=Path, default=embedded.tasks_dir().parent, help="folder to write to (default: the package)"
+    )
+    parser.add_argument("--steps", type=int, help="fewer training steps than the recipe's, to try the script out")
+    parser.add_argument("--data-only", action="store_true", help="write texts, items and tokenizer, train nothing")
+    arguments = parser.parse_args()
+
+    tokenizer = build_tokenizer()
+    write_data(arguments.out, tokenizer)
+    if arguments.data_only:
+        return
+    torch.set_num_threads(1)  # the models are too small to gain from more
+    for name in arguments.model:
+        model = train(name, tokenizer, arguments.steps or RECIPES[name].steps)
+        model.save_pretrained(arguments.out / "models" / name)
+        scores = accuracies(model, tokenizer)
+        print(
+            f"  {name}: mean {sum(scores.values()) / len(scores):.3f}  "
+            + "  ".join(f"{t} {a:.3f}" for t, a in scores.items())
+        )
+
+
+if __name__ == "__main__":
+    main()

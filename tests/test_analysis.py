@@ -1,0 +1,372 @@
+"""The views of the ledger: columns, ranking, noise, edges, the comparison of methods and models, the final table."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tune_prune.analysis import load
+from tune_prune.analysis.export import Views, write_frame_views, write_views
+from tune_prune.analysis.tables import final_table
+from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig, digest
+from tune_prune.errors import UserError
+from tune_prune.records import TrialRecord
+
+DOCUMENTED_COLUMNS = [
+    "model",
+    "pruning_method",
+    "taylor_seq_len",
+    "taylor_num_samples",
+    "output_dir",
+    "ppl",
+    "acc_mean",
+    "acc_boolq",
+    "acc_piqa",
+    "acc_hellaswag",
+    "acc_winogrande",
+    "acc_arc_easy",
+    "acc_arc_challenge",
+    "acc_openbookqa",
+    "params_count",
+    "pruning_ratio",
+    "grad_mean_ratio",
+    "grad_norm_ratio",
+    "grad_std_ratio",
+    "grad_max_ratio",
+    "grad_mean_range",
+    "grad_norm_range",
+    "extreme_pruning_layers",
+    "elapsed_time",
+    "success",
+]
+
+
+def trial(
+    name: str, acc: float, model: str = "tiny", status: Any = "complete", ppl: float = 10.0, stderr: float = 0.01
+) -> TrialRecord:
+    """A record of the configuration `name`, e.g. taylor-s64-n128; the tasks' mean is `acc`."""
+    method, seq_len, samples = name.split("-")
+    config = asdict(PruningConfig(method, int(seq_len[1:]), int(samples[1:])))
+    metrics = {"ppl": ppl, "acc_mean": acc, "acc_mean_stderr": stderr, "params_count": 800.0, "removed_fraction": 0.2}
+    for index, task in enumerate(ZERO_SHOT_TASKS):
+        metrics |= {f"acc_{task}": acc + (index - 3) / 100, f"acc_{task}_stderr": 0.02}
+    return TrialRecord(
+        key=digest([config, model]),
+        model=model,
+        config=config,
+        status=status,
+        reason="" if status == "complete" else "out of memory",
+        metrics=metrics if status == "complete" else {},
+        stages=[{"stage": stage, "duration_s": 0.5, "tokens": 1} for stage in ("perplexity", "zero_shot", "zero_shot")],
+        elapsed_time_s=2.0,
+    )
+
+
+def dense(model: str = "tiny", acc: float = 0.8) -> TrialRecord:
+    metrics = {"acc_mean": acc, "acc_mean_stderr": 0.008, "ppl": 5.0, "params_count": 1000.0}
+    return TrialRecord(key="dense", model=model, config={}, status="complete", metrics=metrics)
+
+
+def best_of(folder: Path, *records: TrialRecord) -> dict[str, Any]:
+    return write_views(folder, records, {"tiny": dense()}).global_best_config["models"]["tiny"]
+
+
+def keep_items(folder: Path, record: TrialRecord, scores: dict[str, np.ndarray]) -> None:
+    """Give a trial its items.parquet, in a shuffled order."""
+    rows = [(task, i, score) for task, values in scores.items() for i, score in enumerate(values)]
+    items = pd.DataFrame(rows, columns=["task", "doc_id", "score"]).sample(frac=1, random_state=int(record.key[:4], 16))
+    path = folder / "trials" / record.key / "items.parquet"
+    path.parent.mkdir(parents=True)
+    items.assign(gold=0).to_parquet(path)
+
+
+def test_columns_begin_with_the_documented_ones(tmp_path: Path) -> None:
+    failed = trial("taylor-s16-n8", 0, status="failed")
+    rows = load.frame([trial("taylor-s64-n128", 0.6), failed], tmp_path)
+    assert list(rows.columns[: len(DOCUMENTED_COLUMNS)]) == DOCUMENTED_COLUMNS
+    first, second = (row for _, row in rows.iterrows())
+    assert (first["pruning_method"], first["taylor_seq_len"], first["taylor_num_samples"]) == ("taylor", 64, 128)
+    assert (first["zero_shot_duration_s"], first["elapsed_time"]) == (1.0, 2.0)
+    assert first["output_dir"] == f"{tmp_path.as_posix()}/trials/{first['key']}"
+    assert (bool(first["success"]), bool(second["success"])) == (True, False)
+    assert (second["status"], second["reason"]) == ("failed", "out of memory")
+    assert second[["ppl", "acc_mean", "params_count"]].isna().all()
+
+
+def test_written_table_reads_back_the_same(tmp_path: Path) -> None:
+    records = [
+        trial("taylor-s64-n128", 1 / 3, ppl=math.inf),
+        trial("blockwise-s16-n8", 0, status="stopped_early"),
+        trial("layerwise-s16-n8", math.nan),
+    ]
+    for index, record in enumerate(records):
+        record.key = f"00000000123e456{index}"  # hexadecimal digits that look like a number
+    views = write_views(tmp_path, records, {})
+    read = load.read_results_csv(tmp_path / "all_methods_results.csv", "tiny")
+    pd.testing.assert_frame_equal(read, views.results, check_exact=True)
+
+
+def test_no_records_give_empty_views(tmp_path: Path) -> None:
+    views = write_views(tmp_path, [], {"tiny": dense()})
+    assert views.global_best_config["models"] == {}
+    assert (tmp_path / "all_methods_results.csv").read_text().count("\n") == 1
+    assert "tiny: no trials" in final_table(views, {"tiny": dense()})
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([trial("taylor-s16-n8", 0.5), trial("taylor-s32-n8", 0.6)], "taylor-s32-n8"),
+        ([trial("taylor-s16-n8", 0.6, ppl=11.0), trial("taylor-s32-n8", 0.6, ppl=10.9)], "taylor-s32-n8"),
+        ([trial("taylor-s16-n8", 0.6, ppl=math.nan), trial("taylor-s32-n8", 0.6, ppl=1e9)], "taylor-s32-n8"),
+        ([trial("taylor-s16-n64", 0.6), trial("taylor-s32-n16", 0.6), trial("taylor-s128-n8", 0.6)], "taylor-s32-n16"),
+        ([trial("taylor-s16-n8", 0.6), trial("blockwise-s16-n8", 0.6)], "blockwise-s16-n8"),
+        ([trial("taylor-s16-n8", math.nan), trial("taylor-s32-n8", 0.1)], "taylor-s32-n8"),
+        ([trial("taylor-s16-n8", 0.9, status="failed"), trial("taylor-s32-n8", 0.1)], "taylor-s32-n8"),
+        ([trial("taylor-s16-n8", 0.5, ppl=math.inf)], "taylor-s16-n8"),
+    ],
+    ids=["accuracy", "then ppl", "unknown ppl last", "then cost", "then name", "nan", "failed", "inf ppl"],
+)
+def test_selection_rule_and_ties(tmp_path: Path, records: list[TrialRecord], expected: str) -> None:
+    assert best_of(tmp_path, *records)["name"] == expected
+    assert best_of(tmp_path, *reversed(records))["name"] == expected
+
+
+def test_a_stopped_trial_with_good_partial_numbers_does_not_compete(tmp_path: Path) -> None:
+    stopped = trial("taylor-s16-n8", 0.9)
+    stopped.status = "stopped_early"
+    assert best_of(tmp_path, stopped, trial("taylor-s32-n8", 0.5))["name"] == "taylor-s32-n8"
+
+
+def test_best_entry_can_be_run_again_and_names_its_evidence(tmp_path: Path) -> None:
+    records = [trial("taylor-s64-n128", 0.6), trial("taylor-s16-n8", 0.4), trial("taylor-s16-n16", 0, status="failed")]
+    source = {"model": "/models/tiny", "protocol": {"tasks": ("boolq",)}}
+    write_views(tmp_path, records, {"tiny": dense()}, {"tiny": source})
+    file = json.loads((tmp_path / "global_best_config.json").read_text())
+    entry = file["models"]["tiny"]
+    assert (file["schema_version"], file["selection_rule"]) == (1, "accuracy")
+    assert PruningConfig.from_dict(entry) == PruningConfig("taylor", 64, 128)
+    assert (entry["pruning_method"], entry["key"]) == ("taylor", records[0].key)
+    assert entry["source"] == {"model": "/models/tiny", "protocol": {"tasks": ["boolq"]}}
+    assert entry["retained_accuracy"] == pytest.approx(0.6 / 0.8)
+    assert entry["baseline"] == {"acc_mean": 0.8, "acc_mean_stderr": 0.008, "ppl": 5.0, "params": 1000.0}
+    assert list(entry["tasks"]) == sorted(ZERO_SHOT_TASKS)
+    assert entry["tasks"]["boolq"] == {"acc": pytest.approx(0.57), "stderr": 0.02}
+    assert entry["edges"] == [
+        {"knob": "taylor_seq_len", "value": 64, "edge": "upper"},
+        {"knob": "taylor_num_samples", "value": 128, "edge": "upper"},
+    ]
+
+
+def test_edges_only_where_a_range_was_searched(tmp_path: Path) -> None:
+    others = [trial(f"taylor-s{s}-n8", 0.4) for s in (16, 64)]
+    assert best_of(tmp_path, trial("taylor-s32-n8", 0.5), *others)["edges"] == []
+    lower = best_of(tmp_path, trial("taylor-s8-n8", 0.5), *others)["edges"]
+    assert lower == [{"knob": "taylor_seq_len", "value": 8, "edge": "lower"}]
+
+
+def test_a_model_whose_trials_all_failed_is_listed(tmp_path: Path) -> None:
+    views = write_views(tmp_path, [trial("taylor-s16-n8", 0, status="failed")], {})
+    assert views.global_best_config["models_without_complete_trial"] == ["tiny"]
+    assert views.method_comparison["models"]["tiny"]["taylor"]["best"] is None
+    assert "no complete trial" in final_table(views, {})
+
+
+def test_unpaired_noise_adds_both_standard_errors(tmp_path: Path) -> None:
+    near, far, unknown = trial("taylor-s16-n8", 0.573), trial("taylor-s32-n8", 0.57), trial("taylor-s8-n8", 0.6)
+    unknown.metrics.pop("acc_mean_stderr")
+    best = best_of(tmp_path, trial("taylor-s64-n8", 0.6001), near, far, unknown)  # 2 * 0.01 * sqrt(2) = 0.0283
+    assert best["within_noise"] == ["taylor-s16-n8"]
+    assert best["within_noise_basis"] == {"paired": 0, "unpaired": 2, "unknown": 1}
+
+
+def test_paired_difference_equals_a_direct_computation(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    sizes = {"boolq": 40, "piqa": 7, "winogrande": 300}
+    first = {task: generator.integers(0, 2, n).astype(float) for task, n in sizes.items()}
+    second = {task: np.where(generator.random(n) < 0.9, first[task], 1 - first[task]) for task, n in sizes.items()}
+    records = [trial("taylor-s16-n8", 0.6), trial("taylor-s32-n8", 0.5)]
+    for record, scores in zip(records, (first, second), strict=True):
+        keep_items(tmp_path, record, scores)
+    a, b = (load.read_items(str(tmp_path / "trials" / record.key)) for record in records)
+    assert a is not None
+    assert b is not None
+    mean, variance = 0.0, 0.0
+    for task, n in sizes.items():
+        gaps = [x - y for x, y in zip(first[task], second[task], strict=True)]
+        average = sum(gaps) / n
+        mean += average / 3
+        variance += sum((gap - average) ** 2 for gap in gaps) / (n - 1) / n / 9
+    assert load.paired_difference(a, b) == (pytest.approx(mean), pytest.approx(math.sqrt(variance)))
+    assert load.paired_difference(a, b.drop(("piqa", 3))) is None
+    assert load.paired_difference(a, a) == (0.0, 0.0)
+
+
+def test_paired_noise_separates_what_unpaired_cannot(tmp_path: Path) -> None:
+    """8 of 100 items differ, all in the same direction: 8 points with a paired standard error of 2.7 points."""
+    base = np.tile([1.0, 0.0], 50)
+    worse = base.copy()
+    worse[:16:2] = 0
+    records = [trial("taylor-s16-n8", 0.5, stderr=0.05), trial("taylor-s32-n8", 0.42, stderr=0.05)]
+    assert best_of(tmp_path, *records)["within_noise"] == ["taylor-s32-n8"]
+    for record, scores in zip(records, (base, worse), strict=True):
+        keep_items(tmp_path, record, {"boolq": scores})
+    best = best_of(tmp_path, *records)
+    assert (best["within_noise"], best["within_noise_basis"]["paired"]) == ([], 1)
+
+
+def test_damaged_items_are_named(tmp_path: Path) -> None:
+    records = [trial("taylor-s16-n8", 0.5), trial("taylor-s32-n8", 0.42)]
+    keep_items(tmp_path, records[0], {"boolq": np.ones(3)})
+    path = tmp_path / "trials" / records[0].key / "items.parquet"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"items\.parquet cannot be read"):
+        write_views(tmp_path, records, {})
+
+
+def test_method_comparison(tmp_path: Path) -> None:
+    records = [
+        *(trial(f"taylor-s{s}-n8", acc) for s, acc in ((16, 0.4), (32, 0.5), (64, 0.9))),
+        trial("taylor-s128-n8", 0, status="failed"),
+        trial("blockwise-s16-n8", 0.7),
+    ]
+    methods = write_views(tmp_path, records, {}).method_comparison["models"]["tiny"]
+    taylor = methods["taylor"]
+    assert (taylor["n"], taylor["n_failed_or_stopped"], taylor["min"], taylor["max"]) == (3, 1, 0.4, 0.9)
+    assert taylor["mean"] == pytest.approx(0.6)
+    assert taylor["std"] == pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2))
+    assert taylor["best"]["name"] == "taylor-s64-n8"
+    assert (methods["blockwise"]["n"], methods["blockwise"]["std"]) == (1, None)
+
+
+def test_cross_model_comparison(tmp_path: Path) -> None:
+    accuracies = {
+        "a": {"taylor-s16-n8": 0.60, "taylor-s32-n8": 0.50, "taylor-s64-n8": 0.58, "taylor-s128-n8": 0.61},
+        "b": {"taylor-s16-n8": 0.40, "taylor-s32-n8": 0.70, "taylor-s64-n8": 0.66},
+    }
+    records = [trial(name, acc, model) for model, accs in accuracies.items() for name, acc in accs.items()]
+    write_views(tmp_path, records, {})
+    across = json.loads((tmp_path / "cross_model_comparison.json").read_text())
+    assert {label: entry["config"] for label, entry in across["best"].items()} == {
+        "a": "taylor-s128-n8",
+        "b": "taylor-s32-n8",
+    }
+    assert across["best"]["a"]["loss_points"] == 0
+    loss = across["transfer"]["a"]["b"]
+    assert (loss["config"], loss["loss_points"]) == ("taylor-s32-n8", pytest.approx(11.0))
+    assert loss["loss_points_stderr"] == pytest.approx(math.sqrt(2))
+    assert across["transfer"]["b"]["a"] == {"config": "taylor-s128-n8", "evaluated": False}
+    for_all = across["best_for_all"]
+    assert (for_all["config"], for_all["num_candidates"]) == ("taylor-s64-n8", 3)
+    assert (for_all["acc_mean"], for_all["acc_mean_stderr"]) == (pytest.approx(0.62), pytest.approx(0.01))
+    assert for_all["models"]["b"]["loss_points"] == pytest.approx(4.0)
+
+
+def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:
+    records = [trial("taylor-s16-n8", 0.5, "a"), trial("taylor-s16-n8", 0.5, "b", status="failed")]
+    views = write_views(tmp_path, records, {})
+    assert views.cross_model_comparison is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in views.paths)
+    assert len(views.paths) == 3
+
+
+def test_models_with_no_configuration_in_common(tmp_path: Path) -> None:
+    records = [trial("taylor-s16-n8", 0.5, "a"), trial("taylor-s32-n8", 0.5, "b")]
+    across = write_views(tmp_path, records, {}).cross_model_comparison
+    assert across is not None
+    assert across["best_for_all"] == {"config": None, "num_candidates": 0}
+
+
+def table_rows(views: Views, baselines: dict[str, TrialRecord]) -> list[list[str]]:
+    return [line.split() for line in final_table(views, baselines, top=2).splitlines()]
+
+
+def test_final_table(tmp_path: Path) -> None:
+    records = [
+        trial("taylor-s64-n128", 0.6123),
+        trial("taylor-s16-n128", 0.61),
+        trial("blockwise-s256-n512", 0.4, ppl=math.inf),
+        trial("random-s16-n8", 0.2, ppl=4e9),
+        trial("layerwise-s16-n8", 0, status="failed"),
+    ]
+    views = write_views(tmp_path, records, {"tiny": dense()})
+    rows = table_rows(views, {"tiny": dense()})
+    assert " ".join(rows[0]) == "tiny: 5 trials (4 complete, 1 failed)"
+    assert rows[1] == ["method", "seq", "n", "ppl", "acc", "±", "se", "kept%", "params"]
+    assert rows[2] == ["dense", "-", "-", "5.00", "0.8000", "±", "0.0080", "100.0", "1,000"]
+    best = ["*", "taylor", "64", "128", "10.00", "0.6123", "±", "0.0100", "76.5", "800"]
+    assert rows[4] == rows[8] == best
+    assert rows[5][:4] == ["blockwise", "256", "512", "inf"]
+    assert rows[6][:4] == ["random", "16", "8", "4e+09"]
+    assert rows[9][:3] == ["~", "taylor", "16"]
+    assert len(rows) == 10 + 1 + 2
+
+
+def test_final_table_is_aligned_and_narrow(tmp_path: Path) -> None:
+    records = [trial(f"{method}-s131072-n1000000", 0.5, "m" * 150) for method in ("taylor", "a" * 60)]
+    for record in records:
+        record.metrics["params_count"] = 8_030_261_248.0
+    text = final_table(write_views(tmp_path, records, {}), {})
+    assert max(map(len, text.splitlines())) <= 100
+    table = [line for line in text.splitlines() if "8,030,261,248" in line]
+    assert len(table) == 4
+    assert len(set(map(len, table))) == 1
+
+
+def published_csv() -> Path:
+    folder = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    return folder / "published_grids" / "consolidated_Llama_20" / "all_methods_results.csv"
+
+
+def test_published_results(tmp_path: Path) -> None:
+    """The best and the dense numbers that were published: blockwise 64/128, 59.80 % and 13.17 of .6997 and 6.10."""
+    if not published_csv().is_file():
+        pytest.skip(f"{published_csv()} is not there; TUNE_PRUNE_DATA names the folder with published_grids/")
+    results = load.read_results_csv(published_csv(), "Llama")
+    assert list(results.columns) == list(load.COLUMNS)
+    assert len(results) == 45
+    best = write_frame_views(tmp_path, results, {"Llama": dense("Llama", 0.6997)}).global_best_config["models"]["Llama"]
+    assert (best["name"], best["pruning_ratio"]) == ("blockwise-s64-n128", 0.2)
+    assert (round(best["acc_mean"], 4), round(best["ppl"], 2)) == (0.5980, 13.17)
+    assert best["retained_accuracy"] == pytest.approx(0.598 / 0.6997, abs=1e-4)
+
+
+PUBLISHED_LIKE = "output_dir,acc_mean,pruning_ratio,extreme_pruning_layers,success,pruning_method\n"
+
+
+def test_csv_with_few_columns_as_the_published_ones(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    rows = "x/exp_001_taylor_seq_len16_taylor_num_samples128,0.43,0.19937,6.0,True,taylor\n"
+    rows += "x/exp_002_taylor_seq_len32_taylor_num_samples256,,,,False,taylor\n"
+    path.write_text(PUBLISHED_LIKE + rows)
+    read = load.read_results_csv(path, "M")
+    first, second = (row for _, row in read.iterrows())
+    assert load.config_of(first) == PruningConfig("taylor", 16, 128, 0.2)
+    assert (first["removed_fraction"], first["extreme_pruning_layers"], first["model"]) == (0.19937, 6, "M")
+    assert (second["status"], second["taylor_num_samples"]) == ("failed", 256)
+    assert len(load.ranked(read)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "cannot be read"),
+        ("a,b\n1,2\n", "has no column pruning_method, acc_mean, success, output_dir"),
+        (PUBLISHED_LIKE + "somewhere,0.5,0.2,1,True,taylor\n", "gives no taylor_seq_len"),
+        (PUBLISHED_LIKE + "taylor_seq_len1_taylor_num_samples1,good,0.2,1,True,taylor\n", "a value of the wrong type"),
+    ],
+)
+def test_bad_csv_is_named(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=expected) as caught:
+        load.read_results_csv(path, "M")
+    assert str(path) in str(caught.value)

@@ -1,0 +1,91 @@
+"""Keys and bounds of the plain data that everything else rests on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig, canonical_json, digest, seed_for, trial_key
+from tune_prune.errors import UserError, did_you_mean
+
+CONFIG = PruningConfig("taylor", 64, 128)
+RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), seed=0, dtype="float32")
+
+
+def key(config: PruningConfig = CONFIG, model: str = "m", data: str = "d", run: ModelRun = RUN) -> str:
+    return trial_key(config, model, data, run)
+
+
+def test_key_depends_on_everything_that_changes_the_result() -> None:
+    keys = [
+        key(),
+        key(replace(CONFIG, method="blockwise")),
+        key(replace(CONFIG, taylor_seq_len=65)),
+        key(replace(CONFIG, taylor_num_samples=129)),
+        key(replace(CONFIG, pruning_ratio=0.3)),
+        key(replace(CONFIG, removal_divisor=4)),
+        key(model="m2"),
+        key(data="d2"),
+        key(run=replace(RUN, seed=1)),
+        key(run=replace(RUN, dtype="bfloat16")),
+        key(run=replace(RUN, protocol=EvaluationProtocol(limit=5))),
+        key(run=replace(RUN, protocol=EvaluationProtocol(slices=(0.5, 1.0)))),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_key_ignores_what_does_not() -> None:
+    assert key(run=replace(RUN, label="another name", data_dir="/elsewhere", model="/a/path")) == key()
+
+
+def test_config_survives_a_dictionary() -> None:
+    config = PruningConfig("layerwise", 16, 512, 0.35, 3)
+    assert PruningConfig.from_dict(vars(config) | {"of_a_newer_version": 1}) == config
+
+
+@pytest.mark.parametrize(("samples", "divisor", "expected"), [(128, 5, 25), (4, 5, 1), (1, 5, 1), (10, 1, 10)])
+def test_num_removal_samples(samples: int, divisor: int, expected: int) -> None:
+    assert PruningConfig("taylor", 16, samples, removal_divisor=divisor).num_removal_samples == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("taylor_seq_len", 1),
+        ("taylor_seq_len", True),
+        ("taylor_seq_len", 64.0),
+        ("taylor_num_samples", 0),
+        ("removal_divisor", 0),
+        ("pruning_ratio", 1.0),
+        ("pruning_ratio", -0.1),
+        ("pruning_ratio", float("nan")),
+        ("pruning_ratio", True),
+    ],
+)
+def test_config_bounds_name_field_and_value(field: str, value: object) -> None:
+    with pytest.raises(UserError, match=f"{field} is {value!r}"):
+        replace(CONFIG, **{field: value})
+
+
+@pytest.mark.parametrize("values", [{"tasks": ()}, {"limit": 0}, {"slices": (0.5,)}, {"slices": (0.5, 0.25, 1.0)}])
+def test_protocol_bounds(values: dict[str, object]) -> None:
+    with pytest.raises(UserError):
+        EvaluationProtocol(**values)  # type: ignore[arg-type]
+
+
+def test_canonical_json_has_one_text_per_meaning_and_no_nan() -> None:
+    assert canonical_json({"b": 1, "a": (1, 2)}) == canonical_json({"a": [1, 2], "b": 1}) == '{"a":[1,2],"b":1}'
+    assert digest({"a": 1}) != digest({"a": 2})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        canonical_json(float("nan"))
+
+
+def test_seeds_differ_by_purpose_and_by_seed() -> None:
+    assert seed_for(0, "windows") == seed_for(0, "windows")
+    assert len({seed_for(seed, purpose) for seed in range(5) for purpose in ("windows", "slices/boolq")}) == 10
+
+
+def test_did_you_mean_names_the_closest_and_all() -> None:
+    assert did_you_mean("Blokwise", ["taylor", "blockwise"]) == "did you mean 'blockwise'? known: blockwise, taylor"
+    assert did_you_mean("zzz", ["taylor"]) == "known: taylor"

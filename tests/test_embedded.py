@@ -1,0 +1,174 @@
+"""The embedded world: files as the scripts make them, items fair and unseen, models that know the answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tune_prune import embedded
+from tune_prune.config import ZERO_SHOT_TASKS
+from tune_prune.embedded import corpus, items, world
+from tune_prune.errors import UserError
+
+REAL_FIELDS = {
+    "boolq": {"question", "passage", "answer"},
+    "piqa": {"goal", "sol1", "sol2", "label"},
+    "hellaswag": {"activity_label", "ctx_a", "ctx_b", "ctx", "endings", "label"},
+    "winogrande": {"sentence", "option1", "option2", "answer"},
+    "arc_easy": {"question", "choices", "answerKey"},
+    "arc_challenge": {"question", "choices", "answerKey"},
+    "openbookqa": {"question_stem", "choices", "answerKey"},
+}
+
+
+def stored_items(task: str) -> list[items.Item]:
+    lines = (embedded.tasks_dir() / task / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama"))
+
+
+def words(text: str) -> str:
+    """Text with one space between tokens, so that substrings are token sequences."""
+    return " " + " ".join(re.findall(r"\w+|[^\w\s]", text)) + " "
+
+
+def test_task_folders_are_the_seven_tasks():
+    assert sorted(path.name for path in embedded.tasks_dir().iterdir()) == sorted(ZERO_SHOT_TASKS)
+    assert all((embedded.tasks_dir() / task / "task.yaml").is_file() for task in ZERO_SHOT_TASKS)
+
+
+@pytest.mark.parametrize("task", ZERO_SHOT_TASKS)
+def test_items_have_the_real_fields_and_balanced_answers(task):
+    rows = stored_items(task)
+    assert len(rows) >= 200
+    assert all(set(row) == REAL_FIELDS[task] for row in rows)
+    counts = Counter(items.gold_index(task, row) for row in rows)
+    assert len(counts) == len(items.requests(task, rows[0])) and len(set(counts.values())) == 1
+    assert len({items.solved(task, row) for row in rows}) == len(rows)
+    assert all(len(set(items.requests(task, row))) == len(counts) for row in rows)
+
+
+@pytest.mark.parametrize("task", ZERO_SHOT_TASKS)
+def test_stored_items_are_what_the_generator_makes(task):
+    rows = stored_items(task)
+    assert rows == items.evaluation_items(task, len(rows))
+
+
+def test_yes_and_no_are_balanced_in_the_corpus():
+    corpus_answers = Counter()
+    documents = corpus.documents(seed=99)
+    for _ in range(20_000):
+        document = next(documents)
+        if document.endswith(("answer: yes", "answer: no")):
+            corpus_answers[document.rsplit(" ", 1)[1]] += 1
+    assert sum(corpus_answers.values()) > 1000
+    assert abs(corpus_answers["yes"] - corpus_answers["no"]) < 4 * sum(corpus_answers.values()) ** 0.5
+
+
+@pytest.mark.parametrize("task", ZERO_SHOT_TASKS)
+def test_no_item_with_its_answer_occurs_in_the_corpus(task):
+    documents = corpus.documents(corpus.SEEDS["train"])
+    train = "".join(words(next(documents)) for _ in range(20_000))
+    seen = train + "".join(
+        words(line) for line in (embedded.calibration_text() + embedded.perplexity_text()).splitlines()
+    )
+    for row in stored_items(task):
+        assert words(items.solved(task, row)) not in seen
+
+
+def test_corpus_is_the_same_for_the_same_seed_and_differs_otherwise():
+    same, again, other = (
+        [document for document, _ in zip(corpus.documents(seed), range(50), strict=False)] for seed in (7, 7, 8)
+    )
+    assert same == again and same != other
+    assert embedded.calibration_text().startswith(next(corpus.documents(corpus.SEEDS["calibration"])) + "\n")
+
+
+def test_perplexity_text_is_not_calibration_text():
+    # Stories are long enough not to repeat by chance; short solved items may.
+    stories = {line for line in embedded.perplexity_text().splitlines() if len(line.split()) > 40}
+    assert len(stories) > 50 and not stories & set(embedded.calibration_text().splitlines())
+
+
+def test_texts_are_long_enough_and_within_the_vocabulary(tokenizer):
+    calibration = tokenizer(embedded.calibration_text(), add_special_tokens=False)["input_ids"]
+    perplexity = tokenizer(embedded.perplexity_text(), add_special_tokens=False)["input_ids"]
+    assert len(calibration) >= 160_000 and 20_000 <= len(perplexity) <= 30_000
+    assert tokenizer.unk_token_id not in calibration + perplexity
+
+
+@pytest.mark.parametrize("task", ZERO_SHOT_TASKS)
+def test_context_and_continuation_split_between_tokens(task, tokenizer):
+    def ids(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    for row in stored_items(task):
+        for context, continuation in items.requests(task, row):
+            assert ids(context + continuation) == ids(context) + ids(continuation)
+            assert tokenizer.unk_token_id not in ids(context + continuation)
+
+
+def test_world_is_consistent():
+    assert (
+        len(world.OBJECTS)
+        == len(set(world.OBJECTS))
+        == sum(len(things) for things in world.OBJECTS_BY_MATERIAL.values())
+    )
+    assert all((event, material) in world.EFFECT for event in world.EVENTS for material in world.MATERIALS)
+    assert all((verb, material) in world.TOOL for verb in world.VERBS for material in world.MATERIALS)
+    assert all(world.past(effect) for effect in world.EFFECT.values())
+    activities_of = Counter(step for script in world.SCRIPTS.values() for step in script)
+    assert all(activities_of[step] >= 2 for step in world.STEPS)
+
+
+def test_unknown_model_is_a_user_error():
+    with pytest.raises(UserError, match="tiny-llama"):
+        embedded.model_dir("tiny-lama")
+
+
+def test_package_imports_nothing_heavy():
+    heavy = "torch", "transformers", "ray", "numpy"
+    code = f"import sys, tune_prune.embedded; print([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def sampled_accuracy(model, tokenizer, task: str, every: int) -> float:
+    """Share of right answers (highest log-likelihood) on each `every`-th item."""
+    rows = stored_items(task)[::every]
+    right = 0
+    for row in rows:
+        scores = []
+        for context, continuation in items.requests(task, row):
+            prefix, rest = (tokenizer(text)["input_ids"] for text in (context, continuation))
+            logits = model(input_ids=torch.tensor([prefix + rest])).logits[0, len(prefix) - 1 : -1]
+            scores.append(logits.log_softmax(-1).gather(1, torch.tensor(rest)[:, None]).sum().item())
+        right += scores.index(max(scores)) == items.gold_index(task, row)
+    return right / len(rows)
+
+
+@pytest.mark.parametrize("name", embedded.MODEL_NAMES)
+def test_models_know_the_answers(name, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(embedded.model_dir(name)).eval()
+    with torch.inference_mode():
+        accuracy = [sampled_accuracy(model, tokenizer, task, every=12) for task in ZERO_SHOT_TASKS]
+    assert sum(accuracy) / len(accuracy) > 0.75
+
+
+def test_models_share_one_tokenizer_and_differ_in_shape():
+    folders = [embedded.model_dir(name) for name in embedded.MODEL_NAMES]
+    assert len({(folder / "tokenizer.json").read_bytes() for folder in folders}) == 1
+    configs = [json.loads((folder / "config.json").read_text(encoding="utf-8")) for folder in folders]
+    assert [config["model_type"] for config in configs] == ["llama", "qwen2", "mistral"]
+    assert len({(config["num_hidden_layers"], config["intermediate_size"]) for config in configs}) == 3

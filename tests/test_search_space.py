@@ -1,0 +1,257 @@
+"""The search space reader: what comes with the project is valid, and every problem of a file is named with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tune_prune import search_space
+from tune_prune.config import PruningConfig
+from tune_prune.errors import UserError
+
+METHODS = ("taylor", "layerwise", "blockwise")
+
+GOOD = {
+    "search": "grid",
+    "method": "[taylor, blockwise]",
+    "taylor_seq_len": "[64, 16]",
+    "taylor_num_samples": "[4, 8]",
+}
+LINES = {name: line for line, name in enumerate(GOOD, 1)} | {"extra": len(GOOD) + 1}
+
+
+def yaml_file(folder: Path, text: str) -> str:
+    path = folder / "space.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def problems(folder: Path, text: str) -> list[tuple[int, str]]:
+    """(line, problem) of every problem that the reader finds in `text`."""
+    path = yaml_file(folder, text)
+    with pytest.raises(UserError) as caught:
+        search_space.load(path, METHODS)
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"{path} has {len(lines)} problem{'s' * (len(lines) > 1)}:"
+    found = []
+    for line in lines:
+        assert line.startswith(f"{path}:")
+        number, problem = line.removeprefix(f"{path}:").split(": ", 1)
+        found.append((int(number), problem))
+    return found
+
+
+def with_value(**values: str) -> str:
+    return "".join(f"{name}: {value}\n" for name, value in (GOOD | values).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "search", "num_trials"),
+    [
+        ("paper_grid", 45, "grid", None),
+        ("adaptive", 297, "optuna", 20),
+        ("minimal", 3, "grid", None),
+        ("smoke", 6, "grid", None),
+    ],
+)
+def test_shipped_spaces(name: str, size: int, search: str, num_trials: int | None) -> None:
+    space = search_space.load(name, METHODS)
+    assert (space.name, space.size, space.search, space.num_trials) == (name, size, search, num_trials)
+    assert len(set(space.configs(0.2))) == size
+    assert max(space.seq_len) <= 256
+
+
+def test_every_shipped_space_is_tested() -> None:
+    assert set(search_space.names()) == {"paper_grid", "adaptive", "minimal", "smoke"}
+
+
+def test_paper_grid_is_the_published_one() -> None:
+    configs = {
+        (c.method, c.taylor_seq_len, c.taylor_num_samples)
+        for c in search_space.load("paper_grid", METHODS).configs(0.2)
+    }
+    assert configs == {(m, s, n) for m in METHODS for s in (16, 32, 64, 128, 256) for n in (128, 256, 512)}
+
+
+def test_configs_share_seq_len_between_neighbours(tmp_path: Path) -> None:
+    text = with_value(removal_divisor="3", pruning_ratio="0.3")
+    space = search_space.load(yaml_file(tmp_path, text), METHODS)
+    assert space.pruning_ratio == 0.3
+    assert space.configs(0.25) == tuple(
+        PruningConfig(method, seq_len, samples, 0.25, 3)
+        for seq_len in (64, 16)
+        for samples in (4, 8)
+        for method in ("taylor", "blockwise")
+    )
+
+
+def test_comments_block_lists_and_byte_order_mark(tmp_path: Path) -> None:
+    text = "\ufeff# why\nsearch: optuna\nnum_trials: 2\nmethod:\n  - taylor\n"
+    text += "taylor_seq_len: [16]\ntaylor_num_samples:\n- 1\n- 2  # two\n"
+    space = search_space.load(yaml_file(tmp_path, text), METHODS)
+    assert (space.num_trials, space.num_samples, space.pruning_ratio, space.removal_divisor) == (2, (1, 2), None, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("search", "gird", "search is 'gird'; did you mean 'grid'?"),
+        ("search", "[grid]", "search is a list; it must be text"),
+        ("method", "taylor", "method is the text 'taylor'; it must be a list"),
+        ("method", "{taylor: 1}", "method is a mapping; it must be a list"),
+        ("method", "[]", "method is an empty list"),
+        ("method", "", "method is empty; it must be a list"),
+        (
+            "method",
+            "[blokwise]",
+            "unknown method 'blokwise'; did you mean 'blockwise'? known: blockwise, layerwise, taylor",
+        ),
+        ("method", "[taylor, taylor]", "method lists 'taylor' twice"),
+        ("method", "[true]", "method is true (true or false); it must be text"),
+        ("taylor_seq_len", "[1]", "taylor_seq_len is 1; it must be a whole number from 2 to 131072"),
+        ("taylor_seq_len", "[131073]", "taylor_seq_len is 131073; it must be"),
+        ("taylor_seq_len", "[64, 64]", "taylor_seq_len lists 64 twice"),
+        ("taylor_seq_len", "[true]", "taylor_seq_len is true (true or false); it must be a whole number"),
+        ("taylor_seq_len", "['64']", "taylor_seq_len is the text '64'; it must be a whole number"),
+        ("taylor_seq_len", "[64.0]", "taylor_seq_len is 64.0; it must be a whole number"),
+        ("taylor_seq_len", "[0x40]", "taylor_seq_len is 0x40; it must be"),
+        ("taylor_seq_len", "[0100]", "taylor_seq_len is 0100; it must be"),
+        ("taylor_seq_len", "[1:30]", "taylor_seq_len is 1:30; it must be"),
+        ("taylor_seq_len", "[[64]]", "taylor_seq_len is a list; it must be a whole number"),
+        ("taylor_num_samples", "[0]", "taylor_num_samples is 0; it must be a whole number from 1 to 1000000"),
+        ("taylor_num_samples", "[1000001]", "taylor_num_samples is 1000001; it must be"),
+        ("taylor_num_samples", "[]", "taylor_num_samples is an empty list"),
+    ],
+)
+def test_bad_value(tmp_path: Path, name: str, value: str, expected: str) -> None:
+    [(line, problem)] = problems(tmp_path, with_value(**{name: value}))
+    assert line == LINES[name]
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("pruning_ratio", "0", "pruning_ratio is 0; it must be a number above 0 and below 1"),
+        ("pruning_ratio", "1.0", "pruning_ratio is 1.0; it must be"),
+        ("pruning_ratio", ".nan", "pruning_ratio is .nan; it must be"),
+        ("pruning_ratio", "nan", "pruning_ratio is the text 'nan'; it must be"),
+        ("pruning_ratio", "true", "pruning_ratio is true (true or false); it must be"),
+        ("pruning_ratio", "'0.2'", "pruning_ratio is the text '0.2'; it must be"),
+        ("pruning_ratio", "[0.2]", "pruning_ratio is a list; it must be"),
+        ("removal_divisor", "0", "removal_divisor is 0; it must be a whole number from 1"),
+        ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
+        ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'taylor_seq_len'?"),
+        ("[a, b]", "3", "unknown key '[...]'; known: method"),
+        ("<<", "{search: grid}", "unknown key '<<'; known: method"),
+    ],
+)
+def test_bad_extra_key(tmp_path: Path, name: str, value: str, expected: str) -> None:
+    [(line, problem)] = problems(tmp_path, with_value(**{name: value}))
+    assert line == LINES["extra"]
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize("ratio", ["0.2", "2e-1", ".2", "0.5"])
+def test_pruning_ratio_as_python_reads_it(tmp_path: Path, ratio: str) -> None:
+    assert search_space.load(yaml_file(tmp_path, with_value(pruning_ratio=ratio)), METHODS).pruning_ratio == float(
+        ratio
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_trials", "expected"),
+    [
+        ("0", "it must be a whole number of at least 1"),
+        ("9", "num_trials is 9; the space has 8 points: write at most 8"),
+    ],
+)
+def test_num_trials_bounds(tmp_path: Path, num_trials: str, expected: str) -> None:
+    [(line, problem)] = problems(tmp_path, with_value(search="optuna", num_trials=num_trials))
+    assert line == LINES["extra"]
+    assert expected in problem
+
+
+@pytest.mark.parametrize("num_trials", [1, 8])
+def test_num_trials_within_bounds(tmp_path: Path, num_trials: int) -> None:
+    text = with_value(search="optuna", num_trials=str(num_trials))
+    assert search_space.load(yaml_file(tmp_path, text), METHODS).num_trials == num_trials
+
+
+def test_num_trials_is_not_held_against_a_list_that_is_wrong_itself(tmp_path: Path) -> None:
+    text = with_value(search="optuna", taylor_seq_len="[64, 1]", num_trials="8")
+    assert [line for line, _ in problems(tmp_path, text)] == [LINES["taylor_seq_len"]]
+
+
+def test_bounds_are_included(tmp_path: Path) -> None:
+    text = with_value(taylor_seq_len="[2, 131072]", taylor_num_samples="[1, 1000000]")
+    assert search_space.load(yaml_file(tmp_path, text), METHODS).size == 8
+
+
+def test_optuna_needs_num_trials(tmp_path: Path) -> None:
+    [(line, problem)] = problems(tmp_path, with_value(search="optuna"))
+    assert (line, problem.split(";")[0]) == (1, "`search: optuna` needs num_trials")
+
+
+@pytest.mark.parametrize("missing", GOOD)
+def test_missing_key(tmp_path: Path, missing: str) -> None:
+    text = "".join(f"{name}: {value}\n" for name, value in GOOD.items() if name != missing)
+    [(_, problem)] = problems(tmp_path, text)
+    assert problem.startswith(f"key {missing!r} is missing; add it, e.g. `{missing}: ")
+
+
+def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
+    [(line, problem)] = problems(tmp_path, with_value() + "method: [layerwise]\n")
+    assert (line, problem) == (5, "key 'method' is given twice (first in line 2); keep one")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("search: grid\nmethod: [taylor\n", 3, "column 1: not valid YAML"),
+        ("search: grid\n\tmethod: 1\n", 2, "column 1: not valid YAML"),
+        ("search: *nowhere\n", 1, "column 9: not valid YAML"),
+        ("a: 1\n---\nb: 2\n", 2, "column 1: not valid YAML"),
+        ("search: \x07\n", 1, "not valid YAML"),
+        ("[" * 5000, 1, "not valid YAML"),
+        ("", 1, "the file is empty"),
+        ("# nothing\n", 1, "the file is empty"),
+        ("- search\n", 1, "the file is not a mapping"),
+        ("grid\n", 1, "the file is not a mapping"),
+    ],
+)
+def test_no_mapping_at_all(tmp_path: Path, text: str, line: int, expected: str) -> None:
+    [(found, problem)] = problems(tmp_path, text)
+    assert (found, problem[: len(expected)]) == (line, expected)
+
+
+def test_all_problems_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = """\
+serach: grid
+search: optuna
+method: [blokwise, taylor, taylor]
+taylor_seq_len: [1, yes, 64]
+taylor_num_samples: []
+num_trials: 0
+pruning_ratio: 2
+colour: blue
+"""
+    found = problems(tmp_path, text)
+    assert [line for line, _ in found] == [1, 3, 3, 4, 4, 5, 6, 7, 8]
+    assert "twice" in found[2][1]
+    assert "is yes" in found[4][1]
+
+
+@pytest.mark.parametrize("name", ["papergrid", "no/such/paper_gird.yaml", "paper_gird.yml"])
+def test_missing_file_suggests_a_name(name: str) -> None:
+    with pytest.raises(UserError, match="did you mean 'paper_grid'") as caught:
+        search_space.load(name, METHODS)
+    assert repr(name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"space\.yaml cannot be read"):
+        search_space.load(str(tmp_path / "space.yaml"), METHODS)

@@ -1,0 +1,25 @@
+"""`tune-prune COMMAND ...` or `python -m tune_prune COMMAND ...`: the same command lines under one name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from tune_prune.errors import did_you_mean
+
+COMMANDS = {"search": "tune_prune.search"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: tune-prune COMMAND ...\n\ncommands: {', '.join(COMMANDS)} (each with --help)")
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(f"error: unknown command {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}", file=sys.stderr)
+        return 2
+    return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

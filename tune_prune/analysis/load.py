@@ -1,0 +1,201 @@
+"""Results as data frames: records or results files in, one row per trial out; how rows are ranked and compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.errors import UserError
+from tune_prune.records import TrialRecord
+
+_ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
+
+# The columns of the published results files, in their documented order; ours follow.
+PUBLISHED_COLUMNS = (
+    *("model", "pruning_method", "taylor_seq_len", "taylor_num_samples", "output_dir", "ppl", *_ACCURACIES),
+    *("params_count", "pruning_ratio", "grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio"),
+    *("grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "elapsed_time", "success"),
+)
+COLUMNS = (
+    *PUBLISHED_COLUMNS,
+    *("removal_divisor", "removed_fraction", *(f"{name}_stderr" for name in _ACCURACIES)),
+    *("status", "reason", "key", "started_at", "host", "peak_memory_bytes"),
+)
+_INTEGERS = (
+    *("taylor_seq_len", "taylor_num_samples", "params_count", "extreme_pruning_layers"),
+    *("removal_divisor", "peak_memory_bytes"),
+)
+_TEXTS = ("model", "pruning_method", "output_dir", "status", "reason", "key", "started_at", "host")
+
+
+def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
+    """One row per record: COLUMNS, then `<stage>_duration_s` and every other metric by name.
+
+    Accuracies are fractions, elapsed_time is in seconds, pruning_ratio is what was asked and removed_fraction what was
+    removed. What a record does not know is NaN. `success` is true for complete trials only.
+    """
+    return _typed(pd.DataFrame([_row(record, experiment_dir) for record in records]))
+
+
+def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
+    durations: dict[str, float] = {}
+    for stage in record.stages:  # zero_shot is there once per slice
+        name = f"{stage['stage']}_duration_s"
+        durations[name] = durations.get(name, 0.0) + stage["duration_s"]
+    config = dict(record.config)
+    config["pruning_method"] = config.pop("method", None)
+    return {
+        **durations,
+        **record.metrics,
+        **config,
+        "model": record.model,
+        "output_dir": (experiment_dir / "trials" / record.key).as_posix(),
+        "elapsed_time": record.elapsed_time_s,
+        "success": record.status == "complete",
+        "status": record.status,
+        "reason": record.reason,
+        "key": record.key,
+        "started_at": record.started_at,
+        "host": record.host,
+        "peak_memory_bytes": record.peak_memory_bytes,
+    }
+
+
+def _typed(rows: pd.DataFrame) -> pd.DataFrame:
+    rows = rows.reindex(columns=[*COLUMNS, *sorted(set(rows.columns) - set(COLUMNS))])
+    numbers = [name for name in COLUMNS if name not in (*_TEXTS, *_INTEGERS, "success")]
+    rows = rows.astype(dict.fromkeys(_INTEGERS, "Int64") | dict.fromkeys(numbers, "float64") | {"success": "bool"})
+    return rows.assign(**{name: rows[name].astype("str").where(rows[name].notna(), "") for name in _TEXTS})
+
+
+def read_results_csv(path: Path, model: str) -> pd.DataFrame:
+    """The rows of an all_methods_results.csv, ours or a published one, as `frame` gives them, under the label `model`.
+
+    Published files keep taylor_seq_len and taylor_num_samples in the name of output_dir, and the measured fraction in
+    pruning_ratio: what was asked is that to two decimals. UserError if the file is no results file.
+    """
+    try:
+        rows = pd.read_csv(path, dtype=dict.fromkeys(_TEXTS, "str"))  # a key of digits stays text
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as a CSV file ({error}); name an all_methods_results.csv") from error
+    missing = [name for name in ("pruning_method", "acc_mean", "success", "output_dir") if name not in rows]
+    if missing:
+        raise UserError(f"{path} has no column {', '.join(missing)}; name an all_methods_results.csv")
+    rows["model"] = model
+    rows["success"] = rows["success"].astype("str") == "True"
+    for name in ("taylor_seq_len", "taylor_num_samples"):
+        if name not in rows:
+            rows[name] = pd.to_numeric(rows["output_dir"].str.extract(rf"{name}(\d+)", expand=False))
+            if rows[name].isna().any():
+                raise UserError(f"{path} gives no {name}; add that column, or name it in output_dir as {name}64")
+    if "removed_fraction" not in rows and "pruning_ratio" in rows:
+        rows["removed_fraction"] = rows["pruning_ratio"]
+        rows["pruning_ratio"] = rows["pruning_ratio"].round(2)
+    if "status" not in rows:
+        rows["status"] = np.where(rows["success"], "complete", "failed")
+    try:
+        return _typed(rows)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} has a value of the wrong type ({error}); correct it") from error
+
+
+def ranked(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that compete (complete, with a finite acc_mean), best first.
+
+    Selection rule "accuracy": highest acc_mean; then lower perplexity, then fewer calibration tokens, then the name.
+    """
+    rows = rows[rows["success"] & np.isfinite(rows["acc_mean"])]
+    order = pd.DataFrame(
+        {
+            "acc": -rows["acc_mean"],
+            "ppl": rows["ppl"].fillna(math.inf),
+            "tokens": rows["taylor_seq_len"] * rows["taylor_num_samples"],
+            "name": [config_name(row) for _, row in rows.iterrows()],
+        },
+        index=rows.index,
+    )
+    return rows.loc[order.sort_values(["acc", "ppl", "tokens", "name"]).index]
+
+
+def config_of(row: Mapping[str, Any]) -> PruningConfig:
+    """The configuration of a row; what a published file does not tell has its default."""
+    optional = {name: row[name] for name in ("pruning_ratio", "removal_divisor") if not pd.isna(row[name])}
+    if "removal_divisor" in optional:
+        optional["removal_divisor"] = int(optional["removal_divisor"])
+    return PruningConfig(
+        method=row["pruning_method"],
+        taylor_seq_len=int(row["taylor_seq_len"]),
+        taylor_num_samples=int(row["taylor_num_samples"]),
+        **optional,
+    )
+
+
+def config_name(row: Mapping[str, Any]) -> str:
+    return config_of(row).name
+
+
+def read_items(output_dir: str) -> pd.Series | None:
+    """The score of every zero-shot item of a trial, indexed by (task, doc_id); None if none were kept."""
+    path = Path(output_dir) / "items.parquet"
+    if not path.is_file():
+        return None
+    try:
+        items = pd.read_parquet(path, columns=["task", "doc_id", "score"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}); delete it to compare that trial without its items"
+        ) from error
+    return items.set_index(["task", "doc_id"])["score"].astype("float64").sort_index()
+
+
+def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float] | None:
+    """Difference in acc_mean of two trials on the same items and its standard error; None if the items differ.
+
+    With d_i the difference of item i's scores and n_t the items of task t, of T tasks: mean_t mean_i d_i, and
+    sqrt(sum_t var(d) / n_t) / T with the n_t - 1 variance, tasks being independent samples. NaN for a task of one item.
+    """
+    if not first.index.equals(second.index):
+        return None
+    by_task = (first - second).groupby(level="task")
+    variances = by_task.var(ddof=1) / by_task.count()
+    return float(by_task.mean().mean()), math.sqrt(variances.sum(skipna=False)) / len(variances)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """acc_mean of one trial minus that of another, in percentage points."""
+
+    points: float
+    stderr_points: float
+    basis: str  # "paired": same items; "unpaired": each trial's own standard error; "unknown": there is none
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether it is at most two standard errors."""
+        return abs(self.points) <= 2 * self.stderr_points
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def difference(
+    first: Mapping[str, Any], second: Mapping[str, Any], items: Callable[[str], pd.Series | None] = read_items
+) -> Difference:
+    """How far the trial of row `first` is above that of row `second`, which must be of the same model."""
+    if first["output_dir"] and first["output_dir"] == second["output_dir"]:  # the same trial
+        return Difference(0.0, 0.0, "paired")
+    first_items, second_items = items(first["output_dir"]), items(second["output_dir"])
+    if first_items is not None and second_items is not None:
+        paired = paired_difference(first_items, second_items)
+        if paired is not None and math.isfinite(paired[1]):
+            return Difference(100 * paired[0], 100 * paired[1], "paired")
+    stderr = math.hypot(first["acc_mean_stderr"], second["acc_mean_stderr"])
+    basis = "unpaired" if math.isfinite(stderr) else "unknown"
+    return Difference(100 * (first["acc_mean"] - second["acc_mean"]), 100 * stderr, basis)

@@ -1,0 +1,106 @@
+"""Calibration text and the windows cut from it.
+
+A sample is a window of exactly seq_len real tokens: no padding, no overlap with another sample, in an order fixed by the
+seed, so that the first n samples are the same whatever n is asked for. Never the text that perplexity is reported on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tune_prune import embedded
+from tune_prune.config import seed_for
+from tune_prune.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HUB_TEXTS = ("wikitext2", "c4")
+C4_DOCUMENTS = 4000  # first documents of C4's train split: about 2M tokens, enough for 512 windows of 2048
+
+
+def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> str:
+    """The source that a `--calibration` value means: "embedded", "wikitext2", "c4" or an absolute text file.
+
+    Without a value: the embedded text for embedded models, else the training text (or, where that is missing, the
+    validation text) of `data_dir`/text, else WikiText-2 train from the hub. Raises UserError.
+    """
+    if name is None:
+        if model_is_embedded:
+            return "embedded"
+        if data_dir is None:
+            return "wikitext2"
+        folder = Path(data_dir) / "text"
+        for kind in ("train", "valid"):
+            found = sorted(folder.glob(f"*{kind}*.txt"))
+            if found:
+                return str(found[0].resolve())
+        raise UserError(
+            f"no calibration text in {folder} (a *train*.txt or *valid*.txt file); put one there or name a text file: "
+            "--calibration FILE"
+        )
+    if name in ("embedded", *HUB_TEXTS):
+        return name
+    path = Path(name).expanduser()
+    if path.is_file():
+        return str(path.resolve())
+    raise UserError(
+        f"calibration text {name!r} is neither a file nor a known source; {did_you_mean(name, ('embedded', *HUB_TEXTS))}"
+    )
+
+
+def load_text(source: str) -> str:
+    """The text of a resolved source. Raises UserError where it cannot be had."""
+    if source == "embedded":
+        return embedded.calibration_text()
+    if source not in HUB_TEXTS:
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"calibration text {source} cannot be read ({error}); give a UTF-8 text file") from error
+        if not text.strip():
+            raise UserError(f"calibration text {source} is empty; give a text file with enough tokens for the search")
+        return text
+    import datasets  # only here: half a second, and not needed for local texts
+
+    try:
+        if source == "wikitext2":
+            return "\n\n".join(datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="train")["text"])
+        stream = datasets.load_dataset("allenai/c4", "en", split="train", streaming=True)
+        return "\n\n".join(row["text"] for row in stream.take(C4_DOCUMENTS))
+    except Exception as error:  # datasets, huggingface_hub and the network libraries each raise their own kinds
+        raise UserError(
+            f"calibration text {source!r} cannot be had from the Hugging Face hub ({type(error).__name__}); check the network, "
+            "or give a text file: --calibration FILE"
+        ) from error
+
+
+def fingerprint(source: str) -> str:
+    """What the calibration text is, by content; for hub texts by name."""
+    if source in HUB_TEXTS:
+        return f"hub:{source}"
+    return hashlib.sha256(load_text(source).encode()).hexdigest()[:16]
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """All tokens of a text, LongTensor [N], without special tokens."""
+    ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def windows(tokens: torch.Tensor, seq_len: int, count: int, seed: int) -> torch.Tensor:
+    """The first `count` calibration samples, LongTensor [count, seq_len]: non-overlapping windows of `tokens` [N] in seeded
+    order. Raises UserError where the text is too short."""
+    slots = len(tokens) // seq_len
+    if slots < count:
+        raise UserError(
+            f"the calibration text has {len(tokens):,} tokens, enough for {slots} samples of {seq_len}; {count} were asked "
+            "for: give a longer text (--calibration), or search fewer or shorter samples"
+        )
+    generator = torch.Generator().manual_seed(seed_for(seed, f"calibration windows of {seq_len}"))
+    order = torch.randperm(slots, generator=generator)[:count]
+    return tokens[: slots * seq_len].view(slots, seq_len)[order]

@@ -1,0 +1,86 @@
+"""Outcomes of zero-shot items: what is kept of each, the accuracies they add up to, their table. No torch needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from tune_prune.config import ZERO_SHOT_METRIC
+
+
+@dataclass(frozen=True)
+class ItemScore:
+    """The outcome of one item: lm-eval's accuracies (0 or 1) and what they came from."""
+
+    task: str
+    doc_id: int  # position in the task's evaluation split
+    slice: int  # the first slice that covers it
+    acc: float
+    acc_norm: float | None  # by log-likelihood per character; None where the task does not define it
+    loglikelihoods: tuple[float, ...]  # nats, one per choice
+    gold: int  # index of the right choice; -1 where the task has no single one
+
+    @property
+    def score(self) -> float:
+        """The accuracy by which this task is reported."""
+        if metric_of(self.task) == "acc":
+            return self.acc
+        assert self.acc_norm is not None, f"{self.task} was built without acc_norm"
+        return self.acc_norm
+
+
+def metric_of(task: str) -> str:
+    """The metric by which a task is reported; acc for tasks other than the seven."""
+    return ZERO_SHOT_METRIC.get(task, "acc")
+
+
+def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
+    """acc_<task> with acc_<task>_stderr, and acc_mean with acc_mean_stderr, as fractions.
+
+    A task's standard error is lm-eval's: of a mean of n outcomes with the n - 1 variance, sqrt(p (1 - p) / (n - 1)),
+    nan for a single item. acc_mean is the plain mean of the k tasks; its error sqrt(sum of squared errors) / k takes
+    them as independent.
+    """
+    scores: dict[str, list[float]] = {}
+    for item in items:
+        scores.setdefault(item.task, []).append(item.score)
+    means = {task: sum(values) / len(values) for task, values in scores.items()}
+    errors = {
+        task: math.sqrt(means[task] * (1 - means[task]) / (len(values) - 1)) if len(values) > 1 else math.nan
+        for task, values in scores.items()
+    }
+    metrics: dict[str, float] = {}
+    for task in scores:
+        metrics |= {f"acc_{task}": means[task], f"acc_{task}_stderr": errors[task]}
+    metrics["acc_mean"] = sum(means.values()) / len(means)
+    metrics["acc_mean_stderr"] = math.sqrt(sum(error**2 for error in errors.values())) / len(errors)
+    return metrics
+
+
+_SCHEMA = pyarrow.schema(
+    [
+        ("task", pyarrow.string()),
+        ("doc_id", pyarrow.int32()),
+        ("slice", pyarrow.int8()),
+        ("acc", pyarrow.float32()),
+        ("acc_norm", pyarrow.float32()),
+        ("score", pyarrow.float32()),
+        ("gold", pyarrow.int32()),
+        ("loglikelihoods", pyarrow.list_(pyarrow.float64())),
+    ]
+)
+
+
+def items_table(items: Iterable[ItemScore]) -> pyarrow.Table:
+    """One row per item: the fields of ItemScore and `score`."""
+    return pyarrow.Table.from_pylist([vars(item) | {"score": item.score} for item in items], schema=_SCHEMA)
+
+
+def write_items(items: Iterable[ItemScore], path: Path) -> None:
+    """Writes `items_table` as a Parquet file."""
+    pyarrow.parquet.write_table(items_table(items), path)

@@ -1,0 +1,208 @@
+"""Where the items of zero-shot tasks come from: the hub, a folder of files, or what ships with the package.
+
+A task-set folder holds `tasks/<name>/<split>.jsonl`, one item a line, and for a task that is not one of the seven
+`tasks/<name>/task.yaml`, a definition in lm-eval's format without the data set. The definition of the seven is
+lm-eval's own. Nothing is cached on disk: items are read from the file each time, so a changed file is a changed task,
+without a network and with any number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import yaml
+
+from tune_prune.embedded import tasks_dir
+from tune_prune.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+
+class StockTask(NamedTuple):
+    """A task that lm-eval defines: its definition below lm_eval/tasks, the split it evaluates, the fields it reads."""
+
+    definition: str
+    split: str
+    fields: tuple[str, ...]
+
+
+STOCK_TASKS = {
+    "boolq": StockTask("super_glue/boolq/default.yaml", "validation", ("passage", "question", "label")),
+    "piqa": StockTask("piqa/piqa.yaml", "validation", ("goal", "sol1", "sol2", "label")),
+    "hellaswag": StockTask(
+        "hellaswag/hellaswag.yaml", "validation", ("ctx_a", "ctx_b", "activity_label", "endings", "label")
+    ),
+    "winogrande": StockTask("winogrande/default.yaml", "validation", ("sentence", "option1", "option2", "answer")),
+    "arc_easy": StockTask("arc/arc_easy.yaml", "test", ("question", "choices", "answerKey")),
+    "arc_challenge": StockTask("arc/arc_challenge.yaml", "test", ("question", "choices", "answerKey")),
+    "openbookqa": StockTask("openbookqa/openbookqa.yaml", "test", ("question_stem", "choices", "answerKey")),
+}
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """Where tasks come from; `path` is the task-set folder (None for the hub)."""
+
+    kind: Literal["hub", "folder", "embedded"]
+    path: str | None = None
+
+    @classmethod
+    def of(cls, data_dir: str | None, embedded: bool) -> TaskSource:
+        """The source that the settings of a run name; embedded items win over `data_dir`."""
+        if embedded:
+            return cls("embedded", str(tasks_dir().parent))
+        return cls("hub") if data_dir is None else cls("folder", str(Path(data_dir).absolute()))
+
+    def task_names(self) -> list[str]:
+        """The tasks that the folder holds, or for the hub the seven (the hub has more)."""
+        if self.path is None:
+            return sorted(STOCK_TASKS)
+        root = Path(self.path) / "tasks"
+        return sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+
+
+class TaskFile(NamedTuple):
+    """The items of one task and the definition that they are for."""
+
+    name: str
+    definition: Path
+    split: str
+    items: Path
+    fields: tuple[str, ...]  # what every item must have
+
+
+def check(source: TaskSource, task_names: tuple[str, ...]) -> None:
+    """Raises UserError for unknown tasks and for missing files, all of them in one sentence; looks at paths only.
+
+    For the hub nothing can be known without asking it: a name that it lacks is found when the suite is built.
+    """
+    if source.kind != "hub":
+        task_files(source, task_names)
+
+
+def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile]:
+    """The file of every task, in the order asked. Raises UserError as `check` does."""
+    assert source.path is not None, "the hub has no files"
+    root = Path(source.path) / "tasks"
+    if not root.is_dir():
+        raise UserError(f"{root} is no folder; --data-dir must name a folder that holds tasks/<name>/<split>.jsonl")
+    found: list[TaskFile] = []
+    missing: list[str] = []
+    fields: tuple[str, ...]
+    for name in dict.fromkeys(task_names):
+        folder, stock = root / name, STOCK_TASKS.get(name)
+        own = folder / "task.yaml"
+        if own.is_file():
+            splits = [split for split in ("test", "validation") if (folder / f"{split}.jsonl").is_file()]
+            definition, split, fields = own, splits[0] if splits else "test", ()
+        elif stock is not None:
+            definition, split, fields = stock_definition(name), stock.split, stock.fields
+        elif folder.is_dir():
+            missing.append(str(own))
+            continue
+        else:
+            known = {*source.task_names(), *(STOCK_TASKS if source.kind == "folder" else ())}
+            raise UserError(f"task {name!r} is not in {root}; {did_you_mean(name, known)}")
+        items = folder / f"{split}.jsonl"
+        if items.is_file():
+            found.append(TaskFile(name, definition, split, items, fields))
+        else:
+            missing.append(str(items))
+    if missing:
+        raise UserError(f"task files are missing: {', '.join(missing)}; add them or leave their tasks out with --tasks")
+    return found
+
+
+def fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
+    """What the tasks ask, without building them: the files' content, hub tasks by name, and lm-eval's version, whose
+    definitions render them. Raises UserError as `check` does."""
+    parts = [importlib.metadata.version("lm_eval"), *task_names]
+    if source.kind != "hub":
+        for task in task_files(source, task_names):
+            parts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in (task.definition, task.items)]
+    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
+
+
+def write_definition(task: TaskFile, folder: Path) -> Path:
+    """Writes the lm-eval definition of `task` with its items read by `load_items`; returns its path in `folder`."""
+    definition = {
+        "include": str(task.definition),
+        "task": task.name,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"path": str(task.items), "split": task.split, "fields": list(task.fields)},
+        "training_split": None,
+        "validation_split": None,
+        "test_split": None,
+        "fewshot_split": None,
+        "num_fewshot": 0,
+        f"{task.split}_split": task.split,
+    }
+    path = folder / f"{task.name}.yaml"
+    # PyYAML writes custom tags for objects only, so lm-eval's "!function" is added as text.
+    path.write_text(yaml.safe_dump(definition) + f"custom_dataset: !function {__name__}.load_items\n", encoding="utf-8")
+    return path
+
+
+def load_items(path: str, split: str, fields: list[str], **_: Any) -> DatasetDict:
+    """What lm-eval calls for the data set of a task from a file; it also passes the definition's metadata, not used."""
+    from datasets import DatasetDict
+
+    return DatasetDict({split: _to_dataset(Path(path), read_items(Path(path), tuple(fields)))})
+
+
+def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """The items of a JSON-lines file. Raises UserError, with file and line, for bad JSON or a missing field."""
+    items = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); write it as UTF-8") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path}, line {number}: not JSON ({error.msg}, column {error.colno}); one object a line is needed"
+            ) from error
+        if not isinstance(item, dict):
+            raise UserError(
+                f'{path}, line {number}: {type(item).__name__} where an object is needed, e.g. {{"question": ...}}'
+            )
+        absent = [field for field in fields if field not in item]
+        if absent:
+            raise UserError(f"{path}, line {number}: no field {', '.join(absent)}; the task needs {', '.join(fields)}")
+        items.append(item)
+    if not items:
+        raise UserError(f"{path} has no items; one JSON object a line is needed")
+    return items
+
+
+def _to_dataset(path: Path, items: list[dict[str, Any]]) -> Dataset:
+    import pyarrow
+    from datasets import Dataset
+
+    names = dict.fromkeys(name for item in items for name in item)
+    try:
+        return Dataset.from_dict({name: [item.get(name) for item in items] for name in names})
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"{path}: a field has values of different types ({error}); give every item the same types"
+        ) from error
+
+
+def stock_definition(name: str) -> Path:
+    """lm-eval's own definition of one of `STOCK_TASKS`, found without importing lm_eval (which takes seconds)."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("the package lm_eval is not installed; zero-shot tasks need it, run `pip install lm_eval`")
+    return Path(spec.submodule_search_locations[0]) / "tasks" / STOCK_TASKS[name].definition

@@ -1,0 +1,131 @@
+"""Decoder families as data: where a family keeps the parts that pruning removes.
+
+One row per family; every room reads the row and none asks for a model's type. To support another family, add a row and
+run `pytest tests/test_families.py`, which walks the table. `check_structure` compares a row with a built model, so that
+an unknown, fused or sparse layout becomes a sentence instead of wrong numbers.
+
+Shapes: H hidden size, d head dim, K key/value heads, g query heads per KV head, M MLP width; weights are [out, in].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from tune_prune.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of a decoder layer's parts, relative to the layer. Rows of q [K*g*d, H], k and v [K*d, H], gate and up
+    [M, H] follow the pruned groups, and so do their biases; of o [H, K*g*d] and down [H, M] the columns follow."""
+
+    model_type: str  # transformers' config.model_type
+    layers: str = "model.layers"
+    attention: str = "self_attn"
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    output: str = "o_proj"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    head_norms: tuple[
+        str, ...
+    ] = ()  # norms over head_dim inside attention: shared by all heads, gone with the last one
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+
+    def projections(self) -> dict[str, str]:
+        """Path of each projection inside a layer, by role."""
+        attention = {role: f"{self.attention}.{getattr(self, role)}" for role in ("query", "key", "value", "output")}
+        return attention | {role: f"{self.mlp}.{getattr(self, role)}" for role in ("gate", "up", "down")}
+
+    def linears(self, layer: nn.Module) -> dict[str, nn.Linear]:
+        """The projections of a decoder layer that passed `check_structure`, by role."""
+        return {role: cast(nn.Linear, layer.get_submodule(path)) for role, path in self.projections().items()}
+
+    def head_dim(self, layer: nn.Module) -> int:
+        return cast(int, layer.get_submodule(self.attention).head_dim)
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama"),
+        Family("mistral"),
+        Family("qwen2"),
+        Family("qwen3", head_norms=("q_norm", "k_norm")),
+    )
+}
+
+
+def family_of(model_type: str) -> Family:
+    """The row for transformers' `config.model_type`. Raises UserError for a family that is not in the table."""
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"model type {model_type!r} is not supported ({did_you_mean(model_type, FAMILIES)}); "
+            "docs/architecture.md says how to add a family"
+        )
+    return FAMILIES[model_type]
+
+
+def decoder_layers(model: nn.Module, family: Family) -> nn.ModuleList:
+    layers = model.get_submodule(family.layers)
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def check_structure(model: PreTrainedModel, family: Family) -> None:
+    """Raise UserError unless every decoder layer of `model` looks as the row says: separate linear projections of
+    matching shapes, whole KV groups, and no other parameters than the named norms."""
+    try:
+        layers = decoder_layers(model, family)
+    except AttributeError:
+        raise UserError(
+            f"this {family.model_type} model has no {family.layers}; its layout is not the family's"
+        ) from None
+    hidden = model.config.hidden_size
+    known = set(family.projections().values()) | set(family.layer_norms)
+    known |= {f"{family.attention}.{norm}" for norm in family.head_norms}
+    for index, layer in enumerate(layers):
+        where = f"layer {index} of this {family.model_type} model"
+        unknown = {name.rpartition(".")[0] for name, _ in layer.named_parameters()} - known
+        if unknown:
+            raise UserError(
+                f"{where} has {sorted(unknown)[0]!r}, which the {family.model_type} row of models/families.py does not "
+                "name (fused projections and mixtures of experts are not supported)"
+            )
+        linear: dict[str, nn.Linear] = {}
+        for role, path in family.projections().items():
+            try:
+                projection = layer.get_submodule(path)
+            except AttributeError:
+                raise UserError(f"{where} has no {path}; its layout is not the family's") from None
+            if not isinstance(projection, nn.Linear):
+                raise UserError(
+                    f"{where}: {path} is a {type(projection).__name__}; only plain linear layers can be pruned"
+                )
+            linear[role] = projection
+        head_dim = family.head_dim(layer)
+        q, k, v, o = (linear[role] for role in ("query", "key", "value", "output"))
+        fits = (
+            k.out_features == v.out_features
+            and k.out_features % head_dim == 0
+            and k.out_features > 0
+            and q.out_features % k.out_features == 0
+            and o.in_features == q.out_features
+            and linear["gate"].out_features == linear["up"].out_features == linear["down"].in_features
+            and {q.in_features, k.in_features, v.in_features, linear["gate"].in_features, linear["up"].in_features}
+            == {o.out_features, linear["down"].out_features}
+            == {hidden}
+        )
+        if not fits:
+            raise UserError(
+                f"{where}: the shapes of its projections do not belong together (already pruned by another tool?)"
+            )

@@ -1,0 +1,80 @@
+"""Sizes of a decoder and the price of each group that can be removed, as plain numbers.
+
+Read off a built model's real modules (a model on the meta device will do), never off its config, so that biases, tied
+embeddings and layers of different width are counted as they are. Check values for Llama-3-8B: 5,242,880 parameters a
+KV group, 12,288 an MLP channel, 8,030,261,248 in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tune_prune.models.families import Family, check_structure, decoder_layers
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Per-layer tuples have one entry per decoder layer; costs are in parameters."""
+
+    total_params: int  # all distinct parameters; tied embeddings count once
+    hidden_size: int
+    head_dim: int
+    queries_per_kv: int  # g: query heads that share one KV head
+    kv_heads: tuple[int, ...]  # K
+    mlp_width: tuple[int, ...]  # M
+    group_cost: tuple[int, ...]  # one KV group: d*H*(2g+2) plus its biases
+    channel_cost: tuple[int, ...]  # one MLP channel: 3H plus its biases
+    last_group_extra: tuple[int, ...]  # parameters that go with a layer's last KV group (norms over head_dim)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kv_heads)
+
+    @property
+    def prunable_params(self) -> int:
+        """Everything that selection may remove: all groups and channels but one KV group of layer 0, which stays because
+        cached decoding measures the past in the first layer (transformers, vLLM, llama.cpp)."""
+        attention = sum(
+            k * cost + extra
+            for k, cost, extra in zip(self.kv_heads, self.group_cost, self.last_group_extra, strict=True)
+        )
+        channels = sum(m * cost for m, cost in zip(self.mlp_width, self.channel_cost, strict=True))
+        return attention + channels - self.group_cost[0] - self.last_group_extra[0]
+
+
+def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
+    """The geometry of a (dense) model. Raises UserError where its structure is not the family's."""
+    check_structure(model, family)
+    kv_heads, mlp_width, group_cost, channel_cost, extra = [], [], [], [], []
+    head_dim = queries = 0
+    for layer in decoder_layers(model, family):
+        part = family.linears(layer)
+        head_dim = family.head_dim(layer)
+        k = part["key"].out_features // head_dim
+        queries = part["query"].out_features // part["key"].out_features
+        rows = sum(_row_params(part[role]) for role in ("query", "key", "value"))
+        kv_heads.append(k)
+        group_cost.append((rows + part["output"].weight.numel()) // k)
+        m = part["gate"].out_features
+        mlp_width.append(m)
+        channel_cost.append((_row_params(part["gate"]) + _row_params(part["up"]) + part["down"].weight.numel()) // m)
+        extra.append(sum(p.numel() for norm in family.head_norms for p in layer.get_submodule(f"{family.attention}.{norm}").parameters()))
+    return Geometry(
+        total_params=sum(p.numel() for p in model.parameters()),
+        hidden_size=model.config.hidden_size,
+        head_dim=head_dim,
+        queries_per_kv=queries,
+        kv_heads=tuple(kv_heads),
+        mlp_width=tuple(mlp_width),
+        group_cost=tuple(group_cost),
+        channel_cost=tuple(channel_cost),
+        last_group_extra=tuple(extra),
+    )
+
+
+def _row_params(linear: nn.Linear) -> int:
+    """Parameters of a projection whose rows follow the groups: weight and bias."""
+    return linear.weight.numel() + (linear.bias.numel() if linear.bias is not None else 0)

@@ -1,0 +1,74 @@
+"""What pruning decides about: KV groups and MLP channels, their scores, and which of them a plan keeps.
+
+A KV group is one key/value head with the g query heads that read it; an MLP channel is one gate row, up row and down
+column. Arrays come one per layer: shape [K] for groups, [M] for channels. Plain numpy: no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tune_prune.models.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """A number for every group: importance, or the final score that selection sorts by."""
+
+    attention: tuple[np.ndarray, ...]  # per layer, float64 [K]
+    mlp: tuple[np.ndarray, ...]  # per layer, float64 [M]
+
+    def per_parameter(self, geometry: Geometry) -> GroupScores:
+        """Divided by what each group costs, so that a large group does not win by its size."""
+        return GroupScores(
+            tuple(score / cost for score, cost in zip(self.attention, geometry.group_cost, strict=True)),
+            tuple(score / cost for score, cost in zip(self.mlp, geometry.channel_cost, strict=True)),
+        )
+
+    def scaled(self, attention: np.ndarray, mlp: np.ndarray) -> GroupScores:
+        """Every layer's scores times one factor per layer; `attention` and `mlp` are [layers]."""
+        return GroupScores(
+            tuple(score * factor for score, factor in zip(self.attention, attention, strict=True)),
+            tuple(score * factor for score, factor in zip(self.mlp, mlp, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class PruningPlan:
+    """Which groups stay, as sorted indices per layer, and what that removes."""
+
+    kept_groups: tuple[tuple[int, ...], ...]
+    kept_channels: tuple[tuple[int, ...], ...]
+    target_params: int  # asked to be removed: floor(pruning_ratio * all parameters)
+    removed_params: int  # removed by this plan
+    total_params: int
+
+    @property
+    def removed_fraction(self) -> float:
+        return self.removed_params / self.total_params
+
+    def to_dict(self) -> dict[str, Any]:
+        """For pruning_plan.json: enough to rebuild the model from the dense one."""
+        return {
+            "target_params": self.target_params,
+            "removed_params": self.removed_params,
+            "total_params": self.total_params,
+            "removed_fraction": self.removed_fraction,
+            "layers": [
+                {"kept_groups": list(groups), "kept_channels": list(channels)}
+                for groups, channels in zip(self.kept_groups, self.kept_channels, strict=True)
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PruningPlan:
+        return cls(
+            kept_groups=tuple(tuple(layer["kept_groups"]) for layer in values["layers"]),
+            kept_channels=tuple(tuple(layer["kept_channels"]) for layer in values["layers"]),
+            target_params=values["target_params"],
+            removed_params=values["removed_params"],
+            total_params=values["total_params"],
+        )

@@ -1,0 +1,195 @@
+"""Taylor importance of every group, first order.
+
+    G        = gradient of the mean next-token loss, mean over the calibration samples, signed, accumulated in float32
+    I(group) = sum over the group's weights of |w * G|
+
+Molchanov et al. 2019 (arXiv:1906.10771); LLM-Pruner's `param_first` (arXiv:2305.11627). Gradients for n samples are a
+prefix of those for more, so one pass yields a snapshot for every n asked for. Batches end where they would end in any
+pass, so the snapshot for n equals, bit for bit, a pass over n samples alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from tune_prune.models.families import Family, decoder_layers
+from tune_prune.pruning.groups import GroupScores
+
+BATCH_LOGITS = 2**24  # floats of logits that one batch may make; bounds memory at large vocabularies (64 MB in float32)
+BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class LayerGradients:
+    """Statistics of G over each layer's projection weights; float64 [layers]."""
+
+    abs_mean: np.ndarray  # mean |G|
+    norm: np.ndarray  # ||G||, Frobenius over all projections of the layer
+    std: np.ndarray
+    abs_max: np.ndarray
+
+
+@dataclass(frozen=True)
+class Importance:
+    """I(group), not yet divided by cost, and the gradients' statistics, from the first `num_samples` windows."""
+
+    num_samples: int
+    groups: GroupScores
+    gradients: LayerGradients
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Flat arrays for the artifact cache."""
+        result = {f"gradient_{f.name}": getattr(self.gradients, f.name) for f in fields(LayerGradients)}
+        for layer, (attention, mlp) in enumerate(zip(self.groups.attention, self.groups.mlp, strict=True)):
+            result[f"attention_{layer}"], result[f"mlp_{layer}"] = attention, mlp
+        return result
+
+    @classmethod
+    def from_arrays(cls, num_samples: int, arrays: dict[str, np.ndarray]) -> Importance:
+        gradients = LayerGradients(**{f.name: arrays[f"gradient_{f.name}"] for f in fields(LayerGradients)})
+        layers = range(len(gradients.norm))
+        groups = GroupScores(
+            tuple(arrays[f"attention_{layer}"] for layer in layers), tuple(arrays[f"mlp_{layer}"] for layer in layers)
+        )
+        return cls(num_samples, groups, gradients)
+
+
+def batch_size(seq_len: int, vocab_size: int) -> int:
+    """Samples per batch: a power of two, from the lengths alone, so that batches end at the same samples in every pass."""
+    tokens = min(BATCH_TOKENS, BATCH_LOGITS // vocab_size)
+    return 2 ** max(0, int(math.log2(max(1, tokens // seq_len))))
+
+
+def token_losses(logits: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+    """Mean next-token loss per sample in nats, float32 or better: logits [B, T, V], windows [B, T] -> [B]."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(wide[:, :-1].flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
+    return losses.view(windows.shape[0], -1).mean(dim=1)
+
+
+def taylor(model: PreTrainedModel, family: Family, windows: torch.Tensor, snapshots: Sequence[int]) -> dict[int, Importance]:
+    """Importance from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`.
+
+    One forward and backward pass over max(snapshots) samples. Weights are not changed; gradients are taken for the
+    projections only. Raises ValueError when a snapshot is not within 1..len(windows).
+    """
+    wanted = sorted(set(snapshots))
+    if not wanted or wanted[0] < 1 or wanted[-1] > len(windows):
+        raise ValueError(f"snapshots {wanted} must lie within 1..{len(windows)} samples")
+    accumulator = _Accumulator(model, family)
+    step = batch_size(windows.shape[1], model.config.vocab_size)
+    result = {}
+    try:
+        for start in range(0, wanted[-1], step):
+            end = start + step
+            inside = [n for n in wanted if start < n < end]
+            before = accumulator.copy() if inside else {}
+            for n in inside:
+                accumulator.add(windows[start:n])
+                result[n] = accumulator.importance(n)
+                accumulator.restore(before)
+            if end <= wanted[-1]:
+                accumulator.add(windows[start:end])
+                if end in wanted:
+                    result[end] = accumulator.importance(end)
+    finally:
+        accumulator.close()
+    return result
+
+
+class _Accumulator:
+    """Signed sums of per-sample gradients in float32 (float64 for float64 models), filled by hooks as each is ready, so
+    that a model in bfloat16 never sums in bfloat16 and no gradient lives longer than its layer's backward pass."""
+
+    def __init__(self, model: PreTrainedModel, family: Family) -> None:
+        self.model = model
+        self.family = family
+        self.parts = [family.linears(layer) for layer in decoder_layers(model, family)]
+        self.sums: dict[torch.Tensor, torch.Tensor] = {}
+        self.handles = []
+        self.asked = {p: p.requires_grad for p in model.parameters()}
+        model.requires_grad_(False)
+        for part in self.parts:
+            for role, linear in part.items():
+                for p in _members(linear, role):
+                    p.requires_grad_(True)
+                    self.sums[p] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+                    self.handles.append(p.register_post_accumulate_grad_hook(self._take))
+
+    def _take(self, p: torch.Tensor) -> None:
+        assert p.grad is not None
+        self.sums[p] += p.grad
+        p.grad = None
+
+    def add(self, windows: torch.Tensor) -> None:
+        """Add the gradients of `windows` [B, T]."""
+        windows = windows.to(self.model.device)
+        with torch.enable_grad():
+            logits = self.model(input_ids=windows, use_cache=False).logits
+            token_losses(logits, windows).sum().backward()
+
+    def copy(self) -> dict[torch.Tensor, torch.Tensor]:
+        return {p: total.clone() for p, total in self.sums.items()}
+
+    def restore(self, saved: dict[torch.Tensor, torch.Tensor]) -> None:
+        for p, total in saved.items():
+            self.sums[p].copy_(total)
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for p, asked in self.asked.items():
+            p.requires_grad_(asked)
+            p.grad = None
+
+    @torch.no_grad()
+    def importance(self, num_samples: int) -> Importance:
+        attention, mlp, stats = [], [], []
+        for layer, part in zip(decoder_layers(self.model, self.family), self.parts, strict=True):
+            kv_heads = part["key"].out_features // self.family.head_dim(layer)
+            by_row = sum(self._salience(part[role], 0, num_samples).view(kv_heads, -1).sum(1) for role in ("query", "key", "value"))
+            by_column = self._salience(part["output"], 1, num_samples).view(kv_heads, -1).sum(1)
+            attention.append(_numpy(by_row + by_column))
+            rows = self._salience(part["gate"], 0, num_samples) + self._salience(part["up"], 0, num_samples)
+            mlp.append(_numpy(rows + self._salience(part["down"], 1, num_samples)))
+            stats.append(self._layer_statistics(part, num_samples))
+        return Importance(num_samples, GroupScores(tuple(attention), tuple(mlp)), LayerGradients(*np.array(stats).T))
+
+    def _salience(self, linear: nn.Linear, side: int, num_samples: int) -> torch.Tensor:
+        """sum |w * G| over each row (side 0, with its bias) or column (side 1) of a projection."""
+        gradient = self.sums[linear.weight] / num_samples
+        total = (linear.weight * gradient).abs().sum(1 - side)
+        if side == 0 and linear.bias is not None:
+            total += (linear.bias * self.sums[linear.bias] / num_samples).abs()
+        return total
+
+    def _layer_statistics(self, part: dict[str, nn.Linear], num_samples: int) -> tuple[float, float, float, float]:
+        count, absolute, plain, squares, largest = 0, 0.0, 0.0, 0.0, 0.0
+        for linear in part.values():
+            gradient = self.sums[linear.weight] / num_samples
+            count += gradient.numel()
+            absolute += gradient.abs().sum(dtype=torch.float64).item()
+            plain += gradient.sum(dtype=torch.float64).item()
+            squares += gradient.double().square().sum().item() if gradient.numel() < 2**24 else gradient.norm().item() ** 2
+            largest = max(largest, gradient.abs().max().item())
+        mean = plain / count
+        return absolute / count, math.sqrt(squares), math.sqrt(max(0.0, squares / count - mean**2)), largest
+
+
+def _members(linear: nn.Linear, role: str) -> list[torch.Tensor]:
+    """Parameters of a projection that belong to groups: o and down keep their bias whatever is removed."""
+    if linear.bias is None or role in ("output", "down"):
+        return [linear.weight]
+    return [linear.weight, linear.bias]
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.double().cpu().numpy()

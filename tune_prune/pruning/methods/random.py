@@ -1,0 +1,18 @@
+"""Control: uniformly random scores from the search's seed. A method that does not beat it has learnt nothing."""
+
+import numpy as np
+
+from tune_prune.config import seed_for
+from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.methods import Statistics
+
+REMOVALS = ()
+
+
+def scores(statistics: Statistics) -> GroupScores:
+    generator = np.random.default_rng(seed_for(statistics.seed, "random method"))
+    geometry = statistics.geometry
+    return GroupScores(
+        tuple(generator.random(heads) for heads in geometry.kv_heads),
+        tuple(generator.random(width) for width in geometry.mlp_width),
+    )

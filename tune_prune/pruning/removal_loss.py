@@ -1,0 +1,118 @@
+"""How much the loss grows when a block is taken out: D_l of a whole layer, of its attention, of its MLP.
+
+    D = mean over samples of (loss without the block) - (loss of the dense model), in nats per token
+
+Removing means what it says: the block adds nothing to the residual stream. Losses are kept per sample, so the first n
+rows serve every smaller n. Taking out layer l leaves the inputs of the layers up to l as they were: they are computed
+once per batch and the removed model runs from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tune_prune.models.families import Family, decoder_layers
+from tune_prune.pruning.importance import batch_size, token_losses
+from tune_prune.pruning.surgery import NoAttention
+
+KINDS = ("layer", "attention", "mlp")
+
+
+@dataclass(frozen=True)
+class RemovalLosses:
+    """Losses in nats per token; `dense` [samples], `removed[kind]` [layers, samples]."""
+
+    dense: np.ndarray
+    removed: dict[str, np.ndarray]
+
+    def increase(self, kind: str, num_samples: int) -> np.ndarray:
+        """D per layer, float64 [layers], over the first `num_samples` samples. May be negative."""
+        return (self.removed[kind][:, :num_samples] - self.dense[:num_samples]).mean(axis=1)
+
+
+class _PassOn(nn.Module):
+    """A decoder layer that is not there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        if hasattr(layer, "attention_type"):  # transformers 4 asks the layer which mask it wants
+            self.attention_type = layer.attention_type
+
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return hidden_states
+
+
+class _NoMlp(nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+@torch.inference_mode()
+def removal_losses(model: PreTrainedModel, family: Family, windows: torch.Tensor, kinds: Iterable[str]) -> RemovalLosses:
+    """Per-sample losses of the dense model and of every removal of `kinds` (of KINDS) on `windows` [samples, seq_len].
+
+    The model is changed while this runs and restored at the end.
+    """
+    kinds = tuple(dict.fromkeys(kinds))
+    layers = decoder_layers(model, family)
+    dense: list[np.ndarray] = []
+    removed: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
+    for batch in windows.split(batch_size(windows.shape[1], model.config.vocab_size)):
+        batch = batch.to(model.device)
+        with _recorded_inputs(layers) as inputs:
+            logits = model(input_ids=batch, use_cache=False).logits
+        dense.append(_float64(token_losses(logits, batch)))
+        for kind in kinds:
+            rows = []
+            for index in range(len(layers)):
+                with _without(layers, family, index, kind):
+                    logits = model(inputs_embeds=inputs[index], use_cache=False).logits
+                rows.append(_float64(token_losses(logits, batch)))
+            removed[kind].append(np.stack(rows))
+    return RemovalLosses(np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()})
+
+
+@contextmanager
+def _recorded_inputs(layers: nn.ModuleList) -> Iterator[list[torch.Tensor]]:
+    """Collects the hidden states [batch, time, H] in front of every layer during one forward pass."""
+    inputs: list[torch.Tensor] = []
+    handles = [layer.register_forward_pre_hook(lambda _module, args: inputs.append(args[0])) for layer in layers]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _without(layers: nn.ModuleList, family: Family, index: int, kind: str) -> Iterator[None]:
+    """The layers in front of `index` pass their input on, and layer `index` lacks the block of `kind`."""
+    whole = list(layers)
+    layer = whole[index]
+    for before in range(index):
+        layers[before] = _PassOn(whole[before])
+    name = {"layer": None, "attention": family.attention, "mlp": family.mlp}[kind]
+    block = None
+    if name is None:
+        layers[index] = _PassOn(layer)
+    else:
+        block = getattr(layer, name)
+        setattr(layer, name, NoAttention(None) if kind == "attention" else _NoMlp())
+    try:
+        yield
+    finally:
+        for position, original in enumerate(whole):
+            layers[position] = original
+        if name is not None:
+            setattr(layer, name, block)
+
+
+def _float64(losses: torch.Tensor) -> np.ndarray:
+    return losses.double().cpu().numpy()

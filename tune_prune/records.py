@@ -1,0 +1,53 @@
+"""Results as plain data: what a stage reports, what the ledger keeps of a trial. No torch, no ray.
+
+Metric names are flat: ppl, acc_mean, acc_<task> and each accuracy's standard error as <name>_stderr (plain fractions,
+not percent); *_s are seconds, *_bytes bytes, *_tokens tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+Status = Literal["complete", "failed", "stopped_early"]
+
+
+@dataclass
+class StageReport:
+    """What one stage of a trial tells: its name, its cost and the metrics known from now on."""
+
+    stage: str  # importance, removal, pruning, perplexity, zero_shot
+    duration_s: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    items_scored: int = 0  # zero-shot items scored so far, over all tasks
+    items_total: int = 0  # zero-shot items the last slice will have reached
+    tokens: int = 0  # tokens forwarded by this stage
+
+
+@dataclass
+class TrialRecord:
+    """One finished trial (or the dense baseline, whose config is empty): the unit of the ledger."""
+
+    key: str
+    model: str  # label of the model
+    config: dict[str, Any]  # PruningConfig as a dict; {} for the dense baseline
+    status: Status
+    reason: str = ""  # why it failed or was stopped; empty when complete
+    metrics: dict[str, float] = field(default_factory=dict)
+    stages: list[dict[str, Any]] = field(default_factory=list)  # StageReport dicts without metrics
+    started_at: str = ""  # ISO 8601, UTC
+    elapsed_time_s: float = 0.0
+    peak_memory_bytes: int = 0  # GPU: torch's peak; CPU: the process's peak resident set
+    host: str = ""
+    resources: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrialRecord:
+        """Unknown keys (of a newer version) are ignored; a missing required key is a KeyError."""
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        for name in ("key", "model", "config", "status"):
+            known[name] = values[name]
+        return cls(**known)

@@ -1,0 +1,213 @@
+"""Search the best way to prune a model: `python -m tune_prune.search --model mistral`.
+
+Runs every configuration of a search space (or those that Optuna picks) as a Ray Tune trial that prunes the model for real
+and measures what is left, and writes the best one with its evidence to ray_results/<experiment>/. The same command again
+runs only what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tune_prune.command_line import Parser, run
+
+if TYPE_CHECKING:
+    from tune_prune.preflight import Plan, SearchSettings
+    from tune_prune.tuning.run import SearchResult
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m tune_prune.search",
+        description="Find the best way to prune a language model: a search over pruning configurations, each one tried for real.",
+        epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted (the same command goes on), 1 else.",
+    )
+    what = p.add_argument_group("what is searched")
+    what.add_argument(
+        "--model", action="append", required=True, metavar="NAME",
+        help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder; give it again for more models",
+    )  # fmt: skip
+    what.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model (default: main)")
+    what.add_argument(
+        "--search-space", default="paper_grid", metavar="NAME_OR_YAML",
+        help="paper_grid (45 configurations), adaptive, minimal, smoke (6), or a YAML file (default: %(default)s)",
+    )  # fmt: skip
+    what.add_argument(
+        "--search", choices=("grid", "optuna"), help="try all, or let Optuna's TPE pick (default: as the space says)"
+    )
+    what.add_argument("--num-trials", type=_whole, metavar="N", help="trials per model with --search optuna")
+    what.add_argument(
+        "--pruning-ratio", type=_number, metavar="R", help="fraction of ALL parameters to remove (default: 0.2)"
+    )
+    measured = p.add_argument_group("what it is measured on")
+    measured.add_argument(
+        "--calibration", metavar="TEXT",
+        help="embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else the text of --data-dir, "
+        "else wikitext2)",
+    )  # fmt: skip
+    measured.add_argument(
+        "--data-dir", metavar="DIR", help="task and text files for machines without a hub (layout: docs/data.md)"
+    )
+    measured.add_argument(
+        "--tasks", type=_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)"
+    )
+    measured.add_argument(
+        "--limit", type=_whole, metavar="N", help="at most N items per task, the first ones (default: all)"
+    )
+    measured.add_argument(
+        "--seed", type=_whole, default=0, metavar="S", help="of calibration windows, slices and sampler (default: 0)"
+    )
+    measured.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on GPUs, else float32)"
+    )
+    how = p.add_argument_group("how it runs")
+    how.add_argument(
+        "--scheduler",
+        choices=("none", "asha"),
+        default="none",
+        help="asha stops weak trials early (default: %(default)s)",
+    )
+    how.add_argument(
+        "--gpus-per-trial",
+        default="auto",
+        metavar="X",
+        help="auto, 0, a whole number, or 1/k such as 0.25 (default: auto)",
+    )
+    how.add_argument("--cpus-per-trial", default="auto", metavar="X", help="auto or a number of CPUs (default: auto)")
+    how.add_argument(
+        "--trial-timeout", type=_number, metavar="SECONDS", help="end a trial that takes longer (default: never)"
+    )
+    how.add_argument(
+        "--address", metavar="HOST:PORT", help="a running Ray cluster, or auto (default: a local Ray of its own)"
+    )
+    how.add_argument(
+        "--storage-path", default="ray_results", metavar="DIR", help="where experiments are kept (default: %(default)s)"
+    )
+    how.add_argument("--name", metavar="NAME", help="of the experiment (default: from model, ratio and search space)")
+    how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
+    return p
+
+
+def settings_from(args: argparse.Namespace) -> SearchSettings:
+    from tune_prune.preflight import SearchSettings
+    from tune_prune.tuning.resources import parse_amount
+
+    return SearchSettings(
+        models=tuple(dict.fromkeys(args.model)),
+        search_space=args.search_space,
+        search=args.search,
+        num_trials=args.num_trials,
+        pruning_ratio=args.pruning_ratio,
+        revision=args.revision,
+        calibration=args.calibration,
+        data_dir=args.data_dir,
+        tasks=args.tasks,
+        limit=args.limit,
+        seed=args.seed,
+        dtype=args.dtype,
+        scheduler=args.scheduler,
+        gpus_per_trial=parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True),
+        cpus_per_trial=parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False),
+        trial_timeout_s=args.trial_timeout,
+        address=args.address,
+        storage_path=args.storage_path,
+        name=args.name,
+    )
+
+
+def search(plan: Plan, command: list[str]) -> SearchResult:
+    """Run a plan to its end and write every view of its results. Raises UserError, KeyboardInterrupt (the ledger stays
+    whole) or what stopped the preparation."""
+    from tune_prune.analysis.cost import write_cost
+    from tune_prune.analysis.export import write_views
+    from tune_prune.analysis.tables import final_table
+    from tune_prune.ledger import Ledger
+    from tune_prune.preflight import write_experiment
+    from tune_prune.tuning.run import TrialSpec, TuneOptions, run_search
+
+    settings = plan.settings
+    write_experiment(plan, command)
+    jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
+    options = TuneOptions(
+        experiment_dir=plan.experiment_dir,
+        search="optuna" if plan.search == "optuna" else "grid",
+        num_trials=plan.num_trials if plan.search == "optuna" else None,
+        seed=settings.seed,
+        scheduler="asha" if settings.scheduler == "asha" else "none",
+        address=settings.address,
+        cpus_per_trial=settings.cpus_per_trial,
+        gpus_per_trial=settings.gpus_per_trial,
+        trial_bytes=max(model.trial_bytes for model in plan.models),
+        trial_timeout_s=settings.trial_timeout_s,
+    )
+    result = run_search(jobs, options)
+    records = Ledger(plan.experiment_dir / "ledger").records()
+    sources = {model.run.label: model.run.to_dict() for model in plan.models}
+    views = write_views(plan.experiment_dir, records, result.baselines, sources)
+    write_cost(plan.experiment_dir / "cost.json", records, result.baselines, result.prepared)
+    print()
+    print(final_table(views, result.baselines))
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return run(lambda: _main(argv))
+
+
+def _main(argv: list[str]) -> None:
+    args = parser().parse_args(argv)
+    from tune_prune.preflight import describe, make_plan
+
+    plan = make_plan(settings_from(args))
+    print(describe(plan), flush=True)
+    if args.dry_run:
+        print("\ndry run: nothing was started")
+        return
+    print(flush=True)
+    again = shlex.join(["python", "-m", "tune_prune.search", *argv])
+    try:
+        result = search(plan, ["python", "-m", "tune_prune.search", *argv])
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
+    folder = _relative(plan.experiment_dir)
+    failed = result.count("failed")
+    print(f"\nresults      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
+    print(f"look         tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
+    if failed:
+        print(
+            f"failed       {failed} trials (reasons in all_methods_results.csv); the same command tries them again:\n             {again}"
+        )
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _whole(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

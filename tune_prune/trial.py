@@ -1,0 +1,325 @@
+"""One trial: prune one model by one configuration and measure what is left. The heart of the program, without Ray.
+
+    importance      calibration windows -> Taylor importance of every group              (shared by trials; cached)
+    removal         calibration windows -> loss increase without each layer or block     (shared; layerwise, blockwise)
+    pruning         method's scores + exact budget -> plan -> smaller model
+    perplexity      on held-out text
+    zero_shot       tasks in growing slices of their items; the last slice has them all
+
+`run_trial(config, context)` does it all; `Trial.stages()` does it a stage at a time, for schedulers that watch. Without a
+configuration the dense model is measured: the baseline.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tune_prune import calibration
+from tune_prune.artifacts import ArtifactStore
+from tune_prune.config import ModelRun, PruningConfig, digest, trial_key
+from tune_prune.evaluation import perplexity, task_files
+from tune_prune.evaluation.item_scores import ItemScore, summarize, write_items
+from tune_prune.ledger import atomic_write_text, to_json
+from tune_prune.models import catalog, loading
+from tune_prune.pruning.diagnostics import (
+    extreme_pruning_layers,
+    gradient_diagnosis,
+    gradient_metrics,
+    pruning_comparison,
+)
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.importance import Importance, taylor
+from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method
+from tune_prune.pruning.removal_loss import RemovalLosses, removal_losses
+from tune_prune.pruning.selection import select
+from tune_prune.pruning.surgery import prune
+from tune_prune.records import StageReport, Status, TrialRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tune_prune.evaluation.zero_shot import ZeroShotSuite
+
+STATISTICS_VERSION = 1  # raise when importance or removal losses change their meaning: cached ones are then not used
+
+
+class Trial:
+    """One trial and what it has found so far. `config` None: the dense model."""
+
+    def __init__(self, config: PruningConfig | None, context: TrialContext) -> None:
+        self.config = config
+        self.context = context
+        self.reports: list[StageReport] = []
+        self.items: list[ItemScore] = []
+        self.plan: PruningPlan | None = None
+        self.importance: Importance | None = None
+        self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
+
+    def stages(self) -> Iterator[StageReport]:
+        """Run the trial, one stage per report."""
+        model = self.context.loaded.model
+        if self.config is not None:
+            model = yield from self._prune(self.config)
+        yield from self._evaluate(model)
+
+    def _prune(self, config: PruningConfig) -> Generator[StageReport, None, PreTrainedModel]:
+        context, loaded = self.context, self.context.loaded
+        method = load_method(config.method)
+
+        with self._stage("importance") as report:
+            self.importance, report.tokens = context.importance(config.taylor_seq_len, config.taylor_num_samples)
+            report.metrics = gradient_metrics(self.importance.gradients)
+        yield report
+
+        increase: dict[str, np.ndarray] = {}
+        if method.removals:
+            with self._stage("removal") as report:
+                losses, report.tokens = context.removal(
+                    config.taylor_seq_len, config.num_removal_samples, method.removals
+                )
+                raw = {kind: losses.increase(kind, config.num_removal_samples) for kind in method.removals}
+                increase = {kind: np.maximum(values, LOSS_FLOOR) for kind, values in raw.items()}
+                report.metrics = {"clamped_removal_losses": float(sum((v < LOSS_FLOOR).sum() for v in raw.values()))}
+            yield report
+
+        with self._stage("pruning") as report:
+            importance = self.importance.groups.per_parameter(loaded.geometry)
+            scores = method.scores(Statistics(loaded.geometry, importance, increase, context.run.seed))
+            self.plan = select(scores, loaded.geometry, config.pruning_ratio)
+            model = prune(loaded.model, loaded.family, self.plan)
+            report.metrics = {
+                "params_count": float(sum(p.numel() for p in model.parameters())),
+                "removed_fraction": self.plan.removed_fraction,
+                "extreme_pruning_layers": float(extreme_pruning_layers(self.plan, loaded.geometry)),
+            }
+        yield report
+        return model
+
+    def _evaluate(self, model: PreTrainedModel) -> Iterator[StageReport]:
+        context = self.context
+        with self._stage("perplexity") as report:
+            result = perplexity.perplexity(model, context.perplexity_tokens, context.perplexity_window)
+            report.metrics, report.tokens = {"ppl": result.ppl}, result.num_tokens
+            if self.config is None:
+                report.metrics |= {"params_count": float(context.loaded.geometry.total_params), "removed_fraction": 0.0}
+        yield report
+
+        for index in range(len(context.run.protocol.slices)):
+            with self._stage("zero_shot") as report:
+                suite = context.suite
+                self.items += suite.score_slice(model, index)
+                report.metrics = summarize(self.items)
+                report.items_scored, report.items_total = len(self.items), suite.num_items
+                report.tokens = suite.tokens_in_slice(index)
+            yield report
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[StageReport]:
+        report = StageReport(name, 0.0)
+        started = time.perf_counter()
+        yield report
+        report.duration_s = time.perf_counter() - started
+        self.reports.append(report)
+
+    def record(self, status: Status = "complete", reason: str = "") -> TrialRecord:
+        """What the ledger keeps of this trial as it stands."""
+        metrics: dict[str, float] = {}
+        for report in self.reports:
+            metrics |= report.metrics
+        return TrialRecord(
+            key=self.context.key(self.config),
+            model=self.context.run.label,
+            config=asdict(self.config) if self.config else {},
+            status=status,
+            reason=reason,
+            metrics=metrics,
+            stages=[
+                {name: value for name, value in asdict(report).items() if name != "metrics"} for report in self.reports
+            ],
+            started_at=self.started_at,
+            elapsed_time_s=sum(report.duration_s for report in self.reports),
+            peak_memory_bytes=peak_memory_bytes(self.context.loaded.device),
+            host=platform.node(),
+        )
+
+    def write_files(self, folder: Path) -> None:
+        """trials/<key>/: what each decision was made from, and every item's outcome."""
+        folder.mkdir(parents=True, exist_ok=True)
+        geometry = self.context.loaded.geometry
+        if self.plan is not None:
+            atomic_write_text(folder / "pruning_plan.json", to_json(self.plan.to_dict()))
+            atomic_write_text(folder / "pruning_comparison.json", to_json(pruning_comparison(self.plan, geometry)))
+        if self.importance is not None:
+            atomic_write_text(
+                folder / "gradient_diagnosis.json", to_json(gradient_diagnosis(self.importance.gradients))
+            )
+        if self.items:
+            write_items(self.items, folder / "items.parquet")
+
+
+def run_trial(config: PruningConfig | None, context: TrialContext, folder: Path | None = None) -> TrialRecord:
+    """The whole trial at once; its files go to `folder`. Raises what its stages raise."""
+    trial = Trial(config, context)
+    for _ in trial.stages():
+        pass
+    if folder is not None:
+        trial.write_files(folder)
+    return trial.record()
+
+
+class TrialContext:
+    """What all trials of one model share: the dense model, texts, tasks and cached statistics. Loaded once per process;
+    parts that a stage does not need are not loaded."""
+
+    def __init__(self, run: ModelRun, loaded: loading.LoadedModel, artifacts: ArtifactStore) -> None:
+        self.run = run
+        self.loaded = loaded
+        self.artifacts = artifacts
+
+    @classmethod
+    def open(cls, run: ModelRun, artifact_dir: str | Path, device: str = "auto") -> TrialContext:
+        """Load the model of `run`. Raises UserError where it cannot be had."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        source = catalog.resolve(run.model, run.revision)
+        loaded = loading.load_model(source, getattr(torch, run.dtype), device)
+        return cls(run, loaded, ArtifactStore(artifact_dir))
+
+    def key(self, config: PruningConfig | None) -> str:
+        return trial_key(config, self.model_fingerprint, self.data_fingerprint, self.run)
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        return loading.fingerprint(self.loaded.source, self.loaded.model.config)
+
+    @cached_property
+    def data_fingerprint(self) -> str:
+        return data_fingerprint(self.run)
+
+    @cached_property
+    def calibration_tokens(self) -> torch.Tensor:
+        return calibration.tokenize(self.loaded.tokenizer, calibration.load_text(self.run.calibration))
+
+    @cached_property
+    def perplexity_tokens(self) -> torch.Tensor:
+        text = perplexity.load_text(self.run.data_dir, uses_embedded_data(self.run))
+        return calibration.tokenize(self.loaded.tokenizer, text)
+
+    @property
+    def perplexity_window(self) -> int:
+        return min(self.run.protocol.perplexity_window, self.loaded.max_length)
+
+    @cached_property
+    def suite(self) -> ZeroShotSuite:
+        from tune_prune.evaluation.zero_shot import ZeroShotSuite  # imports lm_eval: seconds, and not needed before
+
+        return ZeroShotSuite.build(
+            self.loaded.tokenizer, self.run.protocol, task_source(self.run), self.loaded.max_length
+        )
+
+    def windows(self, seq_len: int, count: int) -> torch.Tensor:
+        return calibration.windows(self.calibration_tokens, seq_len, count, self.run.seed)
+
+    def importance(self, seq_len: int, num_samples: int) -> tuple[Importance, int]:
+        """The importance from `num_samples` windows, and the tokens forwarded to get it (0: it was cached)."""
+        stored = self.artifacts.get("importance", self._key(seq_len, num_samples=num_samples))
+        if stored is not None:
+            return Importance.from_arrays(num_samples, stored), 0
+        return self.compute_importance(seq_len, [num_samples])[num_samples], seq_len * num_samples
+
+    def compute_importance(self, seq_len: int, snapshots: list[int]) -> dict[int, Importance]:
+        """One gradient pass for all `snapshots`; every result is cached."""
+        loaded = self.loaded
+        results = taylor(loaded.model, loaded.family, self.windows(seq_len, max(snapshots)), snapshots)
+        for n, importance in results.items():
+            self.artifacts.put("importance", self._key(seq_len, num_samples=n), importance.arrays())
+        return results
+
+    def removal(self, seq_len: int, num_samples: int, kinds: Iterable[str]) -> tuple[RemovalLosses, int]:
+        """Losses without each block of `kinds` on at least `num_samples` windows, and the tokens forwarded to get them."""
+        dense, removed, tokens = np.empty(0), {}, 0
+        for kind in kinds:
+            key = self._key(seq_len, removal=kind)
+            stored = self.artifacts.get("removal", key)
+            if stored is None or len(stored["dense"]) < num_samples:
+                losses = removal_losses(
+                    self.loaded.model, self.loaded.family, self.windows(seq_len, num_samples), (kind,)
+                )
+                stored = {"dense": losses.dense, "removed": losses.removed[kind]}
+                self.artifacts.put("removal", key, stored)
+                tokens += seq_len * num_samples * (1 + self.loaded.geometry.num_layers)
+            dense, removed[kind] = stored["dense"], stored["removed"]
+        return RemovalLosses(dense, removed), tokens
+
+    def _key(self, seq_len: int, **more: Any) -> dict[str, Any]:
+        return {
+            "version": STATISTICS_VERSION,
+            "model": self.model_fingerprint,
+            "calibration": calibration.fingerprint(self.run.calibration),
+            "seed": self.run.seed,
+            "dtype": self.run.dtype,
+            "device": self.loaded.device.type,
+            "seq_len": seq_len,
+            **more,
+        }
+
+
+def prepare(
+    context: TrialContext, seq_len: int, num_samples: Iterable[int], removals: dict[str, int]
+) -> list[StageReport]:
+    """Compute, or find in the cache, what the trials at one seq_len share: importance for every n of `num_samples` by one
+    pass, and removal losses of each kind for `removals[kind]` samples. One report per pass that was really made."""
+    reports = []
+    missing = [
+        n for n in num_samples if context.artifacts.get("importance", context._key(seq_len, num_samples=n)) is None
+    ]
+    if missing:
+        started = time.perf_counter()
+        context.compute_importance(seq_len, missing)
+        reports.append(StageReport("importance", time.perf_counter() - started, tokens=seq_len * max(missing)))
+    for kind, count in removals.items():
+        started = time.perf_counter()
+        _, tokens = context.removal(seq_len, count, (kind,))
+        if tokens:
+            reports.append(StageReport("removal", time.perf_counter() - started, tokens=tokens))
+    return reports
+
+
+def uses_embedded_data(run: ModelRun) -> bool:
+    """Whether tasks and perplexity text are the embedded ones: for embedded models without a --data-dir."""
+    return run.data_dir is None and catalog.resolve(run.model).kind == "embedded"
+
+
+def task_source(run: ModelRun) -> task_files.TaskSource:
+    return task_files.TaskSource.of(run.data_dir, uses_embedded_data(run))
+
+
+def data_fingerprint(run: ModelRun) -> str:
+    """What the trials of `run` are measured on, by content; needs neither lm_eval nor the model."""
+    return digest(
+        {
+            "calibration": calibration.fingerprint(run.calibration),
+            "perplexity": perplexity.fingerprint(run.data_dir, uses_embedded_data(run)),
+            "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
+        }
+    )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """GPU: the most torch has allocated; CPU: the process's peak resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,152 @@
+"""The Ray a search runs on: started here and ended here, or joined; checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tune_prune.errors import UserError
+
+CONNECT_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 120.0  # a node's first worker has to import torch
+LOCAL_OBJECT_STORE_BYTES = 256 * 2**20  # only records travel; weights are read from disk by each worker
+
+
+@contextmanager
+def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None]:
+    """A Ray to work with: one that is already up in this process, the cluster at `address`, or a local one.
+
+    Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`.
+    """
+    logging.getLogger("ray.tune").setLevel(
+        logging.CRITICAL
+    )  # it prints a traceback per failed trial; the ledger has them
+    if ray.is_initialized():
+        yield
+        return
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        options |= {"address": "local", "num_cpus": num_cpus or os.cpu_count(), "include_dashboard": False}
+        options |= {"object_store_memory": LOCAL_OBJECT_STORE_BYTES}
+    else:
+        _check_address(address)
+        options |= {"address": address, "runtime_env": {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}}
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address is None:
+            raise
+        raise _no_cluster(address, str(error).splitlines()[0]) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def node_resources() -> list[dict[str, float]]:
+    """Total CPU and GPU of every node that is alive."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def check_shared_storage(experiment_dir: Path) -> None:
+    """Have every other node write a file under `experiment_dir` and read one of this process.
+
+    Raises UserError naming the first node that does not see the folder, or cannot run this program at all.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    if not nodes:
+        return
+    token = uuid.uuid4().hex
+    question = experiment_dir / f".storage-check-{token}"
+    question.write_text(token)
+    answers = {node["NodeID"]: experiment_dir / f".storage-check-{token}-{node['NodeID']}" for node in nodes}
+    try:
+        probes = [
+            _probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+                str(question), str(answers[node["NodeID"]]), token
+            )
+            for node in nodes
+        ]
+        for node, probe in zip(nodes, probes, strict=True):
+            name = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            try:
+                problem = ray.get(probe, timeout=PROBE_TIMEOUT_S)
+            except GetTimeoutError:
+                raise UserError(
+                    f"{name} did not answer within {PROBE_TIMEOUT_S:g} s: see `ray status`, then try again"
+                ) from None
+            except RayError as error:
+                last = str(error).strip().splitlines()[-1]
+                raise UserError(f"{name} cannot run tune_prune ({last}): install the same version there") from error
+            if problem is None and not answers[node["NodeID"]].exists():
+                problem = "what it wrote is not seen here"
+            if problem is not None:
+                raise UserError(
+                    f"{name} does not share the folder {experiment_dir} ({problem}): "
+                    f"set --storage-path to a folder that every node mounts"
+                )
+    finally:
+        for path in (question, *answers.values()):
+            path.unlink(missing_ok=True)
+
+
+def smallest_gpu_bytes() -> int | None:
+    """Memory of the smallest GPU in the cluster, asked on every node that has one; None without GPUs."""
+    asked = [
+        _gpu_bytes.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("GPU", 0) > 0
+    ]
+    return min(ray.get(asked, timeout=PROBE_TIMEOUT_S)) if asked else None
+
+
+@ray.remote(num_cpus=0)
+def _probe(question: str, answer: str, token: str) -> str | None:
+    """None, or what does not work on this node. Nothing is created but the answer's file."""
+    try:
+        if Path(question).read_text() != token:
+            return f"{question} reads differently"
+        Path(answer).write_text(token)
+    except OSError as error:
+        return f"{type(error).__name__}: {error.strerror}"
+    return None
+
+
+@ray.remote(num_cpus=0, num_gpus=0.01)
+def _gpu_bytes() -> int:
+    import torch
+
+    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+
+
+def _check_address(address: str) -> None:
+    """Ray itself would try for minutes; a closed port is known in a moment."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise UserError(
+            f"address is {address!r}; it must be HOST:PORT of the cluster's head (port 6379 by default) or auto"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, why: str) -> UserError:
+    return UserError(
+        f"no Ray cluster answers at {address} ({why}): start one with `ray start --head`, correct --address, "
+        f"or leave it out to use this machine alone"
+    )

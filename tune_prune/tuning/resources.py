@@ -1,0 +1,128 @@
+"""How many CPUs and GPUs one trial takes, and how many trials therefore run at once.
+
+Ray counts fractions of a GPU but does not hold anyone to them, so a fraction comes from a memory plan and is held in
+the worker by `claim`. Only 1/k and whole numbers are used: other fractions never fill a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tune_prune.errors import UserError
+
+MAX_TRIALS_PER_GPU = 4  # beyond that the trials of one GPU only wait for each other
+USABLE_GPU_MEMORY = 0.9  # the rest is left to CUDA contexts and fragmentation
+MAX_AUTO_CPUS = 4  # a GPU trial spends its CPU time on tokenising and on feeding the GPU
+
+
+@dataclass(frozen=True)
+class TrialResources:
+    """What Ray reserves for one trial: each a whole number or 1/k; `gpus` may be 0."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def to_ray(self) -> dict[str, float]:
+        return {"cpu": self.cpus, "gpu": self.gpus}
+
+    @property
+    def device(self) -> str:
+        """Where a trial computes. Without a reserved GPU it is the CPU, whatever the worker happens to see."""
+        return "cuda" if self.gpus > 0 else "cpu"
+
+
+def parse_amount(text: str | float, name: str, *, allow_zero: bool) -> float | None:
+    """A number of CPUs or GPUs per trial from a flag: None for "auto", else a whole number or 1/k.
+
+    1/k may be written rounded to two digits (0.33 is 1/3); it is rounded down to Ray's four digits, so that k fit.
+    Raises UserError for anything else, naming the nearest amounts that fill a device.
+    """
+    if str(text).strip().lower() == "auto":
+        return None
+    bound = f"a whole number or 1/k such as 0.5 or 0.25{', or 0 for none' if allow_zero else ''}, or auto"
+    try:
+        amount = float(text)
+    except ValueError:
+        raise UserError(f"{name} is {text!r}; it must be {bound}") from None
+    if not math.isfinite(amount) or amount < 0 or (amount == 0 and not allow_zero):
+        raise UserError(f"{name} is {text}; it must be {bound}")
+    if amount == int(amount):
+        return amount
+    if amount > 1:
+        raise UserError(f"{name} is {text}; above 1 it must be whole: use {math.floor(amount)} or {math.ceil(amount)}")
+    share = max(1, round(1 / amount))
+    if share > 1 and abs(amount - 1 / share) <= 0.005:
+        return math.floor(1e4 / share) / 1e4
+    below, above = math.ceil(1 / amount), math.floor(1 / amount)
+    raise UserError(
+        f"{name} is {text}, which does not divide 1, so part of a device would stay idle: "
+        f"use {1 / below:.4g} ({below} trials at once) or {1 / above:.4g} ({above} at once)"
+    )
+
+
+def trials_per_gpu(trial_bytes: int, gpu_bytes: int) -> int:
+    """The most trials of `trial_bytes` each whose sum stays within 90% of one GPU's memory, at most 4.
+
+    Raises UserError when not even one fits.
+    """
+    usable = int(gpu_bytes * USABLE_GPU_MEMORY)
+    if trial_bytes > usable:
+        raise UserError(
+            f"a trial needs about {trial_bytes / 2**30:.1f} GiB of GPU memory but the smallest GPU has "
+            f"{usable / 2**30:.1f} GiB to use: choose a smaller model, --dtype bfloat16, or --gpus-per-trial 0 for CPUs"
+        )
+    return min(MAX_TRIALS_PER_GPU, usable // max(1, trial_bytes))
+
+
+def plan_resources(
+    cpus: float | None,
+    gpus: float | None,
+    nodes: Sequence[Mapping[str, float]],
+    trial_bytes: int | None = None,
+    gpu_bytes: int | None = None,
+) -> TrialResources:
+    """Fill in what was left to "auto" (None), from the nodes' Ray resources and the memory one trial needs.
+
+    Without any GPU: 0 GPUs and one CPU. With GPUs: the smallest share that holds `trial_bytes` on a GPU of `gpu_bytes`
+    (a whole GPU when either is unknown), and an even share of the node's CPUs, at most 4.
+    """
+    gpu_nodes = [node for node in nodes if node.get("GPU", 0) > 0]
+    if gpus is None:
+        shares = trials_per_gpu(trial_bytes, gpu_bytes) if gpu_nodes and trial_bytes and gpu_bytes else 1
+        gpus = math.floor(1e4 / shares) / 1e4 if gpu_nodes else 0.0
+    if cpus is None:
+        cpus = 1.0
+        if gpus > 0 and gpu_nodes:
+            share = min(node.get("CPU", 1) * gpus / node["GPU"] for node in gpu_nodes)
+            cpus = float(min(MAX_AUTO_CPUS, max(1, int(share))))
+    return TrialResources(cpus, gpus)
+
+
+def trial_slots(resources: TrialResources, nodes: Sequence[Mapping[str, float]]) -> int:
+    """How many trials run at once on these nodes. Raises UserError when no node can run even one: Ray would wait."""
+    slots = 0
+    for node in nodes:
+        here = math.floor(node.get("CPU", 0) / resources.cpus + 1e-9)
+        if 0 < resources.gpus < 1:
+            here = min(here, int(node.get("GPU", 0)) * math.floor(1 / resources.gpus + 1e-9))
+        elif resources.gpus >= 1:
+            here = min(here, math.floor(node.get("GPU", 0) / resources.gpus))
+        slots += here
+    if slots == 0:
+        cpus, gpus = (max((node.get(name, 0) for node in nodes), default=0) for name in ("CPU", "GPU"))
+        raise UserError(
+            f"a trial asks for {resources.cpus:g} CPUs and {resources.gpus:g} GPUs but no node has them together (at most "
+            f"{cpus:g} CPUs, {gpus:g} GPUs on one): lower --cpus-per-trial or --gpus-per-trial, or join a cluster with --address"
+        )
+    return slots
+
+
+def claim(resources: TrialResources) -> None:
+    """Hold this process to its reservation: CPU threads, and the share of the GPU's memory."""
+    torch.set_num_threads(max(1, int(resources.cpus)))
+    if 0 < resources.gpus < 1:
+        torch.cuda.set_per_process_memory_fraction(resources.gpus)

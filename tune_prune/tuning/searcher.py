@@ -1,0 +1,175 @@
+"""Adaptive search: Optuna's TPE behind Ray Tune's Searcher, one study per model, over a finite set of configurations.
+
+TPE (Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization") proposes points it has seen already when the
+space is small; such a proposal is replaced by a seeded unseen point, so that no trial is spent twice. Studies live in
+memory: the ledger's records rebuild them at every start.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.trial import TrialState
+from ray.tune.search import Searcher
+
+from tune_prune.config import PruningConfig, seed_for
+from tune_prune.records import TrialRecord
+from tune_prune.tuning.trainable import TrialSpec
+
+METRIC = "acc_mean"
+STARTUP_TRIALS = 5  # random points before TPE models anything; Optuna's 10 would be most of a 27-point space
+
+
+class OptunaSearcher(Searcher):
+    """Suggests `{"key": ...}` of `specs`, at most `num_trials` per model, maximising acc_mean; models one after the other.
+
+    `known` are the ledger's records. Complete and early-stopped ones count as trials; failed ones are suggested first,
+    as they are to run again. Suggestions depend on `seed`, `specs`, `known` and the order of results only.
+    """
+
+    def __init__(
+        self, specs: Sequence[TrialSpec], num_trials: int, seed: int, known: Iterable[TrialRecord] = ()
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        super().__init__(metric=METRIC, mode="max")
+        known = list(known)
+        self._models: dict[str, _ModelStudy] = {}
+        for label in dict.fromkeys(spec.run.label for spec in specs):
+            mine = [spec for spec in specs if spec.run.label == label]
+            self._models[label] = _ModelStudy(mine, num_trials, seed_for(seed, f"optuna {label}"), known)
+        self._running: dict[str, _ModelStudy] = {}
+
+    @property
+    def remaining(self) -> int:
+        """How many trials are still to be suggested."""
+        return sum(model.remaining for model in self._models.values())
+
+    @property
+    def open_models(self) -> set[str]:
+        """Labels of the models that have trials left."""
+        return {label for label, model in self._models.items() if model.remaining}
+
+    def suggest(self, trial_id: str) -> Any:
+        """The next trial's config, or FINISHED."""
+        for model in self._models.values():
+            if model.remaining:
+                self._running[trial_id] = model
+                return {"key": model.ask(trial_id)}
+        return Searcher.FINISHED
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        self._running[trial_id].report(trial_id, result)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        self._running.pop(trial_id).tell(trial_id, result, error)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Ray asks for a checkpoint; there is nothing to keep, as every start rebuilds the studies from the ledger."""
+        Path(checkpoint_path).write_text(json.dumps({"rebuilt_from": "ledger"}))
+
+    def restore(self, checkpoint_path: str) -> None:
+        raise NotImplementedError("a search is resumed by starting it again: the ledger is the only state")
+
+
+class _ModelStudy:
+    """One model's configurations, which of them were tried, and the Optuna study that proposes the next."""
+
+    def __init__(self, specs: Sequence[TrialSpec], num_trials: int, seed: int, known: Iterable[TrialRecord]) -> None:
+        self._keys = {spec.config: spec.key for spec in specs}
+        self._unseen = sorted(self._keys)
+        self._levels = _levels(self._keys)
+        self._random = random.Random(seed)
+        self._live: dict[str, optuna.trial.Trial] = {}
+        self._study = optuna.create_study(
+            direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
+        )
+        by_key = {record.key: record for record in known}
+        records = [(config, by_key[key]) for config, key in sorted(self._keys.items()) if key in by_key]
+        done = [config for config, record in records if record.status != "failed"]
+        self._again = [config for config, record in records if record.status == "failed"]
+        self._unseen = [config for config in self._unseen if config not in done]
+        self.remaining = max(0, min(num_trials - len(done), len(self._unseen)))
+        for config, record in records:
+            self._study.add_trial(self._finished_trial(config, record))
+
+    def ask(self, trial_id: str) -> str:
+        """The key of an unseen configuration, which is seen from now on."""
+        if self._again:
+            trial, config = None, self._again.pop(0)
+        else:
+            trial = self._study.ask(self._distributions())
+            config = self._config(trial.params)
+        if trial is not None and config not in self._unseen:
+            self._study.tell(trial, state=TrialState.FAIL)
+            trial, config = None, self._random.choice(self._unseen)
+        if trial is None:
+            self._study.enqueue_trial(self._params(config))
+            trial = self._study.ask(self._distributions())
+        self._unseen.remove(config)
+        self._live[trial_id] = trial
+        self.remaining -= 1
+        return self._keys[config]
+
+    def report(self, trial_id: str, result: dict[str, Any]) -> None:
+        value, step = result.get(METRIC), result.get("items_scored")
+        if value is not None and step:
+            self._live[trial_id].report(value, step)
+
+    def tell(self, trial_id: str, result: dict[str, Any] | None, error: bool) -> None:
+        """Complete, failed or stopped by the scheduler: PRUNED keeps TPE from taking a partial value for a final one."""
+        status = (result or {}).get("trial_status", "failed")
+        if status == "running" and not error:
+            self.report(trial_id, result or {})
+        trial = self._live.pop(trial_id)
+        value = (result or {}).get(METRIC)
+        if error or status == "failed" or (status == "complete" and value is None):
+            self._study.tell(trial, state=TrialState.FAIL)
+        elif status == "complete":
+            self._study.tell(trial, value)
+        else:
+            self._study.tell(trial, state=TrialState.PRUNED)
+
+    def _distributions(self) -> dict[str, BaseDistribution]:
+        """Numbers by their rank, so that 64 lies between 32 and 128 whatever the spacing; methods have no order."""
+        return {
+            name: CategoricalDistribution(levels) if name == "method" else IntDistribution(0, len(levels) - 1)
+            for name, levels in self._levels.items()
+        }
+
+    def _config(self, params: dict[str, Any]) -> PruningConfig:
+        values = {name: value if name == "method" else self._levels[name][value] for name, value in params.items()}
+        return PruningConfig(**values)
+
+    def _params(self, config: PruningConfig) -> dict[str, Any]:
+        values = asdict(config)
+        return {
+            name: values[name] if name == "method" else levels.index(values[name])
+            for name, levels in self._levels.items()
+        }
+
+    def _finished_trial(self, config: PruningConfig, record: TrialRecord) -> optuna.trial.FrozenTrial:
+        value = record.metrics.get(METRIC, math.nan)
+        steps = [stage["items_scored"] for stage in record.stages if stage.get("items_scored")]
+        complete = record.status == "complete" and math.isfinite(value)
+        stopped = record.status == "stopped_early" and math.isfinite(value)
+        return optuna.trial.create_trial(
+            params=self._params(config),
+            distributions=self._distributions(),
+            state=TrialState.COMPLETE if complete else TrialState.PRUNED if stopped else TrialState.FAIL,
+            value=value if complete else None,
+            intermediate_values={steps[-1]: value} if stopped and steps else {},
+        )
+
+
+def _levels(configs: Iterable[PruningConfig]) -> dict[str, list[Any]]:
+    """The values each setting takes, sorted, by its name."""
+    rows = [asdict(config) for config in configs]
+    return {name: sorted({row[name] for row in rows}) for name in rows[0]}
