@@ -51,9 +51,9 @@ class Recipe:
 
 
 RECIPES = {
-    "tiny-llama": Recipe(LlamaConfig, layers=6, intermediate_size=64, steps=6000, seed=11),
-    "tiny-qwen2": Recipe(Qwen2Config, layers=5, intermediate_size=80, steps=6000, seed=12),
-    "tiny-mistral": Recipe(MistralConfig, layers=6, intermediate_size=56, steps=6000, seed=13),
+    "tiny-llama": Recipe(LlamaConfig, layers=5, intermediate_size=64, steps=5000, seed=11),
+    "tiny-qwen2": Recipe(Qwen2Config, layers=6, intermediate_size=56, steps=5000, seed=12),
+    "tiny-mistral": Recipe(MistralConfig, layers=6, intermediate_size=48, steps=5000, seed=13),
 }
 
 

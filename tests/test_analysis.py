@@ -310,6 +310,14 @@ def test_final_table(tmp_path: Path) -> None:
     assert len(rows) == 10 + 1 + 2
 
 
+@pytest.mark.parametrize(("acc", "warned"), [(0.37, True), (0.42, False)])
+def test_final_table_warns_of_a_model_at_chance(tmp_path: Path, acc: float, warned: bool) -> None:
+    baseline = dense()
+    baseline.metrics |= {"acc_mean": acc, "acc_mean_stderr": 0.02, "chance_acc_mean": 0.36}
+    views = write_views(tmp_path, [trial("taylor-s64-n128", 0.36)], {"tiny": baseline})
+    assert ("at chance" in final_table(views, {"tiny": baseline})) is warned
+
+
 def test_final_table_is_aligned_and_narrow(tmp_path: Path) -> None:
     records = [trial(f"{method}-s131072-n1000000", 0.5, "m" * 150) for method in ("taylor", "a" * 60)]
     for record in records:

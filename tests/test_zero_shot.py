@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -235,10 +236,11 @@ def test_slices_are_nested_complete_and_seeded(tmp_path):
     assert [suite.items_in_slice(index) for index in range(3)] == [2, 6, 11]  # ceil of 1.1, 5.5, 11
     parts = drawn(protocol)
     assert [len(part) for part in parts] == [2, 4, 5]
-    assert sorted(sum(parts, [])) == list(range(11))
+    order = list(itertools.chain(*parts))
+    assert sorted(order) == list(range(11))
     assert drawn(protocol) == parts
     assert drawn(replace(protocol, seed=1)) != parts
-    assert [index for part in drawn(replace(protocol, slices=(1.0,))) for index in part] == sum(parts, [])
+    assert [index for part in drawn(replace(protocol, slices=(1.0,))) for index in part] == order
     assert {score.slice for score in suite.score_slice(model, 1)} == {1}
 
 
@@ -252,7 +254,7 @@ def test_fingerprint_follows_the_items_and_not_the_tokenizer(tmp_path):
     first = fingerprint(items)
     assert fingerprint(items, bos=False) == first
     assert fingerprint(items, limit=5) != first
-    changed = items[:-1] + [items[-1] | {"answer": (items[-1]["answer"] + 1) % len(items[-1]["options"])}]
+    changed = [*items[:-1], items[-1] | {"answer": (items[-1]["answer"] + 1) % len(items[-1]["options"])}]
     assert fingerprint(changed) != first
     assert fingerprint(items) == first
 
@@ -260,12 +262,12 @@ def test_fingerprint_follows_the_items_and_not_the_tokenizer(tmp_path):
 def test_summary_has_lm_evals_standard_errors():
     outcomes = {"boolq": [1, 0, 1, 1, 0, 1, 1], "piqa": [0, 0, 1, 0], "mine": [1, 1, 0]}
     items = [
-        ItemScore(task, index, 0, acc=float(hit), acc_norm=None, loglikelihoods=(), gold=0)
+        ItemScore(task, index, 0, acc=float(hit), acc_norm=None, loglikelihoods=(-1.0, -2.0), gold=0)
         for task in ("boolq", "mine")
         for index, hit in enumerate(outcomes[task])
     ]
     items += [  # piqa goes by acc_norm, whatever its acc is
-        ItemScore("piqa", index, 0, acc=1.0, acc_norm=float(hit), loglikelihoods=(), gold=0)
+        ItemScore("piqa", index, 0, acc=1.0, acc_norm=float(hit), loglikelihoods=(-1.0,) * 4, gold=0)
         for index, hit in enumerate(outcomes["piqa"])
     ]
     summary = summarize(items)
@@ -273,6 +275,7 @@ def test_summary_has_lm_evals_standard_errors():
         assert summary[f"acc_{task}"] == pytest.approx(np.mean(hits))
         assert summary[f"acc_{task}_stderr"] == pytest.approx(mean_stderr(hits))
     assert summary["acc_mean"] == pytest.approx(np.mean([np.mean(hits) for hits in outcomes.values()]))
+    assert summary["chance_acc_mean"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
     errors = [mean_stderr(hits) for hits in outcomes.values()]
     assert summary["acc_mean_stderr"] == pytest.approx(math.hypot(*errors) / 3)
     assert math.isnan(summarize(items[:1])["acc_boolq_stderr"])
@@ -337,7 +340,7 @@ def test_items_of_a_stock_task_need_its_fields(tmp_path):
     (tmp_path / "tasks" / "boolq").mkdir(parents=True)
     (tmp_path / "tasks" / "boolq" / "validation.jsonl").write_text('{"passage": "p", "question": "q"}\n')
     source = TaskSource.of(str(tmp_path), embedded=False)
-    with pytest.raises(UserError, match="validation.jsonl, line 1: no field label"):
+    with pytest.raises(UserError, match=r"validation\.jsonl, line 1: no field label"):
         ZeroShotSuite.build(byte_tokenizer(True), EvaluationProtocol(("boolq",)), source, 512)
 
 

@@ -12,9 +12,12 @@ COMMANDS = {"search": "tune_prune.search"}
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv:
+        print(f"error: no command was given; known: {', '.join(COMMANDS)} (each with --help)", file=sys.stderr)
+        return 2
+    if argv[0] in ("-h", "--help"):
         print(f"usage: tune-prune COMMAND ...\n\ncommands: {', '.join(COMMANDS)} (each with --help)")
-        return 0 if argv else 2
+        return 0
     if argv[0] not in COMMANDS:
         print(f"error: unknown command {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import uuid
 import zipfile
 import zlib
 from pathlib import Path
@@ -17,11 +18,15 @@ from typing import Any
 import numpy as np
 
 from tune_prune.config import canonical_json, digest
+from tune_prune.ledger import atomic_write_text, parse_json, to_json
+from tune_prune.records import StageReport
 
 log = logging.getLogger(__name__)
 
 
 class ArtifactStore:
+    """The cache in one folder, and a note of every pass that was made to fill it (for cost.json)."""
+
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +42,7 @@ class ArtifactStore:
                 return {name: stored[name] for name in stored.files if name != "key"}
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             log.warning("artifact %s is damaged (%s); it is computed again", path, error)
             return None
 
@@ -53,3 +58,13 @@ class ArtifactStore:
         except BaseException:
             os.unlink(name)
             raise
+
+    def note_pass(self, what: dict[str, Any], report: StageReport) -> None:
+        """Keep that a pass over the model was made, for `what` and at which cost, until `passes` is asked."""
+        values = what | {"stage": report.stage, "duration_s": report.duration_s, "tokens": report.tokens}
+        name = f"pass-{report.stage}-{digest(what)}-{uuid.uuid4().hex[:8]}.json"
+        atomic_write_text(self.folder / name, to_json(values))
+
+    def passes(self) -> list[dict[str, Any]]:
+        """Every pass that was made for this folder, whichever start of a search made it."""
+        return [parse_json(path) for path in sorted(self.folder.glob("pass-*.json"))]

@@ -6,30 +6,31 @@ into a search.
 
 from __future__ import annotations
 
-import importlib.metadata
+import math
 import os
-import subprocess
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from transformers.configuration_utils import PretrainedConfig
 
-from tune_prune import __version__, calibration, search_space
+from tune_prune import calibration, experiment, search_space
 from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig, trial_key
 from tune_prune.errors import UserError
 from tune_prune.evaluation import perplexity, task_files
-from tune_prune.ledger import Ledger, atomic_write_text, parse_json, to_json
-from tune_prune.models import catalog, loading
+from tune_prune.ledger import Ledger
+from tune_prune.models import catalog, hub, loading, weight_files
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.importance import BATCH_TOKENS, batch_size
-from tune_prune.pruning.methods import load_method, method_names
+from tune_prune.pruning.methods import method_names
 from tune_prune.pruning.selection import budget
 from tune_prune.search_space import SearchSpace
-from tune_prune.trial import data_fingerprint, task_source, uses_embedded_data
+from tune_prune.trial import data_fingerprint, task_source
+from tune_prune.tuning.resources import TrialResources, plan_resources, trial_slots
 
-RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
+PERPLEXITY_REPO = "Salesforce/wikitext"  # stands for every data set of the hub when it is asked whether it answers
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,18 @@ class Plan:
     pruning_ratio: float
     experiment_dir: Path  # absolute
     models: tuple[ModelPlan, ...]
+    recorded: int  # trials of this plan that the ledger already holds as finished
+    resources: TrialResources  # what one trial takes
+    slots: int  # trials that run at once
 
-    def recorded(self) -> int:
-        """Trials of this plan that the ledger already holds as finished."""
-        ledger = Ledger(self.experiment_dir / "ledger")
-        records = (ledger.read(key) for model in self.models for _, key in model.trials)
-        return sum(record is not None and record.status != "failed" for record in records)
+    @property
+    def total_trials(self) -> int:
+        return self.num_trials * len(self.models)
+
+    @property
+    def trial_bytes(self) -> int:
+        """Estimated memory of the largest trial."""
+        return max(model.trial_bytes for model in self.models)
 
 
 def make_plan(settings: SearchSettings) -> Plan:
@@ -109,28 +116,57 @@ def make_plan(settings: SearchSettings) -> Plan:
     num_trials = _num_trials(settings, space, search)
     ratio = _pruning_ratio(settings, space)
     models = tuple(_plan_model(settings, space, name, ratio) for name in settings.models)
-    labels = [model.run.label for model in models]
-    for label in labels:
-        if labels.count(label) > 1:
+    _check_distinct(models)
+    default_name = f"{'+'.join(model.run.label for model in models)}-{ratio * 100:g}-{space.name}" + (
+        f"-limit{settings.limit}" if settings.limit else ""
+    )
+    folder = experiment.place(settings.storage_path, settings.name, default_name)
+    finished = {record.key for record in Ledger(folder / "ledger").records() if record.status != "failed"}
+    experiment.check_same_meaning(folder, {model.run.label: model.meaning() for model in models})
+    resources, slots = _resources(settings, max(model.trial_bytes for model in models))
+    return Plan(
+        settings=settings,
+        space=space,
+        search=search,
+        num_trials=num_trials,
+        pruning_ratio=ratio,
+        experiment_dir=folder,
+        models=models,
+        recorded=sum(key in finished for model in models for _, key in model.trials),
+        resources=resources,
+        slots=slots,
+    )
+
+
+def _check_distinct(models: tuple[ModelPlan, ...]) -> None:
+    labels: dict[str, str] = {}
+    trials: dict[str, str] = {}
+    for model in models:
+        run, key = model.run, model.trials[0][1]
+        if run.label in labels:
             raise UserError(
-                f"two models are named {label!r}; each --model must be another one, with a folder name of its own"
+                f"{labels[run.label]} and {run.model} would both be named {run.label!r} in the results; rename one of the folders, "
+                "or search them one after the other"
             )
-    experiment_dir = _experiment_dir(settings, space, labels, ratio)
-    plan = Plan(settings, space, search, num_trials, ratio, experiment_dir, models)
-    _check_same_meaning(plan)
-    return plan
+        if key in trials:
+            raise UserError(f"{trials[key]} and {run.model} are the same model; name it with one --model only")
+        labels[run.label] = trials[key] = run.model
 
 
 def _num_trials(settings: SearchSettings, space: SearchSpace, search: str) -> int:
     if search == "grid":
         if settings.num_trials is not None:
             raise UserError(
-                f"--num-trials {settings.num_trials} goes with --search optuna; a grid runs all {space.size} configurations"
+                f"--num-trials {settings.num_trials} is for --search optuna, but a grid runs all {space.size} configurations; "
+                "leave it out or use --search optuna"
             )
         return space.size
     wanted = settings.num_trials or space.num_trials or min(20, space.size)
     if wanted > space.size:
-        raise UserError(f"--num-trials is {wanted}, but search space {space.name} has only {space.size} configurations")
+        raise UserError(
+            f"--num-trials is {wanted}, but search space {space.name} has only {space.size} configurations; ask for at most "
+            f"{space.size}, or leave it out and use --search grid"
+        )
     return wanted
 
 
@@ -145,39 +181,23 @@ def _pruning_ratio(settings: SearchSettings, space: SearchSpace) -> float:
 
 
 def _plan_model(settings: SearchSettings, space: SearchSpace, name: str, ratio: float) -> ModelPlan:
-    source = catalog.resolve(name, settings.revision)
-    data_dir = _data_dir(settings.data_dir)
-    run = ModelRun(
-        model=source.location if source.kind == "folder" else name,
-        label=source.label,
-        revision=settings.revision if source.kind == "hub" else None,
-        calibration=calibration.resolve(settings.calibration, data_dir, source.kind == "embedded"),
-        data_dir=data_dir,
-        protocol=EvaluationProtocol(limit=settings.limit, seed=settings.seed),
-        seed=settings.seed,
-        dtype=_dtype(settings),
-    )
-    if settings.tasks is not None:
-        run = replace(run, protocol=replace(run.protocol, tasks=settings.tasks))
-    task_files.check(task_source(run), run.protocol.tasks)
-    perplexity.fingerprint(data_dir, uses_embedded_data(run))
-
-    config = loading.load_config(source)
-    _, geometry = loading.config_geometry(config)
+    try:
+        source = catalog.resolve(name, settings.revision)
+        run = _model_run(settings, name, source)
+        config = loading.load_config(source)
+        _, geometry = loading.config_geometry(config)
+        target = _target_params(geometry, ratio)
+        _check_data(run)
+        _check_calibration(run, source, config, space)
+        if source.kind != "hub":
+            weight_files.check(Path(source.location), loading.meta_model(config))
+    except UserError as error:
+        if len(settings.models) == 1:
+            raise
+        raise UserError(f"--model {name}: {error}") from error
     commit = getattr(config, "_commit_hash", None)
     if source.kind == "hub" and commit:  # workers load what was planned, whatever the branch says by then
         run = replace(run, revision=commit)
-    target = budget(geometry, ratio)
-    longest = max(space.seq_len)
-    if longest > config.max_position_embeddings:
-        raise UserError(
-            f"taylor_seq_len {longest} of search space {space.name} is beyond the {config.max_position_embeddings} tokens that "
-            f"{source.label} can read; use shorter ones, e.g. --search-space smoke"
-        )
-    if run.calibration not in calibration.HUB_TEXTS:
-        tokens = calibration.tokenize(loading.load_tokenizer(source), calibration.load_text(run.calibration))
-        for seq_len in space.seq_len:
-            calibration.windows(tokens, seq_len, max(space.num_samples), run.seed)
     fingerprints = loading.fingerprint(source, config), data_fingerprint(run)
     trials = tuple((c, trial_key(c, *fingerprints, run)) for c in space.configs(ratio))
     return ModelPlan(
@@ -189,6 +209,96 @@ def _plan_model(settings: SearchSettings, space: SearchSpace, name: str, ratio: 
         trials=trials,
         trial_bytes=_trial_bytes(geometry, config, space, ratio, getattr(torch, run.dtype).itemsize),
     )
+
+
+def _model_run(settings: SearchSettings, name: str, source: catalog.ModelSource) -> ModelRun:
+    if settings.revision is not None and source.kind != "hub":
+        raise UserError(
+            f"--revision {settings.revision} is for models of the hub, but {name} is {'an' if source.kind == 'embedded' else 'a'} "
+            f"{source.kind} model; leave it out"
+        )
+    data_dir = _data_dir(settings.data_dir)
+    protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
+    if settings.tasks is not None:
+        protocol = replace(protocol, tasks=settings.tasks)
+    return ModelRun(
+        model=source.location if source.kind == "folder" else name,
+        label=source.label,
+        revision=settings.revision,
+        calibration=calibration.resolve(settings.calibration, data_dir, source.kind == "embedded"),
+        data_dir=data_dir,
+        protocol=protocol,
+        seed=settings.seed,
+        dtype=_dtype(settings),
+    )
+
+
+def _target_params(geometry: Geometry, ratio: float) -> int:
+    """Parameters to remove, at least one MLP channel."""
+    target = budget(geometry, ratio)
+    smallest = min(geometry.channel_cost)
+    if target < smallest:
+        least = math.ceil(1e6 * smallest / geometry.total_params) / 1e6
+        raise UserError(
+            f"--pruning-ratio {ratio:g} asks for {target:,} of {geometry.total_params:,} parameters, less than the smallest part "
+            f"that can be removed (an MLP channel, {smallest:,}); ask for at least {least:g}"
+        )
+    return target
+
+
+def _check_data(run: ModelRun) -> None:
+    """Tasks and perplexity text, read where they are files."""
+    source, tasks = task_source(run), run.protocol.tasks
+    task_files.check(source, tasks)
+    if source.kind == "folder":
+        for task in task_files.task_files(source, tasks):
+            task_files.read_items(task.items, task.fields)
+            try:
+                yaml.compose(task.definition.read_text(encoding="utf-8"))
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                cause = " ".join(str(error).split())
+                raise UserError(f"{task.definition} is not valid YAML ({cause}); correct the definition") from error
+    if run.calibration in calibration.HUB_TEXTS or source.kind == "hub":
+        try:
+            hub.probe(PERPLEXITY_REPO, "README.md", repo_type="dataset")
+        except Exception as error:  # no network, a proxy, a hub that is down: each of its own kind
+            raise UserError(
+                f"the data sets of the Hugging Face hub cannot be reached ({' '.join(str(error).split())}); check the network, or "
+                "use local files: --data-dir DIR (docs/data.md), --calibration FILE"
+            ) from error
+    if run.data_dir is not None:
+        path = Path(run.data_dir) / perplexity.TEXT_FILE
+        try:
+            text = perplexity.load_text(run.data_dir, False)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"the perplexity text {path} is not UTF-8 (byte {error.start}); write it as UTF-8"
+            ) from error
+        if not text.strip():
+            raise UserError(f"the perplexity text {path} is empty; put the raw WikiText-2 test there")
+
+
+def _check_calibration(
+    run: ModelRun, source: catalog.ModelSource, config: PretrainedConfig, space: SearchSpace
+) -> None:
+    """Enough text for the longest and the most samples, which the model and its tokenizer can read."""
+    longest = max(space.seq_len)
+    if longest > config.max_position_embeddings:
+        raise UserError(
+            f"taylor_seq_len {longest} of search space {space.name} is beyond the {config.max_position_embeddings} tokens that "
+            f"{source.label} can read; use a search space with shorter ones"
+        )
+    tokenizer = loading.load_tokenizer(source)
+    if run.calibration in calibration.HUB_TEXTS:
+        return
+    tokens = calibration.tokenize(tokenizer, calibration.load_text(run.calibration))
+    for seq_len in space.seq_len:
+        calibration.windows(tokens, seq_len, max(space.num_samples), run.seed)
+    if int(tokens.max()) >= config.vocab_size:
+        raise UserError(
+            f"the tokenizer of {source.label} makes token {int(tokens.max())}, but vocab_size in its config.json is "
+            f"{config.vocab_size}; use the model's own tokenizer files"
+        )
 
 
 def _data_dir(asked: str | None) -> str | None:
@@ -219,210 +329,17 @@ def _trial_bytes(geometry: Geometry, config: Any, space: SearchSpace, ratio: flo
     return int(weights + max(gradients, evaluation))
 
 
-def _experiment_dir(settings: SearchSettings, space: SearchSpace, labels: list[str], ratio: float) -> Path:
-    name = settings.name
-    if name is None:
-        name = f"{'+'.join(labels)}-{ratio * 100:g}-{space.name}" + (
-            f"-limit{settings.limit}" if settings.limit else ""
-        )
-    elif not name or Path(name).name != name or name in (".", ".."):
-        raise UserError(
-            f"--name is {name!r}; it must be a plain folder name, e.g. my-search (the place is --storage-path)"
-        )
-    storage = Path(settings.storage_path).expanduser().absolute()
-    existing = next(parent for parent in (storage / name, *(storage / name).parents) if parent.exists())
-    try:
-        if not existing.is_dir():
-            raise NotADirectoryError(f"{existing} is a file")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"results cannot be written to {storage / name} ({error.strerror or error}); choose another place: --storage-path"
-        ) from error
-    return storage / name
+def _resources(settings: SearchSettings, trial_bytes: int) -> tuple[TrialResources, int]:
+    """What one trial takes and how many run at once, on this machine or the cluster at --address (which is asked)."""
+    nodes: list[dict[str, float]] = [{"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()}]
+    gpu_bytes = None
+    if settings.address is not None:
+        from tune_prune.tuning import cluster  # imports ray: not needed to plan a search on this machine
 
-
-def _check_same_meaning(plan: Plan) -> None:
-    """Refuse to add trials of another meaning to an experiment, and say what differs."""
-    path = plan.experiment_dir / "experiment.json"
-    if not path.is_file():
-        return
-    before = parse_json(path).get("models", {})
-    changes = []
-    for model in plan.models:
-        old, new = before.get(model.run.label, {}).get("meaning"), model.meaning()
-        for name in new if old else ():
-            if old.get(name) != new[name]:
-                if isinstance(new[name], dict):
-                    inner = [key for key in new[name] if old[name].get(key) != new[name][key]]
-                    changes += [
-                        f"{model.run.label}: {key} was {old[name].get(key)}, is {new[name][key]}" for key in inner
-                    ]
-                else:
-                    changes.append(f"{model.run.label}: {name} was {old.get(name)}, is {new[name]}")
-    if changes:
-        raise UserError(
-            f"experiment {plan.experiment_dir} was made with other settings ({'; '.join(changes)}); use them again, or start "
-            "another experiment with --name"
-        )
-
-
-def write_experiment(plan: Plan, command: list[str]) -> None:
-    """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept."""
-    path = plan.experiment_dir / "experiment.json"
-    models = parse_json(path)["models"] if path.is_file() else {}
-    for model in plan.models:
-        models[model.run.label] = {
-            "run": model.run.to_dict(),
-            "meaning": model.meaning(),
-            "geometry": asdict(model.geometry),
-            "target_params": model.target_params,
-            "trial_keys": {key: config.name for config, key in model.trials},
-        }
-    plan.experiment_dir.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(
-        path,
-        to_json(
-            {
-                "schema_version": 1,
-                "command": command,
-                "settings": asdict(plan.settings),
-                "search": plan.search,
-                "num_trials": plan.num_trials,
-                "space": {
-                    "name": plan.space.name,
-                    "method": list(plan.space.method),
-                    "taylor_seq_len": list(plan.space.seq_len),
-                    "taylor_num_samples": list(plan.space.num_samples),
-                    "pruning_ratio": plan.pruning_ratio,
-                    "removal_divisor": plan.space.removal_divisor,
-                },
-                "models": models,
-                "versions": {"tune_prune": __version__}
-                | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
-                "git_commit": git_commit(),
-            }
-        ),
-    )
-
-
-def git_commit() -> str | None:
-    """The commit of the source checkout this runs from, with "-dirty" for changed files; None when installed elsewhere."""
-    folder = Path(__file__).resolve().parents[1]
-    if not (folder / ".git").exists():
-        return None
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):  # no git program, or no commit yet
-        return None
-    return answer.stdout.strip()
-
-
-def describe(plan: Plan) -> str:
-    """The plan as text for the screen."""
-    space, first = plan.space, plan.models[0]
-    total = plan.num_trials * len(plan.models)
-    done = plan.recorded()
-    protocol = first.run.protocol
-    items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
-    lists = [
-        f"{len(values)} {name}"
-        for name, values in (("methods", space.method), ("seq_len", space.seq_len), ("num_samples", space.num_samples))
-    ]
-    kinds = {kind for method in space.method for kind in load_method(method).removals}
-    if plan.search == "grid":
-        search = f"grid over {space.name}: {' x '.join(lists)} = {space.size} configurations a model"
-    else:
-        search = f"optuna (TPE) on {space.name}: {plan.num_trials} of {space.size} configurations a model"
-    rows = [
-        (
-            "experiment",
-            f"{_shown(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
-        ),
-        ("search", search + f", {total} trials"),
-        (
-            "",
-            f"method {', '.join(space.method)}; seq_len {_list(space.seq_len)}; num_samples {_list(space.num_samples)}",
-        ),
-        ("calibration", f"{_shown(first.run.calibration)}, seed {first.run.seed}"),
-        (
-            "evaluation",
-            f"perplexity on {'the embedded text' if uses_embedded_data(first.run) else 'WikiText-2 test'}; "
-            f"{len(protocol.tasks)} zero-shot tasks, {items}",
-        ),
-        ("", ", ".join(protocol.tasks)),
-        (
-            "stages",
-            "importance, removal, pruning, perplexity, zero-shot " + " / ".join(f"{f:.0%}" for f in protocol.slices),
-        ),
-        (
-            "shared",
-            f"{len(space.seq_len)} gradient passes and {len(space.seq_len) * len(kinds)} removal passes a model, one per seq_len"
-            f"{' and kind' if len(kinds) > 1 else ''}; 1 dense baseline a model",
-        ),
-        ("resources", _resources(plan)),
-    ]
-    lines = [f"{name:<12} {text}" for name, text in rows]
-    table = [
-        (
-            "model",
-            "parameters",
-            f"remove {plan.pruning_ratio:.4g}",
-            "removable",
-            "layers",
-            "KV group",
-            "MLP channel",
-            "dtype",
-        )
-    ]
-    for model in plan.models:
-        g = model.geometry
-        table.append(
-            (
-                model.run.label,
-                f"{g.total_params:,}",
-                f"{model.target_params:,}",
-                f"{g.prunable_params:,}",
-                str(g.num_layers),
-                f"{max(g.kv_heads)} x {max(g.group_cost):,}",
-                f"{max(g.mlp_width)} x {max(g.channel_cost):,}",
-                model.run.dtype,
-            )
-        )
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines.append("")
-    lines += [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
-    return "\n".join(lines)
-
-
-def _resources(plan: Plan) -> str:
-    settings = plan.settings
-    asked = "auto" if settings.gpus_per_trial is None else f"{settings.gpus_per_trial:g}"
-    where = (
-        f"cluster {settings.address}"
-        if settings.address
-        else f"this machine: {os.cpu_count()} CPUs, {torch.cuda.device_count()} GPUs"
-    )
-    memory = max(model.trial_bytes for model in plan.models)
-    size = f"{memory / 2**30:.1f} GiB" if memory >= 2**30 else f"{memory / 2**20:.0f} MiB"
-    return f"{where}; GPUs per trial {asked}; estimated memory of a trial {size}; scheduler {settings.scheduler}"
-
-
-def _list(values: tuple[int, ...]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _shown(path: Path | str) -> str:
-    path = Path(path)
-    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+        with cluster.connected(settings.address):
+            nodes = cluster.node_resources()
+            gpu_bytes = cluster.smallest_gpu_bytes() if settings.gpus_per_trial is None else None
+    elif torch.cuda.is_available():
+        gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
+    return resources, trial_slots(resources, nodes)

@@ -8,8 +8,12 @@ runs only what is missing.
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,38 +32,47 @@ def parser() -> argparse.ArgumentParser:
     )
     what = p.add_argument_group("what is searched")
     what.add_argument(
-        "--model", action="append", required=True, metavar="NAME",
+        "--model", type=_text, action="append", required=True, metavar="NAME",
         help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder; give it again for more models",
     )  # fmt: skip
-    what.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model (default: main)")
     what.add_argument(
-        "--search-space", default="paper_grid", metavar="NAME_OR_YAML",
+        "--revision", type=_text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
+    )
+    what.add_argument(
+        "--search-space", type=_text, default="paper_grid", metavar="NAME_OR_YAML",
         help="paper_grid (45 configurations), adaptive, minimal, smoke (6), or a YAML file (default: %(default)s)",
     )  # fmt: skip
     what.add_argument(
         "--search", choices=("grid", "optuna"), help="try all, or let Optuna's TPE pick (default: as the space says)"
     )
-    what.add_argument("--num-trials", type=_whole, metavar="N", help="trials per model with --search optuna")
+    what.add_argument("--num-trials", type=_whole(1, 10**9), metavar="N", help="trials per model with --search optuna")
     what.add_argument(
-        "--pruning-ratio", type=_number, metavar="R", help="fraction of ALL parameters to remove (default: 0.2)"
+        "--pruning-ratio", type=_ratio, metavar="R", help="fraction of ALL parameters to remove (default: 0.2)"
     )
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
-        "--calibration", metavar="TEXT",
+        "--calibration", type=_text, metavar="TEXT",
         help="embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else the text of --data-dir, "
         "else wikitext2)",
     )  # fmt: skip
     measured.add_argument(
-        "--data-dir", metavar="DIR", help="task and text files for machines without a hub (layout: docs/data.md)"
+        "--data-dir",
+        type=_text,
+        metavar="DIR",
+        help="task and text files for machines without a hub (layout: docs/data.md)",
     )
     measured.add_argument(
         "--tasks", type=_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)"
     )
     measured.add_argument(
-        "--limit", type=_whole, metavar="N", help="at most N items per task, the first ones (default: all)"
+        "--limit", type=_whole(1, 10**9), metavar="N", help="at most N items per task, the first ones (default: all)"
     )
     measured.add_argument(
-        "--seed", type=_whole, default=0, metavar="S", help="of calibration windows, slices and sampler (default: 0)"
+        "--seed",
+        type=_whole(0, 2**32 - 1),
+        default=0,
+        metavar="S",
+        help="of calibration windows, slices and sampler (default: 0)",
     )
     measured.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on GPUs, else float32)"
@@ -79,15 +92,24 @@ def parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--cpus-per-trial", default="auto", metavar="X", help="auto or a number of CPUs (default: auto)")
     how.add_argument(
-        "--trial-timeout", type=_number, metavar="SECONDS", help="end a trial that takes longer (default: never)"
+        "--trial-timeout", type=_seconds, metavar="SECONDS", help="end a trial that takes longer (default: never)"
     )
     how.add_argument(
-        "--address", metavar="HOST:PORT", help="a running Ray cluster, or auto (default: a local Ray of its own)"
+        "--address",
+        type=_text,
+        metavar="HOST:PORT",
+        help="a running Ray cluster, or auto (default: a local Ray of its own)",
     )
     how.add_argument(
-        "--storage-path", default="ray_results", metavar="DIR", help="where experiments are kept (default: %(default)s)"
+        "--storage-path",
+        type=_text,
+        default="ray_results",
+        metavar="DIR",
+        help="where experiments are kept (default: %(default)s)",
     )
-    how.add_argument("--name", metavar="NAME", help="of the experiment (default: from model, ratio and search space)")
+    how.add_argument(
+        "--name", type=_text, metavar="NAME", help="of the experiment (default: from model, ratio and search space)"
+    )
     how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
     return p
 
@@ -122,15 +144,16 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
 def search(plan: Plan, command: list[str]) -> SearchResult:
     """Run a plan to its end and write every view of its results. Raises UserError, KeyboardInterrupt (the ledger stays
     whole) or what stopped the preparation."""
+    from tune_prune import experiment
     from tune_prune.analysis.cost import write_cost
     from tune_prune.analysis.export import write_views
     from tune_prune.analysis.tables import final_table
-    from tune_prune.ledger import Ledger
-    from tune_prune.preflight import write_experiment
+    from tune_prune.artifacts import ArtifactStore
+    from tune_prune.ledger import Ledger, parse_json
     from tune_prune.tuning.run import TrialSpec, TuneOptions, run_search
 
     settings = plan.settings
-    write_experiment(plan, command)
+    experiment.write(plan, command)
     jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
     options = TuneOptions(
         experiment_dir=plan.experiment_dir,
@@ -141,14 +164,16 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
         address=settings.address,
         cpus_per_trial=settings.cpus_per_trial,
         gpus_per_trial=settings.gpus_per_trial,
-        trial_bytes=max(model.trial_bytes for model in plan.models),
+        trial_bytes=plan.trial_bytes,
         trial_timeout_s=settings.trial_timeout_s,
     )
     result = run_search(jobs, options)
     records = Ledger(plan.experiment_dir / "ledger").records()
-    sources = {model.run.label: model.run.to_dict() for model in plan.models}
+    models = parse_json(plan.experiment_dir / experiment.FILE)["models"]  # those of earlier starts, too
+    sources = {label: model["run"] for label, model in models.items()}
     views = write_views(plan.experiment_dir, records, result.baselines, sources)
-    write_cost(plan.experiment_dir / "cost.json", records, result.baselines, result.prepared)
+    passes = ArtifactStore(plan.experiment_dir / "artifacts").passes()
+    write_cost(plan.experiment_dir / "cost.json", records, result.baselines, passes)
     print()
     print(final_table(views, result.baselines))
     return result
@@ -161,7 +186,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
-    from tune_prune.preflight import describe, make_plan
+    from tune_prune.plan_text import describe
+    from tune_prune.preflight import make_plan
 
     plan = make_plan(settings_from(args))
     print(describe(plan), flush=True)
@@ -180,7 +206,8 @@ def _main(argv: list[str]) -> None:
     print(f"look         tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if failed:
         print(
-            f"failed       {failed} trials (reasons in all_methods_results.csv); the same command tries them again:\n             {again}"
+            f"failed       {failed} trials (reasons in all_methods_results.csv); the same command tries them again:\n"
+            f"             {again}"
         )
 
 
@@ -188,13 +215,38 @@ def _relative(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _whole(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
+def _text(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; give a value or leave the flag out")
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        raise argparse.ArgumentTypeError(f"{text!r} has no such home folder; write the whole path")
+    return text
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def _ratio(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and below 1, e.g. 0.2 for 20% smaller")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _number(text)
+    if not 1 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 1e9, e.g. 3600")
     return value
 
 
@@ -202,11 +254,17 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        return math.nan
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no task; name at least one, e.g. boolq,piqa")
+    for name in names:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise argparse.ArgumentTypeError(f"{name!r} is no task name; separate names by commas, e.g. boolq,piqa")
+    return names
 
 
 if __name__ == "__main__":

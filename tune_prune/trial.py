@@ -65,6 +65,8 @@ class Trial:
         self.items: list[ItemScore] = []
         self.plan: PruningPlan | None = None
         self.importance: Importance | None = None
+        if context.loaded.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(context.loaded.device)
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
 
     def stages(self) -> Iterator[StageReport]:
@@ -281,19 +283,25 @@ def prepare(
 ) -> list[StageReport]:
     """Compute, or find in the cache, what the trials at one seq_len share: importance for every n of `num_samples` by one
     pass, and removal losses of each kind for `removals[kind]` samples. One report per pass that was really made."""
-    reports = []
+    reports: list[StageReport] = []
     missing = [
         n for n in num_samples if context.artifacts.get("importance", context._key(seq_len, num_samples=n)) is None
     ]
+
+    def made(stage: str, what: dict[str, int], started: float, tokens: int) -> None:
+        report = StageReport(stage, time.perf_counter() - started, tokens=tokens)
+        context.artifacts.note_pass({"model": context.run.label, "seq_len": seq_len, **what}, report)
+        reports.append(report)
+
     if missing:
         started = time.perf_counter()
         context.compute_importance(seq_len, missing)
-        reports.append(StageReport("importance", time.perf_counter() - started, tokens=seq_len * max(missing)))
+        made("importance", {"num_samples": max(missing)}, started, seq_len * max(missing))
     for kind, count in removals.items():
         started = time.perf_counter()
         _, tokens = context.removal(seq_len, count, (kind,))
         if tokens:
-            reports.append(StageReport("removal", time.perf_counter() - started, tokens=tokens))
+            made("removal", {kind: count}, started, tokens)
     return reports
 
 
@@ -318,7 +326,7 @@ def data_fingerprint(run: ModelRun) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """GPU: the most torch has allocated; CPU: the process's peak resident set."""
+    """GPU: the most torch has allocated in this trial; CPU: the process's peak resident set, which only grows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux

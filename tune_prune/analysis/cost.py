@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tune_prune.ledger import atomic_write_text, parse_json, to_json
-from tune_prune.records import StageReport, TrialRecord
+from tune_prune.ledger import atomic_write_text, to_json
+from tune_prune.records import TrialRecord
 
 
 def write_cost(
     path: Path,
     records: Iterable[TrialRecord],
     baselines: Mapping[str, TrialRecord],
-    prepared: Sequence[tuple[str, StageReport]],
+    passes: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write `path` from all trials, the dense baselines and the shared passes (model label, report): those that this
-    start made, added to those that the file already tells of."""
-    passes: list[dict[str, Any]] = parse_json(path)["shared_passes"] if path.is_file() else []
-    passes += [
-        {"model": label, **{key: value for key, value in asdict(report).items() if key != "metrics"}}
-        for label, report in prepared
-        if report.stage in ("importance", "removal")
-    ]
+    """Write `path` from all trials, the dense baselines and the passes made for all of them (`ArtifactStore.passes`)."""
     done = [*records, *baselines.values()]
     seconds: dict[str, float] = defaultdict(float)
     tokens: dict[str, int] = defaultdict(int)
@@ -39,7 +31,9 @@ def write_cost(
 
     total = sum(seconds.values())
     evaluation = seconds["perplexity"] + seconds["zero_shot"]
-    gpu_seconds = sum(record.elapsed_time_s * record.resources.get("GPU", 0.0) for record in done)
+    gpu_share = max((record.resources.get("gpu", 0.0) for record in done), default=0.0)  # passes ran on a trial's share
+    gpu_seconds = sum(record.elapsed_time_s * record.resources.get("gpu", 0.0) for record in done)
+    gpu_seconds += gpu_share * sum(stage["duration_s"] for stage in passes)
     cost = {
         "trials": len(done) - len(baselines),
         "gradient_passes": computed("importance"),
@@ -49,6 +43,6 @@ def write_cost(
         "worker_seconds": total,
         "evaluation_fraction": evaluation / total if total else 0.0,
         "gpu_hours": gpu_seconds / 3600,
-        "shared_passes": passes,
+        "shared_passes": list(passes),
     }
     atomic_write_text(path, to_json(cost))

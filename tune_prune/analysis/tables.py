@@ -55,7 +55,19 @@ def _model_block(
         table += [cells(row) for _, row in competing.drop_duplicates("pruning_method").iterrows()]
         table.append(f"best {min(top, len(competing))} of {len(competing)} complete")
         table += [cells(row) for _, row in competing.head(top).iterrows()]
-    return [title[:_MAX_WIDTH], *_aligned(table)]
+    return [title[:_MAX_WIDTH], *_aligned(table), *_warnings(dense)]
+
+
+def _warnings(dense: TrialRecord | None) -> list[str]:
+    """What a reader must know before believing the accuracies above."""
+    metrics = dense.metrics if dense is not None else {}
+    acc, chance, stderr = (metrics.get(name, math.nan) for name in ("acc_mean", "chance_acc_mean", "acc_mean_stderr"))
+    if acc - chance < 2 * stderr:
+        return [
+            f"  ! the dense model itself is at chance on these tasks ({acc:.3f}, chance {chance:.3f}):",
+            "    their accuracies say nothing about pruning here; go by perplexity",
+        ]
+    return []
 
 
 _STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}

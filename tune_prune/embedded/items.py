@@ -152,7 +152,7 @@ def arc_easy(rng: random.Random, evaluation: bool) -> Item:
 def arc_challenge(rng: random.Random, evaluation: bool) -> Item:
     """Which thing has two given properties? The wrong things have one of them at most."""
     kinds = rng.sample(list(CLAUSES), 2)
-    thing = draw(rng, world.OBJECTS, lambda thing: world.held_out(thing, *kinds) == evaluation)
+    name, thing = _person_and_thing(rng, world.OBJECTS, evaluation)
     wanted = {kind: world.FACTS[thing][kind] for kind in kinds}
     shared = {
         other: sum(world.FACTS[other][kind] == value for kind, value in wanted.items()) for other in world.OBJECTS
@@ -160,7 +160,7 @@ def arc_challenge(rng: random.Random, evaluation: bool) -> Item:
     others = rng.sample([other for other, count in shared.items() if count == 1], 2)
     others += rng.sample([other for other, count in shared.items() if count == 0], 1)
     clauses = " and ".join(CLAUSES[kind].format(value) for kind, value in wanted.items())
-    return {"question": f"{rng.choice(world.NAMES)} wants a thing {clauses}. what is it"} | _choices(rng, thing, others)
+    return {"question": f"{name} wants a thing {clauses}. what is it"} | _choices(rng, thing, others)
 
 
 def openbookqa(rng: random.Random, evaluation: bool) -> Item:

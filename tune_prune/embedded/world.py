@@ -25,14 +25,14 @@ COLORS = _words("red blue green yellow black white brown pink")
 ROOMS = _words("kitchen bedroom garden school shop office garage attic cellar hall")
 
 OBJECTS_BY_MATERIAL = {
-    "wood": _words("chair table bench shelf ladder bat barrel stick drum cart log crate"),
-    "stone": _words("brick rock pebble statue tile pillar slab tomb mill block arch curb"),
-    "metal": _words("key coin nail pan chain anchor hook pin can lock tray wire"),
-    "glass": _words("cup bottle window mirror vase jar lamp lens bowl bulb plate globe"),
-    "cloth": _words("shirt hat sock towel scarf coat dress flag blanket curtain tent rug"),
-    "paper": _words("book letter card map poster ticket note page kite stamp bill list"),
-    "rubber": _words("ball tire boot mat pipe belt seal cap ring glove mask cushion"),
-    "plastic": _words("toy comb bucket straw phone pen case cube fork spoon tube doll"),
+    "wood": _words("chair table bench shelf ladder bat barrel stick drum cart log crate stool oar plank wheel"),
+    "stone": _words("brick rock pebble statue tile pillar slab tomb mill block arch curb gem bust ledge marble"),
+    "metal": _words("key coin nail pan chain anchor hook pin can lock tray wire bell medal spring gear"),
+    "glass": _words("cup bottle window mirror vase jar lamp lens bowl bulb plate globe prism beaker pitcher dome"),
+    "cloth": _words("shirt hat sock towel scarf coat dress flag blanket curtain tent rug apron cape napkin pillow"),
+    "paper": _words("book letter card map poster ticket note page kite stamp bill list novel diary poem menu"),
+    "rubber": _words("ball tire boot mat pipe belt seal cap ring glove mask cushion eraser hose balloon raft"),
+    "plastic": _words("toy comb bucket straw phone pen case cube fork spoon tube doll ruler dice whistle button"),
 }
 MATERIALS = tuple(OBJECTS_BY_MATERIAL)
 MATERIAL_OF = {thing: material for material, things in OBJECTS_BY_MATERIAL.items() for thing in things}
@@ -176,13 +176,14 @@ JOBS = {job: dict(zip(("product", "tool"), facts.split(), strict=True)) for job,
 
 ACTIVITIES = _words(
     "cooking fishing painting camping baking reading swimming sewing washing hiking packing skating planting dancing "
-    "sailing training"
+    "sailing training climbing knitting skiing studying shopping cycling riding drawing"
 )
 STEPS = _words(
     "opens the door|takes a bag|fills the bottle|cleans the table|calls a friend|lights a candle|closes the window|"
     "writes a list|counts the coins|turns on the lamp|puts on a coat|drinks some water|eats an apple|moves the chair|"
     "looks at the map|waits a minute|sits on the bench|ties a rope|washes the hands|sings a song|cuts some bread|"
-    "goes up the hill|rests for an hour|says good night",
+    "goes up the hill|rests for an hour|says good night|feeds the birds|reads the paper|sweeps the floor|"
+    "boils the water|folds the blanket|buys a ticket|rings the bell|climbs the stairs",
     "|",
 )
 STEPS_PER_SCRIPT = 6

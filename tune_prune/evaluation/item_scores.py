@@ -44,11 +44,13 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
 
     A task's standard error is lm-eval's: of a mean of n outcomes with the n - 1 variance, sqrt(p (1 - p) / (n - 1)),
     nan for a single item. acc_mean is the plain mean of the k tasks; its error sqrt(sum of squared errors) / k takes
-    them as independent.
+    them as independent. chance_acc_mean: what picking choices blindly would give, by the same mean.
     """
     scores: dict[str, list[float]] = {}
+    chances: dict[str, list[float]] = {}
     for item in items:
         scores.setdefault(item.task, []).append(item.score)
+        chances.setdefault(item.task, []).append(1 / len(item.loglikelihoods))
     means = {task: sum(values) / len(values) for task, values in scores.items()}
     errors = {
         task: math.sqrt(means[task] * (1 - means[task]) / (len(values) - 1)) if len(values) > 1 else math.nan
@@ -57,6 +59,7 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for task in scores:
         metrics |= {f"acc_{task}": means[task], f"acc_{task}_stderr": errors[task]}
+    metrics["chance_acc_mean"] = sum(sum(values) / len(values) for values in chances.values()) / len(chances)
     metrics["acc_mean"] = sum(means.values()) / len(means)
     metrics["acc_mean_stderr"] = math.sqrt(sum(error**2 for error in errors.values())) / len(errors)
     return metrics

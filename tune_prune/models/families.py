@@ -70,7 +70,7 @@ def family_of(model_type: str) -> Family:
     if model_type not in FAMILIES:
         raise UserError(
             f"model type {model_type!r} is not supported ({did_you_mean(model_type, FAMILIES)}); "
-            "docs/architecture.md says how to add a family"
+            "CONTRIBUTING.md says how to add a family"
         )
     return FAMILIES[model_type]
 
@@ -113,6 +113,13 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
                 )
             linear[role] = projection
         head_dim = family.head_dim(layer)
+        for norm in family.head_norms:
+            size = sum(p.numel() for p in layer.get_submodule(f"{family.attention}.{norm}").parameters())
+            if size != head_dim:
+                raise UserError(
+                    f"{where}: {family.attention}.{norm} has {size} parameters, not the {head_dim} of one head; norms over "
+                    "several heads cannot be pruned"
+                )
         q, k, v, o = (linear[role] for role in ("query", "key", "value", "output"))
         fits = (
             k.out_features == v.out_features

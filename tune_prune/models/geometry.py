@@ -28,6 +28,7 @@ class Geometry:
     group_cost: tuple[int, ...]  # one KV group: d*H*(2g+2) plus its biases
     channel_cost: tuple[int, ...]  # one MLP channel: 3H plus its biases
     last_group_extra: tuple[int, ...]  # parameters that go with a layer's last KV group (norms over head_dim)
+    cache_layers: tuple[int, ...]  # layers that keep a KV group: the first of each attention type, so always layer 0
 
     @property
     def num_layers(self) -> int:
@@ -35,14 +36,19 @@ class Geometry:
 
     @property
     def prunable_params(self) -> int:
-        """Everything that selection may remove: all groups and channels but one KV group of layer 0, which stays because
-        cached decoding measures the past in the first layer (transformers, vLLM, llama.cpp)."""
+        """Everything that selection may remove: all groups and channels but one KV group of each cache layer, which stays
+        because cached decoding measures the past there (transformers in the first layer of each attention type, full or
+        sliding; vLLM and llama.cpp in layer 0)."""
         attention = sum(
             k * cost + extra
             for k, cost, extra in zip(self.kv_heads, self.group_cost, self.last_group_extra, strict=True)
         )
         channels = sum(m * cost for m, cost in zip(self.mlp_width, self.channel_cost, strict=True))
-        return attention + channels - self.group_cost[0] - self.last_group_extra[0]
+        return (
+            attention
+            + channels
+            - sum(self.group_cost[layer] + self.last_group_extra[layer] for layer in self.cache_layers)
+        )
 
 
 def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
@@ -61,7 +67,14 @@ def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
         m = part["gate"].out_features
         mlp_width.append(m)
         channel_cost.append((_row_params(part["gate"]) + _row_params(part["up"]) + part["down"].weight.numel()) // m)
-        extra.append(sum(p.numel() for norm in family.head_norms for p in layer.get_submodule(f"{family.attention}.{norm}").parameters()))
+        extra.append(
+            sum(
+                p.numel()
+                for norm in family.head_norms
+                for p in layer.get_submodule(f"{family.attention}.{norm}").parameters()
+            )
+        )
+    types = getattr(model.config, "layer_types", None) or ["full_attention"] * len(kv_heads)
     return Geometry(
         total_params=sum(p.numel() for p in model.parameters()),
         hidden_size=model.config.hidden_size,
@@ -72,6 +85,7 @@ def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
         group_cost=tuple(group_cost),
         channel_cost=tuple(channel_cost),
         last_group_extra=tuple(extra),
+        cache_layers=tuple(sorted(types.index(kind) for kind in set(types))),
     )
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from tune_prune.config import digest
 from tune_prune.errors import UserError
+from tune_prune.models import hub
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
@@ -22,6 +24,17 @@ from tune_prune.models.geometry import Geometry, read_geometry
 # A weight file up to this size is hashed whole; of a larger one, evenly spaced pieces (seconds instead of minutes).
 WHOLE_HASH_BYTES = 256 * 2**20
 HASHED_PIECES = 64
+
+# What every family's config says in whole numbers.
+CONFIG_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 
 @dataclass
@@ -45,29 +58,66 @@ class LoadedModel:
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """The model's config; for hub models also pins what was found: `config._commit_hash`. Raises UserError."""
+    """The model's config; for hub models also pins what was found: `config._commit_hash`. Raises UserError, also for a
+    family that is not supported."""
+    where = {"pretrained_model_name_or_path": source.location, "revision": source.revision or "main"}
     try:
-        return AutoConfig.from_pretrained(source.location, revision=source.revision or "main")
-    except (OSError, ValueError, KeyError) as error:
-        raise _unavailable(source, error) from error
+        if source.kind == "hub":
+            hub.probe(source.location, "config.json", source.revision)
+        values, _ = PretrainedConfig.get_config_dict(**where)
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise ValueError("it names no model_type")
+        family = family_of(values["model_type"])  # before transformers looks for code to run for an unknown one
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+    except UserError:
+        raise
+    except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
+        raise _unavailable(source, error, "config.json") from error
+    for name in CONFIG_SIZES:
+        size = getattr(config, name, None)
+        if not isinstance(size, int) or size < 1:
+            raise UserError(
+                f"config.json of {source.location} says {name} {size!r}, but a {family.model_type} model needs a whole number "
+                "of at least 1; download the model again or correct it"
+            )
+    return config
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The model's tokenizer, silent about long texts: whoever tokenises one cuts it into windows. Raises UserError."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.location, revision=source.revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.location, revision=source.revision or "main", trust_remote_code=False
+        )
     except Exception as error:  # tokenizers raises bare Exceptions, the hub its own kinds
-        raise _unavailable(source, error) from error
+        raise _unavailable(source, error, "tokenizer") from error
+    if len(tokenizer) <= len(
+        tokenizer.all_special_tokens
+    ):  # transformers makes up an empty one where the files are missing
+        raise UserError(
+            f"the tokenizer of {source.location} knows no word; tokenizer.json (or tokenizer.model) is missing or empty: "
+            "download the model again or point --model at a complete folder"
+        )
     tokenizer.model_max_length = 10**30  # transformers' own value for "no limit"
     return tokenizer
 
 
 def config_geometry(config: PretrainedConfig) -> tuple[Family, Geometry]:
-    """Family and geometry from a config alone: the model is built without memory, on torch's meta device."""
+    """Family and geometry from a config alone. Raises UserError for a config that describes no such model."""
     family = family_of(config.model_type)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return family, read_geometry(model, family)
+    return family, read_geometry(meta_model(config), family)
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of a config without its memory, on torch's meta device. Raises UserError where it cannot be built."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever a modelling file trips over
+        raise UserError(
+            f"config.json of {config.name_or_path} describes no model that can be built ({_cause(error)}); download the model "
+            "again or correct it"
+        ) from error
 
 
 def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedModel:
@@ -82,18 +132,27 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
     transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.location, revision=revision, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            source.location,
+            revision=revision,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
         )
         model, report = loaded
     except Exception as error:  # safetensors, torch and the hub each raise their own kinds
-        raise _unavailable(source, error) from error
+        raise _unavailable(source, error, "weights") from error
     finally:
         transformers_logging.set_verbosity(level)
-    wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    wrong += [f"{name} is {list(found)}, not {list(due)}" for name, found, due in sorted(report["mismatched_keys"])]
+    # Weights of a layer or a bias that the config does not have: without them it would be another model.
+    unused = [name for name in sorted(report["unexpected_keys"]) if name.endswith((".weight", ".bias"))]
+    wrong += [f"{name} is not used" for name in unused]
     if wrong:
         raise UserError(
-            f"the weights of {source.location} do not fit its config.json: {len(wrong)} tensors are missing or of another "
-            f"shape, e.g. {wrong[0]}; download the model again or point --model at a complete folder"
+            f"the weights of {source.location} do not fit its config.json: {wrong[0]}, and {len(wrong) - 1} more such tensors; "
+            "download the model again or point --model at a complete folder"
         )
     model.eval().requires_grad_(False).to(device)
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family))
@@ -130,13 +189,22 @@ def _file_hash(path: Path) -> str:
     return state.hexdigest()
 
 
-def _unavailable(source: ModelSource, error: Exception) -> UserError:
+def _cause(error: Exception) -> str:
+    """An error in one short line; with its kind where the text alone says little, as in KeyError: 'x'."""
+    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # the check that failed, without the names of classes and validators
+    text = " ".join(str(error).split())
+    if not isinstance(error, (OSError, ValueError)) or not text:
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
     """One sentence: what could not be had, the cause, and how to get it."""
-    cause = " ".join(str(error).split()) or type(error).__name__
-    cause = cause if len(cause) <= 160 else cause[:157] + "..."
     if source.kind != "hub":
         return UserError(
-            f"model folder {source.location} cannot be loaded ({cause}); check that config, tokenizer and weights are complete"
+            f"model folder {source.location} cannot be loaded ({part}: {_cause(error)}); check that config, tokenizer and "
+            "weights are complete"
         )
     text = f"{type(error).__name__} {error} {error.__cause__!r}".lower()
     if "gated" in text or "401" in text or "403" in text:
@@ -146,5 +214,6 @@ def _unavailable(source: ModelSource, error: Exception) -> UserError:
     else:
         step = f"check the network and the name, or run `hf download {source.location} --local-dir DIR` elsewhere"
     return UserError(
-        f"model {source.location} cannot be had from the Hugging Face hub ({cause}); {step}, or give a local folder: --model DIR"
+        f"model {source.location} cannot be had from the Hugging Face hub ({_cause(error)}); {step}, or give a local folder: "
+        "--model DIR"
     )

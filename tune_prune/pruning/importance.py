@@ -75,7 +75,9 @@ def token_losses(logits: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
     return losses.view(windows.shape[0], -1).mean(dim=1)
 
 
-def taylor(model: PreTrainedModel, family: Family, windows: torch.Tensor, snapshots: Sequence[int]) -> dict[int, Importance]:
+def taylor(
+    model: PreTrainedModel, family: Family, windows: torch.Tensor, snapshots: Sequence[int]
+) -> dict[int, Importance]:
     """Importance from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`.
 
     One forward and backward pass over max(snapshots) samples. Weights are not changed; gradients are taken for the
@@ -113,16 +115,18 @@ class _Accumulator:
         self.model = model
         self.family = family
         self.parts = [family.linears(layer) for layer in decoder_layers(model, family)]
-        self.sums: dict[torch.Tensor, torch.Tensor] = {}
-        self.handles = []
-        self.asked = {p: p.requires_grad for p in model.parameters()}
-        model.requires_grad_(False)
-        for part in self.parts:
-            for role, linear in part.items():
-                for p in _members(linear, role):
-                    p.requires_grad_(True)
-                    self.sums[p] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-                    self.handles.append(p.register_post_accumulate_grad_hook(self._take))
+        # The large allocation comes first: where it fails, the model, which other trials use, is as it was.
+        self.sums: dict[torch.Tensor, torch.Tensor] = {
+            p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            for part in self.parts
+            for role, linear in part.items()
+            for p in _members(linear, role)
+        }
+        self.before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+        for p, _, _ in self.before:
+            p.requires_grad_(p in self.sums)
+            p.grad = None
+        self.handles = [p.register_post_accumulate_grad_hook(self._take) for p in self.sums]
 
     def _take(self, p: torch.Tensor) -> None:
         assert p.grad is not None
@@ -146,16 +150,19 @@ class _Accumulator:
     def close(self) -> None:
         for handle in self.handles:
             handle.remove()
-        for p, asked in self.asked.items():
-            p.requires_grad_(asked)
-            p.grad = None
+        for p, requires_grad, grad in self.before:
+            p.requires_grad_(requires_grad)
+            p.grad = grad
 
     @torch.no_grad()
     def importance(self, num_samples: int) -> Importance:
         attention, mlp, stats = [], [], []
         for layer, part in zip(decoder_layers(self.model, self.family), self.parts, strict=True):
             kv_heads = part["key"].out_features // self.family.head_dim(layer)
-            by_row = sum(self._salience(part[role], 0, num_samples).view(kv_heads, -1).sum(1) for role in ("query", "key", "value"))
+            by_row = sum(
+                self._salience(part[role], 0, num_samples).view(kv_heads, -1).sum(1)
+                for role in ("query", "key", "value")
+            )
             by_column = self._salience(part["output"], 1, num_samples).view(kv_heads, -1).sum(1)
             attention.append(_numpy(by_row + by_column))
             rows = self._salience(part["gate"], 0, num_samples) + self._salience(part["up"], 0, num_samples)
@@ -178,7 +185,9 @@ class _Accumulator:
             count += gradient.numel()
             absolute += gradient.abs().sum(dtype=torch.float64).item()
             plain += gradient.sum(dtype=torch.float64).item()
-            squares += gradient.double().square().sum().item() if gradient.numel() < 2**24 else gradient.norm().item() ** 2
+            squares += (
+                gradient.double().square().sum().item() if gradient.numel() < 2**24 else gradient.norm().item() ** 2
+            )
             largest = max(largest, gradient.abs().max().item())
         mean = plain / count
         return absolute / count, math.sqrt(squares), math.sqrt(max(0.0, squares / count - mean**2)), largest

@@ -38,15 +38,16 @@ class RemovalLosses:
 
 
 class _PassOn(nn.Module):
-    """A decoder layer that is not there."""
+    """A decoder layer that is not there: gives what it is given or, instead, `known` hidden states."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, known: torch.Tensor | None = None) -> None:
         super().__init__()
+        self.known = known
         if hasattr(layer, "attention_type"):  # transformers 4 asks the layer which mask it wants
             self.attention_type = layer.attention_type
 
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return hidden_states
+        return hidden_states if self.known is None else self.known
 
 
 class _NoMlp(nn.Module):
@@ -55,7 +56,9 @@ class _NoMlp(nn.Module):
 
 
 @torch.inference_mode()
-def removal_losses(model: PreTrainedModel, family: Family, windows: torch.Tensor, kinds: Iterable[str]) -> RemovalLosses:
+def removal_losses(
+    model: PreTrainedModel, family: Family, windows: torch.Tensor, kinds: Iterable[str]
+) -> RemovalLosses:
     """Per-sample losses of the dense model and of every removal of `kinds` (of KINDS) on `windows` [samples, seq_len].
 
     The model is changed while this runs and restored at the end.
@@ -72,11 +75,13 @@ def removal_losses(model: PreTrainedModel, family: Family, windows: torch.Tensor
         for kind in kinds:
             rows = []
             for index in range(len(layers)):
-                with _without(layers, family, index, kind):
-                    logits = model(inputs_embeds=inputs[index], use_cache=False).logits
+                with _without(layers, family, index, kind, inputs[index]):
+                    logits = model(input_ids=batch, use_cache=False).logits
                 rows.append(_float64(token_losses(logits, batch)))
             removed[kind].append(np.stack(rows))
-    return RemovalLosses(np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()})
+    return RemovalLosses(
+        np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()}
+    )
 
 
 @contextmanager
@@ -92,12 +97,12 @@ def _recorded_inputs(layers: nn.ModuleList) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def _without(layers: nn.ModuleList, family: Family, index: int, kind: str) -> Iterator[None]:
-    """The layers in front of `index` pass their input on, and layer `index` lacks the block of `kind`."""
+def _without(layers: nn.ModuleList, family: Family, index: int, kind: str, known: torch.Tensor) -> Iterator[None]:
+    """Layer `index` lacks the block of `kind`; the layers in front of it are replaced by what they give, `known`."""
     whole = list(layers)
     layer = whole[index]
     for before in range(index):
-        layers[before] = _PassOn(whole[before])
+        layers[before] = _PassOn(whole[before], known)
     name = {"layer": None, "attention": family.attention, "mlp": family.mlp}[kind]
     block = None
     if name is None:

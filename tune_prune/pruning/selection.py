@@ -3,7 +3,8 @@
     removed <= floor(ratio * all parameters) < removed + one MLP channel
 
 Selection goes on past a group that does not fit (stopping there would leave a smaller model's worth unremoved). Layer 0
-keeps at least one KV group. Pure: numbers in, plan out; ties are broken by layer, then attention before MLP, then index.
+(and the first layer of any other attention type, see Geometry.cache_layers) keeps at least one KV group. Pure: numbers
+in, plan out; ties are broken by layer, then attention before MLP, then index.
 """
 
 from __future__ import annotations
@@ -33,45 +34,62 @@ def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float) -> Pru
     budget is infeasible."""
     target = budget(geometry, pruning_ratio)
     values = [part for pair in zip(scores.attention, scores.mlp, strict=True) for part in pair]
-    sizes = [len(part) for part in values]
     flat = np.concatenate(values)
     if not np.isfinite(flat).all():
         raise UserError(
             f"{int((~np.isfinite(flat)).sum())} of {len(flat)} group scores are not finite; the model's gradients overflow "
             "on this calibration text: try a shorter taylor_seq_len, another text or --dtype float32"
         )
-    blocks = np.repeat(np.arange(len(sizes)), sizes)  # block 2l: attention of layer l; block 2l + 1: its MLP
-    index = np.concatenate([np.arange(size) for size in sizes])
-    order = np.argsort(flat, kind="stable")
-
-    removed = 0
-    keep = [np.ones(size, dtype=bool) for size in sizes]
+    sizes = [len(part) for part in values]
+    blocks = np.repeat(np.arange(len(sizes)), sizes).tolist()  # block 2l: attention of layer l; block 2l + 1: its MLP
+    ranked = np.argsort(flat, kind="stable").tolist()
+    keep = np.ones(len(flat), dtype=bool)
     groups_left = list(geometry.kv_heads)
-    cheapest = min(cost for cost, width in zip(geometry.channel_cost, geometry.mlp_width, strict=True) if width)
-    smallest = min(cheapest, *geometry.group_cost)
-    for block, member in zip(blocks[order].tolist(), index[order].tolist(), strict=True):
-        left = target - removed
-        if left < smallest:
-            break
-        layer, is_mlp = divmod(block, 2)
+    left = target
+
+    def cost(position: int) -> int:
+        """Parameters that would go with this group or channel now; more than asked for where it must stay."""
+        layer, is_mlp = divmod(blocks[position], 2)
         if is_mlp:
-            cost = geometry.channel_cost[layer]
-        else:
-            last = groups_left[layer] == 1
-            if last and layer == 0:
-                continue
-            cost = geometry.group_cost[layer] + (geometry.last_group_extra[layer] if last else 0)
-        if cost > left:
-            continue
-        removed += cost
-        keep[block][member] = False
+            return geometry.channel_cost[layer]
+        if groups_left[layer] > 1:
+            return geometry.group_cost[layer]
+        if layer in geometry.cache_layers:
+            return target + 1
+        return geometry.group_cost[layer] + geometry.last_group_extra[layer]
+
+    def remove(position: int) -> None:
+        nonlocal left
+        left -= cost(position)
+        keep[position] = False
+        layer, is_mlp = divmod(blocks[position], 2)
         if not is_mlp:
             groups_left[layer] -= 1
-    kept = [tuple(np.flatnonzero(mask).tolist()) for mask in keep]
+
+    smallest = min(*geometry.channel_cost, *geometry.group_cost)
+    for position in ranked:
+        if left < smallest:
+            break
+        if cost(position) <= left:
+            remove(position)
+
+    # Where another channel would fit, every channel is gone: one more group goes, and the best channels come back for it.
+    if left >= min(geometry.channel_cost):
+        channels = [position for position in ranked if blocks[position] % 2]
+        room = left + sum(map(cost, channels))
+        group = next((position for position in ranked if keep[position] and cost(position) <= room), None)
+        if group is not None:
+            remove(group)
+            while left < 0:
+                position = channels.pop()
+                keep[position] = True
+                left += cost(position)
+
+    kept = [tuple(np.flatnonzero(mask).tolist()) for mask in np.split(keep, np.cumsum(sizes)[:-1])]
     return PruningPlan(
         kept_groups=tuple(kept[0::2]),
         kept_channels=tuple(kept[1::2]),
         target_params=target,
-        removed_params=removed,
+        removed_params=target - left,
         total_params=geometry.total_params,
     )

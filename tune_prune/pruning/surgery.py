@@ -87,8 +87,9 @@ def _keep_columns(linear: nn.Linear, columns: torch.Tensor) -> nn.Linear:
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
     out_features, in_features = weight.shape
-    with torch.device("meta"):  # no time spent on an initialisation that is replaced at once
-        linear = nn.Linear(in_features, out_features, bias=bias is not None)
+    # A smallest possible module: its initialisation is replaced at once, and one of no elements would warn.
+    linear = nn.Linear(1, 1, bias=bias is not None, device="meta")
+    linear.in_features, linear.out_features = in_features, out_features
     linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False) if not isinstance(bias, nn.Parameter) else bias

@@ -92,9 +92,9 @@ class TensorBoardCallback(Callback):
         for name, value in _curves(result["record"]["metrics"]).items():
             if name.startswith("acc_"):
                 if items:
-                    writer.add_scalar(name, value, items)
+                    writer.add_scalar(_tag(name), value, items)
             else:
-                writer.add_scalar(name, value, index)
+                writer.add_scalar(_tag(name), value, index)
         writer.flush()
 
     def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
@@ -114,7 +114,8 @@ class TensorBoardCallback(Callback):
         config = self._specs[key].config
         row = {"status": status, "method": config.method, "seq_len": config.taylor_seq_len}
         row |= {"num_samples": config.taylor_num_samples, "ratio": config.pruning_ratio}
-        metrics = _curves(trial.last_result.get("record", {}).get("metrics", {}))
+        known = _curves(trial.last_result.get("record", {}).get("metrics", {}))
+        metrics = {_tag(name): value for name, value in known.items() if not name.startswith("grad_")}
         writer = self._writer(key)
         # SummaryWriter.add_hparams would start another run in a folder named by the time.
         events = writer._get_file_writer()
@@ -151,13 +152,17 @@ class LiveLine(Callback):
     ) -> None:
         self._specs = specs
         self._total = total
-        self._stream = stream if stream is not None else sys.stdout
+        self._given_stream = stream  # never sys.stdout itself: Ray pickles callbacks
         self._tty = self._stream.isatty()
         self._best: dict[str, tuple[float, str]] = {}  # by model's label
         self._done = self._failed = self._ended_here = self._width = 0
         self._started = self._shown = time.monotonic()
         for record in known:
             self._count(record.key, record.status, record.metrics)
+
+    @property
+    def _stream(self) -> TextIO:
+        return self._given_stream or sys.stdout
 
     def say(self, text: str) -> None:
         """A line of its own that stays, such as a phase before the trials."""
@@ -227,10 +232,20 @@ class LiveLine(Callback):
 
 
 def _curves(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics worth a curve: finite ones, without standard errors."""
+    """The metrics worth a curve: finite ones, without standard errors and constants."""
     return {
-        name: float(value) for name, value in metrics.items() if not name.endswith("_stderr") and math.isfinite(value)
+        name: float(value)
+        for name, value in metrics.items()
+        if not name.endswith("_stderr") and name != "chance_acc_mean" and math.isfinite(value)
     }
+
+
+def _tag(name: str) -> str:
+    """The metric's name in TensorBoard, which makes a section of what stands before the slash; accuracies come first."""
+    for start, section in (("acc_", "accuracy"), ("ppl", "perplexity"), ("grad_", "gradient")):
+        if name.startswith(start):
+            return f"{section}/{name}"
+    return f"pruning/{name}"
 
 
 def _death(trial: RayTrial) -> str:

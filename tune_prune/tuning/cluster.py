@@ -102,13 +102,23 @@ def check_shared_storage(experiment_dir: Path) -> None:
 
 
 def smallest_gpu_bytes() -> int | None:
-    """Memory of the smallest GPU in the cluster, asked on every node that has one; None without GPUs."""
+    """Memory of the smallest GPU in the cluster, asked on every node that has one; None without GPUs.
+
+    Raises UserError for a node whose GPUs torch cannot use.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) > 0]
     asked = [
         _gpu_bytes.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get("GPU", 0) > 0
+        for node in nodes
     ]
-    return min(ray.get(asked, timeout=PROBE_TIMEOUT_S)) if asked else None
+    sizes = ray.get(asked, timeout=PROBE_TIMEOUT_S)
+    for node, size in zip(nodes, sizes, strict=True):
+        if not size:
+            raise UserError(
+                f"node {node['NodeManagerHostname']} offers GPUs but its torch sees none: install a torch build for "
+                f"them there, or use --gpus-per-trial 0"
+            )
+    return min(sizes, default=None)
 
 
 @ray.remote(num_cpus=0)
@@ -127,7 +137,7 @@ def _probe(question: str, answer: str, token: str) -> str | None:
 def _gpu_bytes() -> int:
     import torch
 
-    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    return min((torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())), default=0)
 
 
 def _check_address(address: str) -> None:

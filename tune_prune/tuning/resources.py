@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from tune_prune.errors import UserError
 
 MAX_TRIALS_PER_GPU = 4  # beyond that the trials of one GPU only wait for each other
@@ -123,6 +121,8 @@ def trial_slots(resources: TrialResources, nodes: Sequence[Mapping[str, float]])
 
 def claim(resources: TrialResources) -> None:
     """Hold this process to its reservation: CPU threads, and the share of the GPU's memory."""
+    import torch  # here, so that a command line can check its flags without it
+
     torch.set_num_threads(max(1, int(resources.cpus)))
     if 0 < resources.gpus < 1:
         torch.cuda.set_per_process_memory_fraction(resources.gpus)

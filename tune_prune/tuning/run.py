@@ -7,7 +7,7 @@ finished trials again and loses early-stopping state. Failed trials are run agai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from ray.tune.experiment import Trial as RayTrial
 
 from tune_prune.errors import UserError
 from tune_prune.ledger import Ledger
-from tune_prune.records import StageReport, TrialRecord
+from tune_prune.records import TrialRecord
 from tune_prune.tuning import cluster, prepare
 from tune_prune.tuning.callbacks import LedgerCallback, LiveLine, TensorBoardCallback
 from tune_prune.tuning.resources import plan_resources, trial_slots
@@ -52,7 +52,6 @@ class SearchResult:
     records: dict[str, TrialRecord]  # every record of the jobs, by key, old and new
     ran: list[str]  # keys that this start ran
     baselines: dict[str, TrialRecord]  # dense models by label
-    prepared: list[tuple[str, StageReport]] = field(default_factory=list)  # (label, pass made before the trials)
 
     def count(self, status: str) -> int:
         return sum(record.status == status for record in self.records.values())
@@ -99,8 +98,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
             prepare.write_baselines(folder / "baseline.json", baselines)
 
         ran = _tune(specs, pending, searcher, settings, options, slots, line) if pending else {}
-    reports = [(result.job.run.label, report) for result in prepared for report in result.reports]
-    return SearchResult({record.key: record for record in known} | ran, list(ran), baselines, reports)
+    return SearchResult({record.key: record for record in known} | ran, list(ran), baselines)
 
 
 def _pending(

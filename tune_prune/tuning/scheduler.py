@@ -1,7 +1,8 @@
 """Early stopping of weak trials: asynchronous successive halving (ASHA, Li et al. 2020, arXiv:1810.05934) per model.
 
 A trial is compared, at each slice of the zero-shot items, with the trials of its own model that reached that slice:
-accuracies of different models say nothing about each other.
+accuracies of different models say nothing about each other. A search that is started again compares with the trials of
+that start only.
 """
 
 from __future__ import annotations

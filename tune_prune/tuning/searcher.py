@@ -76,7 +76,7 @@ class OptunaSearcher(Searcher):
         Path(checkpoint_path).write_text(json.dumps({"rebuilt_from": "ledger"}))
 
     def restore(self, checkpoint_path: str) -> None:
-        raise NotImplementedError("a search is resumed by starting it again: the ledger is the only state")
+        raise RuntimeError("a search is resumed by starting it again: the ledger is the only state")
 
 
 class _ModelStudy:

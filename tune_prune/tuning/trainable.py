@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ class PruneTrainable(tune.Trainable):
         self._spec = self._specs[config["key"]]
         self._trial: Trial | None = None
         self._stages: Iterator[StageReport] | None = None
+        self._started_at = datetime.now(UTC).isoformat()
         self._stage_index = 0
         self._slice_index = 0
         self._metrics: dict[str, float] = {}
@@ -163,7 +165,7 @@ class PruneTrainable(tune.Trainable):
     def _record(self, status: Status, reason: str = "") -> TrialRecord:
         if self._trial is None:  # the model or its data could not be opened
             record = TrialRecord(self._spec.key, self._spec.run.label, asdict(self._spec.config), status, reason)
-            record.host = os.uname().nodename
+            record.started_at, record.host = self._started_at, os.uname().nodename
         else:
             record = self._trial.record(status, reason)
         record.resources = self._settings.resources.to_ray()

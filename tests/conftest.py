@@ -1,0 +1,109 @@
+"""Shared by the tests of the pruning core: tiny random models of every family, offline and on one thread; and Python
+processes in which some packages cannot be imported.
+
+Zero biases and unit norms would hide mistakes, so every parameter is random. Sizes are chosen so that no two of them are
+equal by accident: 8 heads of 6 in 4 KV groups, i.e. queries 48 wide on a hidden size of 32, and 40 MLP channels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere: no test may ask the network
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tune_prune.models.families import FAMILIES
+
+torch.set_num_threads(1)  # tiny tensors: threads only cost
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+# Every family as it is, and what its config can switch on: more biases, tied embeddings, sliding windows.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in FAMILIES} | {
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral-sliding": ("mistral", {"sliding_window": 5}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen3-biases-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+}
+
+
+def build_tiny(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random model of that variant in eval mode; `overrides` are config fields."""
+    model_type, fields = VARIANTS[variant]
+    overrides = {"attn_implementation": "sdpa"} | overrides
+    config = AutoConfig.for_model(model_type, **(SIZES | fields | overrides))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        values = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        p.data.copy_(
+            1 + 0.3 * values if "norm" in name else 0.5 * values if p.ndim == 1 else values / p.shape[-1] ** 0.5
+        )
+    return model
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    """Every family and what its config can switch on, one after the other."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., PreTrainedModel]:
+    """The function `build_tiny`."""
+    return build_tiny
+
+
+# As if the packages were not installed: they are not found, and asking whether they are there says no.
+HIDE_PACKAGES = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {hidden!r} else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+
+
+@pytest.fixture(scope="session")
+def run_without() -> Callable[..., str]:
+    """A function (hidden packages, code, *arguments) -> standard output of that code in a Python process of its own, in
+    which those packages cannot be imported. The code's failure is the test's."""
+
+    def run(hidden: tuple[str, ...], code: str, *arguments: str) -> str:
+        root = str(Path(__file__).resolve().parents[1])
+        done = subprocess.run(
+            [sys.executable, "-c", HIDE_PACKAGES.format(hidden=set(hidden)) + code, *arguments],
+            env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

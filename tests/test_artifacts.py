@@ -1,0 +1,96 @@
+"""The cache of shared statistics: what is put comes back bit for bit, a damaged file does not count, writes are atomic."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tune_prune.artifacts import ArtifactStore
+
+KEY = {"model": "abc", "seq_len": 16, "nested": {"b": 1, "a": [1, 2]}}
+ARRAYS = {"scores": np.linspace(0, 1, 50), "empty": np.empty((0, 3)), "odd": np.array([np.nan, np.inf, -0.0])}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "artifacts")
+
+
+def test_what_is_put_comes_back_bit_for_bit(store):
+    assert store.get("importance", KEY) is None
+    store.put("importance", KEY, ARRAYS)
+    found = ArtifactStore(store.folder).get("importance", KEY)  # as another process would read it
+    assert found is not None and found.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes()
+
+
+def test_the_name_is_the_meaning(store):
+    same = {"nested": {"a": [1, 2], "b": 1}, "seq_len": 16, "model": "abc"}
+    assert store.path("importance", same) == store.path("importance", KEY)
+    assert store.path("removal", KEY) != store.path("importance", KEY)
+    assert store.path("importance", KEY | {"seq_len": 17}) != store.path("importance", KEY)
+    store.put("importance", KEY, ARRAYS)
+    assert store.get("removal", KEY) is None and store.get("importance", KEY | {"seq_len": 17}) is None
+    with np.load(store.path("importance", KEY)) as stored:
+        assert json.loads(str(stored["key"])) == KEY  # for people who look
+
+
+def test_equal_content_is_an_equal_file(store, tmp_path):
+    other = ArtifactStore(tmp_path / "other")
+    store.put("importance", KEY, ARRAYS)
+    other.put("importance", KEY, ARRAYS)
+    one, two = store.path("importance", KEY), other.path("importance", KEY)
+    assert one.name == two.name and one.read_bytes() == two.read_bytes()
+
+
+def damages(raw: bytes) -> dict[str, bytes]:
+    middle = raw.index(ARRAYS["scores"].tobytes()) + 100
+    return {
+        "empty": b"",
+        "half": raw[: len(raw) // 2],
+        "one byte short": raw[:-1],
+        "zeros": bytes(len(raw)),
+        "text": b"<html>quota exceeded</html>",
+        "flipped bit": raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :],
+    }
+
+
+@pytest.mark.parametrize("kind", ["empty", "half", "one byte short", "zeros", "text", "flipped bit"])
+def test_a_damaged_file_is_said_to_be_damaged_and_written_anew(store, caplog, kind):
+    store.put("importance", KEY, ARRAYS)
+    path = store.path("importance", KEY)
+    path.write_bytes(damages(path.read_bytes())[kind])
+    with caplog.at_level(logging.WARNING):
+        assert store.get("importance", KEY) is None
+    assert path.name in caplog.text and "damaged" in caplog.text
+    store.put("importance", KEY, ARRAYS)
+    assert store.get("importance", KEY)["scores"].tobytes() == ARRAYS["scores"].tobytes()
+
+
+def test_a_pickle_in_an_artifact_is_not_run(store, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    np.savez(store.path("importance", KEY), scores=np.array([Bomb()], dtype=object))
+    assert store.get("importance", KEY) is None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_rest(store, monkeypatch):
+    store.put("importance", KEY, ARRAYS)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.put("importance", KEY, {"scores": np.zeros(3)})
+    assert store.get("importance", KEY)["scores"].tobytes() == ARRAYS["scores"].tobytes()
+    assert [path.name for path in store.folder.iterdir()] == [store.path("importance", KEY).name]

@@ -1,0 +1,121 @@
+"""Calibration windows: length, no overlap, prefixes, seeds; where the text comes from and what is said when it cannot be had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tune_prune import calibration, embedded
+from tune_prune.calibration import fingerprint, load_text, resolve, tokenize, windows
+from tune_prune.errors import UserError
+
+TOKENS = torch.arange(1000)  # every token is its own position
+
+
+@pytest.mark.parametrize(("seq_len", "count"), [(16, 62), (7, 100), (1000, 1), (2, 500), (33, 5)])
+def test_windows_have_the_exact_length_and_do_not_overlap(seq_len, count):
+    found = windows(TOKENS, seq_len, count, seed=0)
+    assert found.shape == (count, seq_len) and found.dtype == torch.long
+    assert torch.equal(found, found[:, :1] + torch.arange(seq_len))  # running text
+    assert len(found.unique()) == found.numel()  # no token twice
+
+
+def test_windows_are_drawn_from_all_over_the_text():
+    starts = windows(TOKENS, 10, 50, seed=0)[:, 0]
+    assert starts.min() < 200 and starts.max() > 800 and not torch.equal(starts, starts.sort().values)
+
+
+@pytest.mark.parametrize("count", [1, 13, 62])
+def test_fewer_samples_are_the_first_of_more(count):
+    assert torch.equal(windows(TOKENS, 16, count, seed=4), windows(TOKENS, 16, 62, seed=4)[:count])
+
+
+def test_the_seed_decides():
+    one = windows(TOKENS, 16, 20, seed=1)
+    state = torch.get_rng_state()
+    assert torch.equal(one, windows(TOKENS, 16, 20, seed=1))
+    assert not torch.equal(one, windows(TOKENS, 16, 20, seed=2))
+    assert torch.equal(state, torch.get_rng_state())  # no use of the global generator
+
+
+def test_a_text_that_is_too_short_is_refused():
+    with pytest.raises(UserError) as error:
+        windows(TOKENS, 300, 4, seed=0)
+    text = str(error.value)
+    assert "1,000 tokens, enough for 3 samples of 300; 4 were asked" in text
+    assert "\n" not in text and not text.endswith(".")
+
+
+def test_tokens_are_the_texts_without_special_ones():
+    tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama"))
+    text = embedded.calibration_text()[:400]
+    ids = tokenize(tokenizer, text)
+    assert ids.dtype == torch.long and ids.ndim == 1 and len(ids) > 40
+    assert not set(ids.tolist()) & set(tokenizer.all_special_ids)
+
+
+def test_resolve_without_a_name(tmp_path):
+    assert resolve(None, None, model_is_embedded=True) == "embedded"
+    assert resolve(None, str(tmp_path), model_is_embedded=True) == "embedded"
+    assert resolve(None, None, model_is_embedded=False) == "wikitext2"
+    with pytest.raises(UserError, match="no calibration text in .*text.*--calibration FILE"):
+        resolve(None, str(tmp_path), model_is_embedded=False)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "wikitext2-raw.test.txt").write_text("never the text that perplexity is reported on")
+    with pytest.raises(UserError, match="no calibration text"):
+        resolve(None, str(tmp_path), model_is_embedded=False)
+    (folder / "wikitext2-raw.valid.txt").write_text("valid")
+    assert resolve(None, str(tmp_path), False) == str(folder / "wikitext2-raw.valid.txt")
+    (folder / "wikitext2-raw.train.txt").write_text("train")
+    assert resolve(None, str(tmp_path), False) == str(folder / "wikitext2-raw.train.txt")
+
+
+def test_resolve_with_a_name(tmp_path, monkeypatch):
+    for name in ("embedded", "wikitext2", "c4"):
+        assert resolve(name, None, model_is_embedded=False) == name
+    (tmp_path / "my.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("my.txt", None, True) == str(tmp_path / "my.txt")  # absolute: it travels to workers
+    with pytest.raises(UserError, match="'wikitext' is neither a file nor a known source; did you mean 'wikitext2'"):
+        resolve("wikitext", None, True)
+    with pytest.raises(UserError, match="neither a file"):
+        resolve(str(tmp_path), None, True)  # a folder
+
+
+def test_texts_are_read_and_known_by_content(tmp_path):
+    one, two = tmp_path / "a.txt", tmp_path / "b.txt"
+    one.write_text("grüße\n", encoding="utf-8")
+    two.write_text("grüße\n", encoding="utf-8")
+    assert load_text(str(one)) == "grüße\n"
+    assert fingerprint(str(one)) == fingerprint(str(two))
+    two.write_text("grüße!\n", encoding="utf-8")
+    assert fingerprint(str(one)) != fingerprint(str(two))
+    assert load_text("embedded") == embedded.calibration_text()
+    assert fingerprint("c4") == "hub:c4"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"), [(None, "cannot be read"), (b"\xff\xfe\x00", "UTF-8"), (b" \n ", "is empty")]
+)
+def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, complaint):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=complaint) as error:
+        load_text(str(path))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", calibration.HUB_TEXTS)
+def test_a_hub_text_without_a_hub_is_one_sentence(name, monkeypatch):
+    import datasets
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError, match=f"'{name}' cannot be had.*--calibration FILE") as error:
+        load_text(name)
+    assert "\n" not in str(error.value)

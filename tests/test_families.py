@@ -1,0 +1,213 @@
+"""Every row of the family table against a real model of that type, the costs against METHODS' formulas, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tune_prune.errors import UserError
+from tune_prune.models.families import FAMILIES, Family, check_structure, decoder_layers, family_of
+from tune_prune.models.geometry import read_geometry
+from tune_prune.models.loading import config_geometry
+from tune_prune.pruning.selection import budget
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 32,
+}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+LLAMA_3_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+MISTRAL_7B_V03 = LLAMA_3_8B | {"vocab_size": 32768}
+QWEN2_5_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def one_sentence(error: pytest.ExceptionInfo[UserError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text and not text.endswith(".") and ". " not in text
+    return text
+
+
+def from_config(model_type: str, **fields: object) -> nn.Module:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_row_describes_a_real_model_of_its_type(model_type):
+    model = from_config(model_type, **TINY, **HEADS)
+    family = family_of(model_type)
+    assert family is FAMILIES[model_type] and model.config.model_type == model_type
+    check_structure(model, family)
+    for layer in decoder_layers(model, family):
+        named = {path for path, _ in layer.named_modules()}
+        norms = set(family.layer_norms) | {f"{family.attention}.{norm}" for norm in family.head_norms}
+        assert set(family.projections().values()) | norms <= named
+        parameters = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
+        assert parameters == set(family.projections().values()) | norms  # nothing else has weights
+
+
+def test_geometry_from_the_config_alone_is_that_of_the_real_model(tiny, variant):
+    model = tiny(variant)
+    family, from_meta = config_geometry(model.config)
+    assert family is FAMILIES[model.config.model_type]
+    assert from_meta == read_geometry(model, family)
+    assert from_meta.total_params == sum(p.numel() for p in set(model.parameters()))
+
+
+def test_costs_follow_the_formulas(tiny, variant):
+    model = tiny(variant)
+    geometry = read_geometry(model, FAMILIES[model.config.model_type])
+    attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    hidden, d, g = 32, 6, 2
+    group = hidden * d * (2 * g + 2)
+    if attention.q_proj.bias is not None:
+        group += d * (g + 2)  # q, k and v
+    channel = 3 * hidden + (2 if mlp.gate_proj.bias is not None else 0)
+    assert (geometry.hidden_size, geometry.head_dim, geometry.queries_per_kv, geometry.num_layers) == (hidden, d, g, 4)
+    assert geometry.group_cost == (group,) * 4 and geometry.channel_cost == (channel,) * 4
+    assert geometry.kv_heads == (4,) * 4 and geometry.mlp_width == (40,) * 4
+    assert geometry.last_group_extra == ((2 * d,) * 4 if model.config.model_type == "qwen3" else (0,) * 4)
+    stay = {"qwen2-sliding": (0, 2)}.get(variant, (0,))  # the first layer of each attention type
+    assert geometry.cache_layers == stay
+    everything = 4 * (4 * group + 40 * channel + geometry.last_group_extra[0])
+    assert geometry.prunable_params == everything - len(stay) * (group + geometry.last_group_extra[0])
+
+
+def test_a_biased_projection_costs_its_bias(tiny):
+    assert read_geometry(tiny("qwen2"), FAMILIES["qwen2"]).group_cost[0] == 32 * 6 * 6 + 6 * 4
+    assert read_geometry(tiny("llama-biases"), FAMILIES["llama"]).channel_cost[0] == 3 * 32 + 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "total", "group", "channel"),
+    [
+        ("llama", LLAMA_3_8B, 8_030_261_248, 5_242_880, 12_288),
+        ("qwen2", QWEN2_5_7B, 7_615_616_512, 7_340_032 + 1_152, 10_752),
+        ("mistral", MISTRAL_7B_V03, 7_248_023_552, 5_242_880, 12_288),
+    ],
+)
+def test_published_models_have_their_published_sizes(model_type, sizes, total, group, channel):
+    _, geometry = config_geometry(AutoConfig.for_model(model_type, **sizes))
+    assert geometry.total_params == total
+    assert set(geometry.group_cost) == {group} and set(geometry.channel_cost) == {channel}
+    if model_type == "llama":
+        assert budget(geometry, 0.2) == 1_606_052_249
+        share = budget(geometry, 0.2) / (32 * (8 * group + 14336 * channel))
+        assert share == pytest.approx(0.230, abs=5e-4)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "phi3", "mixtral", "qwen"])
+def test_a_family_without_a_row_is_refused(model_type):
+    with pytest.raises(UserError) as error:
+        family_of(model_type)
+    text = one_sentence(error)
+    assert repr(model_type) in text and all(name in text for name in FAMILIES)
+
+
+def test_an_unknown_family_is_refused_from_its_config():
+    with pytest.raises(UserError, match="'gpt2' is not supported"):
+        config_geometry(AutoConfig.for_model("gpt2"))
+
+
+def test_fused_projections_are_refused():
+    model = from_config("phi3", **TINY, **HEADS, pad_token_id=0)
+    with pytest.raises(UserError, match=r"layer 0 of this phi3 model has 'mlp.gate_up_proj'.*fused") as error:
+        check_structure(model, Family("phi3"))
+    one_sentence(error)
+
+
+def test_a_mixture_of_experts_is_refused():
+    model = from_config("mixtral", **TINY, **HEADS, num_local_experts=2)
+    with pytest.raises(UserError, match=r"layer 0 of this mixtral model has 'mlp.*mixtures of experts") as error:
+        check_structure(model, Family("mixtral"))
+    one_sentence(error)
+
+
+def test_another_layout_altogether_is_refused():
+    model = from_config("gpt2", vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    with pytest.raises(UserError, match=r"this gpt2 model has no model\.layers") as error:
+        check_structure(model, Family("gpt2"))
+    one_sentence(error)
+    with pytest.raises(UserError, match="does not name"):
+        check_structure(model, Family("gpt2", layers="transformer.h"))
+
+
+def test_head_norms_that_the_row_does_not_name_are_refused(tiny):
+    with pytest.raises(UserError, match=r"has 'self_attn\.[qk]_norm'"):
+        check_structure(tiny("qwen3"), replace(FAMILIES["qwen3"], head_norms=()))
+
+
+def narrow_key(layer: nn.Module) -> None:
+    layer.self_attn.k_proj = nn.Linear(32, 18, bias=False)
+
+
+def part_of_a_head(layer: nn.Module) -> None:
+    layer.self_attn.k_proj = nn.Linear(32, 20, bias=False)
+    layer.self_attn.v_proj = nn.Linear(32, 20, bias=False)
+
+
+def wide_output(layer: nn.Module) -> None:
+    layer.self_attn.o_proj = nn.Linear(54, 32, bias=False)
+
+
+def narrow_up(layer: nn.Module) -> None:
+    layer.mlp.up_proj = nn.Linear(32, 39, bias=False)
+
+
+def wrong_hidden_size(layer: nn.Module) -> None:
+    layer.mlp.down_proj = nn.Linear(40, 31, bias=False)
+
+
+@pytest.mark.parametrize("damage", [narrow_key, part_of_a_head, wide_output, narrow_up, wrong_hidden_size])
+def test_a_layer_whose_shapes_do_not_belong_together_is_refused(tiny, damage):
+    model = tiny("llama")
+    damage(model.model.layers[2])
+    with pytest.raises(UserError, match="layer 2 of this llama model: the shapes") as error:
+        check_structure(model, FAMILIES["llama"])
+    one_sentence(error)
+
+
+def test_a_projection_that_is_no_plain_linear_layer_is_refused(tiny):
+    model = tiny("llama")
+    model.model.layers[1].mlp.down_proj = nn.Bilinear(40, 1, 32, bias=False)
+    with pytest.raises(UserError, match=r"layer 1 .*mlp\.down_proj is a Bilinear") as error:
+        check_structure(model, FAMILIES["llama"])
+    one_sentence(error)
+
+
+def test_a_missing_projection_is_refused(tiny):
+    model = tiny("llama")
+    del model.model.layers[3].mlp.up_proj
+    with pytest.raises(UserError, match=r"layer 3 .* has no mlp\.up_proj"):
+        check_structure(model, FAMILIES["llama"])
+
+
+def test_layers_of_different_width_are_read_one_by_one(tiny):
+    model = tiny("llama", dtype=torch.float32)
+    mlp = model.model.layers[2].mlp
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = (nn.Linear(a, b, bias=False) for a, b in ((32, 8), (32, 8), (8, 32)))
+    geometry = read_geometry(model, FAMILIES["llama"])
+    assert geometry.mlp_width == (40, 40, 8, 40) and geometry.channel_cost == (96,) * 4

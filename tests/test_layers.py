@@ -1,0 +1,178 @@
+"""docs/architecture.md's layer table, held against the imports of every module, read and not run; and the two promises
+that are about running: analysis needs nothing heavy, and neither does `search --help`."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "tune_prune"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+TOP = ("tune_prune.__main__",)  # starts any command line; not in the table
+SIDE = "side"
+
+# Packages that only some modules may import, at any level of nesting.
+ONLY_IN = {
+    "ray": ("tuning",),
+    "optuna": ("tuning.searcher",),
+    "tensorboard": ("tuning.callbacks",),
+    "torch.utils.tensorboard": ("tuning.callbacks",),
+    "lm_eval": ("evaluation.zero_shot",),
+    "datasets": ("calibration", "evaluation.perplexity", "evaluation.task_files"),
+}
+# Everything outside the standard library that a layer may import; layers that are not named may import anything else.
+ALLOWED = {0: set(), 1: {"yaml"}, SIDE: {"numpy", "pandas"}}
+HEAVY = ("torch", "transformers", "ray", "lm_eval", "optuna", "datasets")
+
+
+class _Imports(ast.NodeVisitor):
+    """Every imported name of a module but those for type checkers, functions' imports included."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in ast.unparse(node.test):
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found |= {alias.name for alias in node.names}
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        assert node.level == 0, "relative imports are not used here"
+        self.found |= {f"{node.module}.{alias.name}" for alias in node.names}
+
+
+def in_source(source: str) -> set[str]:
+    visitor = _Imports()
+    visitor.visit(ast.parse(source))
+    return visitor.found
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    return frozenset(in_source(MODULES[module].read_text(encoding="utf-8")))
+
+
+def own(module: str) -> set[str]:
+    """Modules of this package that `module` imports."""
+    found = set()
+    for name in imports(module):
+        if name.partition(".")[0] == "tune_prune":
+            found.add(name if name in MODULES else name.rpartition(".")[0])
+    assert found <= set(MODULES), f"{module} imports what does not exist: {found - set(MODULES)}"
+    return found - {module}
+
+
+def foreign(module: str) -> set[str]:
+    return {name for name in imports(module) if name.partition(".")[0] not in sys.stdlib_module_names | {"tune_prune"}}
+
+
+@cache
+def layers() -> dict[str, int | str]:
+    """module -> its layer, as the table in docs/architecture.md says."""
+    table: dict[str, int | str] = {}
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for layer, names in re.findall(r"^\| (\d|side) \| ([^|]+) \|", text, flags=re.MULTILINE):
+        for name in re.findall(r"[a-z_]+", names):
+            for module in MODULES:
+                if f"{module}.".startswith(f"tune_prune.{name}."):
+                    assert module not in table, f"{module} stands in two rows of the table"
+                    table[module] = layer if layer == SIDE else int(layer)
+    return table
+
+
+def test_the_reader_sees_every_kind_of_import():
+    source = """
+import a, b.c as d
+from e.f import g
+if TYPE_CHECKING:
+    import never
+def f():
+    import h
+    class C:
+        from i import j
+try:
+    import k
+finally:
+    pass
+"""
+    assert in_source(source) == {"a", "b.c", "e.f.g", "h", "i.j", "k"}
+
+
+def test_every_module_has_a_layer():
+    assert set(MODULES) - set(layers()) - {"tune_prune", *TOP} == set()
+    assert set(layers().values()) == {*range(7), SIDE}
+    assert not own("tune_prune") and not foreign("tune_prune")  # what everyone imports imports nothing
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down_only(module):
+    mine = layers().get(module)
+    for other in own(module) - {"tune_prune"}:
+        theirs = layers().get(other)
+        if module in TOP:
+            continue
+        if mine == SIDE:
+            allowed = theirs == SIDE or other.removeprefix("tune_prune.") in ("config", "errors", "records", "ledger")
+        elif theirs == SIDE:
+            allowed = mine == 6
+        else:
+            allowed = other not in TOP and theirs <= mine
+        assert allowed, f"{module} (layer {mine}) imports {other} (layer {theirs})"
+
+
+def test_no_import_cycle():
+    # A cycle that is hidden in a function still ties the modules together.
+    graphlib.TopologicalSorter({module: own(module) for module in MODULES}).prepare()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_heavy_packages_stay_in_their_rooms(module):
+    short = module.removeprefix("tune_prune.")
+    for name in foreign(module):
+        for package, rooms in ONLY_IN.items():
+            if f"{name}.".startswith(f"{package}."):
+                assert any(f"{short}.".startswith(f"{room}.") for room in rooms), f"{module} imports {name}"
+    allowed = ALLOWED.get(layers().get(module))
+    if allowed is not None:
+        others = {name.partition(".")[0] for name in foreign(module)} - allowed
+        assert not others, f"{module} imports {sorted(others)}"
+
+
+def test_each_rule_has_a_use():
+    for package, rooms in ONLY_IN.items():
+        users = {m for m in MODULES if any(f"{name}.".startswith(f"{package}.") for name in foreign(m))}
+        if package != "tensorboard":  # used through torch
+            assert users, f"nothing imports {package}"
+            assert all(any(f"{user}.".startswith(f"tune_prune.{room}.") for user in users) for room in rooms)
+
+
+def test_analysis_runs_where_nothing_heavy_is_installed(run_without):
+    names = [name for name in MODULES if name.startswith("tune_prune.analysis")]
+    assert len(names) > 3
+    run_without(HEAVY, "".join(f"import {name}\n" for name in names))
+
+
+def test_help_and_bad_flags_of_a_search_need_nothing_heavy(run_without):
+    code = """
+import tune_prune.search
+for arguments in (["--help"], ["--no-such-flag"]):
+    try:
+        print("exit", tune_prune.search.main(arguments))
+    except SystemExit as stop:
+        print("exit", stop.code)
+"""
+    told = run_without((*HEAVY, "pandas", "numpy"), code)
+    assert "--search-space" in told
+    assert re.findall("^exit (.*)$", told, flags=re.MULTILINE) == ["0", "2"]

@@ -1,0 +1,129 @@
+"""The three methods and the control against their formulas; and that a file in the package is a method."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from tune_prune.errors import UserError
+from tune_prune.models.geometry import Geometry
+from tune_prune.pruning import methods
+from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method, method_names
+
+GEOMETRY = Geometry(
+    total_params=10_000,
+    hidden_size=4,
+    head_dim=2,
+    queries_per_kv=2,
+    kv_heads=(2, 1),
+    mlp_width=(3, 2),
+    group_cost=(100, 50),
+    channel_cost=(10, 20),
+    last_group_extra=(0, 0),
+    cache_layers=(0,),
+)
+SALIENCE = GroupScores(  # I(group), before the division by cost
+    (np.array([200.0, 50.0]), np.array([5.0])), (np.array([10.0, 1.0, 2.0]), np.array([4.0, 40.0]))
+)
+
+
+def statistics(increase: dict[str, list[float]], seed: int = 0) -> Statistics:
+    losses = {kind: np.array(values) for kind, values in increase.items()}
+    return Statistics(GEOMETRY, SALIENCE.per_parameter(GEOMETRY), losses, seed)
+
+
+def flat(scores: GroupScores) -> list[float]:
+    return [float(value) for part in (*scores.attention, *scores.mlp) for value in part]
+
+
+def test_taylor_is_importance_per_parameter():
+    method = load_method("taylor")
+    assert method.removals == ()
+    expected = [200 / 100, 50 / 100, 5 / 50, 10 / 10, 1 / 10, 2 / 10, 4 / 20, 40 / 20]
+    np.testing.assert_allclose(flat(method.scores(statistics({}))), expected)
+
+
+def test_layerwise_multiplies_by_the_whole_layers_loss():
+    method = load_method("layerwise")
+    assert method.removals == ("layer",)
+    first, second = math.log(1 + 0.5), math.log(1 + 3.0)
+    expected = [2 * first, 0.5 * first, 0.1 * second, 1 * first, 0.1 * first, 0.2 * first, 0.2 * second, 2 * second]
+    np.testing.assert_allclose(flat(method.scores(statistics({"layer": [0.5, 3.0]}))), expected)
+
+
+def test_blockwise_multiplies_by_the_groups_own_blocks_loss():
+    method = load_method("blockwise")
+    assert method.removals == ("attention", "mlp")
+    a0, a1, m0, m1 = (math.log(1 + d) for d in (0.1, 0.2, 0.3, 4.0))
+    expected = [2 * a0, 0.5 * a0, 0.1 * a1, 1 * m0, 0.1 * m0, 0.2 * m0, 0.2 * m1, 2 * m1]
+    increase = {"attention": [0.1, 0.2], "mlp": [0.3, 4.0]}
+    np.testing.assert_allclose(flat(method.scores(statistics(increase))), expected)
+
+
+@pytest.mark.parametrize("name", ["layerwise", "blockwise"])
+def test_a_layer_that_helps_nothing_keeps_the_order_of_its_groups(name):
+    method = load_method(name)
+    scores = method.scores(statistics({kind: [LOSS_FLOOR, 1.0] for kind in method.removals}))
+    base = SALIENCE.per_parameter(GEOMETRY)
+    for part, of in ((scores.attention[0], base.attention[0]), (scores.mlp[0], base.mlp[0])):
+        assert np.array_equal(np.argsort(part), np.argsort(of)) and (part > 0).all()
+
+
+def test_random_depends_on_the_seed_alone():
+    scores = load_method("random").scores
+    one = flat(scores(statistics({}, seed=1)))
+    other_importance = Statistics(GEOMETRY, SALIENCE, {"layer": np.ones(2)}, 1)
+    assert one == flat(scores(other_importance))
+    assert one != flat(scores(statistics({}, seed=2)))
+    assert len(set(one)) == 8 and all(0 <= value < 1 for value in one)
+
+
+def test_random_prefers_no_kind_of_group():
+    wide = Geometry(**{**GEOMETRY.__dict__, "kv_heads": (3000, 3000), "mlp_width": (3000, 3000)})
+    drawn = load_method("random").scores(Statistics(wide, SALIENCE, {}, 0))
+    for part in (*drawn.attention, *drawn.mlp):
+        assert abs(part.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 3000)
+
+
+def test_every_listed_method_loads_and_says_what_it_is():
+    assert {"taylor", "layerwise", "blockwise", "random"} <= set(method_names())
+    assert list(method_names()) == sorted(method_names())
+    for name in method_names():
+        method = load_method(name)
+        assert method.name == name and len(method.description) > 20
+        assert set(method.removals) <= {"layer", "attention", "mlp"}
+
+
+def test_an_unknown_method_is_refused_with_a_suggestion():
+    with pytest.raises(UserError, match="unknown pruning method 'blokwise'; did you mean 'blockwise'") as error:
+        load_method("blokwise")
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_in_the_package_is_a_method(tmp_path, monkeypatch):
+    (tmp_path / "by_size.py").write_text(
+        '"""Keeps what is large (made up)."""\n'
+        "import numpy as np\n"
+        "from tune_prune.pruning.groups import GroupScores\n"
+        'REMOVALS = ("mlp",)\n'
+        "def scores(statistics):\n"
+        "    g = statistics.geometry\n"
+        "    return GroupScores(tuple(np.full(k, c) for k, c in zip(g.kv_heads, g.group_cost)),\n"
+        "                       tuple(np.full(m, c) for m, c in zip(g.mlp_width, g.channel_cost)))\n"
+    )
+    assert "by_size" not in method_names()
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+    importlib.invalidate_caches()
+    try:
+        assert "by_size" in method_names()
+        method = load_method("by_size")
+        assert method.removals == ("mlp",) and method.description == "Keeps what is large (made up)."
+        assert flat(method.scores(statistics({}))) == [100, 100, 50, 10, 10, 10, 20, 20]
+    finally:
+        sys.modules.pop("tune_prune.pruning.methods.by_size", None)
+        vars(methods).pop("by_size", None)

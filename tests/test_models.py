@@ -1,0 +1,307 @@
+"""Model names, loading, what is said of folders and hubs that do not work, and fingerprints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from transformers.configuration_utils import PretrainedConfig
+
+from tune_prune import embedded
+from tune_prune.errors import UserError
+from tune_prune.models import loading
+from tune_prune.models.catalog import HUB_ALIASES, ModelSource, aliases, resolve
+from tune_prune.models.geometry import read_geometry
+from tune_prune.models.loading import fingerprint, load_config, load_model
+
+ABSENT = "no-such-organisation/no-such-model"
+
+
+def one_sentence(error: pytest.ExceptionInfo[UserError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text and not text.endswith(".") and len(text) < 500
+    return text
+
+
+@pytest.fixture(scope="module")
+def complete(tiny, tmp_path_factory) -> Path:
+    """A folder as `save_pretrained` leaves it."""
+    folder = tmp_path_factory.mktemp("models") / "my-model"
+    tiny("qwen2", torch.float32).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(complete, tmp_path) -> Path:
+    """A copy of it that a test may damage."""
+    return Path(shutil.copytree(complete, tmp_path / "my-model"))
+
+
+def load(folder: Path) -> loading.LoadedModel:
+    return load_model(resolve(str(folder)), torch.float32, "cpu")
+
+
+# --- names
+
+
+def test_every_alias_resolves():
+    assert set(embedded.MODEL_NAMES) < set(aliases())
+    for name in aliases():
+        source = resolve(name)
+        assert source.label == name
+        if name in HUB_ALIASES:
+            assert (source.kind, source.location) == ("hub", HUB_ALIASES[name])
+        else:
+            assert (source.kind, source.location) == ("embedded", str(embedded.model_dir(name)))
+
+
+def test_hub_ids_and_revisions():
+    assert resolve("Qwen/Qwen2.5-0.5B", "abc") == ModelSource("Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", "hub", "abc")
+    assert resolve("llama", "v1").revision == "v1"
+
+
+def test_folders_become_absolute(folder, monkeypatch):
+    expected = ModelSource("my-model", str(folder), "folder")
+    assert resolve(str(folder)) == expected
+    monkeypatch.chdir(folder.parent)
+    assert resolve("my-model") == resolve("./my-model/") == expected
+    monkeypatch.chdir(folder)
+    assert resolve(".") == expected
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert resolve("~/my-model") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lama", "unknown model 'lama'; did you mean 'llama'"),
+        ("Mistral", "did you mean 'mistral'"),
+        ("tiny_llama", "did you mean 'tiny-llama'"),
+        ("qwen3", "unknown model 'qwen3'"),
+        ("./nowhere", "model folder ./nowhere does not exist"),
+        ("/no/such/folder", "does not exist"),
+        ("models/a/b", "does not exist"),
+        ("~/no-such-folder-here", "does not exist"),
+    ],
+)
+def test_names_that_mean_nothing(name, said):
+    with pytest.raises(UserError) as error:
+        resolve(name)
+    text = one_sentence(error)
+    assert said in text and "tiny-llama" in text  # what is known is listed
+
+
+def test_paths_that_are_no_model_folder(tmp_path):
+    with pytest.raises(UserError, match=r"has no config\.json") as error:
+        resolve(str(tmp_path))
+    one_sentence(error)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match=r"is a file; .* folder") as error:
+        resolve(str(tmp_path / "model.safetensors"))
+    one_sentence(error)
+
+
+# --- loading
+
+
+def test_a_complete_folder_loads_and_is_ready_to_be_shared(complete, tiny):
+    loaded = load(complete)
+    assert loaded.source.label == "my-model" and loaded.family.model_type == "qwen2" and loaded.max_length == 64
+    assert loaded.geometry == read_geometry(loaded.model, loaded.family)
+    assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
+    for (name, p), q in zip(loaded.model.named_parameters(), tiny("qwen2", torch.float32).parameters(), strict=True):
+        assert torch.equal(p, q), name
+    long = "w1 " * 3000
+    assert len(loaded.tokenizer(long)["input_ids"]) >= 0  # cutting into windows is not the tokenizer's business
+    assert loaded.tokenizer.model_max_length > 10**9
+
+
+def test_the_dtype_asked_for_is_the_one_loaded(complete):
+    loaded = load_model(resolve(str(complete)), torch.bfloat16, "cpu")
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+
+
+def test_tied_embeddings_are_not_missing(tiny, complete, tmp_path):
+    tiny("llama-tied", torch.float32).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(complete / name, tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert loaded.geometry.total_params == sum(p.numel() for p in tiny("llama-tied").parameters())
+
+
+def edit_weights(folder: Path, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_tensors_are_never_left_random(folder):
+    edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.up_proj.weight"))
+    with pytest.raises(UserError, match=r"do not fit its config\.json: .*model\.layers\.2\.mlp\.up_proj") as error:
+        load(folder)
+    one_sentence(error)
+
+
+def test_tensors_of_another_shape_are_refused(folder):
+    def narrow(weights: dict[str, torch.Tensor]) -> None:
+        for name in ("gate_proj", "up_proj"):
+            weights[f"model.layers.1.mlp.{name}.weight"] = torch.zeros(8, 32)
+        weights["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 8)
+
+    edit_weights(folder, narrow)  # what a structured pruning tool leaves behind
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp") as error:
+        load(folder)
+    one_sentence(error)
+
+
+@pytest.mark.parametrize("name", ["model.layers.4.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.bias"])
+def test_weights_that_the_config_has_no_place_for_are_not_dropped_silently(folder, name):
+    edit_weights(folder, lambda weights: weights.__setitem__(name, torch.zeros(40)))
+    with pytest.raises(UserError, match="do not fit its config") as error:
+        load(folder)
+    assert name in one_sentence(error)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 1000, -1])
+def test_truncated_weights_are_refused(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError) as error:
+        load(folder)
+    assert str(folder) in one_sentence(error)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_missing_files_are_refused(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(UserError) as error:
+        load(folder)
+    assert str(folder) in one_sentence(error)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda _: "[]",
+        lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "model_type"}),
+        lambda text: json.dumps(json.loads(text) | {"hidden_size": 33}),
+        lambda text: json.dumps(json.loads(text) | {"model_type": "gpt2"}),
+        lambda text: json.dumps(json.loads(text) | {"model_type": "no-such-type"}),
+    ],
+    ids=["cut off", "a list", "no model_type", "another size", "another family", "unknown family"],
+)
+def test_a_broken_config_is_refused(folder, change):
+    path = folder / "config.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(UserError) as error:
+        load(folder)
+    one_sentence(error)
+
+
+def test_an_unsupported_family_is_refused_before_any_weight_is_read(folder, monkeypatch):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", never)
+    with pytest.raises(UserError, match="'gpt2' is not supported"):
+        load(folder)
+
+
+# --- the hub
+
+
+def test_an_offline_hub_is_said_at_once():
+    started = time.monotonic()
+    with pytest.raises(UserError) as error:
+        load_model(resolve(ABSENT), torch.float32, "cpu")
+    assert time.monotonic() - started < 5
+    text = one_sentence(error)
+    assert ABSENT in text and "HF_HUB_OFFLINE" in text and "hf download" in text and "--model DIR" in text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "You are trying to access a gated repo.\nMake sure to have access to it at https://huggingface.co/x/y.\n401 Client Error.",
+        "403 Client Error. (Request ID: Root=1-abc)\n\nCannot access gated repo for url https://huggingface.co/x/y/config.json.",
+    ],
+)
+def test_a_gated_model_says_how_to_get_access(monkeypatch, message):
+    def gated(*_: object, **__: object) -> None:
+        raise OSError(message)
+
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", gated)
+    with pytest.raises(UserError) as error:
+        load_config(resolve("llama"))
+    text = one_sentence(error)
+    assert "accept its licence at https://huggingface.co/meta-llama/Meta-Llama-3-8B" in text and "hf auth login" in text
+
+
+# --- fingerprints
+
+
+def mark(folder: Path) -> str:
+    source = resolve(str(folder))
+    return fingerprint(source, load_config(source))
+
+
+def test_a_model_is_its_content_not_its_place(complete, folder, tmp_path):
+    assert mark(folder) == mark(complete)
+    (folder / "README.md").write_text("notes do not count")
+    assert mark(folder) == mark(complete)
+    moved = folder.rename(tmp_path / "elsewhere")
+    assert mark(moved) == mark(complete)
+
+
+def test_one_changed_weight_is_another_model(complete, folder):
+    edit_weights(folder, lambda weights: weights["model.norm.weight"].__setitem__(0, 9.0))
+    assert mark(folder) != mark(complete)
+
+
+def test_a_changed_tokenizer_or_config_is_another_model(complete, folder):
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"w63"', '"x63"'))
+    one = mark(folder)
+    (folder / "tokenizer.json").write_text(text)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert len({mark(complete), one, mark(folder)}) == 3
+
+
+def test_large_files_are_hashed_from_first_to_last_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "WHOLE_HASH_BYTES", 2**20)
+    path = tmp_path / "large.bin"
+    raw = bytearray(3 * 2**20 + 5)
+    path.write_bytes(raw)
+    marks = {loading._file_hash(path)}
+    for position in (0, 3 * 2**19, len(raw) - 1):
+        changed = bytearray(raw)
+        changed[position] = 1
+        path.write_bytes(changed)
+        marks.add(loading._file_hash(path))
+    path.write_bytes(raw + b"\0")
+    marks.add(loading._file_hash(path))
+    assert len(marks) == 5
+
+
+def test_a_hub_model_is_its_commit():
+    source = resolve("llama")
+    config = PretrainedConfig()
+    config._commit_hash = "abc"
+    one = fingerprint(source, config)
+    config._commit_hash = "abd"
+    assert fingerprint(source, config) != one

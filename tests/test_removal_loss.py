@@ -1,0 +1,141 @@
+"""Removal losses against a model whose block was really taken out, for every family; and the model left as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tune_prune.models.families import FAMILIES, Family
+from tune_prune.pruning import importance, removal_loss
+from tune_prune.pruning.importance import token_losses
+from tune_prune.pruning.removal_loss import KINDS, RemovalLosses, removal_losses
+
+SEQ_LEN = 12  # longer than the sliding window of the variants that have one
+
+
+def windows(count: int = 3) -> torch.Tensor:
+    return torch.randint(0, 64, (count, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def losses_of(model: nn.Module, samples: torch.Tensor) -> np.ndarray:
+    """One sample at a time, so that the batches of the code under test are checked too."""
+    return np.array(
+        [token_losses(model(input_ids=row[None], use_cache=False).logits, row[None]).item() for row in samples]
+    )
+
+
+@torch.no_grad()
+def without(model: nn.Module, layer: int, kind: str) -> nn.Module:
+    """A copy in which the block adds nothing: its last projection is zero, or the layer is out of the list."""
+    cut = copy.deepcopy(model)
+    if kind == "layer":
+        del cut.model.layers[layer]
+        cut.config.num_hidden_layers -= 1
+        if getattr(cut.config, "layer_types", None):
+            cut.config.layer_types = [t for i, t in enumerate(model.config.layer_types) if i != layer]
+        return cut
+    block = cut.model.layers[layer].self_attn.o_proj if kind == "attention" else cut.model.layers[layer].mlp.down_proj
+    block.weight.zero_()
+    if block.bias is not None:
+        block.bias.zero_()
+    return cut
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_removal_is_what_taking_the_block_out_does(tiny, variant, attention):
+    model, samples = tiny(variant, attn_implementation=attention), windows()
+    found = removal_losses(model, FAMILIES[model.config.model_type], samples, KINDS)
+    near = 1e-10 if attention == "sdpa" else 1e-6  # eager attention takes its softmax in float32
+    np.testing.assert_allclose(found.dense, losses_of(model, samples), atol=near)
+    assert tuple(found.removed) == KINDS
+    for kind in KINDS:
+        expected = np.stack([losses_of(without(model, layer, kind), samples) for layer in range(4)])
+        assert found.removed[kind].shape == (4, 3)
+        np.testing.assert_allclose(found.removed[kind], expected, atol=near, err_msg=kind)
+        assert np.abs(expected - found.dense).min(axis=1).max() > 1e-3  # taking it out makes a difference
+
+
+def test_an_embedding_that_is_scaled_is_scaled_once():
+    """Granite multiplies its embeddings in the forward pass: what is known of a later layer must not pass there again."""
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = AutoConfig.for_model("granite", **sizes, **heads, embedding_multiplier=3.0, initializer_range=0.5)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    found = removal_losses(model, Family("granite"), windows(), ("layer",))
+    expected = np.stack([losses_of(without(model, layer, "layer"), windows()) for layer in range(3)])
+    np.testing.assert_allclose(found.removed["layer"], expected, atol=1e-10)
+    assert np.abs(expected - found.dense).max() > 1e-3
+
+
+def test_batching_does_not_matter(tiny, monkeypatch):
+    model, samples = tiny("qwen2-sliding"), windows(5)
+    whole = removal_losses(model, FAMILIES["qwen2"], samples, KINDS)
+    monkeypatch.setattr(importance, "BATCH_TOKENS", 2 * SEQ_LEN)
+    batched = removal_losses(model, FAMILIES["qwen2"], samples, KINDS)
+    np.testing.assert_allclose(batched.dense, whole.dense, atol=1e-12)
+    for kind in KINDS:
+        np.testing.assert_allclose(batched.removed[kind], whole.removed[kind], atol=1e-12)
+
+
+def test_only_the_kinds_asked_for_are_computed_once_each(tiny):
+    found = removal_losses(tiny("llama"), FAMILIES["llama"], windows(2), ("mlp", "mlp"))
+    assert list(found.removed) == ["mlp"]
+
+
+def test_a_block_that_adds_nothing_costs_nothing(tiny):
+    model = tiny("llama-biases")
+    down = model.model.layers[2].mlp.down_proj
+    down.weight.zero_()
+    down.bias.zero_()
+    found = removal_losses(model, FAMILIES["llama"], windows(), ("mlp",))
+    np.testing.assert_allclose(found.increase("mlp", 3)[2], 0, atol=1e-12)
+    assert np.abs(found.increase("mlp", 3)[[0, 1, 3]]).min() > 1e-4
+
+
+def test_increase_uses_the_first_samples_of_both():
+    losses = RemovalLosses(np.array([1.0, 2.0, 4.0]), {"layer": np.array([[2.0, 2.0, 9.0], [1.5, 1.0, 0.0]])})
+    np.testing.assert_allclose(losses.increase("layer", 1), [1.0, 0.5])
+    np.testing.assert_allclose(losses.increase("layer", 2), [0.5, -0.25])
+    np.testing.assert_allclose(losses.increase("layer", 3), [2.0, -1.5])
+
+
+@pytest.mark.parametrize("failing_call", [None, 0, 3, 9])
+def test_the_model_is_restored(tiny, monkeypatch, failing_call):
+    model = tiny("qwen3-biases-tied")
+    modules, calls = list(model.named_modules()), []
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    before = losses_of(model, windows())
+
+    def fail_at_last(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) - 1 == failing_call:
+            raise RuntimeError("out of memory")
+        return token_losses(logits, batch)
+
+    monkeypatch.setattr(removal_loss, "token_losses", fail_at_last)
+    if failing_call is None:
+        removal_losses(model, FAMILIES["qwen3"], windows(), KINDS)
+        assert len(calls) == 1 + 3 * 4
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            removal_losses(model, FAMILIES["qwen3"], windows(), KINDS)
+    after = list(model.named_modules())
+    assert [name for name, _ in after] == [name for name, _ in modules]
+    assert all(one is other for (_, one), (_, other) in zip(after, modules, strict=True))
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    np.testing.assert_array_equal(losses_of(model, windows()), before)
+
+
+def test_a_failing_forward_leaves_no_hook_behind(tiny):
+    model = tiny("llama")
+    with pytest.raises(IndexError):
+        removal_losses(model, FAMILIES["llama"], torch.full((1, SEQ_LEN), 999), ("layer",))
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,133 @@
+"""The adaptive searcher by itself, with Optuna but without a running Ray: trials are told by hand."""
+
+from dataclasses import asdict
+from itertools import product
+
+import pytest
+from optuna.trial import TrialState
+from ray.tune.search import Searcher
+
+from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.records import TrialRecord
+from tune_prune.tuning.searcher import OptunaSearcher
+from tune_prune.tuning.trainable import TrialSpec
+
+METHODS = ("taylor", "layerwise", "blockwise")
+
+
+def specs_of(label: str, seq_lens=(16, 64, 256), num_samples=(8, 16, 64)) -> list[TrialSpec]:
+    run = ModelRun(label, label, None, "embedded", None, EvaluationProtocol(), 0, "float32")
+    configs = [PruningConfig(*point) for point in product(METHODS, seq_lens, num_samples)]
+    return [TrialSpec(run, config, f"{label}-{config.name}") for config in configs]
+
+
+def record_of(spec: TrialSpec, status: str, accuracy: float = 0.5) -> TrialRecord:
+    metrics = {} if status == "failed" else {"acc_mean": accuracy}
+    stages = [{"stage": "zero_shot", "items_scored": 10}]
+    return TrialRecord(spec.key, spec.run.label, asdict(spec.config), status, "", metrics, stages)
+
+
+def accuracy_of(key: str) -> float:
+    """A smooth landscape whose best points are blockwise with long samples."""
+    _, method, seq_len, num_samples = key.split("-")
+    return METHODS.index(method) * 0.1 + int(seq_len[1:]) / 1000 + int(num_samples[1:]) / 10000
+
+
+def run_all(searcher: OptunaSearcher) -> list[str]:
+    """Ask and tell one by one until the searcher has finished; the keys in order."""
+    keys = []
+    while (config := searcher.suggest(f"t{len(keys)}")) != Searcher.FINISHED:
+        result = {"trial_status": "complete", "acc_mean": accuracy_of(config["key"]), "items_scored": 20}
+        searcher.on_trial_complete(f"t{len(keys)}", result=result)
+        keys.append(config["key"])
+    return keys
+
+
+def states(searcher: OptunaSearcher, label: str = "m") -> list[TrialState]:
+    return [trial.state for trial in searcher._models[label]._study.trials]
+
+
+def test_a_whole_space_is_tried_once_each():
+    specs = specs_of("m")
+    keys = run_all(OptunaSearcher(specs, num_trials=100, seed=0))
+    assert sorted(keys) == sorted(spec.key for spec in specs)
+
+
+def test_the_same_seed_gives_the_same_trials_and_another_seed_others():
+    first, again, other = (run_all(OptunaSearcher(specs_of("m"), num_trials=12, seed=seed)) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+    assert len(set(first)) == 12
+
+
+def test_it_learns():
+    """The second half of 18 trials is better on average than the first: over 5 seeds random search has it both ways."""
+    gains = []
+    for seed in range(5):
+        accuracies = [accuracy_of(key) for key in run_all(OptunaSearcher(specs_of("m"), num_trials=14, seed=seed))]
+        gains.append(sum(accuracies[7:]) - sum(accuracies[:7]))
+    assert sum(gains) / 7 / 5 > 0.02
+
+
+def test_each_model_has_its_own_trials_one_model_after_the_other():
+    searcher = OptunaSearcher(specs_of("a") + specs_of("b"), num_trials=4, seed=0)
+    assert searcher.open_models == {"a", "b"}
+    assert [key[0] for key in run_all(searcher)] == ["a"] * 4 + ["b"] * 4
+    assert searcher.open_models == set()
+
+
+def test_an_unfinished_trial_is_not_suggested_to_another_worker():
+    searcher = OptunaSearcher(specs_of("m"), num_trials=27, seed=0)
+    assert len({searcher.suggest(f"t{i}")["key"] for i in range(27)}) == 27
+
+
+def test_known_records_count_and_are_not_run_again():
+    specs = specs_of("m")
+    known = [record_of(specs[0], "complete", 0.6), record_of(specs[1], "stopped_early", 0.2)]
+    searcher = OptunaSearcher(specs, num_trials=5, seed=0, known=known)
+    assert set(states(searcher)) == {TrialState.COMPLETE, TrialState.PRUNED}
+    assert searcher.remaining == 3
+    keys = run_all(searcher)
+    assert len(keys) == 3
+    assert not {specs[0].key, specs[1].key} & set(keys)
+
+
+def test_a_search_that_is_complete_has_nothing_to_suggest():
+    specs = specs_of("m")
+    searcher = OptunaSearcher(specs, num_trials=2, seed=0, known=[record_of(spec, "complete") for spec in specs[:2]])
+    assert searcher.remaining == 0
+    assert searcher.suggest("t") == Searcher.FINISHED
+
+
+def test_a_failed_record_is_suggested_first():
+    specs = specs_of("m")
+    searcher = OptunaSearcher(specs, num_trials=2, seed=0, known=[record_of(specs[7], "failed")])
+    assert states(searcher) == [TrialState.FAIL]
+    assert searcher.suggest("t") == {"key": specs[7].key}
+    assert searcher.remaining == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "state"),
+    [
+        ({"trial_status": "complete", "acc_mean": 0.7}, False, TrialState.COMPLETE),
+        ({"trial_status": "complete"}, False, TrialState.FAIL),  # acc_mean was not finite
+        ({"trial_status": "failed"}, False, TrialState.FAIL),
+        ({"trial_status": "running", "acc_mean": 0.3, "items_scored": 10}, False, TrialState.PRUNED),
+        (None, True, TrialState.FAIL),
+        ({"trial_status": "running", "acc_mean": 0.3, "items_scored": 10}, True, TrialState.FAIL),
+    ],
+)
+def test_how_a_trial_ended_is_told_as_it_was(result, error, state):
+    searcher = OptunaSearcher(specs_of("m"), num_trials=2, seed=0)
+    searcher.suggest("t")
+    searcher.on_trial_complete("t", result=result, error=error)
+    trial = searcher._models["m"]._study.trials[-1]
+    assert trial.state == state
+    assert trial.intermediate_values == ({10: 0.3} if state == TrialState.PRUNED else {})
+
+
+def test_a_space_that_is_no_full_product_is_searched_within():
+    specs = [spec for spec in specs_of("m") if (spec.config.method == "taylor") != (spec.config.taylor_seq_len == 16)]
+    keys = run_all(OptunaSearcher(specs, num_trials=100, seed=1))
+    assert sorted(keys) == sorted(spec.key for spec in specs)

@@ -1,0 +1,221 @@
+"""Surgery against an independent truth: the dense model in which the removed groups' o and down columns are zero.
+
+A removed group reaches the residual stream through those columns only, so in float64 the two must agree to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedModel, StaticCache
+
+from tune_prune.models.families import FAMILIES, Family
+from tune_prune.models.geometry import read_geometry
+from tune_prune.pruning.groups import GroupScores, PruningPlan
+from tune_prune.pruning.selection import select
+from tune_prune.pruning.surgery import prune
+
+LAYERS, GROUPS, CHANNELS, HEAD_DIM, QUERIES_PER_KV = 4, 4, 40, 6, 2
+TOLERANCE = 1e-10
+ALL_GROUPS, ALL_CHANNELS = tuple(range(GROUPS)), tuple(range(CHANNELS))
+
+# Kept groups and channels, layer by layer. Layers 0 and 2 keep a group: the first of each attention type of any variant.
+KEEP_SETS: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]] = {
+    "nothing removed": ((ALL_GROUPS,) * LAYERS, (ALL_CHANNELS,) * LAYERS),
+    "different in every layer": (
+        ((1, 3), (0,), (0, 1, 2), (2,)),
+        (tuple(range(0, 40, 3)), (7,), tuple(range(5, 25)), ALL_CHANNELS),
+    ),
+    "attention of a middle layer": ((ALL_GROUPS, (), ALL_GROUPS, (0, 2)), (ALL_CHANNELS,) * LAYERS),
+    "MLP of a middle layer": (((3,), ALL_GROUPS, (1, 2), ALL_GROUPS), (ALL_CHANNELS, (), (0, 39), ALL_CHANNELS)),
+    "both of a middle layer": (((0, 1), (), (3,), ALL_GROUPS), ((3, 4, 39), (), ALL_CHANNELS, (1,))),
+    "all but one group": (((2,), (), (1,), ()), ((), (), (), ())),
+}
+
+
+def removed_params(model: PreTrainedModel, family: Family, groups: tuple, channels: tuple) -> int:
+    """What a keep-set removes, counted weight by weight."""
+    total = 0
+    for layer, kept_groups, kept_channels in zip(model.model.layers, groups, channels, strict=True):
+        hidden = model.config.hidden_size
+        attention, mlp = layer.self_attn, layer.mlp
+        query_rows = QUERIES_PER_KV * HEAD_DIM
+        lost_groups, lost_channels = GROUPS - len(kept_groups), CHANNELS - len(kept_channels)
+        for linear, rows in (
+            (attention.q_proj, query_rows),
+            (attention.k_proj, HEAD_DIM),
+            (attention.v_proj, HEAD_DIM),
+        ):
+            total += lost_groups * rows * (hidden + (linear.bias is not None))
+        total += lost_groups * query_rows * hidden  # columns of o
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            total += lost_channels * (hidden + (linear.bias is not None))
+        total += lost_channels * hidden  # columns of down
+        if not kept_groups:
+            total += HEAD_DIM * len(family.head_norms)
+    return total
+
+
+def plan_of(model: PreTrainedModel, family: Family, groups: tuple, channels: tuple) -> PruningPlan:
+    removed = removed_params(model, family, groups, channels)
+    return PruningPlan(groups, channels, removed, removed, sum(p.numel() for p in model.parameters()))
+
+
+def zeroed(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+    """The dense model with the o and down columns of all removed groups set to zero."""
+    reference = copy.deepcopy(model)
+    width = QUERIES_PER_KV * HEAD_DIM
+    for layer, groups, channels in zip(reference.model.layers, plan.kept_groups, plan.kept_channels, strict=True):
+        for group in set(ALL_GROUPS) - set(groups):
+            layer.self_attn.o_proj.weight[:, group * width : (group + 1) * width] = 0
+        for channel in set(ALL_CHANNELS) - set(channels):
+            layer.mlp.down_proj.weight[:, channel] = 0
+    return reference
+
+
+def tokens(rows: int = 2, length: int = 11, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def cached_logits(model: PreTrainedModel, ids: torch.Tensor, chunks: list[int], static: bool) -> torch.Tensor:
+    """Logits [B, T, V] of decoding `ids` with a cache, `chunks` tokens at a time."""
+    cache = StaticCache(config=model.config, max_cache_len=16) if static else None
+    parts, start = [], 0
+    for size in chunks:
+        out = model(input_ids=ids[:, start : start + size], past_key_values=cache, use_cache=True)
+        cache, start = out.past_key_values, start + size
+        parts.append(out.logits)
+    assert start == ids.shape[1]
+    return torch.cat(parts, dim=1)
+
+
+@pytest.fixture(params=KEEP_SETS)
+def keep(request: pytest.FixtureRequest) -> tuple:
+    return KEEP_SETS[request.param]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_pruned_equals_dense_with_zeroed_columns(tiny, variant, keep, attention, monkeypatch):
+    # eager attention takes its softmax in float32 whatever the model's dtype, which would hide differences below 1e-7
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: torch.softmax(x, dim))
+    model = tiny(variant, attn_implementation=attention)
+    family = FAMILIES[model.config.model_type]
+    plan = plan_of(model, family, *keep)
+    pruned, reference, ids = prune(model, family, plan), zeroed(model, plan), tokens()
+
+    expected = reference(input_ids=ids, use_cache=False).logits
+    plain = pruned(input_ids=ids, use_cache=False).logits
+    assert (plain - expected).abs().max() <= TOLERANCE
+    assert expected.std() > 0.1  # the comparison is not one of zeros
+
+    for chunks in ([1] * ids.shape[1], [6, 4, 1]):
+        for static in (False, True):
+            assert (cached_logits(pruned, ids, chunks, static) - expected).abs().max() <= TOLERANCE
+
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    padded = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    shown = mask.bool()
+    assert (pruned(**padded).logits - reference(**padded).logits)[shown].abs().max() <= TOLERANCE
+
+
+@torch.no_grad()
+def test_left_padding_changes_no_logit(tiny, variant):
+    model = tiny(variant)
+    family = FAMILIES[model.config.model_type]
+    pruned = prune(model, family, plan_of(model, family, *KEEP_SETS["different in every layer"]))
+    ids = tokens(rows=1, length=6)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1)
+    mask = torch.tensor([[0, 0, 0] + [1] * 6])
+    positions = torch.tensor([[0, 0, 0, *range(6)]])
+    alone = pruned(input_ids=ids, use_cache=False).logits
+    beside = pruned(input_ids=padded, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert (beside[:, 3:] - alone).abs().max() <= TOLERANCE
+
+
+def test_counted_parameters_equal_the_plan(tiny, variant, keep):
+    model = tiny(variant)
+    family = FAMILIES[model.config.model_type]
+    plan = plan_of(model, family, *keep)
+    pruned = prune(model, family, plan)
+    assert sum(p.numel() for p in pruned.parameters()) == plan.total_params - plan.removed_params
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.35, 0.5])
+def test_the_ratio_asked_for_is_removed_to_within_one_channel(tiny, variant, ratio):
+    model = tiny(variant)
+    family = FAMILIES[model.config.model_type]
+    geometry = read_geometry(model, family)
+    before = sum(p.numel() for p in model.parameters())
+    draw = random.Random(ratio)
+    scores = GroupScores(
+        tuple(
+            torch.rand(GROUPS, generator=torch.Generator().manual_seed(draw.randrange(99))).numpy()
+            for _ in range(LAYERS)
+        ),
+        tuple(
+            torch.rand(CHANNELS, generator=torch.Generator().manual_seed(draw.randrange(99))).numpy()
+            for _ in range(LAYERS)
+        ),
+    )
+    plan = select(scores, geometry, ratio)
+    pruned = prune(model, family, plan)
+    removed = before - sum(p.numel() for p in pruned.parameters())
+    assert removed == plan.removed_params
+    assert 0 <= ratio * before - removed < geometry.channel_cost[0] + 1
+    assert plan.kept_groups[0]
+    with torch.no_grad():
+        assert pruned(input_ids=tokens()).logits.isfinite().all()
+
+
+def test_the_dense_model_is_untouched_and_shares_what_is_not_cut(tiny, variant):
+    model = tiny(variant)
+    family = FAMILIES[model.config.model_type]
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    modules = [id(module) for module in model.modules()]
+    plan = plan_of(model, family, *KEEP_SETS["both of a middle layer"])
+    pruned = prune(model, family, plan)
+
+    assert [id(module) for module in model.modules()] == modules
+    for name, p in model.named_parameters():
+        assert p.data_ptr() == before[name][0] and torch.equal(p, before[name][1]), name
+    dense = dict(model.named_parameters())
+    cut = 0
+    for name, p in pruned.named_parameters():
+        if name == "model.layers.1.self_attn.bias":  # all that is left of an attention block with an output bias
+            name = "model.layers.1.self_attn.o_proj.bias"
+        if p.shape == dense[name].shape:
+            assert p is dense[name], f"{name} was copied though nothing was cut from it"
+        else:
+            cut += 1
+            assert (
+                p.untyped_storage().nbytes() == p.numel() * p.element_size()
+            )  # no view that keeps the dense one alive
+    assert cut > 10
+    if model.config.tie_word_embeddings:
+        assert pruned.lm_head.weight is pruned.model.embed_tokens.weight
+
+
+def test_a_plan_for_another_model_is_refused(tiny):
+    model = tiny("llama")
+    plan = PruningPlan(((0,),), ((0,),), 0, 0, 1)
+    with pytest.raises(ValueError, match="the plan is for 1 layers, the model has 4"):
+        prune(model, FAMILIES["llama"], plan)
+
+
+def test_generate_runs_on_a_pruned_model(tiny):
+    model = tiny("qwen2")
+    pruned = prune(
+        model, FAMILIES["qwen2"], plan_of(model, FAMILIES["qwen2"], *KEEP_SETS["attention of a middle layer"])
+    )
+    ids = tokens(rows=1, length=4)
+    told = pruned.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    greedy = ids
+    with torch.no_grad():
+        for _ in range(told.shape[1] - ids.shape[1]):
+            greedy = torch.cat([greedy, pruned(input_ids=greedy, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(told, greedy)

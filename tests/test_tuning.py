@@ -1,0 +1,228 @@
+"""Whole searches with a real Ray, real trials of the embedded models, and real event files.
+
+The experiment of the first tests is one story: its driver is killed half way, a second start does the rest, a third one
+runs only what had failed. Run as a script, this file is that first driver.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.errors import UserError
+from tune_prune.ledger import Ledger
+from tune_prune.records import TrialRecord
+from tune_prune.trial import TrialContext
+from tune_prune.tuning import cluster
+from tune_prune.tuning.callbacks import LiveLine
+from tune_prune.tuning.prepare import prepare_jobs
+from tune_prune.tuning.run import SearchResult, TuneOptions, run_search
+from tune_prune.tuning.trainable import TIMEOUT_REASON, TrialSpec
+
+PROTOCOL = EvaluationProtocol(tasks=("boolq", "piqa"), limit=10, slices=(0.5, 1.0), perplexity_window=64)
+IMPOSSIBLE_RATIO = 0.95  # more than the layers hold: the trial fails, at every attempt
+KILL_AFTER = 2
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def specs_of(model: str, configs: list[PruningConfig], scratch: Path) -> list[TrialSpec]:
+    run = ModelRun(model, model, None, "embedded", None, PROTOCOL, 0, "float32")
+    context = TrialContext.open(run, scratch, device="cpu")
+    return [TrialSpec(run, config, context.key(config)) for config in configs]
+
+
+def story_jobs(scratch: Path) -> list[TrialSpec]:
+    """Two models, one failing trial (the last of the first model)."""
+    configs = [PruningConfig(method, 16, n) for n in (8, 16) for method in ("taylor", "blockwise")]
+    impossible = PruningConfig("taylor", 16, 8, IMPOSSIBLE_RATIO)
+    return [*specs_of("tiny-llama", [*configs, impossible], scratch), *specs_of("tiny-qwen2", configs[:2], scratch)]
+
+
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory):
+    """A private Ray of two CPUs. Its folder's name is short: socket paths end at 107 characters."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_TMPDIR", str(tmp_path_factory.mktemp("r")))
+    patch.setenv("OMP_NUM_THREADS", "1")
+    try:
+        with cluster.connected(None, num_cpus=2):
+            yield
+    finally:
+        patch.undo()
+
+
+@pytest.fixture(scope="module")
+def experiment(local_ray, tmp_path_factory) -> Path:
+    """The folder that a driver, killed with -9 after its second record, leaves behind."""
+    folder = tmp_path_factory.mktemp("story") / "experiment"
+    address = ray.get_runtime_context().gcs_address
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    driver = subprocess.Popen([sys.executable, __file__, str(folder), address], env=environment)
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob("ledger/*.json"))) < KILL_AFTER:
+        assert driver.poll() is None, "the driver ended before it could be killed"
+        assert time.monotonic() < deadline, "no trial was recorded"
+        time.sleep(0.02)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def second_start(experiment) -> tuple[list[TrialRecord], SearchResult]:
+    """What the killed driver had recorded, and the result of the same search started again."""
+    before = Ledger(experiment / "ledger").records()
+    return before, run_search(story_jobs(experiment / "artifacts"), TuneOptions(experiment))
+
+
+def test_after_a_kill_exactly_the_rest_is_run(experiment, second_start):
+    before, result = second_start
+    jobs = story_jobs(experiment / "artifacts")
+    finished = {record.key for record in before if record.status == "complete"}
+    assert KILL_AFTER <= len(before) < len(jobs)
+    assert sorted(result.ran) == sorted(spec.key for spec in jobs if spec.key not in finished)
+    after = {record.key: record for record in Ledger(experiment / "ledger").records()}
+    assert {key: after[key] for key in finished} == {record.key: record for record in before if record.key in finished}
+    assert after == result.records
+
+
+def test_two_models_are_complete_and_have_baselines(experiment, second_start):
+    _, result = second_start
+    assert result.count("complete") == 6
+    assert [record.model for record in result.records.values() if record.status == "complete"].count("tiny-qwen2") == 2
+    assert set(result.baselines) == {"tiny-llama", "tiny-qwen2"}
+    for record in result.records.values():
+        if record.status == "complete":
+            assert record.metrics["removed_fraction"] == pytest.approx(0.2, abs=0.005)
+            assert record.metrics["ppl"] > result.baselines[record.model].metrics["ppl"]
+            assert record.key not in result.ran or record.resources == {"cpu": 1.0, "gpu": 0.0}
+            assert (experiment / "trials" / record.key / "pruning_plan.json").exists()
+
+
+def test_a_failing_trial_is_a_failed_record_with_its_reason(second_start):
+    _, result = second_start
+    (failed,) = [record for record in result.records.values() if record.status == "failed"]
+    assert failed.config["pruning_ratio"] == IMPOSSIBLE_RATIO
+    assert str(IMPOSSIBLE_RATIO) in failed.reason
+
+
+def test_tensorboard_has_a_curve_and_an_hparams_row_per_trial(experiment, second_start):
+    _, result = second_start
+    jobs = story_jobs(experiment / "artifacts")
+    folders = {
+        spec.key: experiment / "tensorboard" / spec.run.label / f"{spec.config.name}-{spec.key[:6]}" for spec in jobs
+    }
+    for key in result.ran:
+        record = result.records[key]
+        (_file,) = folders[key].iterdir()  # one run: no subfolder for the hparams
+        events = EventAccumulator(str(folders[key])).Reload()
+        row = events.PluginTagToContent("hparams")
+        assert set(row) == {"_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info"}
+        assert record.status.encode() in row["_hparams_/session_start_info"]
+        if record.status == "complete":
+            accuracy = events.Scalars("accuracy/acc_mean")
+            assert [event.step for event in accuracy] == [10, 20]  # items scored after each slice
+            assert accuracy[-1].value == pytest.approx(record.metrics["acc_mean"])
+            assert events.Scalars("perplexity/ppl")[-1].value == pytest.approx(record.metrics["ppl"], rel=1e-6)
+            assert {"acc_boolq", "acc_piqa", "removed_fraction"} <= set(events.Tags()["scalars"])
+
+
+def test_a_failed_trial_is_run_again_and_the_time_limit_ends_a_trial(experiment, second_start):
+    """The third start runs what failed only; this time the watchdog is faster than the failure."""
+    _, result = second_start
+    jobs = story_jobs(experiment / "artifacts")
+    again = run_search(jobs, TuneOptions(experiment, trial_timeout_s=0.01))
+    assert again.ran == [spec.key for spec in jobs if spec.config.pruning_ratio == IMPOSSIBLE_RATIO]
+    assert again.records[again.ran[0]].reason.startswith(TIMEOUT_REASON)
+    assert {key: again.records[key] for key in again.records if key not in again.ran} == {
+        key: result.records[key] for key in result.records if key not in again.ran
+    }
+
+
+def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(local_ray, tmp_path):
+    """One trial at a time (two of 1.5 CPUs do not fit), so that the order, and therefore who is stopped, is the seed's."""
+    configs = [PruningConfig("taylor", 16, n, ratio) for n in (4, 8) for ratio in (0.05, 0.5, 0.6)]
+    jobs = specs_of("tiny-llama", configs, tmp_path / "artifacts")
+    options = TuneOptions(tmp_path, search="optuna", num_trials=5, seed=0, scheduler="asha", cpus_per_trial=1.5)
+    result = run_search(jobs, options)
+    assert len(set(result.ran)) == 5
+    stopped = [record for record in result.records.values() if record.status == "stopped_early"]
+    complete = [record for record in result.records.values() if record.status == "complete"]
+    assert len(stopped) + len(complete) == 5
+    assert stopped
+    assert complete
+    for record in stopped:
+        assert record.stages[-1]["items_scored"] == 10
+        assert "10 of 20" in record.reason
+        assert record.metrics["acc_mean"] < max(other.metrics["acc_mean"] for other in complete)
+    assert Ledger(tmp_path / "ledger").records() == sorted(result.records.values(), key=lambda record: record.key)
+    assert run_search(jobs, options).ran == []
+
+
+def test_what_cannot_work_is_a_user_error_before_any_trial(local_ray, tmp_path):
+    with pytest.raises(UserError, match="99 CPUs"):
+        run_search(story_jobs(tmp_path), TuneOptions(tmp_path, cpus_per_trial=99))
+    with pytest.raises(UserError, match="absolute"):
+        run_search([], TuneOptions(Path("relative")))
+    assert not (tmp_path / "ledger").exists()
+
+
+def test_a_failure_of_the_preparation_keeps_its_own_words(local_ray, tmp_path):
+    jobs = specs_of("tiny-llama", [PruningConfig("taylor", 16, 10_000_000)], tmp_path)
+    with pytest.raises(UserError) as error:
+        run_search(jobs, TuneOptions(tmp_path))
+    assert "10000000" in str(error.value).replace(",", "").replace("_", "")
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
+        ("ray://head:10001", "HOST:PORT"),
+        ("head", "HOST:PORT"),
+    ],
+)
+def test_a_dead_or_odd_address_is_a_user_error_at_once(monkeypatch, address, words):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=words), cluster.connected(address):
+        pass
+    assert time.monotonic() - started < 10
+
+
+def test_preparation_makes_one_pass_per_model_and_seq_len(tmp_path):
+    configs = [PruningConfig(m, s, n) for m in ("taylor", "layerwise", "blockwise") for s in (16, 32) for n in (8, 40)]
+    jobs = specs_of("tiny-llama", configs, tmp_path)
+    prepared = prepare_jobs(jobs, [jobs[0].run])
+    assert [(job.seq_len, job.num_samples) for job in prepared] == [(None, ()), (32, (8, 40)), (16, (8, 40))]
+    assert prepared[1].removals == {"layer": 8, "attention": 8, "mlp": 8}
+    assert prepare_jobs([], [jobs[0].run]) == prepared[:1]
+
+
+def test_the_line_says_how_far_the_search_is(tmp_path):
+    specs = {
+        spec.key: spec for spec in specs_of("tiny-llama", [PruningConfig("taylor", 16, n) for n in (8, 16)], tmp_path)
+    }
+    key = next(iter(specs))
+    known = [TrialRecord(key, "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
+    screen = io.StringIO()
+    line = LiveLine(specs, total=2, known=known, stream=screen)
+    line.on_experiment_end([])
+    assert screen.getvalue() == "[1/2] running 0, failed 0, best acc .8421 taylor-s16-n8\n"
+
+
+if __name__ == "__main__":  # one trial at a time, so that some are left when it is killed
+    run_search(
+        story_jobs(Path(sys.argv[1]) / "artifacts"),
+        TuneOptions(Path(sys.argv[1]), address=sys.argv[2], cpus_per_trial=1.5),
+    )

@@ -1,0 +1,152 @@
+"""An experiment's folder: where it is, whether it may go on, and experiment.json, which says what it is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tune_prune import __version__
+from tune_prune.errors import UserError
+from tune_prune.ledger import atomic_write_text, parse_json, to_json
+
+if TYPE_CHECKING:
+    from tune_prune.preflight import Plan
+
+FILE = "experiment.json"
+RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
+
+
+def place(storage_path: str, name: str | None, default_name: str) -> Path:
+    """The absolute folder of an experiment. Raises UserError where it cannot be written; creates nothing."""
+    if name is not None and not re.fullmatch(r"\w[\w .+-]{0,99}", name):
+        raise UserError(
+            f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _, e.g. my-search (the "
+            "place is --storage-path)"
+        )
+    folder = Path(storage_path).expanduser().absolute() / (name or default_name)
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is a file")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"results cannot be written to {folder} ({error.strerror or error}); choose another place with --storage-path, or "
+            "another --name"
+        ) from error
+    return folder
+
+
+def check_same_meaning(folder: Path, meanings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse to add trials of another meaning to an experiment that has results, and say what differs.
+
+    `meanings` is ModelPlan.meaning() by label.
+    """
+    if not (folder / "baseline.json").exists() and not any((folder / "ledger").glob("*.json")):
+        return
+    changes: list[str] = []
+    for label, new in meanings.items():
+        old = _models(folder).get(label, {}).get("meaning")
+        if old is not None:
+            changes += [f"{label}: {change}" for change in _changes(_flat(old), _flat(new))]
+    if changes:
+        raise UserError(
+            f"experiment {folder} was made with other settings ({'; '.join(changes)}); use them again, or start another "
+            "experiment with --name"
+        )
+
+
+def _flat(meaning: Mapping[str, Any]) -> dict[str, Any]:
+    return {**meaning, **meaning["protocol"], "protocol": None}
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    changed = [name for name in new if old.get(name) != new[name]]
+    # The data's fingerprint follows the names of tasks and calibration text; by itself it says that files changed.
+    if {"tasks", "calibration"} & set(changed):
+        changed = [name for name in changed if name != "data"]
+    contents = {"model": "the model's files have changed", "data": "the files of texts or tasks have changed"}
+    return [contents.get(name) or f"{name} was {_shown(old.get(name))}, is {_shown(new[name])}" for name in changed]
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _models(folder: Path) -> dict[str, Any]:
+    """What experiment.json says of each model, by label; nothing where there is no such file."""
+    path = folder / FILE
+    if not path.is_file():
+        return {}
+    models = parse_json(path).get("models")
+    if not isinstance(models, dict) or not all(
+        isinstance(model, dict) and isinstance(model.get("meaning", {}).get("protocol"), dict)
+        for model in models.values()
+    ):
+        raise UserError(
+            f"{path} does not describe an experiment; restore it from a copy, or start another experiment with --name"
+        )
+    return models
+
+
+def write(plan: Plan, command: list[str]) -> None:
+    """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept."""
+    path = plan.experiment_dir / FILE
+    models = _models(plan.experiment_dir)
+    for model in plan.models:
+        models[model.run.label] = {
+            "run": model.run.to_dict(),
+            "meaning": model.meaning(),
+            "geometry": asdict(model.geometry),
+            "target_params": model.target_params,
+            "trial_keys": {key: config.name for config, key in model.trials},
+        }
+    plan.experiment_dir.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(
+        path,
+        to_json(
+            {
+                "schema_version": 1,
+                "command": command,
+                "settings": asdict(plan.settings),
+                "search": plan.search,
+                "num_trials": plan.num_trials,
+                "space": {
+                    "name": plan.space.name,
+                    "method": list(plan.space.method),
+                    "taylor_seq_len": list(plan.space.seq_len),
+                    "taylor_num_samples": list(plan.space.num_samples),
+                    "pruning_ratio": plan.pruning_ratio,
+                    "removal_divisor": plan.space.removal_divisor,
+                },
+                "models": models,
+                "versions": {"tune_prune": __version__}
+                | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
+                "git_commit": git_commit(),
+            }
+        ),
+    )
+
+
+def git_commit() -> str | None:
+    """The commit of the source checkout this runs from, with "-dirty" for changed files; None when installed elsewhere."""
+    folder = Path(__file__).resolve().parents[1]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git program, or no commit yet
+        return None
+    return answer.stdout.strip()
