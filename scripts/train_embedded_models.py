@@ -1,6 +1,6 @@
 """Makes everything tune_prune/embedded holds: texts, task items, tokenizer and the three trained models.
 
-    python scripts/train_embedded_models.py                      all of it, about five minutes a model on one CPU core
+    python scripts/train_embedded_models.py                      all of it, five to ten minutes a model on one CPU core
     python scripts/train_embedded_models.py --data-only          texts, items and tokenizer, seconds
     python scripts/train_embedded_models.py --model tiny-qwen2   one model
 
@@ -24,7 +24,14 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Split
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from tune_prune import embedded
 from tune_prune.embedded import corpus, items
@@ -124,7 +131,7 @@ def training_rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[lis
                 row = []
 
 
-def build_model(name: str, vocabulary_size: int) -> torch.nn.Module:
+def build_model(name: str, vocabulary_size: int) -> PreTrainedModel:
     recipe = RECIPES[name]
     options: dict[str, Any] = {
         "vocab_size": vocabulary_size,
@@ -146,7 +153,7 @@ def build_model(name: str, vocabulary_size: int) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(recipe.config_class(**options), attn_implementation="sdpa")
 
 
-def train(name: str, tokenizer: PreTrainedTokenizerFast, steps: int) -> torch.nn.Module:
+def train(name: str, tokenizer: PreTrainedTokenizerFast, steps: int) -> PreTrainedModel:
     model = build_model(name, len(tokenizer))
     rows = training_rows(tokenizer, RECIPES[name].seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.01)
@@ -175,7 +182,7 @@ def train(name: str, tokenizer: PreTrainedTokenizerFast, steps: int) -> torch.nn
 
 
 @torch.inference_mode()
-def accuracies(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
+def accuracies(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
     """Plain accuracy of each task (highest log-likelihood); one option at a time, for a quick look after training."""
     result = {}
     for task in items.MAKERS:

@@ -59,7 +59,7 @@ def test_resolve_without_a_name(tmp_path):
     assert resolve(None, None, model_is_embedded=True) == "embedded"
     assert resolve(None, str(tmp_path), model_is_embedded=True) == "embedded"
     assert resolve(None, None, model_is_embedded=False) == "wikitext2"
-    with pytest.raises(UserError, match="no calibration text in .*text.*--calibration FILE"):
+    with pytest.raises(UserError, match=r"no calibration text in .*text.*--calibration FILE"):
         resolve(None, str(tmp_path), model_is_embedded=False)
     folder = tmp_path / "text"
     folder.mkdir()

@@ -90,6 +90,12 @@ def test_ties_go_by_layer_then_attention_then_index():
     assert [kept for _, kept in order[6:]] == [((), (1, 2)), ((), (2,))]
 
 
+def test_a_long_tie_goes_by_index():
+    g = geometry(mlp=(500, 500))
+    plan = select(scores([[9, 9]] * 2, [[1] * 500] * 2), g, removing(10 * 620, g))
+    assert plan.kept_channels == ((), tuple(range(120, 500)))
+
+
 def test_layer_0_keeps_its_last_group_and_other_layers_need_not():
     g = geometry(kv=(3, 2), mlp=(1, 1))
     plan = select(scores([[1, 2, 3], [4, 5]], [[100], [100]]), g, removing(400, g))

@@ -14,7 +14,7 @@ import pandas
 import pytest
 import torch
 
-from tune_prune import trial
+from tune_prune import calibration, trial
 from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.errors import UserError
 from tune_prune.pruning.groups import PruningPlan
@@ -155,6 +155,19 @@ def test_a_shorter_removal_run_is_a_prefix_of_a_longer_one(fresh):
     more, tokens = fresh.removal(16, 6, ("layer",))
     assert tokens > 0 and more.removed["layer"].shape[1] == 6
     np.testing.assert_allclose(more.increase("layer", 4), longer.increase("layer", 4), atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"calibration": "text.txt"}, {"dtype": "bfloat16"}])
+def test_statistics_of_another_run_are_not_taken(fresh, tmp_path, change):
+    (tmp_path / "text.txt").write_text(calibration.load_text("embedded")[:5000])
+    if "calibration" in change:
+        change = {"calibration": str(tmp_path / "text.txt")}
+    fresh.importance(16, 4)
+    fresh.removal(16, 1, ("layer",))
+    other = TrialContext(replace(RUN, **change), fresh.loaded, fresh.artifacts)
+    assert other.importance(16, 4)[1] > 0 and other.removal(16, 1, ("layer",))[1] > 0
+    assert fresh.importance(16, 4)[1] == fresh.removal(16, 1, ("layer",))[1] == 0  # its own are still there
+    assert other.importance(8, 4)[1] > 0 and other.importance(16, 3)[1] > 0
 
 
 @pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[: len(raw) // 2]], ids=["empty", "half"])

@@ -51,7 +51,8 @@ class ArtifactStore:
         handle, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
-                np.savez(file, allow_pickle=False, key=np.array(canonical_json(key)), **arrays)
+                named: dict[str, Any] = {"key": np.array(canonical_json(key)), **arrays}
+                np.savez(file, **named)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(name, self.path(kind, key))

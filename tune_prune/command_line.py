@@ -23,11 +23,10 @@ class Parser(argparse.ArgumentParser):
 
 def run(main: Callable[[], None]) -> int:
     """Call `main` and return the exit code."""
-    # Set before transformers, datasets or ray are imported: their progress bars and warnings would cut through our lines.
+    # Set before transformers or datasets are imported: their progress bars and warnings would cut through our lines.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         main()

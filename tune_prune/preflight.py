@@ -28,6 +28,7 @@ from tune_prune.pruning.methods import method_names
 from tune_prune.pruning.selection import budget
 from tune_prune.search_space import SearchSpace
 from tune_prune.trial import data_fingerprint, task_source
+from tune_prune.tuning import address
 from tune_prune.tuning.resources import TrialResources, plan_resources, trial_slots
 
 PERPLEXITY_REPO = "Salesforce/wikitext"  # stands for every data set of the hub when it is asked whether it answers
@@ -97,16 +98,12 @@ class Plan:
     models: tuple[ModelPlan, ...]
     recorded: int  # trials of this plan that the ledger already holds as finished
     resources: TrialResources  # what one trial takes
+    trial_bytes: int  # estimated memory of the largest trial
     slots: int  # trials that run at once
 
     @property
     def total_trials(self) -> int:
         return self.num_trials * len(self.models)
-
-    @property
-    def trial_bytes(self) -> int:
-        """Estimated memory of the largest trial."""
-        return max(model.trial_bytes for model in self.models)
 
 
 def make_plan(settings: SearchSettings) -> Plan:
@@ -115,7 +112,13 @@ def make_plan(settings: SearchSettings) -> Plan:
     search = settings.search or space.search
     num_trials = _num_trials(settings, space, search)
     ratio = _pruning_ratio(settings, space)
-    models = tuple(_plan_model(settings, space, name, ratio) for name in settings.models)
+    nodes, gpu_bytes = _nodes(settings)
+    on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
+    dtype = settings.dtype or ("bfloat16" if on_gpu else "float32")
+    models = tuple(_plan_model(settings, space, name, ratio, dtype) for name in settings.models)
+    trial_bytes = max(model.trial_bytes for model in models)
+    resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
+    slots = trial_slots(resources, nodes)
     _check_distinct(models)
     default_name = f"{'+'.join(model.run.label for model in models)}-{ratio * 100:g}-{space.name}" + (
         f"-limit{settings.limit}" if settings.limit else ""
@@ -123,7 +126,6 @@ def make_plan(settings: SearchSettings) -> Plan:
     folder = experiment.place(settings.storage_path, settings.name, default_name)
     finished = {record.key for record in Ledger(folder / "ledger").records() if record.status != "failed"}
     experiment.check_same_meaning(folder, {model.run.label: model.meaning() for model in models})
-    resources, slots = _resources(settings, max(model.trial_bytes for model in models))
     return Plan(
         settings=settings,
         space=space,
@@ -134,6 +136,7 @@ def make_plan(settings: SearchSettings) -> Plan:
         models=models,
         recorded=sum(key in finished for model in models for _, key in model.trials),
         resources=resources,
+        trial_bytes=trial_bytes,
         slots=slots,
     )
 
@@ -180,10 +183,10 @@ def _pruning_ratio(settings: SearchSettings, space: SearchSpace) -> float:
     return ratio
 
 
-def _plan_model(settings: SearchSettings, space: SearchSpace, name: str, ratio: float) -> ModelPlan:
+def _plan_model(settings: SearchSettings, space: SearchSpace, name: str, ratio: float, dtype: str) -> ModelPlan:
     try:
         source = catalog.resolve(name, settings.revision)
-        run = _model_run(settings, name, source)
+        run = _model_run(settings, name, source, dtype)
         config = loading.load_config(source)
         _, geometry = loading.config_geometry(config)
         target = _target_params(geometry, ratio)
@@ -211,7 +214,7 @@ def _plan_model(settings: SearchSettings, space: SearchSpace, name: str, ratio: 
     )
 
 
-def _model_run(settings: SearchSettings, name: str, source: catalog.ModelSource) -> ModelRun:
+def _model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
     if settings.revision is not None and source.kind != "hub":
         raise UserError(
             f"--revision {settings.revision} is for models of the hub, but {name} is {'an' if source.kind == 'embedded' else 'a'} "
@@ -229,7 +232,7 @@ def _model_run(settings: SearchSettings, name: str, source: catalog.ModelSource)
         data_dir=data_dir,
         protocol=protocol,
         seed=settings.seed,
-        dtype=_dtype(settings),
+        dtype=dtype,
     )
 
 
@@ -310,13 +313,6 @@ def _data_dir(asked: str | None) -> str | None:
     return str(path.resolve())
 
 
-def _dtype(settings: SearchSettings) -> str:
-    if settings.dtype is not None:
-        return settings.dtype
-    on_gpu = torch.cuda.is_available() or settings.address is not None
-    return "bfloat16" if on_gpu and settings.gpus_per_trial != 0 else "float32"
-
-
 def _trial_bytes(geometry: Geometry, config: Any, space: SearchSpace, ratio: float, itemsize: int) -> int:
     """Peak memory of a trial: the dense weights, then either float32 gradient sums and activations of a gradient pass, or
     the pruned weights and a batch of the evaluation."""
@@ -329,17 +325,15 @@ def _trial_bytes(geometry: Geometry, config: Any, space: SearchSpace, ratio: flo
     return int(weights + max(gradients, evaluation))
 
 
-def _resources(settings: SearchSettings, trial_bytes: int) -> tuple[TrialResources, int]:
-    """What one trial takes and how many run at once, on this machine or the cluster at --address (which is asked)."""
-    nodes: list[dict[str, float]] = [{"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()}]
-    gpu_bytes = None
+def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], int | None]:
+    """CPUs and GPUs of each node, of this machine or of the cluster at --address (which is asked), and the memory of the
+    smallest GPU."""
     if settings.address is not None:
         from tune_prune.tuning import cluster  # imports ray: not needed to plan a search on this machine
 
+        address.check(settings.address)
         with cluster.connected(settings.address):
-            nodes = cluster.node_resources()
-            gpu_bytes = cluster.smallest_gpu_bytes() if settings.gpus_per_trial is None else None
-    elif torch.cuda.is_available():
-        gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-    resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
-    return resources, trial_slots(resources, nodes)
+            return cluster.node_resources(), cluster.smallest_gpu_bytes() if settings.gpus_per_trial is None else None
+    gpus = range(torch.cuda.device_count())
+    gpu_bytes = min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=None)
+    return [{"CPU": os.cpu_count() or 1, "GPU": len(gpus)}], gpu_bytes

@@ -115,8 +115,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_from(args: argparse.Namespace) -> SearchSettings:
-    from tune_prune.preflight import SearchSettings
     from tune_prune.tuning.resources import parse_amount
+
+    gpus_per_trial = parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True)
+    cpus_per_trial = parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False)
+    from tune_prune.preflight import SearchSettings  # imports torch: not before every flag has been read
 
     return SearchSettings(
         models=tuple(dict.fromkeys(args.model)),
@@ -132,8 +135,8 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         seed=args.seed,
         dtype=args.dtype,
         scheduler=args.scheduler,
-        gpus_per_trial=parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True),
-        cpus_per_trial=parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False),
+        gpus_per_trial=gpus_per_trial,
+        cpus_per_trial=cpus_per_trial,
         trial_timeout_s=args.trial_timeout,
         address=args.address,
         storage_path=args.storage_path,
@@ -186,10 +189,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
+    settings = settings_from(args)
     from tune_prune.plan_text import describe
     from tune_prune.preflight import make_plan
 
-    plan = make_plan(settings_from(args))
+    plan = make_plan(settings)
     print(describe(plan), flush=True)
     if args.dry_run:
         print("\ndry run: nothing was started")

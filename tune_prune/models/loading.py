@@ -145,7 +145,9 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
     finally:
         transformers_logging.set_verbosity(level)
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    wrong += [f"{name} is {list(found)}, not {list(due)}" for name, found, due in sorted(report["mismatched_keys"])]
+    # transformers 5 gives (name, found, expected) here, transformers 4 names alone.
+    mismatched = sorted(key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])
+    wrong += [f"{name} is of another shape" for name in mismatched]
     # Weights of a layer or a bias that the config does not have: without them it would be another model.
     unused = [name for name in sorted(report["unexpected_keys"]) if name.endswith((".weight", ".bias"))]
     wrong += [f"{name} is not used" for name in unused]

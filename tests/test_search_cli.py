@@ -1,0 +1,474 @@
+"""The command line of a search: what is wrong is said in one sentence with exit code 2 before anything is created; the plan
+of a dry run holds the numbers of the model's own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from safetensors import safe_open
+
+import tune_prune.__main__
+from tune_prune import embedded, experiment, search
+from tune_prune.evaluation.perplexity import TEXT_FILE
+from tune_prune.ledger import Ledger
+from tune_prune.preflight import SearchSettings, make_plan
+from tune_prune.records import TrialRecord
+
+TINY = ("--model", "tiny-llama", "--search-space", "smoke")
+TINY_FOLDER = embedded.model_dir("tiny-llama")
+SPACE = "search: grid\nmethod: [taylor]\ntaylor_seq_len: [16]\ntaylor_num_samples: [8]\n"
+
+
+@pytest.fixture(autouse=True)
+def nothing_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test runs in a folder of its own, where no command of this file may create an experiment."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not (tmp_path / "ray_results").exists()
+
+
+@pytest.fixture
+def refusal(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*argv: str | Path, dry: bool = True) -> str:
+        code = search.main([*map(str, argv), *["--dry-run"] * dry])
+        out, err = capfd.readouterr()
+        assert code == 2, out
+        assert out == ""
+        assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+        return err
+
+    return run
+
+
+@pytest.fixture
+def plan_text(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*argv: str | Path) -> str:
+        code = search.main([*map(str, argv), "--dry-run"])
+        out, err = capfd.readouterr()
+        assert (code, err) == (0, "")
+        assert out.endswith("dry run: nothing was started\n")
+        return out
+
+    return run
+
+
+def model_folder(folder: Path, **changes: Any) -> Path:
+    """A copy of tiny-llama; `changes` are fields of its config.json (None: left out)."""
+    shutil.copytree(TINY_FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    return folder
+
+
+def data_folder(folder: Path) -> Path:
+    """The embedded tasks and texts in the layout of --data-dir."""
+    shutil.copytree(embedded.tasks_dir(), folder / "tasks")
+    (folder / TEXT_FILE).parent.mkdir()
+    (folder / TEXT_FILE).write_text(embedded.perplexity_text())
+    return folder
+
+
+# What flags alone can get wrong, with words that the sentence must hold: the flag or thing, the value, the way out.
+WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
+    "no model": ([], ["--model"]),
+    "unknown flag": ([*TINY, "--modle", "x"], ["--modle", "--help"]),
+    "unknown alias": (["--model", "mistrall"], ["'mistrall'", "did you mean 'mistral'?", "hub id"]),
+    "empty name": (["--model", " "], ["--model", "is empty"]),
+    "missing folder": (["--model", "./nope"], ["./nope does not exist", "tiny-llama"]),
+    "no home": (["--model", "~no-such-user/model"], ["~no-such-user/model", "whole path"]),
+    "revision of no hub model": ([*TINY, "--revision", "main"], ["--revision main", "tiny-llama", "leave it out"]),
+    "unknown space": ([*TINY, "--search-space", "papergrid"], ["'papergrid'", "did you mean 'paper_grid'?"]),
+    "unknown search": ([*TINY, "--search", "random"], ["--search", "'random'", "optuna"]),
+    "trials of a grid": ([*TINY, "--num-trials", "3"], ["--num-trials 3", "all 6", "--search optuna"]),
+    "no trials": ([*TINY, "--search", "optuna", "--num-trials", "0"], ["--num-trials", "'0'", "from 1"]),
+    "too many trials": ([*TINY, "--search", "optuna", "--num-trials", "7"], ["7", "only 6", "at most 6"]),
+    "ratio 0": ([*TINY, "--pruning-ratio", "0"], ["--pruning-ratio", "'0'", "above 0 and below 1"]),
+    "ratio 1": ([*TINY, "--pruning-ratio", "1"], ["'1'", "below 1"]),
+    "ratio nan": ([*TINY, "--pruning-ratio", "nan"], ["'nan'"]),
+    "ratio infeasible": ([*TINY, "--pruning-ratio", "0.95"], ["0.95", "can be removed", "at most 0."]),
+    "ratio of less than a channel": ([*TINY, "--pruning-ratio", "1e-9"], ["1e-09", "MLP channel", "at least 0.00"]),
+    "limit 0": ([*TINY, "--limit", "0"], ["--limit", "'0'", "from 1"]),
+    "limit of halves": ([*TINY, "--limit", "1.5"], ["--limit", "'1.5'", "whole number"]),
+    "negative seed": ([*TINY, "--seed", "-1"], ["--seed", "'-1'", "from 0 to 4294967295"]),
+    "seed beyond the samplers": ([*TINY, "--seed", str(2**32)], ["--seed", "4294967295"]),
+    "unknown task": ([*TINY, "--tasks", "piqa,bolq"], ["'bolq'", "did you mean 'boolq'?"]),
+    "no task": ([*TINY, "--tasks", ","], ["--tasks", "at least one"]),
+    "task as path": ([*TINY, "--tasks", "../x"], ["'../x'", "no task name"]),
+    "unknown dtype": ([*TINY, "--dtype", "float16"], ["--dtype", "'float16'", "bfloat16"]),
+    "unknown scheduler": ([*TINY, "--scheduler", "pbt"], ["--scheduler", "'pbt'", "asha"]),
+    "unknown calibration": ([*TINY, "--calibration", "wikitext"], ["'wikitext'", "did you mean 'wikitext2'?"]),
+    "missing data": ([*TINY, "--data-dir", "nope"], ["--data-dir nope", "tasks/"]),
+    "GPU share": ([*TINY, "--gpus-per-trial", "0.3"], ["--gpus-per-trial", "0.3", "0.25", "0.3333"]),
+    "one and a half GPUs": ([*TINY, "--gpus-per-trial", "1.5"], ["1.5", "use 1 or 2"]),
+    "GPUs that are not there": ([*TINY, "--gpus-per-trial", "999"], ["999 GPUs", "at most", "--address"]),
+    "CPUs that are not there": ([*TINY, "--cpus-per-trial", "9999"], ["9999 CPUs", "at most", "--cpus-per-trial"]),
+    "no CPU": ([*TINY, "--cpus-per-trial", "0"], ["--cpus-per-trial is 0"]),
+    "no time": ([*TINY, "--trial-timeout", "0"], ["--trial-timeout", "'0'", "from 1"]),
+    "endless time": ([*TINY, "--trial-timeout", "nan"], ["--trial-timeout", "'nan'"]),
+    "address without port": ([*TINY, "--address", "head"], ["'head'", "HOST:PORT"]),
+    "address of a client": ([*TINY, "--address", "ray://127.0.0.1:10001"], ["ray://", "HOST:PORT"]),
+    "name with a slash": ([*TINY, "--name", "a/b"], ["'a/b'", "--storage-path"]),
+    "name upwards": ([*TINY, "--name", ".."], ["'..'", "--name"]),
+    "long name": ([*TINY, "--name", "x" * 101], ["at most 100"]),
+    "long place": ([*TINY, "--storage-path", "x" * 300], ["cannot be written", "--storage-path"]),
+    "storage that is no folder": ([*TINY, "--storage-path", "/dev/null/x"], ["/dev/null is a file", "--storage-path"]),
+}
+
+
+@pytest.mark.parametrize(("argv", "words"), WRONG_FLAGS.values(), ids=WRONG_FLAGS)
+def test_wrong_flags_are_refused(argv: list[str], words: list[str], refusal: Callable[..., str]) -> None:
+    sentence = refusal(*argv, dry=False)  # refused before anything starts
+    assert [word for word in words if word not in sentence] == [], sentence
+
+
+def test_every_flag_refuses_an_empty_value(refusal: Callable[..., str]) -> None:
+    flags = set(re.findall(r"(--[a-z-]+) [A-Z{]", search.parser().format_help()))
+    assert {"--model", "--limit", "--dtype"} <= flags
+    for flag in flags:
+        assert flag in refusal(*TINY, flag, "")
+
+
+def write_weights(content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors").write_bytes(content)
+
+
+def keep_index_only(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+
+
+# How a copy of tiny-llama is broken (fields of its config, or a function of the folder), and what the sentence must hold.
+BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[str]]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
+    "config no JSON": (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "not a valid JSON"]),
+    "config a list": (lambda folder: (folder / "config.json").write_text("[1]"), ["config.json", "no model_type"]),
+    "other family": ({"model_type": "gpt2"}, ["'gpt2'", "not supported", "qwen2"]),
+    "misspelt family": ({"model_type": "llamaa"}, ["did you mean 'llama'?"]),
+    "text for a size": ({"hidden_size": "big"}, ["hidden_size", "'big'"]),
+    "no layers": ({"num_hidden_layers": 0}, ["num_hidden_layers 0", "at least 1"]),
+    "no KV heads": ({"num_key_value_heads": 0}, ["num_key_value_heads 0"]),
+    "heads that do not divide": ({"num_attention_heads": 7, "head_dim": None}, ["number of attention heads (7)"]),
+    "unknown activation": ({"hidden_act": "nope"}, ["no model that can be built", "nope"]),
+    "left out size": ({"hidden_size": None}, ["do not fit its config.json", "model.embed_tokens.weight"]),
+    "other width": ({"intermediate_size": 72}, ["gate_proj.weight is [", "instead of [72"]),
+    "more layers": ({"num_hidden_layers": 99}, ["missing or of another shape"]),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no weights", "model.safetensors"]),
+    "weights cut off": (
+        write_weights((TINY_FOLDER / "model.safetensors").read_bytes()[:-5000]),
+        ["damaged or cut off", "bytes", "download the model again"],
+    ),
+    "weights a Git LFS pointer": (
+        write_weights(b"version https://git-lfs.github.com/spec/v1\n"),
+        ["damaged", "43 bytes"],
+    ),
+    "weights of a missing part": (keep_index_only, ["lacks 1 of 1 weight files", "model-1.safetensors"]),
+    "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("token*")], ["tokenizer", "complete"]),
+    "tokenizer no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), ["tokenizer"]),
+    "tokenizer of another model": ({"vocab_size": 10}, ["makes token", "vocab_size", "10"]),
+    "short positions": ({"max_position_embeddings": 8}, ["taylor_seq_len 32", "8 tokens"]),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), BROKEN_MODELS.values(), ids=BROKEN_MODELS)
+def test_broken_models_are_refused_before_weights_are_loaded(
+    change: dict[str, Any] | Callable[[Path], object], words: list[str], refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path / "broken", **(change if isinstance(change, dict) else {}))
+    if callable(change):
+        change(folder)
+    sentence = refusal("--model", folder, "--search-space", "smoke", "--calibration", "embedded")
+    assert [word for word in words if word not in sentence] == [], sentence
+
+
+def test_a_file_is_no_model(refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("x")
+    assert "model.bin is a file" in refusal("--model", tmp_path / "model.bin")
+
+
+def test_models_must_be_distinct(refusal: Callable[..., str], plan_text: Callable[..., str], tmp_path: Path) -> None:
+    more = ("--search-space", "smoke", "--calibration", "embedded", "--data-dir", data_folder(tmp_path / "data"))
+    one, same_name = model_folder(tmp_path / "a" / "m"), model_folder(tmp_path / "b" / "m", rms_norm_eps=1e-5)
+    copy = model_folder(tmp_path / "copy")
+    assert "'m'" in refusal("--model", one, "--model", same_name, *more)
+    assert "same model" in refusal("--model", one, "--model", copy, *more)
+    assert "1 trials" not in plan_text("--model", one, "--model", one, *more)  # the same name twice is once
+    (copy / "model.safetensors").write_bytes(b"")
+    sentence = refusal("--model", one, "--model", copy, *more)
+    assert sentence.startswith(f"error: --model {copy}: weight file")  # of several models the broken one is named
+
+
+# A file of --data-dir, what is written there (None: the file is taken away), and what the sentence must hold.
+BROKEN_DATA: dict[str, tuple[str, bytes | None, list[str]]] = {
+    "task missing": ("tasks/boolq/test.jsonl", None, ["task files are missing", "boolq/test.jsonl", "--tasks"]),
+    "bad line": ("tasks/boolq/test.jsonl", b'{"a": 1}\n{oops\n', ["boolq/test.jsonl, line 2", "not JSON"]),
+    "no items": ("tasks/piqa/test.jsonl", b"\n", ["piqa/test.jsonl has no items"]),
+    "items no text": ("tasks/piqa/test.jsonl", b"\xff\xfe", ["piqa/test.jsonl is not UTF-8"]),
+    "bad definition": ("tasks/piqa/task.yaml", b"a: [", ["piqa/task.yaml is not valid YAML"]),
+    "perplexity text missing": (TEXT_FILE, None, ["perplexity text", "is missing"]),
+    "perplexity text empty": (TEXT_FILE, b" \n", ["perplexity text", "is empty"]),
+    "perplexity text binary": (TEXT_FILE, b"\xff\xfe", ["perplexity text", "not UTF-8 (byte 0)"]),
+}
+
+
+@pytest.mark.parametrize(("file", "content", "words"), BROKEN_DATA.values(), ids=BROKEN_DATA)
+def test_broken_data_is_refused(
+    file: str, content: bytes | None, words: list[str], refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    path = data_folder(tmp_path / "data") / file
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    sentence = refusal(*TINY, "--data-dir", tmp_path / "data")
+    assert [word for word in words if word not in sentence] == [], sentence
+
+
+def test_data_without_tasks_and_without_calibration_text(refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert f"{tmp_path}/empty/tasks is no folder" in refusal(*TINY, "--data-dir", tmp_path / "empty")
+    folder, data = model_folder(tmp_path / "m"), data_folder(tmp_path / "data")
+    sentence = refusal("--model", folder, "--search-space", "smoke", "--data-dir", data)
+    assert "no calibration text" in sentence and "--calibration FILE" in sentence
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b" \n", "is empty"), (b"\xff\xfe\x80", "UTF-8"), (b"too short", "enough for 0 samples of 16")],
+)
+def test_unusable_calibration_texts(content: bytes, words: str, refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(content)
+    assert words in refusal(*TINY, "--calibration", tmp_path / "text")
+
+
+def test_search_spaces_of_the_user(refusal: Callable[..., str], tmp_path: Path) -> None:
+    space = tmp_path / "my.yaml"
+
+    def sentence(text: str, *more: str) -> str:
+        space.write_text(text)
+        return refusal("--model", "tiny-llama", "--search-space", space, *more)
+
+    assert "taylor_seq_len 100000" in sentence(SPACE.replace("[16]", "[100000]"))
+    assert "enough for" in sentence(SPACE.replace("[8]", "[1000000]"))
+    assert "is 0.2, but" in sentence(f"{SPACE}pruning_ratio: 0.3\n", "--pruning-ratio", "0.2")
+
+
+def test_all_problems_of_a_search_space_are_listed(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(SPACE.replace("[taylor]", "[tailor]").replace("[8]", "[0]"))
+    assert search.main(["--model", "tiny-llama", "--search-space", "my.yaml"]) == 2
+    out, err = capfd.readouterr()
+    lines = err.splitlines()
+    assert out == "" and len(lines) == 3 and lines[0].startswith("error: ")
+    assert "did you mean 'taylor'?" in lines[1] and "taylor_num_samples is 0" in lines[2]
+
+
+@pytest.mark.parametrize("speaks", [False, True], ids=["closed port", "another program"])
+def test_dead_addresses_are_known_at_once(speaks: bool, refusal: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        if speaks:
+            threading.Thread(target=answer, daemon=True).start()
+        else:
+            server.close()
+        sentence = refusal(*TINY, "--address", f"127.0.0.1:{port}", dry=False)
+    assert f"no Ray cluster answers at 127.0.0.1:{port}" in sentence and "ray start --head" in sentence
+    assert ("another program" in sentence) == speaks
+
+
+def test_hub_models_without_a_network(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sentence = refusal("--model", "no-such-owner/no-such-model", "--search-space", "smoke")
+    assert "unset HF_HUB_OFFLINE" in sentence and "--model DIR" in sentence
+
+    asked = []
+
+    def no_network(url: str) -> None:
+        asked.append(url)
+        raise ConnectionError("no route to host")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_network)
+    sentence = refusal("--model", "no-such-owner/no-such-model", "--search-space", "smoke")
+    assert "no route to host" in sentence and "hf download no-such-owner/no-such-model" in sentence
+    assert len(asked) == 1  # the client's own retries would take half a minute
+
+
+def test_data_sets_without_a_network(
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_network(url: str) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_network)
+    for argv in (("--model", model_folder(tmp_path / "m"), "--search-space", "smoke"), (*TINY, "--calibration", "c4")):
+        sentence = refusal(*argv)
+        assert "no route to host" in sentence and "--data-dir DIR" in sentence
+
+
+def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
+    """Its numbers are those of the weight file and the config, counted here from the tensors."""
+    with safe_open(TINY_FOLDER / "model.safetensors", framework="pt") as file:
+        sizes = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
+    config = json.loads((TINY_FOLDER / "config.json").read_text())
+    heads, kv_heads, hidden = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    group = head_dim * hidden * (2 * heads // kv_heads + 2)
+    total = sum(sizes.values())
+    removable = sum(size for name, size in sizes.items() if "proj" in name) - group
+
+    measured = ("--pruning-ratio", "0.25", "--limit", "10", "--tasks", "piqa,boolq")
+    out = plan_text(*TINY, *measured, "--gpus-per-trial", "0", "--cpus-per-trial", "1")
+    row = next(line for line in out.splitlines() if line.startswith("tiny-llama "))
+    assert row.split()[1:4] == [f"{number:,}" for number in (total, int(0.25 * total), removable)]
+    assert f"{kv_heads} x {group:,}" in row and f"{config['intermediate_size']} x {3 * hidden:,}" in row
+    assert "3 methods x 2 seq_len x 1 num_samples = 6 configurations a model, 6 trials" in out
+    assert "experiment   ray_results/tiny-llama-25-smoke-limit10\n" in out
+    assert "2 zero-shot tasks, at most 10 items each" in out and " piqa, boolq\n" in out
+    assert "stages       importance, removal, pruning, perplexity, zero-shot 25% / 50% / 100%" in out
+    assert "a trial takes 1 CPUs, 0 GPUs and about" in out and f"; {os.cpu_count()} at once;" in out
+
+
+def test_plan_of_optuna(plan_text: Callable[..., str]) -> None:
+    out = plan_text(*TINY, "--search", "optuna", "--num-trials", "4", "--storage-path", "elsewhere", "--name", "mine")
+    assert "4 of 6 configurations a model, 4 trials" in out and "experiment   elsewhere/mine\n" in out
+    assert not Path("elsewhere").exists()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Path:
+    """An experiment `kept/mine` of the smoke space with one finished trial."""
+    settings = SearchSettings(("tiny-llama",), "smoke", storage_path=str(tmp_path / "kept"), name="mine")
+    plan = make_plan(settings)
+    experiment.write(plan, ["python"])
+    config, key = plan.models[0].trials[0]
+    Ledger(plan.experiment_dir / "ledger").write(
+        TrialRecord(key=key, model="tiny-llama", config={"method": config.method}, status="complete")
+    )
+    return plan.experiment_dir
+
+
+AGAIN = (*TINY, "--storage-path", "kept", "--name", "mine")
+
+
+def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> None:
+    assert "kept/mine  (1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (("--limit", "5"), "limit was None, is 5"),
+        (("--seed", "1"), "seed was 0, is 1"),
+        (("--tasks", "piqa,boolq"), "tasks was boolq,piqa,hellaswag,"),
+        (("--pruning-ratio", "0.3"), "pruning_ratio was 0.2, is 0.3"),
+        (("--dtype", "bfloat16"), "dtype was float32, is bfloat16"),
+        (("--calibration", "other.txt"), "calibration was embedded, is "),
+    ],
+)
+def test_changed_meaning_is_refused_with_the_difference(
+    change: tuple[str, str], difference: str, started: Path, refusal: Callable[..., str]
+) -> None:
+    Path("other.txt").write_text(embedded.calibration_text())
+    before = (started / experiment.FILE).read_bytes()
+    if "--dtype" not in change:
+        change = (*change, "--gpus-per-trial", "0")  # the weights' type follows the device
+    sentence = refusal(*AGAIN, *change, dry=False)
+    assert f"(tiny-llama: {difference}" in sentence and "--name" in sentence
+    assert sentence.count(" was ") == 2  # the experiment "was made", and the one thing that changed
+    assert (started / experiment.FILE).read_bytes() == before
+
+
+def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], plan_text: Callable[..., str]) -> None:
+    folder, data = model_folder(tmp_path / "m"), data_folder(tmp_path / "data")
+    settings = SearchSettings((str(folder),), "smoke", calibration="embedded", data_dir=str(data), name="mine")
+    plan = make_plan(settings)
+    kept = tmp_path / "kept" / "mine"
+    (kept / "ledger").mkdir(parents=True)
+    models = {"m": {"meaning": plan.models[0].meaning()}}
+    (kept / experiment.FILE).write_text(json.dumps({"models": models}))
+    argv = ("--model", folder, *AGAIN[2:], "--calibration", "embedded", "--data-dir", data)
+    with (data / TEXT_FILE).open("a") as file:
+        file.write("one more line\n")
+    plan_text(*argv)  # nothing was computed yet: nothing can be mixed
+    (kept / "baseline.json").write_text("{}")
+    assert "m: the files of texts or tasks have changed" in refusal(*argv)
+    data_folder(tmp_path / "same")
+    assert "m: the model's files have changed" in refusal(
+        "--model", model_folder(tmp_path / "new" / "m", rms_norm_eps=0.1), *argv[2:-1], tmp_path / "same"
+    )
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"models": []}', '{"models": {"tiny-llama": 1}}'])
+def test_damaged_experiment_file(content: str, started: Path, refusal: Callable[..., str]) -> None:
+    (started / experiment.FILE).write_text(content)
+    assert str(started / experiment.FILE) in refusal(*AGAIN)
+
+
+def test_damaged_ledger_is_known_before_the_search(started: Path, refusal: Callable[..., str]) -> None:
+    """Also a record of other trials: the tables at the end would trip over it, hours later."""
+    (started / "ledger" / "0123456789abcdef.json").write_text('{"key": ')
+    assert "0123456789abcdef.json" in refusal(*AGAIN)
+
+
+def test_commands_under_one_name(capfd: pytest.CaptureFixture[str]) -> None:
+    main = tune_prune.__main__.main
+    assert main(["search", *TINY, "--dry-run"]) == 0
+    assert "dry run" in capfd.readouterr().out
+    assert main(["--help"]) == 0
+    assert "search" in capfd.readouterr().out
+    for argv, words in (([], "no command"), (["serach"], "did you mean 'search'?"), (["search"], "--model")):
+        assert main(argv) == 2
+        out, err = capfd.readouterr()
+        assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+def test_bad_amounts_need_no_torch() -> None:
+    code = """
+import sys
+from tune_prune.search import main
+assert main(["--model", "tiny-llama", "--gpus-per-trial", "0.3"]) == 2
+print([name for name in ("torch", "ray", "transformers", "numpy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment())
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_libraries_add_no_lines_of_their_own(tmp_path: Path) -> None:
+    """In a process of its own, where transformers would warn about this config before it fails."""
+    folder = model_folder(tmp_path / "m", rope_parameters={"rope_type": "nope", "rope_theta": 10000.0})
+    argv = ["--model", str(folder), "--search-space", "smoke", "--calibration", "embedded"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tune_prune", "search", *argv], capture_output=True, text=True, env=_environment()
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(
+        r"error: config.json of .* describes no model that can be built \(KeyError: 'nope'\).*\n", done.stderr
+    )
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the package found from the temporary folder."""
+    return os.environ | {"PYTHONPATH": str(Path(search.__file__).parents[1])}
