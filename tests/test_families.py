@@ -141,7 +141,9 @@ def test_fused_projections_are_refused():
 
 def test_a_mixture_of_experts_is_refused():
     model = from_config("mixtral", **TINY, **HEADS, num_local_experts=2)
-    with pytest.raises(UserError, match=r"layer 0 of this mixtral model has '(mlp|block_sparse_moe).*mixtures of experts") as error:
+    with pytest.raises(
+        UserError, match=r"layer 0 of this mixtral model has '(mlp|block_sparse_moe).*mixtures of experts"
+    ) as error:
         check_structure(model, Family("mixtral"))
     one_sentence(error)
 

@@ -115,7 +115,11 @@ def test_a_prefix_equals_a_pass_over_it_alone_bit_for_bit(tiny, monkeypatch, dty
 
 def test_batches_depend_on_lengths_alone():
     assert [batch_size(s, 32) for s in (16, 17, 1000, 8192, 100_000)] == [512, 256, 8, 1, 1]
-    assert [batch_size(s, 2**20) for s in (16, 128, 256)] == [8, 1, 1]  # 128 positions of a million logits fill the budget
+    assert [batch_size(s, 2**20) for s in (16, 128, 256)] == [
+        8,
+        1,
+        1,
+    ]  # 128 positions of a million logits fill the budget
 
 
 class _LinearToy(nn.Module):

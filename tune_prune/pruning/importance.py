@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.pruning.groups import GroupScores
 
-BATCH_LOGITS = 2**27  # floats of logits that one batch may make: bounds memory at large vocabularies (512 MiB in float32)
+BATCH_LOGITS = (
+    2**27
+)  # floats of logits that one batch may make: bounds memory at large vocabularies (512 MiB in float32)
 BATCH_TOKENS = 8192
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tune_prune.errors import UserError
+from tune_prune.tuning import address as address_check
 
-CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 120.0  # a node's first worker has to import torch
 LOCAL_OBJECT_STORE_BYTES = 256 * 2**20  # only records travel; weights are read from disk by each worker
 
@@ -39,7 +38,7 @@ def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None
         options |= {"address": "local", "num_cpus": num_cpus or os.cpu_count(), "include_dashboard": False}
         options |= {"object_store_memory": LOCAL_OBJECT_STORE_BYTES}
     else:
-        _check_address(address)
+        address_check.check(address)
         options |= {"address": address, "runtime_env": {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}}
     try:
         ray.init(**options)
@@ -138,21 +137,6 @@ def _gpu_bytes() -> int:
     import torch
 
     return min((torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())), default=0)
-
-
-def _check_address(address: str) -> None:
-    """Ray itself would try for minutes; a closed port is known in a moment."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "/" in host:
-        raise UserError(
-            f"address is {address!r}; it must be HOST:PORT of the cluster's head (port 6379 by default) or auto"
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise _no_cluster(address, str(error)) from error
 
 
 def _no_cluster(address: str, why: str) -> UserError:

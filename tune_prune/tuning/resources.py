@@ -46,7 +46,8 @@ def parse_amount(text: str | float, name: str, *, allow_zero: bool) -> float | N
         amount = float(text)
     except ValueError:
         raise UserError(f"{name} is {text!r}; it must be {bound}") from None
-    if not math.isfinite(amount) or amount < 0 or (amount == 0 and not allow_zero):
+    too_small = 0 < amount < 1e-4  # Ray counts in steps of 1/10,000
+    if not math.isfinite(amount) or amount < 0 or too_small or (amount == 0 and not allow_zero):
         raise UserError(f"{name} is {text}; it must be {bound}")
     if amount == int(amount):
         return amount
