@@ -3,6 +3,7 @@ of a dry run holds the numbers of the model's own files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,9 +22,10 @@ from safetensors import safe_open
 
 import tune_prune.__main__
 from tune_prune import embedded, experiment, search
+from tune_prune.errors import UserError
 from tune_prune.evaluation.perplexity import TEXT_FILE
 from tune_prune.ledger import Ledger
-from tune_prune.preflight import SearchSettings, make_plan
+from tune_prune.preflight import SearchSettings, _check_memory, make_plan
 from tune_prune.records import TrialRecord
 
 TINY = ("--model", "tiny-llama", "--search-space", "smoke")
@@ -472,3 +474,17 @@ def test_libraries_add_no_lines_of_their_own(tmp_path: Path) -> None:
 def _environment() -> dict[str, str]:
     """This process's, with the package found from the temporary folder."""
     return os.environ | {"PYTHONPATH": str(Path(search.__file__).parents[1])}
+
+
+@pytest.mark.parametrize(
+    ("trial_gib", "slots", "says"),
+    [
+        (30, 2, r"needs about 30\.0 GiB.*has 24\.0 GiB"),
+        (10, 4, r"4 trials at once.*at most 2 run at once"),
+        (10, 2, None),
+    ],
+)
+def test_trials_that_do_not_fit_into_memory_are_refused(trial_gib, slots, says):
+    refused = pytest.raises(UserError, match=says) if says else contextlib.nullcontext()
+    with refused:
+        _check_memory(trial_gib * 2**30, slots, 24 * 2**30)

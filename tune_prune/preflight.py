@@ -119,6 +119,8 @@ def make_plan(settings: SearchSettings) -> Plan:
     trial_bytes = max(model.trial_bytes for model in models)
     resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
     slots = trial_slots(resources, nodes)
+    if resources.gpus == 0 and settings.address is None:
+        _check_memory(trial_bytes, slots, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     _check_distinct(models)
     default_name = f"{'+'.join(model.run.label for model in models)}-{ratio * 100:g}-{space.name}" + (
         f"-limit{settings.limit}" if settings.limit else ""
@@ -323,6 +325,22 @@ def _trial_bytes(geometry: Geometry, config: Any, space: SearchSpace, ratio: flo
     gradients = geometry.prunable_params * 4 + activations
     evaluation = weights * (1 - ratio) + BATCH_TOKENS * (8 * geometry.hidden_size * itemsize + 4 * config.vocab_size)
     return int(weights + max(gradients, evaluation))
+
+
+def _check_memory(trial_bytes: int, slots: int, machine_bytes: int) -> None:
+    """Raise UserError where `slots` trials on CPUs do not fit into this machine's memory together."""
+    need, have = f"{trial_bytes / 2**30:.1f} GiB", f"{machine_bytes / 2**30:.1f} GiB"
+    if trial_bytes > machine_bytes:
+        raise UserError(
+            f"a trial needs about {need} of memory and this machine has {have}; use a machine with a larger GPU or more memory, "
+            "or a smaller model"
+        )
+    if slots * trial_bytes > machine_bytes:
+        fits = machine_bytes // trial_bytes
+        raise UserError(
+            f"{slots} trials at once need about {need} each and this machine has {have}; let at most {fits} run at once: "
+            f"--cpus-per-trial {math.ceil((os.cpu_count() or 1) / fits)}"
+        )
 
 
 def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], int | None]:
