@@ -85,6 +85,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, config_class: type) -> None:
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 and 5 both know
+    if config_class is Qwen2Config:
+        # AutoTokenizer of transformers 5 gives every qwen2 model Qwen2's own BPE, which turns this text into nothing,
+        # unless an entry claims code of its own; that code is then skipped (untrusted) and the class above taken.
+        settings["auto_map"] = {"AutoTokenizer": ["", ""]}
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
 def token_ids(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[list[int]]:
     return tokenizer(documents, add_special_tokens=False)["input_ids"]
 
@@ -113,7 +125,7 @@ def write_data(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         (folder / "tasks" / task).mkdir(parents=True, exist_ok=True)
         (folder / "tasks" / task / "test.jsonl").write_text("".join(lines), encoding="utf-8")
     for name in RECIPES:
-        tokenizer.save_pretrained(folder / "models" / name)
+        save_tokenizer(tokenizer, folder / "models" / name, RECIPES[name].config_class)
 
 
 def training_rows(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]]:

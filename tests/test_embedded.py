@@ -174,6 +174,9 @@ def test_models_know_the_answers(name, tokenizer):
 def test_models_share_one_tokenizer_and_differ_in_shape():
     folders = [embedded.model_dir(name) for name in embedded.MODEL_NAMES]
     assert len({(folder / "tokenizer.json").read_bytes() for folder in folders}) == 1
+    text = embedded.perplexity_text()[:2000]
+    ids = [AutoTokenizer.from_pretrained(folder, trust_remote_code=False)(text)["input_ids"] for folder in folders]
+    assert ids[0] == ids[1] == ids[2] and len(ids[0]) > 300
     configs = [json.loads((folder / "config.json").read_text(encoding="utf-8")) for folder in folders]
     assert [config["model_type"] for config in configs] == ["llama", "qwen2", "mistral"]
     assert len({(config["num_hidden_layers"], config["intermediate_size"]) for config in configs}) == 3

@@ -19,7 +19,7 @@ from tune_prune.errors import UserError
 from tune_prune.models import loading
 from tune_prune.models.catalog import HUB_ALIASES, ModelSource, aliases, resolve
 from tune_prune.models.geometry import read_geometry
-from tune_prune.models.loading import fingerprint, load_config, load_model
+from tune_prune.models.loading import fingerprint, load_config, load_model, load_tokenizer
 
 ABSENT = "no-such-organisation/no-such-model"
 
@@ -305,3 +305,16 @@ def test_a_hub_model_is_its_commit():
     one = fingerprint(source, config)
     config._commit_hash = "abd"
     assert fingerprint(source, config) != one
+
+
+def test_a_folder_keeps_its_own_tokenizer_whatever_its_family(tmp_path):
+    """AutoTokenizer would put Qwen2's BPE in the place of a word-level tokenizer."""
+    own = tmp_path / "mine"
+    shutil.copytree(embedded.model_dir("tiny-qwen2"), own)
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    del settings["auto_map"]
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = "the log floats on the lake ."
+    expected = load_tokenizer(resolve("tiny-llama"))(words)["input_ids"]
+    assert len(set(expected)) > 5
+    assert load_tokenizer(resolve(str(own)))(words)["input_ids"] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,14 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.configuration_utils import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -86,20 +94,29 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The model's tokenizer, silent about long texts: whoever tokenises one cuts it into windows. Raises UserError."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = _tokenizer_class(source).from_pretrained(
             source.location, revision=source.revision or "main", trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises bare Exceptions, the hub its own kinds
         raise _unavailable(source, error, "tokenizer") from error
-    if len(tokenizer) <= len(
-        tokenizer.all_special_tokens
-    ):  # transformers makes up an empty one where the files are missing
+    # transformers makes up an empty one where the files are missing
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(
             f"the tokenizer of {source.location} knows no word; tokenizer.json (or tokenizer.model) is missing or empty: "
             "download the model again or point --model at a complete folder"
         )
     tokenizer.model_max_length = 10**30  # transformers' own value for "no limit"
     return tokenizer
+
+
+def _tokenizer_class(source: ModelSource) -> Any:
+    """AutoTokenizer, or the plain class where a folder's tokenizer_config.json names it: AutoTokenizer of transformers 5
+    puts the family's own (Qwen2's BPE in every qwen2 folder) in its place and so changes every token."""
+    path = Path(source.location) / "tokenizer_config.json"
+    if source.kind == "hub" or not path.is_file() or not path.with_name("tokenizer.json").is_file():
+        return AutoTokenizer
+    named = json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class")
+    return PreTrainedTokenizerFast if named in ("PreTrainedTokenizerFast", "TokenizersBackend") else AutoTokenizer
 
 
 def config_geometry(config: PretrainedConfig) -> tuple[Family, Geometry]:
