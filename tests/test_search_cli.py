@@ -349,7 +349,7 @@ def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     assert "experiment   ray_results/tiny-llama-25-smoke-limit10\n" in out
     assert "2 zero-shot tasks, at most 10 items each" in out and " piqa, boolq\n" in out
     assert "stages       importance, removal, pruning, perplexity, zero-shot 25% / 50% / 100%" in out
-    assert "a trial takes 1 CPUs, 0 GPUs and about" in out and f"; {os.cpu_count()} at once;" in out
+    assert "a trial takes CPU 1, GPU 0 and about" in out and f"; {os.cpu_count()} at once;" in out
 
 
 def test_plan_of_optuna(plan_text: Callable[..., str]) -> None:
@@ -488,3 +488,10 @@ def test_trials_that_do_not_fit_into_memory_are_refused(trial_gib, slots, says):
     refused = pytest.raises(UserError, match=says) if says else contextlib.nullcontext()
     with refused:
         _check_memory(trial_gib * 2**30, slots, 24 * 2**30)
+
+
+def test_calibration_on_the_perplexity_text_is_refused(tmp_path, capsys):
+    text = tmp_path / "copy.txt"
+    text.write_text(embedded.perplexity_text() + "\n\n")  # layout does not make it another text
+    assert search.main([*TINY, "--dry-run", "--calibration", str(text)]) == 2
+    assert "is the text that perplexity is reported on" in capsys.readouterr().err

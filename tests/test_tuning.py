@@ -134,7 +134,8 @@ def test_tensorboard_has_a_curve_and_an_hparams_row_per_trial(experiment, second
             assert [event.step for event in accuracy] == [10, 20]  # items scored after each slice
             assert accuracy[-1].value == pytest.approx(record.metrics["acc_mean"])
             assert events.Scalars("perplexity/ppl")[-1].value == pytest.approx(record.metrics["ppl"], rel=1e-6)
-            assert {"acc_boolq", "acc_piqa", "removed_fraction"} <= set(events.Tags()["scalars"])
+            tags = {"accuracy/acc_boolq", "accuracy/acc_piqa", "pruning/removed_fraction", "gradient/grad_norm_ratio"}
+            assert tags <= set(events.Tags()["scalars"])
 
 
 def test_a_failed_trial_is_run_again_and_the_time_limit_ends_a_trial(experiment, second_start):

@@ -103,7 +103,7 @@ def _resources(plan: Plan) -> str:
     memory = plan.trial_bytes
     size = f"{memory / 2**30:.1f} GiB" if memory >= 2**30 else f"{memory / 2**20:.0f} MiB"
     return (
-        f"{where}; a trial takes {each.cpus:g} CPUs, {each.gpus:g} GPUs and about {size}; {plan.slots} at once; "
+        f"{where}; a trial takes CPU {each.cpus:g}, GPU {each.gpus:g} and about {size}; {plan.slots} at once; "
         f"scheduler {settings.scheduler}"
     )
 

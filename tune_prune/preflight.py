@@ -27,7 +27,7 @@ from tune_prune.pruning.importance import BATCH_TOKENS, batch_size
 from tune_prune.pruning.methods import method_names
 from tune_prune.pruning.selection import budget
 from tune_prune.search_space import SearchSpace
-from tune_prune.trial import data_fingerprint, task_source
+from tune_prune.trial import data_fingerprint, task_source, uses_embedded_data
 from tune_prune.tuning import address
 from tune_prune.tuning.resources import TrialResources, plan_resources, trial_slots
 
@@ -296,7 +296,15 @@ def _check_calibration(
     tokenizer = loading.load_tokenizer(source)
     if run.calibration in calibration.HUB_TEXTS:
         return
-    tokens = calibration.tokenize(tokenizer, calibration.load_text(run.calibration))
+    text = calibration.load_text(run.calibration)
+    if run.data_dir is not None or uses_embedded_data(run):
+        reported = perplexity.load_text(run.data_dir, uses_embedded_data(run))
+        if text.split() == reported.split():
+            raise UserError(
+                f"calibration text {run.calibration} is the text that perplexity is reported on; pruning by it would make the "
+                "perplexity look better than it is: name another text with --calibration"
+            )
+    tokens = calibration.tokenize(tokenizer, text)
     for seq_len in space.seq_len:
         calibration.windows(tokens, seq_len, max(space.num_samples), run.seed)
     if int(tokens.max()) >= config.vocab_size:

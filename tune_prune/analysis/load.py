@@ -82,9 +82,7 @@ def read_results_csv(path: Path, model: str) -> pd.DataFrame:
     pruning_ratio: what was asked is that to two decimals. UserError if the file is no results file.
     """
     try:
-        rows = pd.read_csv(
-            path, dtype=dict.fromkeys(_TEXTS, "str"), float_precision="round_trip"
-        )  # a key of digits stays text
+        rows = pd.read_csv(path, dtype=dict.fromkeys(_TEXTS, "str"))  # a key of digits stays text
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a CSV file ({error}); name an all_methods_results.csv") from error
     missing = [name for name in ("pruning_method", "acc_mean", "success", "output_dir") if name not in rows]
