@@ -253,7 +253,7 @@ def test_cross_model_comparison(tmp_path: Path) -> None:
         "b": {"taylor-s16-n8": 0.40, "taylor-s32-n8": 0.70, "taylor-s64-n8": 0.66},
     }
     records = [trial(name, acc, model) for model, accs in accuracies.items() for name, acc in accs.items()]
-    write_views(tmp_path, records, {})
+    views = write_views(tmp_path, records, {})
     across = json.loads((tmp_path / "cross_model_comparison.json").read_text())
     assert {label: entry["config"] for label, entry in across["best"].items()} == {
         "a": "taylor-s128-n8",
@@ -268,6 +268,10 @@ def test_cross_model_comparison(tmp_path: Path) -> None:
     assert (for_all["config"], for_all["num_candidates"]) == ("taylor-s64-n8", 3)
     assert (for_all["acc_mean"], for_all["acc_mean_stderr"]) == (pytest.approx(0.62), pytest.approx(0.01))
     assert for_all["models"]["b"]["loss_points"] == pytest.approx(4.0)
+    rows = [line.split("  ") for line in final_table(views, {}).splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert ["a", "taylor-s128-n8", "-", "11.00 ± 1.41", "3.00 ± 1.41"] in cells
+    assert ["b", "taylor-s32-n8", "not tried", "-", "4.00 ± 1.41"] in cells
 
 
 def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:
@@ -283,6 +287,7 @@ def test_models_with_no_configuration_in_common(tmp_path: Path) -> None:
     across = write_views(tmp_path, records, {}).cross_model_comparison
     assert across is not None
     assert across["best_for_all"] == {"config": None, "num_candidates": 0}
+    assert "not tried" in final_table(write_views(tmp_path, records, {}), {})
 
 
 def table_rows(views: Views, baselines: dict[str, TrialRecord]) -> list[list[str]]:
@@ -325,7 +330,7 @@ def test_final_table_is_aligned_and_narrow(tmp_path: Path) -> None:
     text = final_table(write_views(tmp_path, records, {}), {})
     assert max(map(len, text.splitlines())) <= 100
     table = [line for line in text.splitlines() if "8,030,261,248" in line]
-    assert len(table) == 4
+    assert len(table) == 2  # one a method, and no list of the best that would only repeat them
     assert len(set(map(len, table))) == 1
 
 

@@ -63,7 +63,7 @@ def test_shipped_spaces(name: str, size: int, search: str, num_trials: int | Non
 
 
 def test_every_shipped_space_is_tested() -> None:
-    assert set(search_space.names()) == {"paper_grid", "adaptive", "minimal", "smoke"}
+    assert set(search_space.names()) == {"paper_grid", "adaptive", "minimal", "smoke", "control"}
 
 
 def test_paper_grid_is_the_published_one() -> None:

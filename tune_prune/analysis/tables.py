@@ -28,7 +28,35 @@ def final_table(views: Views, baselines: Mapping[str, TrialRecord], top: int = 5
         rows = views.results[views.results["model"] == label]
         best = views.global_best_config["models"].get(label, {})
         blocks.append("\n".join(_model_block(label, rows, best, baselines.get(label), top)))
+    if views.cross_model_comparison is not None:
+        blocks.append("\n".join(_across_models(views.cross_model_comparison)))
     return "\n\n".join([*blocks, "\n".join(_LEGEND)])
+
+
+def _across_models(comparison: Mapping[str, Any]) -> list[str]:
+    """Per model: its own best and what it loses with each other model's best and with the best single configuration."""
+    best, for_all = comparison["best"], comparison["best_for_all"]
+    others = {label: entry["config"] for label, entry in best.items()}
+    header = ["  model", "own best", *(f"with {label}'s" for label in others)]
+    if for_all["config"] is not None:
+        header.append(f"with {for_all['config']}")
+    table = [header]
+    for label, entry in best.items():
+        row = ["  " + label, entry["config"]]
+        row += ["-" if other == label else _loss(comparison["transfer"][label][other]) for other in others]
+        if for_all["config"] is not None:
+            row.append(_loss(for_all["models"][label]))
+        table.append(row)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return ["across models: points of accuracy lost with another model's best configuration (± standard error)", *lines]
+
+
+def _loss(entry: Mapping[str, Any]) -> str:
+    if not entry["evaluated"]:
+        return "not tried"
+    stderr = entry["loss_points_stderr"]
+    return f"{entry['loss_points']:.2f}" + ("" if stderr is None else f" ± {stderr:.2f}")
 
 
 def _model_block(
@@ -53,8 +81,9 @@ def _model_block(
     else:
         table.append("best per method")
         table += [cells(row) for _, row in competing.drop_duplicates("pruning_method").iterrows()]
-        table.append(f"best {min(top, len(competing))} of {len(competing)} complete")
-        table += [cells(row) for _, row in competing.head(top).iterrows()]
+        if len(competing) > competing["pruning_method"].nunique():  # else all rows stand above
+            table.append(f"best {min(top, len(competing))} of {len(competing)} complete")
+            table += [cells(row) for _, row in competing.head(top).iterrows()]
     return [title[:_MAX_WIDTH], *_aligned(table), *_warnings(dense)]
 
 
