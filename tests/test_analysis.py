@@ -109,9 +109,13 @@ def test_written_table_reads_back_the_same(tmp_path: Path) -> None:
     ]
     for index, record in enumerate(records):
         record.key = f"00000000123e456{index}"  # hexadecimal digits that look like a number
-    views = write_views(tmp_path, records, {})
-    read = load.read_results_csv(tmp_path / "all_methods_results.csv", "tiny")
+        (tmp_path / "here" / "trials" / record.key).mkdir(parents=True)
+    views = write_views(tmp_path / "here", records, {})
+    read = load.read_results_csv(tmp_path / "here" / "all_methods_results.csv", "tiny")
     pd.testing.assert_frame_equal(read, views.results, check_exact=True)
+    moved = (tmp_path / "here").rename(tmp_path / "there")
+    read = load.read_results_csv(moved / "all_methods_results.csv", "tiny")
+    assert sorted(read["output_dir"]) == [f"{moved.as_posix()}/trials/{record.key}" for record in records]
 
 
 def test_no_records_give_empty_views(tmp_path: Path) -> None:

@@ -57,14 +57,21 @@ def write_frame_views(
     baselines: Mapping[str, TrialRecord],
     sources: Mapping[str, dict[str, Any]] | None = None,
 ) -> Views:
-    """As `write_views`, from rows of `analysis.load` (published results, or several experiments together)."""
+    """As `write_views`, from rows of `analysis.load` (published results, or several experiments together).
+
+    In the files, trial folders below `output_dir` are named relative to it, so that an experiment can be moved.
+    """
     items = functools.cache(read_items)
     best = global_best_config(results, baselines, sources or {}, items)
+    for entry in best["models"].values():
+        entry["output_dir"] = _below(entry["output_dir"], output_dir)
     methods = method_comparison(results)
     across = cross_model_comparison(results, items)
     output_dir.mkdir(parents=True, exist_ok=True)
     texts = {
-        "all_methods_results.csv": results.to_csv(index=False, lineterminator="\n"),
+        "all_methods_results.csv": results.assign(
+            output_dir=[_below(folder, output_dir) for folder in results["output_dir"]]
+        ).to_csv(index=False, lineterminator="\n"),
         "global_best_config.json": to_json(best),
         "method_comparison.json": to_json(methods),
     }
@@ -73,6 +80,12 @@ def write_frame_views(
     for name, text in texts.items():
         atomic_write_text(output_dir / name, text)
     return Views(results, best, methods, across, tuple(output_dir / name for name in texts))
+
+
+def _below(folder: str | None, output_dir: Path) -> str | None:
+    if folder is None or pd.isna(folder) or not Path(folder).is_relative_to(output_dir):
+        return folder
+    return Path(folder).relative_to(output_dir).as_posix()
 
 
 def global_best_config(

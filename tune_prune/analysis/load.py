@@ -89,6 +89,10 @@ def read_results_csv(path: Path, model: str) -> pd.DataFrame:
     if missing:
         raise UserError(f"{path} has no column {', '.join(missing)}; name an all_methods_results.csv")
     rows["model"] = model
+    rows["output_dir"] = [  # written relative to the file by us; left as they are where no such folder is there
+        (path.parent / name).as_posix() if isinstance(name, str) and (path.parent / name).is_dir() else name
+        for name in rows["output_dir"]
+    ]
     rows["success"] = rows["success"].astype("str") == "True"
     for name in ("taylor_seq_len", "taylor_num_samples"):
         if name not in rows:
