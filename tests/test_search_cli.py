@@ -495,3 +495,14 @@ def test_calibration_on_the_perplexity_text_is_refused(tmp_path, capsys):
     text.write_text(embedded.perplexity_text() + "\n\n")  # layout does not make it another text
     assert search.main([*TINY, "--dry-run", "--calibration", str(text)]) == 2
     assert "is the text that perplexity is reported on" in capsys.readouterr().err
+
+
+def test_a_folder_too_deep_for_ray_is_one_sentence(tmp_path, monkeypatch, capfd):
+    deep = tmp_path / ("deep" * 25)
+    deep.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(deep))
+    monkeypatch.chdir(tmp_path)
+    assert search.main([*TINY, "--limit", "2", "--storage-path", str(tmp_path / "results")]) == 2
+    error = capfd.readouterr().err
+    assert re.search(r"^error: Ray cannot start .* set RAY_TMPDIR to a short writable path", error, re.MULTILINE)
+    assert "Traceback" not in error

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -49,16 +50,17 @@ def story_jobs(scratch: Path) -> list[TrialSpec]:
 
 
 @pytest.fixture(scope="module")
-def local_ray(tmp_path_factory):
-    """A private Ray of two CPUs. Its folder's name is short: socket paths end at 107 characters."""
+def local_ray():
+    """A private Ray of two CPUs. Its folder's name is short (pytest's are not): socket paths end at 107 characters."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_TMPDIR", str(tmp_path_factory.mktemp("r")))
-    patch.setenv("OMP_NUM_THREADS", "1")
-    try:
-        with cluster.connected(None, num_cpus=2):
-            yield
-    finally:
-        patch.undo()
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        try:
+            with cluster.connected(None, num_cpus=2):
+                yield
+        finally:
+            patch.undo()
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,9 @@ class TensorBoardCallback(Callback):
         row = {"status": status, "method": config.method, "seq_len": config.taylor_seq_len}
         row |= {"num_samples": config.taylor_num_samples, "ratio": config.pruning_ratio}
         known = _curves(trial.last_result.get("record", {}).get("metrics", {}))
-        metrics = {_tag(name): value for name, value in known.items() if not name.startswith("grad_")}
+        first = [name for name in ("acc_mean", "ppl") if name in known]  # the table's first columns
+        rest = [name for name in known if name not in first and not name.startswith("grad_")]
+        metrics = {_tag(name): known[name] for name in (*first, *rest)}
         writer = self._writer(key)
         # SummaryWriter.add_hparams would start another run in a folder named by the time.
         events = writer._get_file_writer()

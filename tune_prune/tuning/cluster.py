@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,11 @@ def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None
         if address is None:
             raise
         raise _no_cluster(address, str(error).splitlines()[0]) from error
+    except OSError as error:  # most often a socket path beyond the system's 107 bytes
+        folder = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
+        raise UserError(
+            f"Ray cannot start with its files in {folder} ({error}); set RAY_TMPDIR to a short writable path, e.g. /tmp/r"
+        ) from error
     try:
         yield
     finally:
