@@ -108,6 +108,10 @@ class Plan:
 
 def make_plan(settings: SearchSettings) -> Plan:
     """Check everything and resolve what was left open. Raises UserError; creates nothing."""
+    if settings.gpus_per_trial is not None and settings.gpus_per_trial > 1:
+        raise UserError(
+            f"--gpus-per-trial is {settings.gpus_per_trial:g}, but a trial runs on one GPU; use 1, a share 1/k such as 0.5, or auto"
+        )
     space = search_space.load(settings.search_space, method_names())
     search = settings.search or space.search
     num_trials = _num_trials(settings, space, search)

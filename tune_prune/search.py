@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         "--gpus-per-trial",
         default="auto",
         metavar="X",
-        help="auto, 0, a whole number, or 1/k such as 0.25 (default: auto)",
+        help="auto, 0, 1, or 1/k such as 0.25 (default: auto)",
     )
     how.add_argument("--cpus-per-trial", default="auto", metavar="X", help="auto or a number of CPUs (default: auto)")
     how.add_argument(

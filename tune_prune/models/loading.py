@@ -154,6 +154,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
             dtype=dtype,
             attn_implementation="sdpa",
             output_loading_info=True,
+            device_map={"": device},  # straight to the device, a tensor at a time: several workers load at once
             ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
         )
         model, report = loaded
@@ -173,7 +174,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
             f"the weights of {source.location} do not fit its config.json: {wrong[0]}, and {len(wrong) - 1} more such tensors; "
             "download the model again or point --model at a complete folder"
         )
-    model.eval().requires_grad_(False).to(device)
+    model.eval().requires_grad_(False)
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family))
 
 
