@@ -14,13 +14,14 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere: no test may ask the network
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tune_prune import search
 from tune_prune.models.families import FAMILIES
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost
@@ -105,5 +106,38 @@ def run_without() -> Callable[..., str]:
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def nothing_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test runs in a folder of its own, where no command may create an experiment."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not (tmp_path / "ray_results").exists()
+
+
+@pytest.fixture
+def refusal(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*argv: str | Path, dry: bool = True) -> str:
+        code = search.main([*map(str, argv), *["--dry-run"] * dry])
+        out, err = capfd.readouterr()
+        assert code == 2, out
+        assert out == ""
+        assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+        return err
+
+    return run
+
+
+@pytest.fixture
+def plan_text(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*argv: str | Path) -> str:
+        code = search.main([*map(str, argv), "--dry-run"])
+        out, err = capfd.readouterr()
+        assert (code, err) == (0, "")
+        assert out.endswith("dry run: nothing was started\n")
+        return out
 
     return run

@@ -134,7 +134,10 @@ def test_imports_point_down_only(module):
 
 def test_no_import_cycle():
     # A cycle that is hidden in a function still ties the modules together.
-    graphlib.TopologicalSorter({module: own(module) for module in MODULES}).prepare()
+    order = tuple(
+        graphlib.TopologicalSorter({module: own(module) for module in MODULES}).static_order()
+    )  # or CycleError
+    assert set(order) >= set(MODULES)
 
 
 @pytest.mark.parametrize("module", MODULES)

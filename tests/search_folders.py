@@ -1,0 +1,32 @@
+"""Folders that the tests of the search's command line start from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tune_prune import embedded
+from tune_prune.evaluation.perplexity import TEXT_FILE
+
+TINY = ("--model", "tiny-llama", "--search-space", "smoke")
+TINY_FOLDER = embedded.model_dir("tiny-llama")
+
+
+def model_folder(folder: Path, **changes: Any) -> Path:
+    """A copy of tiny-llama; `changes` are fields of its config.json (None: left out)."""
+    shutil.copytree(TINY_FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    return folder
+
+
+def data_folder(folder: Path) -> Path:
+    """The embedded tasks and texts in the layout of --data-dir."""
+    shutil.copytree(embedded.tasks_dir(), folder / "tasks")
+    (folder / TEXT_FILE).parent.mkdir()
+    (folder / TEXT_FILE).write_text(embedded.perplexity_text())
+    return folder
