@@ -63,7 +63,6 @@ def test_removal_is_what_taking_the_block_out_does(tiny, variant, attention):
 
 def test_an_embedding_that_is_scaled_is_scaled_once():
     """Granite multiplies its embeddings in the forward pass: what is known of a later layer must not pass there again."""
-    pytest.importorskip("transformers", minversion="5", reason="layers of Granite gave tuples before")
     torch.manual_seed(5)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}

@@ -72,7 +72,12 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     try:
         if source.kind == "hub":
             hub.probe(source.location, "config.json", source.revision)
-        values, _ = PretrainedConfig.get_config_dict(**where)
+            values, _ = PretrainedConfig.get_config_dict(**where)
+        else:
+            try:
+                values = json.loads((Path(source.location) / "config.json").read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"it is not a valid JSON file: {error}") from error
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
         family = family_of(values["model_type"])  # before transformers looks for code to run for an unknown one
@@ -163,9 +168,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
     finally:
         transformers_logging.set_verbosity(level)
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    # transformers 5 gives (name, found, expected) here, transformers 4 names alone.
-    mismatched = sorted(key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])
-    wrong += [f"{name} is of another shape" for name in mismatched]
+    wrong += [f"{name} is {list(found)}, not {list(due)}" for name, found, due in sorted(report["mismatched_keys"])]
     # Weights of a layer or a bias that the config does not have: without them it would be another model.
     unused = [name for name in sorted(report["unexpected_keys"]) if name.endswith((".weight", ".bias"))]
     wrong += [f"{name} is not used" for name in unused]

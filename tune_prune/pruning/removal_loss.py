@@ -43,7 +43,7 @@ class _PassOn(nn.Module):
     def __init__(self, layer: nn.Module, known: torch.Tensor | None = None) -> None:
         super().__init__()
         self.known = known
-        if hasattr(layer, "attention_type"):  # transformers 4 asks the layer which mask it wants
+        if hasattr(layer, "attention_type"):  # some versions of transformers ask the layer which mask it wants
             self.attention_type = layer.attention_type
 
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
