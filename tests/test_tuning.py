@@ -30,6 +30,8 @@ from tune_prune.tuning.prepare import prepare_jobs
 from tune_prune.tuning.run import SearchResult, TuneOptions, run_search
 from tune_prune.tuning.trainable import TIMEOUT_REASON, TrialSpec
 
+pytestmark = pytest.mark.slow  # real searches: a minute
+
 PROTOCOL = EvaluationProtocol(tasks=("boolq", "piqa"), limit=10, slices=(0.5, 1.0), perplexity_window=64)
 IMPOSSIBLE_RATIO = 0.95  # more than the layers hold: the trial fails, at every attempt
 KILL_AFTER = 2
