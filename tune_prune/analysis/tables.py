@@ -65,7 +65,8 @@ def _model_block(
     competing = ranked(rows)
     counts = rows["status"].value_counts()
     states = [f"{counts[status]} {word}" for status, word in _STATUS_WORDS.items() if status in counts]
-    title = f"{label}: {len(rows)} trials ({', '.join(states)})" if states else f"{label}: no trials"
+    trials = f"{len(rows)} trial{'s' if len(rows) > 1 else ''}"
+    title = f"{label}: {trials} ({', '.join(states)})" if states else f"{label}: no trials"
 
     def cells(row: pd.Series) -> tuple[str, ...]:
         name = config_name(row)
