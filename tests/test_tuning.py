@@ -27,6 +27,7 @@ from tune_prune.trial import TrialContext
 from tune_prune.tuning import cluster
 from tune_prune.tuning.callbacks import LiveLine
 from tune_prune.tuning.prepare import prepare_jobs
+from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.run import SearchResult, TuneOptions, run_search
 from tune_prune.tuning.trainable import TIMEOUT_REASON, TrialSpec
 
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.slow  # real searches: a minute
 PROTOCOL = EvaluationProtocol(tasks=("boolq", "piqa"), limit=10, slices=(0.5, 1.0), perplexity_window=64)
 IMPOSSIBLE_RATIO = 0.95  # more than the layers hold: the trial fails, at every attempt
 KILL_AFTER = 2
+ONE_AT_A_TIME = TrialResources(cpus=1.5, gpus=0)  # of two CPUs
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -158,7 +160,7 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(loc
     """One trial at a time (two of 1.5 CPUs do not fit), so that the order, and therefore who is stopped, is the seed's."""
     configs = [PruningConfig("taylor", 16, n, ratio) for n in (4, 8) for ratio in (0.05, 0.5, 0.6)]
     jobs = specs_of("tiny-llama", configs, tmp_path / "artifacts")
-    options = TuneOptions(tmp_path, search="optuna", num_trials=5, seed=0, scheduler="asha", cpus_per_trial=1.5)
+    options = TuneOptions(tmp_path, search="optuna", num_trials=5, seed=0, scheduler="asha", resources=ONE_AT_A_TIME)
     result = run_search(jobs, options)
     assert len(set(result.ran)) == 5
     stopped = [record for record in result.records.values() if record.status == "stopped_early"]
@@ -176,7 +178,7 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(loc
 
 def test_what_cannot_work_is_a_user_error_before_any_trial(local_ray, tmp_path):
     with pytest.raises(UserError, match="99 CPUs"):
-        run_search(story_jobs(tmp_path), TuneOptions(tmp_path, cpus_per_trial=99))
+        run_search(story_jobs(tmp_path), TuneOptions(tmp_path, resources=TrialResources(99, 0)))
     with pytest.raises(UserError, match="absolute"):
         run_search([], TuneOptions(Path("relative")))
     assert not (tmp_path / "ledger").exists()
@@ -229,5 +231,5 @@ def test_the_line_says_how_far_the_search_is(tmp_path):
 if __name__ == "__main__":  # one trial at a time, so that some are left when it is killed
     run_search(
         story_jobs(Path(sys.argv[1]) / "artifacts"),
-        TuneOptions(Path(sys.argv[1]), address=sys.argv[2], cpus_per_trial=1.5),
+        TuneOptions(Path(sys.argv[1]), address=sys.argv[2], resources=ONE_AT_A_TIME),
     )

@@ -38,7 +38,7 @@ from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.errors import UserError
 from tune_prune.evaluation.item_scores import ItemScore, summarize, write_items
 from tune_prune.evaluation.row_scoring import Request, count_tokens, score_requests
-from tune_prune.evaluation.task_files import TaskSource, check, stock_definition, task_files
+from tune_prune.evaluation.task_files import TaskSource, check, fingerprint, stock_definition, task_files
 from tune_prune.evaluation.zero_shot import ZeroShotSuite
 
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
@@ -233,9 +233,8 @@ def test_slices_are_nested_complete_and_seeded(tmp_path):
 
     suite = ZeroShotSuite.build(tokenizer, protocol, source, 512)
     assert (suite.num_items, suite.num_slices) == (11, 3)
-    assert [suite.items_in_slice(index) for index in range(3)] == [2, 6, 11]  # ceil of 1.1, 5.5, 11
     parts = drawn(protocol)
-    assert [len(part) for part in parts] == [2, 4, 5]
+    assert [len(part) for part in parts] == [2, 4, 5]  # up to the ceil of 1.1, 5.5 and 11
     order = list(itertools.chain(*parts))
     assert sorted(order) == list(range(11))
     assert drawn(protocol) == parts
@@ -244,19 +243,20 @@ def test_slices_are_nested_complete_and_seeded(tmp_path):
     assert {score.slice for score in suite.score_slice(model, 1)} == {1}
 
 
-def test_fingerprint_follows_the_items_and_not_the_tokenizer(tmp_path):
-    items, protocol = quiz_items(), EvaluationProtocol(("quiz",))
+def test_fingerprint_follows_the_items_their_definition_and_lm_eval(tmp_path, monkeypatch):
+    items = quiz_items()
 
-    def fingerprint(items: list[dict], bos: bool = True, limit: int | None = None) -> str:
-        source = write_quiz(tmp_path, items)  # the same file each time: nothing may be remembered of the last one
-        return ZeroShotSuite.build(byte_tokenizer(bos), replace(protocol, limit=limit), source, 512).fingerprint
+    def found(items: list[dict], *definition: str) -> str:
+        source = write_quiz(tmp_path, items, *definition)  # the same file each time: nothing may be remembered
+        return fingerprint(source, ("quiz",))
 
-    first = fingerprint(items)
-    assert fingerprint(items, bos=False) == first
-    assert fingerprint(items, limit=5) != first
+    first = found(items)
     changed = [*items[:-1], items[-1] | {"answer": (items[-1]["answer"] + 1) % len(items[-1]["options"])}]
-    assert fingerprint(changed) != first
-    assert fingerprint(items) == first
+    assert found(changed) != first
+    assert found(items, QUIZ_DEFINITION + "# another prompt\n") != first
+    assert found(items) == first
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "another version")
+    assert found(items) != first
 
 
 def test_summary_has_lm_evals_standard_errors():

@@ -30,14 +30,14 @@ def describe(plan: Plan) -> str:
     rows = [
         (
             "experiment",
-            f"{_shown(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
+            f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
         ),
         ("search", search + f", {total} trials"),
         (
             "",
             f"method {', '.join(space.method)}; seq_len {_list(space.seq_len)}; num_samples {_list(space.num_samples)}",
         ),
-        ("calibration", f"{_shown(first.run.calibration)}, seed {first.run.seed}"),
+        ("calibration", f"{shown_path(first.run.calibration)}, seed {first.run.seed}"),
         (
             "evaluation",
             f"perplexity on {'the embedded text' if uses_embedded_data(first.run) else 'WikiText-2 test'}; "
@@ -112,6 +112,7 @@ def _list(values: tuple[int, ...]) -> str:
     return ", ".join(map(str, values))
 
 
-def _shown(path: Path | str) -> str:
+def shown_path(path: Path | str) -> str:
+    """A path as a person would type it: relative where it lies below the current folder."""
     path = Path(path)
-    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

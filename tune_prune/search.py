@@ -14,7 +14,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.command_line import Parser, run
@@ -165,9 +164,7 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
         seed=settings.seed,
         scheduler="asha" if settings.scheduler == "asha" else "none",
         address=settings.address,
-        cpus_per_trial=settings.cpus_per_trial,
-        gpus_per_trial=settings.gpus_per_trial,
-        trial_bytes=plan.trial_bytes,
+        resources=plan.resources,
         trial_timeout_s=settings.trial_timeout_s,
     )
     result = run_search(jobs, options)
@@ -190,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     settings = settings_from(args)
-    from tune_prune.plan_text import describe
+    from tune_prune.plan_text import describe, shown_path
     from tune_prune.preflight import make_plan
 
     plan = make_plan(settings)
@@ -204,19 +201,15 @@ def _main(argv: list[str]) -> None:
         result = search(plan, ["python", "-m", "tune_prune.search", *argv])
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
-    folder = _relative(plan.experiment_dir)
+    folder = shown_path(plan.experiment_dir)
     failed = result.count("failed")
     print(f"\nresults      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
-    print(f"look         tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
+    print(f"look         tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}")
     if failed:
         print(
             f"failed       {failed} trials (reasons in all_methods_results.csv); the same command tries them again:\n"
             f"             {again}"
         )
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _text(text: str) -> str:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
-import json
 import logging
 import math
 import random
@@ -49,14 +47,12 @@ class _Item:
 class ZeroShotSuite:
     """The items of a protocol, ready to be scored; see `build`.
 
-    `num_items` over all tasks; `num_slices`; `fingerprint`: a digest of every rendered context, continuation and gold
-    answer (what is asked, whatever the tokenizer).
+    `num_items` over all tasks; `num_slices`.
     """
 
-    def __init__(self, items: list[_Item], protocol: EvaluationProtocol, fingerprint: str) -> None:
+    def __init__(self, items: list[_Item], protocol: EvaluationProtocol) -> None:
         self.num_items = len(items)
         self.num_slices = len(protocol.slices)
-        self.fingerprint = fingerprint
         # What each slice adds to the one before it.
         self._added: list[list[_Item]] = [[] for _ in protocol.slices]
         by_task: dict[str, list[_Item]] = {}
@@ -82,23 +78,17 @@ class ZeroShotSuite:
         scored by log-likelihoods, a gold answer that is none of the choices.
         """
         encoder = _Encoder(tokenizer)
-        digest = hashlib.sha256()
         items: list[_Item] = []
         with _quiet():
             for task in _load_tasks(source, protocol):
                 _check_task(task)
                 for instances in _by_document(task):
                     gold = _gold(task, instances)
-                    digest.update(json.dumps([task.task_name, gold, [i.args for i in instances]]).encode())
                     requests = [
                         _request(task, encoded, max_length) for encoded in encoder.loglikelihood(instances, True)
                     ]
                     items.append(_Item(task, instances[0].doc_id, instances[0].doc, gold, requests))
-        return cls(items, protocol, digest.hexdigest()[:16])
-
-    def items_in_slice(self, slice_index: int) -> int:
-        """Items covered once slices 0 to `slice_index` are scored."""
-        return sum(len(added) for added in self._added[: slice_index + 1])
+        return cls(items, protocol)
 
     def tokens_in_slice(self, slice_index: int) -> int:
         """Tokens (without padding) that scoring this slice forwards."""

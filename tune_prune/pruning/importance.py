@@ -95,7 +95,8 @@ def taylor(
         for start in range(0, wanted[-1], step):
             end = start + step
             inside = [n for n in wanted if start < n < end]
-            before = accumulator.copy() if inside else {}
+            # The sums are put back only where something follows: a copy is as large as the sums themselves.
+            before = accumulator.copy() if len(inside) > 1 or (inside and end <= wanted[-1]) else {}
             for n in inside:
                 accumulator.add(windows[start:n])
                 result[n] = accumulator.importance(n)
@@ -187,9 +188,7 @@ class _Accumulator:
             count += gradient.numel()
             absolute += gradient.abs().sum(dtype=torch.float64).item()
             plain += gradient.sum(dtype=torch.float64).item()
-            squares += (
-                gradient.double().square().sum().item() if gradient.numel() < 2**24 else gradient.norm().item() ** 2
-            )
+            squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
             largest = max(largest, gradient.abs().max().item())
         mean = plain / count
         return absolute / count, math.sqrt(squares), math.sqrt(max(0.0, squares / count - mean**2)), largest

@@ -7,7 +7,7 @@ finished trials again and loses early-stopping state. Failed trials are run agai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from tune_prune.ledger import Ledger
 from tune_prune.records import TrialRecord
 from tune_prune.tuning import cluster, prepare
 from tune_prune.tuning.callbacks import LedgerCallback, LiveLine, TensorBoardCallback
-from tune_prune.tuning.resources import plan_resources, trial_slots
+from tune_prune.tuning.resources import TrialResources, trial_slots
 from tune_prune.tuning.scheduler import AshaPerModel
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.trainable import PruneTrainable, TrialSpec, WorkerSettings
@@ -39,9 +39,7 @@ class TuneOptions:
     scheduler: Literal["none", "asha"] = "none"
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
     num_cpus: int | None = None  # of the local Ray; None: all
-    cpus_per_trial: float | None = None  # None: from the nodes and the memory plan
-    gpus_per_trial: float | None = None
-    trial_bytes: int | None = None  # memory one trial needs on a GPU, for the plan
+    resources: TrialResources = field(default_factory=TrialResources)  # of one trial
     trial_timeout_s: float | None = None
 
 
@@ -79,14 +77,10 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
 
     with cluster.connected(options.address, options.num_cpus):
         nodes = cluster.node_resources()
-        gpu_bytes = cluster.smallest_gpu_bytes() if options.gpus_per_trial is None else None
-        resources = plan_resources(
-            options.cpus_per_trial, options.gpus_per_trial, nodes, options.trial_bytes, gpu_bytes
-        )
-        slots = trial_slots(resources, nodes)
+        slots = trial_slots(options.resources, nodes)
         cluster.check_shared_storage(folder)
         failures = {record.key: record for record in known if record.status == "failed"}
-        settings = WorkerSettings(folder, resources, options.trial_timeout_s, failures)
+        settings = WorkerSettings(folder, options.resources, options.trial_timeout_s, failures)
 
         finished = [record for record in known if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)
