@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import logging
 import os
@@ -49,6 +51,10 @@ def test_equal_content_is_an_equal_file(store, tmp_path):
     assert one.name == two.name and one.read_bytes() == two.read_bytes()
 
 
+def flipped(raw: bytes, place: int) -> bytes:
+    return raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :]
+
+
 def damages(raw: bytes) -> dict[str, bytes]:
     middle = raw.index(ARRAYS["scores"].tobytes()) + 100
     return {
@@ -57,11 +63,18 @@ def damages(raw: bytes) -> dict[str, bytes]:
         "one byte short": raw[:-1],
         "zeros": bytes(len(raw)),
         "text": b"<html>quota exceeded</html>",
-        "flipped bit": raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :],
+        "flipped bit": flipped(raw, middle),
+        "flipped bit in the directory": flipped(raw, raw.index(b"PK\x01\x02") + 10),
+        "flipped bit in a name": flipped(raw, raw.rindex(b"odd.npy")),
+        "flipped bit in the checksum": flipped(raw, len(raw) - 1),
     }
 
 
-@pytest.mark.parametrize("kind", ["empty", "half", "one byte short", "zeros", "text", "flipped bit"])
+KINDS = ["empty", "half", "one byte short", "zeros", "text", "flipped bit", "flipped bit in the directory"]
+KINDS += ["flipped bit in a name", "flipped bit in the checksum"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_file_is_said_to_be_damaged_and_written_anew(store, caplog, kind):
     store.put("importance", KEY, ARRAYS)
     path = store.path("importance", KEY)
@@ -78,8 +91,13 @@ def test_a_pickle_in_an_artifact_is_not_run(store, tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    np.savez(store.path("importance", KEY), scores=np.array([Bomb()], dtype=object))
-    assert store.get("importance", KEY) is None
+    archive = io.BytesIO()
+    np.savez(archive, scores=np.array([Bomb()], dtype=object))
+    checksum = hashlib.sha256(archive.getvalue()).digest()
+    store.folder.mkdir()
+    store.path("importance", KEY).write_bytes(archive.getvalue() + checksum)
+    with pytest.raises(ValueError, match="pickle"):
+        store.get("importance", KEY)
     assert not (tmp_path / "ran").exists()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.analysis.cost import write_cost
+from tune_prune.analysis.cost import cost_line, duration, totals, write_cost
 from tune_prune.records import TrialRecord
 
 
@@ -15,20 +15,58 @@ def stage(name: str, seconds: float, tokens: int) -> dict[str, object]:
     return {"stage": name, "duration_s": seconds, "tokens": tokens}
 
 
+EVALUATED = [stage("perplexity", 2.0, 100), stage("zero_shot", 6.0, 300)]
+OWN = TrialRecord("a", "m", {}, "complete", stages=[stage("importance", 4.0, 50), *EVALUATED], elapsed_time_s=12.0)
+CACHED = TrialRecord("b", "m", {}, "complete", stages=[stage("importance", 0.0, 0), *EVALUATED], elapsed_time_s=8.0)
+DENSE = TrialRecord("c", "m", {}, "complete", stages=EVALUATED, elapsed_time_s=8.0)
+PASSES = [stage("importance", 5.0, 60), stage("removal", 3.0, 40)]
+for record in (OWN, CACHED, DENSE):
+    record.resources = {"cpu": 1.0, "gpu": 0.5}
+
+
 def test_cost_counts_what_was_computed(tmp_path: Path) -> None:
     """One gradient pass was made for all and one inside a trial; a third trial found its statistics in the cache."""
-    evaluated = [stage("perplexity", 2.0, 100), stage("zero_shot", 6.0, 300)]
-    own = TrialRecord("a", "m", {}, "complete", stages=[stage("importance", 4.0, 50), *evaluated], elapsed_time_s=12.0)
-    cached = TrialRecord("b", "m", {}, "complete", stages=[stage("importance", 0.0, 0), *evaluated], elapsed_time_s=8.0)
-    dense = TrialRecord("c", "m", {}, "complete", stages=evaluated, elapsed_time_s=8.0)
-    for record in (own, cached, dense):
-        record.resources = {"cpu": 1.0, "gpu": 0.5}
-    passes = [stage("importance", 5.0, 60), stage("removal", 3.0, 40)]
-    write_cost(tmp_path / "cost.json", [own, cached], {"m": dense}, passes)
+    returned = write_cost(tmp_path / "cost.json", [OWN, CACHED], {"m": DENSE}, PASSES)
     cost = json.loads((tmp_path / "cost.json").read_text())
+    assert cost == returned
     assert (cost["trials"], cost["gradient_passes"], cost["removal_passes"]) == (2, 2, 1)
     assert cost["tokens_per_stage"] == {"importance": 110, "removal": 40, "perplexity": 300, "zero_shot": 900}
     assert cost["worker_seconds"] == pytest.approx(4 + 5 + 3 + 3 * 8)
     assert cost["evaluation_fraction"] == pytest.approx(24 / 36)
     assert cost["gpu_hours"] == pytest.approx((28 + 8) * 0.5 / 3600)
-    assert cost["shared_passes"] == passes
+    assert cost["shared_passes"] == PASSES
+    assert cost_line(cost) == "cost         2 gradient passes, 1 removal passes"
+
+
+def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Path) -> None:
+    """The first start had done one trial, the baseline and the passes; the second one runs the other trial."""
+    before = totals([OWN], {"m": DENSE}, PASSES)
+    predicted = {
+        "stages": {
+            "perplexity": {"runs": 1, "seconds": 2.5, "tokens": 90, "flops": 1e9},
+            "removal": {"runs": 0, "seconds": 0.0, "tokens": 0, "flops": 0.0},
+        },
+        "wall_seconds": 100.0,
+        "gpu_hours": 0.25,
+        "notes": ["~ estimated"],
+    }
+    cost = write_cost(
+        tmp_path / "cost.json", [OWN, CACHED], {"m": DENSE}, PASSES, predicted, before=before, wall_seconds=91.0
+    )
+    last = cost["last_start"]
+    assert last["wall_seconds"] == {"predicted": 100.0, "measured": 91.0}
+    assert last["seconds_per_stage"]["perplexity"] == {"predicted": 2.5, "measured": 2.0}
+    assert last["tokens_per_stage"]["perplexity"] == {"predicted": 90, "measured": 100}
+    assert last["tokens_per_stage"]["removal"] == {"predicted": 0, "measured": 0}
+    assert last["predicted_gpu_hours"] == 0.25
+    assert cost_line(cost) == "cost         predicted 1m40s, took 1m31s; 2 gradient passes, 1 removal passes"
+    first = write_cost(tmp_path / "cost.json", [OWN], {"m": DENSE}, PASSES, predicted, wall_seconds=9.0)
+    assert first["last_start"]["seconds_per_stage"]["removal"] == {"predicted": 0.0, "measured": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.04, "0.0s"), (9.9, "9.9s"), (9.97, "10s"), (59.6, "1m00s"), (100, "1m40s"), (7500, "2h05m")],
+)
+def test_durations_as_a_person_says_them(seconds, said):
+    assert duration(seconds) == said

@@ -6,19 +6,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
-from tune_prune import embedded, experiment
+from tune_prune import embedded, experiment, search_space
+from tune_prune.cost_model.estimate import STAGES
 from tune_prune.errors import UserError
 from tune_prune.evaluation.perplexity import TEXT_FILE
 from tune_prune.ledger import Ledger
+from tune_prune.models import catalog, loading
 from tune_prune.preflight import SearchSettings, _check_memory, make_plan
+from tune_prune.pruning.methods import method_names
 from tune_prune.records import TrialRecord
+from tune_prune.trial import SharedStatistics, TrialContext, prepare
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
@@ -42,8 +48,75 @@ def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     assert "3 methods x 2 seq_len x 1 num_samples = 6 configurations a model, 6 trials" in out
     assert "experiment   ray_results/tiny-llama-25-smoke-limit10\n" in out
     assert "2 zero-shot tasks, at most 10 items each" in out and " piqa, boolq\n" in out
-    assert "stages       importance, removal, pruning, perplexity, zero-shot 25% / 50% / 100%" in out
+    assert "stages       importance, removal, pruning, perplexity, zero-shot 6.25% / 12.5% / 25% / 50% / 100%" in out
     assert "a trial takes CPU 1, GPU 0 and about" in out and f"; {os.cpu_count()} at once;" in out
+    assert (
+        "shared       2 gradient passes and 2 removal passes a model, one of each per seq_len; 1 dense baseline" in out
+    )
+
+
+def table(out: str) -> dict[str, list[str]]:
+    """The cost table of a plan: stage -> times, tokens, FLOPs, time."""
+    rows = [line.split() for line in out.splitlines()]
+    return {row[0]: row[1:] for row in rows if row and row[0] in STAGES and len(row) == 5}
+
+
+def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:
+    """Passes and tokens of the smoke space follow from its YAML file."""
+    out = plan_text(*TINY, "--gpus-per-trial", "0")
+    space = search_space.load("smoke", method_names())
+    samples = max(space.num_samples)
+    cost = table(out)
+    assert list(cost) == list(STAGES)
+    assert cost["importance"][:2] == [str(len(space.seq_len)), f"{sum(space.seq_len) * samples:,}"]
+    layers = json.loads((TINY_FOLDER / "config.json").read_text())["num_hidden_layers"]
+    removal = sum(space.seq_len) * (samples // 5) * (1 + 3 * layers)  # a layer, its attention, its MLP
+    assert cost["removal"][:2] == [str(len(space.seq_len)), f"{removal:,}"]
+    assert cost["pruning"][0] == "6" and cost["perplexity"][0] == cost["zero_shot"][0] == "7"
+    tokenizer = loading.load_tokenizer(catalog.resolve("tiny-llama"))
+    words = len(tokenizer(embedded.perplexity_text(), add_special_tokens=False)["input_ids"])
+    assert cost["perplexity"][1] == f"{7 * words:,}"
+    assert cost["zero_shot"][1].startswith("~")
+    last = next(line for line in out.splitlines() if line.startswith("cost "))
+    assert re.search(rf"about [\dhms.]+ on {os.cpu_count()} workers?; ~ zero-shot tokens are estimated", last)
+    memory = next(line for line in out.splitlines() if line.startswith("memory "))
+    total, process, weights, *_ = (int(number) for number in re.findall(r"(\d+) MiB", memory))
+    assert total > process + weights
+
+
+def test_stopping_early_makes_the_cost_an_upper_bound(plan_text: Callable[..., str]) -> None:
+    assert "an upper bound: asha stops trials early" in plan_text(*TINY, "--scheduler", "asha")
+
+
+def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Callable[..., str]) -> None:
+    """After a worker has made the statistics of one seq_len and the requests, only the other seq_len is left, and the
+    zero-shot tokens are exact; a trial of the ledger and the baseline are not run again."""
+    settings = SearchSettings(
+        ("tiny-llama",), "smoke", storage_path=str(tmp_path / "kept"), name="mine", gpus_per_trial=0
+    )
+    plan = make_plan(settings)
+    (model,) = plan.models
+    context = TrialContext.open(model.run, tmp_path / "kept" / "artifacts", device="cpu")
+    short = min(plan.space.seq_len)
+    needs = SharedStatistics.of(config for config, _ in model.trials if config.taylor_seq_len == short)
+    made = [report.stage for _, report in prepare(context, short, needs)]
+    assert made == ["importance", "removal"]
+    tokens = sum(context.suite.tokens_in_slice(index) for index in range(context.suite.num_slices))
+    config, key = model.trials[0]
+    record = TrialRecord(key=key, model="tiny-llama", config={"method": config.method}, status="complete")
+    Ledger(plan.experiment_dir / "ledger").write(record)
+    experiment.write(plan, ["python"])
+    (plan.experiment_dir / "baseline.json").write_text(json.dumps({"tiny-llama": record.to_dict()}))
+
+    out = plan_text(*AGAIN, "--gpus-per-trial", "0")
+    cost = table(out)
+    assert cost["importance"][:2] == ["1", f"{max(plan.space.seq_len) * max(plan.space.num_samples):,}"]
+    assert cost["removal"][0] == "1"
+    assert cost["zero_shot"][:2] == ["5", f"{5 * tokens:,}"]
+    assert "~" not in out
+    for _, key in model.trials[1:]:
+        Ledger(plan.experiment_dir / "ledger").write(replace(record, key=key))
+    assert "cost         nothing is left to compute" in plan_text(*AGAIN, "--gpus-per-trial", "0")
 
 
 def test_plan_of_optuna(plan_text: Callable[..., str]) -> None:

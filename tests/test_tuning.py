@@ -26,10 +26,10 @@ from tune_prune.records import TrialRecord
 from tune_prune.trial import TrialContext
 from tune_prune.tuning import cluster
 from tune_prune.tuning.callbacks import LiveLine
-from tune_prune.tuning.prepare import prepare_jobs
 from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.run import SearchResult, TuneOptions, run_search
-from tune_prune.tuning.trainable import TIMEOUT_REASON, TrialSpec
+from tune_prune.tuning.trainable import TIMEOUT_REASON
+from tune_prune.tuning.worker import TrialSpec
 
 pytestmark = pytest.mark.slow  # real searches: a minute
 
@@ -205,15 +205,6 @@ def test_a_dead_or_odd_address_is_a_user_error_at_once(monkeypatch, address, wor
     with pytest.raises(UserError, match=words), cluster.connected(address):
         pass
     assert time.monotonic() - started < 10
-
-
-def test_preparation_makes_one_pass_per_model_and_seq_len(tmp_path):
-    configs = [PruningConfig(m, s, n) for m in ("taylor", "layerwise", "blockwise") for s in (16, 32) for n in (8, 40)]
-    jobs = specs_of("tiny-llama", configs, tmp_path)
-    prepared = prepare_jobs(jobs, [jobs[0].run])
-    assert [(job.seq_len, job.num_samples) for job in prepared] == [(None, ()), (32, (8, 40)), (16, (8, 40))]
-    assert prepared[1].removals == {"layer": 8, "attention": 8, "mlp": 8}
-    assert prepare_jobs([], [jobs[0].run]) == prepared[:1]
 
 
 def test_the_line_says_how_far_the_search_is(tmp_path):

@@ -7,7 +7,7 @@ import sys
 
 from tune_prune.errors import did_you_mean
 
-COMMANDS = {"search": "tune_prune.search"}
+COMMANDS = {"search": "tune_prune.search", "evaluate": "tune_prune.evaluate"}
 
 
 def main(argv: list[str] | None = None) -> int:

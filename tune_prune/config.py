@@ -27,7 +27,7 @@ ZERO_SHOT_METRIC = {
 ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
 
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 def canonical_json(value: Any) -> str:
@@ -89,7 +89,7 @@ class EvaluationProtocol:
 
     tasks: tuple[str, ...] = ZERO_SHOT_TASKS
     limit: int | None = None  # at most this many items per task (the first ones, as lm-eval's --limit); None: all
-    slices: tuple[float, ...] = (0.25, 0.5, 1.0)  # growing fractions of each task's items; the last one is 1.0
+    slices: tuple[float, ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # growing fractions of all items; the last is 1.0
     perplexity_window: int = 2048  # tokens; shortened to the model's limit
     seed: int = 0  # order in which items enter the slices
 

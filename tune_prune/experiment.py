@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tune_prune import __version__
+from tune_prune import __version__, artifacts
 from tune_prune.errors import UserError
 from tune_prune.ledger import atomic_write_text, parse_json, to_json
 
@@ -29,6 +29,8 @@ def place(storage_path: str, name: str | None, default_name: str) -> Path:
             f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _, e.g. my-search (the "
             "place is --storage-path)"
         )
+    if name == artifacts.FOLDER:
+        raise UserError(f"--name {name} is the folder of what experiments share; choose another name")
     folder = Path(storage_path).expanduser().absolute() / (name or default_name)
     try:
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tune_prune.errors import UserError
-from tune_prune.records import Status, TrialRecord
+from tune_prune.records import StageReport, Status, TrialRecord
 
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -51,10 +51,15 @@ def parse_json(path: Path) -> dict[str, Any]:
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Write `text` (UTF-8) to `path`: a reader sees the old file or the whole new one, even after a power loss."""
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` as `atomic_write_text` does."""
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
-        with temporary.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -93,6 +98,24 @@ class Ledger:
         """All records, by key. Temporary files that a killed writer left behind are no records."""
         keys = sorted(path.stem for path in self.folder.glob("*.json") if not path.name.startswith("."))
         return [record for key in keys if (record := self.read(key)) is not None]
+
+
+class PassLog:
+    """What every pass over a model made for all trials has cost, one file each in `folder`: whichever start of a search
+    made it, and however that start ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+
+    def write(self, what: dict[str, Any], report: StageReport) -> None:
+        """Note a pass, for `what` and at which cost."""
+        values = what | {"stage": report.stage, "duration_s": report.duration_s, "tokens": report.tokens}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(self.folder / f"{report.stage}-{uuid.uuid4().hex[:12]}.json", to_json(values))
+
+    def read(self) -> list[dict[str, Any]]:
+        """All passes, in no order."""
+        return [parse_json(path) for path in sorted(self.folder.glob("*.json")) if not path.name.startswith(".")]
 
 
 def parse_record(values: dict[str, Any], path: Path) -> TrialRecord:

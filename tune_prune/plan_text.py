@@ -1,12 +1,15 @@
-"""The plan of a search as text for the screen: configurations, data, stages, resources and each model's budget."""
+"""The plan of a search as text for the screen: configurations, data, stages, resources, each model's budget, the cost."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from tune_prune.analysis.cost import duration
+from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.preflight import Plan
 from tune_prune.pruning.methods import load_method
 from tune_prune.trial import uses_embedded_data
@@ -22,7 +25,7 @@ def describe(plan: Plan) -> str:
         f"{len(values)} {name}"
         for name, values in (("methods", space.method), ("seq_len", space.seq_len), ("num_samples", space.num_samples))
     ]
-    kinds = {kind for method in space.method for kind in load_method(method).removals}
+    removals = any(load_method(method).removals for method in space.method)
     if plan.search == "grid":
         search = f"grid over {space.name}: {' x '.join(lists)} = {space.size} configurations a model"
     else:
@@ -46,14 +49,16 @@ def describe(plan: Plan) -> str:
         ("", ", ".join(protocol.tasks)),
         (
             "stages",
-            "importance, removal, pruning, perplexity, zero-shot " + " / ".join(f"{f:.0%}" for f in protocol.slices),
+            "importance, removal, pruning, perplexity, zero-shot "
+            + " / ".join(f"{100 * f:.4g}%" for f in protocol.slices),
         ),
         (
             "shared",
-            f"{len(space.seq_len)} gradient passes and {len(space.seq_len) * len(kinds)} removal passes a model, one per seq_len"
-            f"{' and kind' if len(kinds) > 1 else ''}; 1 dense baseline a model",
+            f"{len(space.seq_len)} gradient passes{f' and {len(space.seq_len)} removal passes' if removals else ''} a model, "
+            f"one {'of each ' if removals else ''}per seq_len; 1 dense baseline a model",
         ),
         ("resources", _resources(plan)),
+        ("memory", _memory(plan.memory)),
     ]
     lines = [f"{name:<12} {text}" for name, text in rows]
     table = [
@@ -82,15 +87,51 @@ def describe(plan: Plan) -> str:
                 model.run.dtype,
             )
         )
+    lines += ["", *_aligned(table), "", *_cost(plan)]
+    return "\n".join(lines)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table, the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines.append("")
-    lines += [
+    return [
         "  ".join(
             cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in table
     ]
-    return "\n".join(lines)
+
+
+def _cost(plan: Plan) -> list[str]:
+    """The cost as a table of stages, and the whole in one line."""
+    cost = plan.cost
+    if cost is None:
+        return ["cost         not predicted: no worker of the cluster was free to measure its speed"]
+    if not cost.wall_seconds:
+        return ["cost         nothing is left to compute"]
+    about = any("~" in note for note in cost.notes)
+    table = [("stage", "times", "tokens", "FLOPs", "time")]
+    for stage in cost.stages():
+        tokens = f"{'~' if about and stage.stage == 'zero_shot' else ''}{stage.tokens:,}" if stage.tokens else "-"
+        flops = f"{stage.flops:.1e}" if stage.flops else "-"
+        table.append((stage.stage, str(stage.runs), tokens, flops, duration(stage.seconds)))
+    workers = f"{cost.slots} worker{'s' if cost.slots > 1 else ''}"
+    gpus = f", {cost.gpu_hours:.2g} GPU-hours" if cost.gpu_hours else ""
+    total = f"cost         about {duration(cost.wall_seconds)} on {workers}{gpus}"
+    return [*_aligned(table), "; ".join([total, *cost.notes])]
+
+
+def _memory(plan: MemoryPlan) -> str:
+    """Where the peak of a trial comes from."""
+    return (
+        f"a trial {_bytes(plan.total)}: process {_bytes(plan.process)}, dense weights {_bytes(plan.weights)}, and either gradients "
+        f"{_bytes(plan.accumulators)} + activations {_bytes(plan.gradient_activations)} or pruned {_bytes(plan.pruned)} + "
+        f"activations {_bytes(plan.evaluation_activations)}"
+    )
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def _resources(plan: Plan) -> str:
@@ -100,10 +141,8 @@ def _resources(plan: Plan) -> str:
         if settings.address
         else f"this machine: {os.cpu_count()} CPUs, {torch.cuda.device_count()} GPUs"
     )
-    memory = plan.trial_bytes
-    size = f"{memory / 2**30:.1f} GiB" if memory >= 2**30 else f"{memory / 2**20:.0f} MiB"
     return (
-        f"{where}; a trial takes CPU {each.cpus:g}, GPU {each.gpus:g} and about {size}; {plan.slots} at once; "
+        f"{where}; a trial takes CPU {each.cpus:g}, GPU {each.gpus:g} and about {_bytes(plan.memory.total)}; {plan.slots} at once; "
         f"scheduler {settings.scheduler}"
     )
 

@@ -6,24 +6,29 @@ into a search.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
+from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
-from tune_prune import calibration, experiment, search_space
+from tune_prune import artifacts, calibration, experiment, plan_cost, search_space
 from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig, trial_key
+from tune_prune.cost_model.estimate import CostEstimate
+from tune_prune.cost_model.memory import MemoryPlan
+from tune_prune.cost_model.workload import Workload, memory_of, workload
 from tune_prune.errors import UserError
 from tune_prune.evaluation import perplexity, task_files
 from tune_prune.ledger import Ledger
 from tune_prune.models import catalog, hub, loading, weight_files
 from tune_prune.models.geometry import Geometry
-from tune_prune.pruning.importance import BATCH_TOKENS, batch_size
 from tune_prune.pruning.methods import method_names
 from tune_prune.pruning.selection import budget
 from tune_prune.search_space import SearchSpace
@@ -50,7 +55,7 @@ class SearchSettings:
     limit: int | None = None
     seed: int = 0
     dtype: str | None = None
-    scheduler: str = "none"
+    scheduler: Literal["none", "race", "asha"] = "none"
     gpus_per_trial: float | None = None
     cpus_per_trial: float | None = None
     trial_timeout_s: float | None = None
@@ -69,7 +74,8 @@ class ModelPlan:
     data_fingerprint: str
     target_params: int  # parameters to remove
     trials: tuple[tuple[PruningConfig, str], ...]  # configuration and trial key
-    trial_bytes: int  # estimated memory of a trial, for sharing a GPU
+    workload: Workload
+    memory: MemoryPlan  # of a trial
 
     def meaning(self) -> dict[str, Any]:
         """What must not change when an experiment goes on."""
@@ -98,12 +104,17 @@ class Plan:
     models: tuple[ModelPlan, ...]
     recorded: int  # trials of this plan that the ledger already holds as finished
     resources: TrialResources  # what one trial takes
-    trial_bytes: int  # estimated memory of the largest trial
     slots: int  # trials that run at once
+    cost: CostEstimate | None  # of what the ledger lacks; None: no worker of the cluster was free to measure its speed
 
     @property
     def total_trials(self) -> int:
         return self.num_trials * len(self.models)
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Of the largest trial."""
+        return max((model.memory for model in self.models), key=lambda memory: memory.total)
 
 
 def make_plan(settings: SearchSettings) -> Plan:
@@ -116,35 +127,38 @@ def make_plan(settings: SearchSettings) -> Plan:
     search = settings.search or space.search
     num_trials = _num_trials(settings, space, search)
     ratio = _pruning_ratio(settings, space)
-    nodes, gpu_bytes = _nodes(settings)
-    on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
-    dtype = settings.dtype or ("bfloat16" if on_gpu else "float32")
-    models = tuple(_plan_model(settings, space, name, ratio, dtype) for name in settings.models)
-    trial_bytes = max(model.trial_bytes for model in models)
-    resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
-    slots = trial_slots(resources, nodes)
-    if resources.gpus == 0 and settings.address is None:
-        _check_memory(trial_bytes, slots, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    _check_distinct(models)
-    default_name = f"{'+'.join(model.run.label for model in models)}-{ratio * 100:g}-{space.name}" + (
-        f"-limit{settings.limit}" if settings.limit else ""
-    )
-    folder = experiment.place(settings.storage_path, settings.name, default_name)
-    finished = {record.key for record in Ledger(folder / "ledger").records() if record.status != "failed"}
-    experiment.check_same_meaning(folder, {model.run.label: model.meaning() for model in models})
-    return Plan(
-        settings=settings,
-        space=space,
-        search=search,
-        num_trials=num_trials,
-        pruning_ratio=ratio,
-        experiment_dir=folder,
-        models=models,
-        recorded=sum(key in finished for model in models for _, key in model.trials),
-        resources=resources,
-        trial_bytes=trial_bytes,
-        slots=slots,
-    )
+    store = artifacts.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifacts.FOLDER)
+    with _cluster(settings):
+        nodes, gpu_bytes = _nodes(settings)
+        on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
+        device = "cuda" if on_gpu else "cpu"
+        models = tuple(_plan_model(settings, space, name, ratio, device, store) for name in settings.models)
+        trial_bytes = max(model.memory.total for model in models)
+        resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
+        slots = trial_slots(resources, nodes)
+        if resources.gpus == 0 and settings.address is None:
+            _check_memory(trial_bytes, slots, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        _check_distinct(models)
+        default_name = f"{'+'.join(model.run.label for model in models)}-{ratio * 100:g}-{space.name}" + (
+            f"-limit{settings.limit}" if settings.limit else ""
+        )
+        folder = experiment.place(settings.storage_path, settings.name, default_name)
+        finished = {record.key for record in Ledger(folder / "ledger").records() if record.status != "failed"}
+        experiment.check_same_meaning(folder, {model.run.label: model.meaning() for model in models})
+        plan = Plan(
+            settings=settings,
+            space=space,
+            search=search,
+            num_trials=num_trials,
+            pruning_ratio=ratio,
+            experiment_dir=folder,
+            models=models,
+            recorded=sum(key in finished for model in models for _, key in model.trials),
+            resources=resources,
+            slots=slots,
+            cost=None,
+        )
+        return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
 
 def _check_distinct(models: tuple[ModelPlan, ...]) -> None:
@@ -189,7 +203,10 @@ def _pruning_ratio(settings: SearchSettings, space: SearchSpace) -> float:
     return ratio
 
 
-def _plan_model(settings: SearchSettings, space: SearchSpace, name: str, ratio: float, dtype: str) -> ModelPlan:
+def _plan_model(
+    settings: SearchSettings, space: SearchSpace, name: str, ratio: float, device: str, store: artifacts.ArtifactStore
+) -> ModelPlan:
+    dtype = settings.dtype or ("bfloat16" if device == "cuda" else "float32")
     try:
         source = catalog.resolve(name, settings.revision)
         run = _model_run(settings, name, source, dtype)
@@ -197,7 +214,8 @@ def _plan_model(settings: SearchSettings, space: SearchSpace, name: str, ratio: 
         _, geometry = loading.config_geometry(config)
         target = _target_params(geometry, ratio)
         _check_data(run)
-        _check_calibration(run, source, config, space)
+        tokenizer = loading.load_tokenizer(source)
+        _check_calibration(run, source, config, tokenizer, space)
         if source.kind != "hub":
             weight_files.check(Path(source.location), loading.meta_model(config))
     except UserError as error:
@@ -208,15 +226,17 @@ def _plan_model(settings: SearchSettings, space: SearchSpace, name: str, ratio: 
     if source.kind == "hub" and commit:  # workers load what was planned, whatever the branch says by then
         run = replace(run, revision=commit)
     fingerprints = loading.fingerprint(source, config), data_fingerprint(run)
-    trials = tuple((c, trial_key(c, *fingerprints, run)) for c in space.configs(ratio))
+    configs = space.configs(ratio)
+    work = workload(run, config, tokenizer, store, fingerprints[0])
     return ModelPlan(
         run=run,
         geometry=geometry,
         model_fingerprint=fingerprints[0],
         data_fingerprint=fingerprints[1],
         target_params=target,
-        trials=trials,
-        trial_bytes=_trial_bytes(geometry, config, space, ratio, getattr(torch, run.dtype).itemsize),
+        trials=tuple((config, trial_key(config, *fingerprints, run)) for config in configs),
+        workload=work,
+        memory=memory_of(work, geometry, configs, target, getattr(torch, run.dtype).itemsize, device),
     )
 
 
@@ -288,7 +308,11 @@ def _check_data(run: ModelRun) -> None:
 
 
 def _check_calibration(
-    run: ModelRun, source: catalog.ModelSource, config: PretrainedConfig, space: SearchSpace
+    run: ModelRun,
+    source: catalog.ModelSource,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    space: SearchSpace,
 ) -> None:
     """Enough text for the longest and the most samples, which the model and its tokenizer can read."""
     longest = max(space.seq_len)
@@ -297,7 +321,6 @@ def _check_calibration(
             f"taylor_seq_len {longest} of search space {space.name} is beyond the {config.max_position_embeddings} tokens that "
             f"{source.label} can read; use a search space with shorter ones"
         )
-    tokenizer = loading.load_tokenizer(source)
     if run.calibration in calibration.HUB_TEXTS:
         return
     text = calibration.load_text(run.calibration)
@@ -327,18 +350,6 @@ def _data_dir(asked: str | None) -> str | None:
     return str(path.resolve())
 
 
-def _trial_bytes(geometry: Geometry, config: Any, space: SearchSpace, ratio: float, itemsize: int) -> int:
-    """Peak memory of a trial: the dense weights, then either float32 gradient sums and activations of a gradient pass, or
-    the pruned weights and a batch of the evaluation."""
-    weights = geometry.total_params * itemsize
-    tokens = max(seq_len * batch_size(seq_len, config.vocab_size) for seq_len in space.seq_len)
-    # Saved for backward per token and layer: about 34 numbers of hidden size (Korthikanti et al., arXiv:2205.05198).
-    activations = tokens * (34 * geometry.hidden_size * geometry.num_layers * itemsize + 3 * 4 * config.vocab_size)
-    gradients = geometry.prunable_params * 4 + activations
-    evaluation = weights * (1 - ratio) + BATCH_TOKENS * (8 * geometry.hidden_size * itemsize + 4 * config.vocab_size)
-    return int(weights + max(gradients, evaluation))
-
-
 def _check_memory(trial_bytes: int, slots: int, machine_bytes: int) -> None:
     """Raise UserError where `slots` trials on CPUs do not fit into this machine's memory together."""
     need, have = f"{trial_bytes / 2**30:.1f} GiB", f"{machine_bytes / 2**30:.1f} GiB"
@@ -355,15 +366,26 @@ def _check_memory(trial_bytes: int, slots: int, machine_bytes: int) -> None:
         )
 
 
+@contextlib.contextmanager
+def _cluster(settings: SearchSettings) -> Iterator[None]:
+    """Connected to the cluster at --address, if one is named."""
+    if settings.address is None:
+        yield
+        return
+    from tune_prune.tuning import cluster  # imports ray: not needed to plan a search on this machine
+
+    address.check(settings.address)
+    with cluster.connected(settings.address):
+        yield
+
+
 def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], int | None]:
-    """CPUs and GPUs of each node, of this machine or of the cluster at --address (which is asked), and the memory of the
+    """CPUs and GPUs of each node, of this machine or of the connected cluster (which is asked), and the memory of the
     smallest GPU."""
     if settings.address is not None:
-        from tune_prune.tuning import cluster  # imports ray: not needed to plan a search on this machine
+        from tune_prune.tuning import cluster
 
-        address.check(settings.address)
-        with cluster.connected(settings.address):
-            return cluster.node_resources(), cluster.smallest_gpu_bytes() if settings.gpus_per_trial is None else None
+        return cluster.node_resources(), cluster.smallest_gpu_bytes() if settings.gpus_per_trial is None else None
     gpus = range(torch.cuda.device_count())
     gpu_bytes = min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=None)
     return [{"CPU": os.cpu_count() or 1, "GPU": len(gpus)}], gpu_bytes

@@ -21,7 +21,8 @@ class StageReport:
     metrics: dict[str, float] = field(default_factory=dict)
     items_scored: int = 0  # zero-shot items scored so far, over all tasks
     items_total: int = 0  # zero-shot items the last slice will have reached
-    tokens: int = 0  # tokens forwarded by this stage
+    tokens: int = 0  # tokens forwarded by this stage; 0 where all it needed was cached
+    outcomes: dict[str, str] = field(default_factory=dict)  # of this slice: task -> "0" or "1" per item, in order
 
 
 @dataclass
@@ -40,6 +41,7 @@ class TrialRecord:
     peak_memory_bytes: int = 0  # GPU: torch's peak; CPU: the process's peak resident set
     host: str = ""
     resources: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what a reader of the numbers should know, in sentences
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

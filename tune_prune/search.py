@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -79,9 +80,10 @@ def parser() -> argparse.ArgumentParser:
     how = p.add_argument_group("how it runs")
     how.add_argument(
         "--scheduler",
-        choices=("none", "asha"),
+        choices=("none", "race", "asha"),
         default="none",
-        help="asha stops weak trials early (default: %(default)s)",
+        help="race stops a trial once its items say, with 95%% confidence, that it cannot be the best; asha stops the weaker "
+        "half at each level (default: %(default)s)",
     )
     how.add_argument(
         "--gpus-per-trial",
@@ -144,38 +146,52 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
 
 
 def search(plan: Plan, command: list[str]) -> SearchResult:
-    """Run a plan to its end and write every view of its results. Raises UserError, KeyboardInterrupt (the ledger stays
-    whole) or what stopped the preparation."""
-    from tune_prune import experiment
-    from tune_prune.analysis.cost import write_cost
+    """Run a plan to its end, write every view of its results and print the final table. Raises UserError,
+    KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+    from tune_prune import artifacts, experiment
+    from tune_prune.analysis.cost import cost_line, totals, write_cost
     from tune_prune.analysis.export import write_views
     from tune_prune.analysis.tables import final_table
-    from tune_prune.artifacts import ArtifactStore
-    from tune_prune.ledger import Ledger, parse_json
+    from tune_prune.ledger import Ledger, PassLog, parse_json
+    from tune_prune.tuning.prepare import read_baselines
     from tune_prune.tuning.run import TrialSpec, TuneOptions, run_search
 
-    settings = plan.settings
+    started = time.monotonic()
+    settings, folder = plan.settings, plan.experiment_dir
+    ledger, passes = Ledger(folder / "ledger"), PassLog(folder / "passes")
+    before = totals(ledger.records(), read_baselines(folder / "baseline.json"), passes.read())
     experiment.write(plan, command)
     jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
     options = TuneOptions(
-        experiment_dir=plan.experiment_dir,
+        experiment_dir=folder,
+        artifact_dir=folder.parent / artifacts.FOLDER,
         search="optuna" if plan.search == "optuna" else "grid",
         num_trials=plan.num_trials if plan.search == "optuna" else None,
         seed=settings.seed,
-        scheduler="asha" if settings.scheduler == "asha" else "none",
+        scheduler=settings.scheduler,
         address=settings.address,
         resources=plan.resources,
         trial_timeout_s=settings.trial_timeout_s,
+        cost=plan.cost,
     )
     result = run_search(jobs, options)
-    records = Ledger(plan.experiment_dir / "ledger").records()
-    models = parse_json(plan.experiment_dir / experiment.FILE)["models"]  # those of earlier starts, too
+    records = ledger.records()
+    models = parse_json(folder / experiment.FILE)["models"]  # those of earlier starts, too
     sources = {label: model["run"] for label, model in models.items()}
-    views = write_views(plan.experiment_dir, records, result.baselines, sources)
-    passes = ArtifactStore(plan.experiment_dir / "artifacts").passes()
-    write_cost(plan.experiment_dir / "cost.json", records, result.baselines, passes)
+    views = write_views(folder, records, result.baselines, sources)
+    cost = write_cost(
+        folder / "cost.json",
+        records,
+        result.baselines,
+        passes.read(),
+        plan.cost.to_dict() if plan.cost is not None else None,
+        before,
+        time.monotonic() - started,
+    )
     print()
     print(final_table(views, result.baselines))
+    print()
+    print(cost_line(cost))
     return result
 
 
@@ -203,7 +219,7 @@ def _main(argv: list[str]) -> None:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
     folder = shown_path(plan.experiment_dir)
     failed = result.count("failed")
-    print(f"\nresults      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
+    print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     print(f"look         tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}")
     if failed:
         print(

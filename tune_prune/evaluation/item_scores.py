@@ -65,6 +65,14 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
     return metrics
 
 
+def outcomes_by_task(items: Iterable[ItemScore]) -> dict[str, str]:
+    """The scores of each task's items in the order given, a "0" or "1" each."""
+    outcomes: dict[str, list[str]] = {}
+    for item in items:
+        outcomes.setdefault(item.task, []).append("1" if item.score else "0")
+    return {task: "".join(scores) for task, scores in outcomes.items()}
+
+
 _SCHEMA = pyarrow.schema(
     [
         ("task", pyarrow.string()),

@@ -1,24 +1,31 @@
 """Log-likelihoods of given continuations: the one place where a model is run on zero-shot requests.
 
-Plain rows: every distinct input is one right-padded row. An engine that shares prefixes between the choices of an item
-replaces `score_requests` and nothing else.
+A row is one sequence of the batch with the requests whose continuations it holds. Here a row is one distinct input,
+padded on the right; shared_prefix.py makes rows that hold all choices of an item.
 
 Legend: R rows of a batch, T tokens of its longest row, P scored positions of a batch, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-# Float32 log-softmax elements held at once (256 MiB), so that a 150k vocabulary does not set the peak memory.
-_SOFTMAX_ELEMENTS = 1 << 26
+log = logging.getLogger(__name__)
+
+# Float32 log-softmax elements held at once (256 MiB on a GPU), so that a 150k vocabulary does not set the peak memory.
+_SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
+# Logits of one forward pass on a CPU (24 MB in float32): from 32 MB on, the C library asks the system for new pages at
+# every pass, and touching them costs as much as a third of the head.
+_CPU_LOGITS = 6 << 20
 
 
 @dataclass(frozen=True)
@@ -33,84 +40,168 @@ class Request:
     targets: np.ndarray
 
 
+@dataclass(frozen=True)
+class Row:
+    """One sequence for the model and the requests that are scored on it, one after the other."""
+
+    tokens: np.ndarray  # [T]
+    requests: tuple[int, ...]  # which of the caller's requests
+    lengths: tuple[int, ...]  # their continuations' lengths, m tokens in all
+    scored: np.ndarray  # [m] position in the row that predicts each target; several may share one
+    targets: np.ndarray  # [m]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What a model says to n requests, in their order."""
+
+    loglikelihoods: np.ndarray  # float64 [n], nats
+    greedy: np.ndarray  # bool [n]: greedy decoding would produce the continuation
+
+    @classmethod
+    def blank(cls, count: int) -> Outcomes:
+        """To be filled in."""
+        return cls(np.full(count, np.nan), np.zeros(count, dtype=bool))
+
+
+# What the forward pass of some rows, padded to a width, needs besides their tokens.
+ExtraInputs = Callable[[PreTrainedModel, Sequence[Row], int], dict[str, Any]]
+
+
 def default_batch_tokens(model: PreTrainedModel) -> int:
     """Tokens per forward pass: a GPU wants large batches, a CPU ones whose activations stay in its caches."""
-    return 16384 if model.device.type == "cuda" else 2048
+    return 16384 if model.device.type == "cuda" else 1024
 
 
-def count_tokens(requests: list[Request]) -> int:
-    """Tokens (without padding) that scoring `requests` forwards: equal inputs count once."""
-    return sum(len(key) for key in {request.inputs.tobytes(): None for request in requests}) // 4
-
-
-def score_requests(
-    model: PreTrainedModel, requests: list[Request], batch_tokens: int | None = None
-) -> list[tuple[float, bool]]:
-    """(log-likelihood in nats, whether greedy decoding would produce it) of every request, in the order given.
-
-    `batch_tokens` bounds rows times longest row of one forward pass (a single longer row is still run). Requests with
-    equal inputs - the one-token choices of an item - are forwarded once.
-    """
-    results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+def plain_rows(requests: Sequence[Request], indices: Iterable[int] | None = None) -> list[Row]:
+    """One row for every distinct input among `requests` (of those at `indices`): the one-token choices of an item have
+    equal inputs and are forwarded once."""
     sharing: dict[bytes, list[int]] = {}
-    for index, request in enumerate(requests):
-        sharing.setdefault(request.inputs.tobytes(), []).append(index)
-    rows = sorted(sharing.values(), key=lambda indices: -len(requests[indices[0]].inputs))
-    with torch.inference_mode():
-        for batch in _batches(rows, requests, batch_tokens or default_batch_tokens(model)):
-            indices = [index for row in batch for index in row]
-            scores = _score_batch(model, requests, batch)
-            for index, score in zip(indices, scores, strict=True):
-                results[index] = score
-    return results
+    for index in range(len(requests)) if indices is None else indices:
+        sharing.setdefault(requests[index].inputs.tobytes(), []).append(index)
+    rows = []
+    for members in sharing.values():
+        inputs = requests[members[0]].inputs
+        targets = [requests[index].targets for index in members]
+        scored = [np.arange(len(inputs) - len(wanted), len(inputs)) for wanted in targets]
+        lengths = tuple(len(wanted) for wanted in targets)
+        rows.append(Row(inputs, tuple(members), lengths, np.concatenate(scored), np.concatenate(targets)))
+    return rows
 
 
-def token_log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
+def score_requests(model: PreTrainedModel, requests: Sequence[Request], batch_tokens: int | None = None) -> Outcomes:
+    """Scores of all requests the plain way, a row for each distinct input; see `score_rows`."""
+    outcomes = Outcomes.blank(len(requests))
+    score_rows(model, plain_rows(requests), outcomes, batch_tokens)
+    return outcomes
 
-    The softmax is taken in float32 whatever the model's dtype: in bfloat16 it is off by whole nats.
+
+def score_rows(
+    model: PreTrainedModel,
+    rows: Sequence[Row],
+    outcomes: Outcomes,
+    batch_tokens: int | None = None,
+    extra_inputs: ExtraInputs | None = None,
+) -> None:
+    """Write the scores of the requests of `rows` into `outcomes`, each at its number.
+
+    Rows run longest first, which limits padding. `batch_tokens` bounds rows times longest row of one forward pass (a
+    single longer row is still run; None: by device). Where that does not fit into memory, it is halved for the rest;
+    raises what the allocator raises where not even one row fits.
     """
-    step = max(1, _SOFTMAX_ELEMENTS // logits.shape[-1])
-    chosen, greedy = [], []
-    for part, wanted in zip(logits.split(step), targets.split(step), strict=True):
-        log_probs = torch.log_softmax(part, dim=-1, dtype=torch.float32)
-        chosen.append(log_probs.gather(1, wanted[:, None])[:, 0])
-        greedy.append(log_probs.argmax(dim=-1) == wanted)
-    return torch.cat(chosen), torch.cat(greedy)
-
-
-def _batches(rows: list[list[int]], requests: list[Request], batch_tokens: int) -> Iterator[list[list[int]]]:
-    """`rows`, longest first, in runs whose padded size stays within `batch_tokens`."""
+    rows = sorted(rows, key=lambda row: -len(row.tokens))
+    budget = batch_tokens or default_batch_tokens(model)
+    most_scored = _CPU_LOGITS // _vocabulary(model) if model.device.type == "cpu" else budget
     start = 0
-    while start < len(rows):
-        longest = len(requests[rows[start][0]].inputs)
-        end = start + max(1, batch_tokens // longest)
-        yield rows[start:end]
-        start = end
+    with torch.inference_mode():
+        while start < len(rows):
+            batch = rows[start : _batch_end(rows, start, budget, most_scored)]
+            if _fits(model, batch, outcomes, extra_inputs):
+                start += len(batch)
+            else:  # tried again out here: in the handler, the exception would keep the failed pass's tensors alive
+                longest = len(batch[0].tokens)
+                log.warning("out of memory with %d rows of %d tokens; going on with half", len(batch), longest)
+                budget = len(batch) // 2 * longest
 
 
-def _score_batch(model: PreTrainedModel, requests: list[Request], batch: list[list[int]]) -> list[tuple[float, bool]]:
-    """Scores of the requests of `batch` (rows of request indices), in the batch's order."""
+def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -> int:
+    """Where the batch ends that begins at `start`: it has one row, or as many as both limits allow."""
+    most_rows = budget // max(1, len(rows[start].tokens))
+    scored = len(rows[start].scored)
+    end = start + 1
+    while end < len(rows) and end - start < most_rows and scored + len(rows[end].scored) <= most_scored:
+        scored += len(rows[end].scored)
+        end += 1
+    return end
+
+
+def _fits(model: PreTrainedModel, batch: Sequence[Row], outcomes: Outcomes, extra_inputs: ExtraInputs | None) -> bool:
+    """Score `batch`; False where memory does not suffice and fewer rows can be tried."""
+    try:
+        _score_batch(model, batch, outcomes, extra_inputs)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no class of its own
+        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+        if len(batch) == 1 or not out_of_memory:
+            raise
+        return False
+    return True
+
+
+def _score_batch(
+    model: PreTrainedModel, batch: Sequence[Row], outcomes: Outcomes, extra_inputs: ExtraInputs | None
+) -> None:
     device = model.device
-    longest = len(requests[batch[0][0]].inputs)
-    input_ids = np.zeros((len(batch), longest), dtype=np.int64)  # [R, T]
-    positions, targets, lengths = [], [], []
-    for row, sharing in enumerate(batch):
-        inputs = requests[sharing[0]].inputs
-        input_ids[row, : len(inputs)] = inputs
-        for index in sharing:
-            wanted = requests[index].targets
-            end = row * longest + len(inputs)
-            positions.append(np.arange(end - len(wanted), end))
-            targets.append(wanted)
-            lengths.append(len(wanted))
-    flat_targets = torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device)
-    with _head_only_at(model, torch.from_numpy(np.concatenate(positions)).to(device)):
-        # No attention mask: padding stands right of every real token, where causal attention never looks.
-        logits = model(input_ids=torch.from_numpy(input_ids).to(device), use_cache=False).logits[0]  # [P, V]
-    chosen, greedy = token_log_probs(logits, flat_targets)
-    parts = zip(chosen.cpu().split(lengths), greedy.cpu().split(lengths), strict=True)
-    return [(part.sum().item(), bool(exact.all())) for part, exact in parts]
+    width = len(batch[0].tokens)
+    if extra_inputs is not None and device.type == "cuda":
+        width = -(-width // 8) * 8  # the memory-efficient kernels want masks whose rows are aligned
+    input_ids = pad((row.tokens for row in batch), len(batch), width, 0)  # [R, T]
+    scored = np.concatenate([index * width + row.scored for index, row in enumerate(batch)])
+    positions, where = np.unique(scored, return_inverse=True)  # [P]: the choices of an item begin at the same one
+    targets = np.concatenate([row.targets for row in batch])
+    # Plain rows need no mask: padding stands right of every real token, where causal attention never looks.
+    extra = extra_inputs(model, batch, width) if extra_inputs else {}
+    with _head_only_at(model, torch.from_numpy(positions).to(device)):
+        logits = model(input_ids=torch.from_numpy(input_ids).to(device), use_cache=False, **extra).logits[0]  # [P, V]
+    chosen, exact = token_log_probs(
+        logits, torch.from_numpy(targets.astype(np.int64)).to(device), torch.from_numpy(where).to(device)
+    )
+    starts = np.cumsum([0, *(length for row in batch for length in row.lengths)])[:-1]
+    indices = np.array([index for row in batch for index in row.requests])
+    outcomes.loglikelihoods[indices] = np.add.reduceat(chosen.double().cpu().numpy(), starts)
+    outcomes.greedy[indices] = np.logical_and.reduceat(exact.cpu().numpy(), starts)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    head = model.get_output_embeddings()
+    return len(head.weight)
+
+
+def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np.ndarray:
+    """`count` sequences, each at most `width` long, as an int64 array [count, width], filled up on the right."""
+    padded = np.full((count, width), filler, dtype=np.int64)
+    for row, sequence in zip(padded, values, strict=True):
+        row[: len(sequence)] = sequence
+    return padded
+
+
+def token_log_probs(logits: Tensor, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
+
+    `rows` [P], ascending in no particular order, says which row of `logits` predicts each target; None: the same one.
+    The softmax is taken in float32 also where the model computes in less: in bfloat16 it is off by whole nats.
+    """
+    if rows is None:
+        rows = torch.arange(len(targets), device=targets.device)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    chosen = torch.empty(len(targets), dtype=dtype, device=logits.device)
+    likeliest = torch.empty(len(logits), dtype=torch.long, device=logits.device)
+    step = max(1, _SOFTMAX_ELEMENTS.get(logits.device.type, 1 << 20) // logits.shape[-1])
+    for start in range(0, len(logits), step):
+        log_probs = torch.log_softmax(logits[start : start + step], dim=-1, dtype=dtype)
+        likeliest[start : start + step] = log_probs.argmax(dim=-1)
+        (here,) = torch.nonzero((rows >= start) & (rows < start + step), as_tuple=True)
+        chosen[here] = log_probs[rows[here] - start, targets[here]]
+    return chosen, likeliest[rows] == targets
 
 
 @contextmanager

@@ -1,8 +1,7 @@
-"""Zero-shot accuracy through lm-eval's own task definitions, encoding and judgement, item by item and in nested slices.
+"""Builds a zero-shot suite from lm-eval's own task definitions.
 
-A suite is built once per model and tokenizer: every request is rendered and tokenised then, and scoring a pruned model
-only runs rows of tokens. lm-eval (EleutherAI, v0.4) renders the prompts (`build_all_requests`), encodes them (HFLM's
-methods, without HFLM's model) and judges each item (`process_results`); only the forward passes are ours.
+Once per tokenizer and task set: lm-eval (EleutherAI, v0.4) renders the prompts (`build_all_requests`) and its rule
+encodes them (lm_adapter.py). What comes out is tokens; scoring a pruned model only runs rows of them (suite.py).
 """
 
 from __future__ import annotations
@@ -11,131 +10,68 @@ import contextlib
 import functools
 import io
 import logging
-import math
-import random
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from lm_eval.api.task import Task
-from lm_eval.models.huggingface import HFLM
+from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from tune_prune.config import EvaluationProtocol, seed_for
+from tune_prune.config import EvaluationProtocol
 from tune_prune.errors import UserError
-from tune_prune.evaluation.item_scores import ItemScore, items_table, metric_of, summarize, write_items
-from tune_prune.evaluation.row_scoring import Request, count_tokens, score_requests
+from tune_prune.evaluation.item_scores import metric_of
+from tune_prune.evaluation.lm_adapter import encode
+from tune_prune.evaluation.row_scoring import Request
+from tune_prune.evaluation.suite import Item, ZeroShotSuite
 from tune_prune.evaluation.task_files import STOCK_TASKS, TaskSource, stock_definition, task_files, write_definition
 
-__all__ = ["ItemScore", "ZeroShotSuite", "items_table", "summarize", "write_items"]
 
+def build_suite(
+    tokenizer: PreTrainedTokenizerBase, protocol: EvaluationProtocol, source: TaskSource, max_length: int
+) -> ZeroShotSuite:
+    """Renders and tokenises every request of the protocol's tasks.
 
-@dataclass(frozen=True)
-class _Item:
-    task: Task
-    doc_id: int
-    doc: dict[str, Any]
-    gold: int
-    requests: list[Request]  # one per choice
-
-
-class ZeroShotSuite:
-    """The items of a protocol, ready to be scored; see `build`.
-
-    `num_items` over all tasks; `num_slices`.
+    `max_length` is the model's position limit in tokens; longer requests lose their first tokens, as in lm-eval. Raises
+    UserError for what the user must change: unknown tasks, missing or bad files, no hub, a task that is not scored by
+    log-likelihoods, a gold answer that is none of the choices.
     """
-
-    def __init__(self, items: list[_Item], protocol: EvaluationProtocol) -> None:
-        self.num_items = len(items)
-        self.num_slices = len(protocol.slices)
-        # What each slice adds to the one before it.
-        self._added: list[list[_Item]] = [[] for _ in protocol.slices]
-        by_task: dict[str, list[_Item]] = {}
-        for item in items:
-            by_task.setdefault(item.task.task_name, []).append(item)
-        for name, members in by_task.items():
-            random.Random(seed_for(protocol.seed, f"slices/{name}")).shuffle(members)
-            start = 0
-            for added, fraction in zip(self._added, protocol.slices, strict=True):
-                # The small number keeps 0.1 * 30 = 3.0000000000000004 from becoming 4.
-                end = math.ceil(fraction * len(members) - 1e-9)
-                added += members[start:end]
-                start = end
-
-    @classmethod
-    def build(
-        cls, tokenizer: PreTrainedTokenizerBase, protocol: EvaluationProtocol, source: TaskSource, max_length: int
-    ) -> ZeroShotSuite:
-        """Renders and tokenises every request of the protocol's tasks.
-
-        `max_length` is the model's position limit in tokens; longer requests lose their first tokens, as in lm-eval.
-        Raises UserError for what the user must change: unknown tasks, missing or bad files, no hub, a task that is not
-        scored by log-likelihoods, a gold answer that is none of the choices.
-        """
-        encoder = _Encoder(tokenizer)
-        items: list[_Item] = []
-        with _quiet():
-            for task in _load_tasks(source, protocol):
-                _check_task(task)
-                for instances in _by_document(task):
-                    gold = _gold(task, instances)
-                    requests = [
-                        _request(task, encoded, max_length) for encoded in encoder.loglikelihood(instances, True)
-                    ]
-                    items.append(_Item(task, instances[0].doc_id, instances[0].doc, gold, requests))
-        return cls(items, protocol)
-
-    def tokens_in_slice(self, slice_index: int) -> int:
-        """Tokens (without padding) that scoring this slice forwards."""
-        return count_tokens([request for item in self._added[slice_index] for request in item.requests])
-
-    def score_slice(self, model: PreTrainedModel, slice_index: int, batch_tokens: int | None = None) -> list[ItemScore]:
-        """Scores of the items that this slice adds to the one before it.
-
-        `model` is any causal language model of transformers, structurally pruned or not. `batch_tokens` bounds one
-        forward pass (None: by device).
-        """
-        added = self._added[slice_index]
-        results = iter(score_requests(model, [request for item in added for request in item.requests], batch_tokens))
-        scores = []
-        for item in added:
-            outcomes = [next(results) for _ in item.requests]
-            judged = item.task.process_results(item.doc, outcomes)
-            scores.append(
-                ItemScore(
-                    task=item.task.task_name,
-                    doc_id=item.doc_id,
-                    slice=slice_index,
-                    acc=float(judged["acc"]),
-                    acc_norm=float(judged["acc_norm"]) if "acc_norm" in judged else None,
-                    loglikelihoods=tuple(loglikelihood for loglikelihood, _ in outcomes),
-                    gold=item.gold,
-                )
-            )
-        return scores
+    items: list[Item] = []
+    with _quiet():
+        for task in _load_tasks(source, protocol):
+            _check_task(task)
+            encoded = iter(encode(tokenizer, task.instances, max_length))
+            requests: dict[int, list[Request]] = {}
+            documents: dict[int, dict[str, Any]] = {}
+            for instance in task.instances:
+                documents[instance.doc_id] = instance.doc
+                requests.setdefault(instance.doc_id, []).append(next(encoded))
+            items += [_item(task, doc_id, doc, requests[doc_id]) for doc_id, doc in documents.items()]
+    return ZeroShotSuite(items, protocol)
 
 
-class _Encoder(HFLM):
-    """HFLM's own rules for turning (context, continuation) into tokens, with no model behind them."""
+def _item(task: Task, doc_id: int, doc: dict[str, Any], requests: list[Request]) -> Item:
+    """The item of a document; with lm-eval's own judgement unless it is plain multiple choice with one right answer."""
+    gold = _gold(task, doc_id, doc)
+    choices = task.doc_to_choice(doc) if gold >= 0 else []  # no or several right answers: not plain
+    plain = (
+        getattr(task.process_results, "__func__", None) is ConfigurableTask.process_results
+        and not callable(task.config.process_results)
+        and len(choices) == len(requests)  # acc_mutual_info asks for every choice without its context, too
+    )
+    if not plain:
+        return Item(task.task_name, doc_id, gold, tuple(requests), (), functools.partial(_judged_by_lm_eval, task, doc))
+    lengths = tuple(map(len, choices)) if "acc_norm" in task.aggregation() else ()
+    return Item(task.task_name, doc_id, gold, tuple(requests), lengths)
 
-    # HFLM's defaults, which its constructor would set along with loading a model.
-    add_bos_token = None
-    custom_prefix_token_id = None
-    enable_thinking = False
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        # The choices of an item mostly share one context; encode it once.
-        self.tok_encode = functools.lru_cache(maxsize=8)(super().tok_encode)
-
-    def _loglikelihood_tokens(self, requests: list, **_: Any) -> list:
-        """Where HFLM would run its model: hands back ((context, continuation), context ids, continuation ids)."""
-        return requests
+def _judged_by_lm_eval(
+    task: Task, doc: dict[str, Any], outcomes: list[tuple[float, bool]]
+) -> tuple[float, float | None]:
+    judged = task.process_results(doc, outcomes)
+    return float(judged["acc"]), float(judged["acc_norm"]) if "acc_norm" in judged else None
 
 
 def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Task]:
@@ -222,19 +158,10 @@ def _check_task(task: Task) -> None:
         )
 
 
-def _by_document(task: Task) -> list[list]:
-    """The task's requests (lm-eval Instances), one list per document, choices in order."""
-    documents: dict[int, list] = {}
-    for instance in task.instances:
-        documents.setdefault(instance.doc_id, []).append(instance)
-    return list(documents.values())
-
-
-def _gold(task: Task, instances: list) -> int:
+def _gold(task: Task, doc_id: int, doc: dict[str, Any]) -> int:
     """Index of the right choice, or -1 where the task has no single one. Raises UserError where it is no choice."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return -1
-    doc = instances[0].doc
     gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     if isinstance(gold, list):
         return -1
@@ -242,22 +169,10 @@ def _gold(task: Task, instances: list) -> int:
     index = choices.index(gold) if isinstance(gold, str) and gold in choices else gold
     if not isinstance(index, int) or not 0 <= index < len(choices):
         raise UserError(
-            f"task {task.task_name!r}, item {instances[0].doc_id}: the right answer {gold!r} is none of its "
-            f"{len(choices)} choices; correct the item"
+            f"task {task.task_name!r}, item {doc_id}: the right answer {gold!r} is none of its {len(choices)} choices; "
+            f"correct the item"
         )
     return index
-
-
-def _request(task: Task, encoded: tuple[tuple[str, str], list[int], list[int]], max_length: int) -> Request:
-    """Cut to the model's limit as HFLM does: the last max_length + 1 tokens, of which the last is only predicted."""
-    (_, continuation), context_ids, continuation_ids = encoded
-    if not 0 < len(continuation_ids) <= max_length:
-        raise UserError(
-            f"task {task.task_name!r}: the answer {continuation[:60]!r} is {len(continuation_ids)} tokens; the model "
-            f"takes 1 to {max_length}, so leave the task out with --tasks or use a model with a longer limit"
-        )
-    inputs = (context_ids + continuation_ids)[-(max_length + 1) :][:-1]
-    return Request(np.array(inputs, dtype=np.int32), np.array(continuation_ids, dtype=np.int32))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ column. Arrays come one per layer: shape [K] for groups, [M] for channels. Plain
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +47,28 @@ class PruningPlan:
     removed_params: int  # removed by this plan
     total_params: int
 
+    @classmethod
+    def keep_all(cls, geometry: Geometry) -> PruningPlan:
+        """The plan that removes nothing: the dense model."""
+        return cls(
+            kept_groups=tuple(tuple(range(k)) for k in geometry.kv_heads),
+            kept_channels=tuple(tuple(range(m)) for m in geometry.mlp_width),
+            target_params=0,
+            removed_params=0,
+            total_params=geometry.total_params,
+        )
+
     @property
     def removed_fraction(self) -> float:
         return self.removed_params / self.total_params
+
+    @property
+    def structure(self) -> str:
+        """A digest of what is kept: plans of equal structure make the same model, whatever method chose them."""
+        state = hashlib.sha256()
+        for kept in (*self.kept_groups, *self.kept_channels):
+            state.update(np.array([len(kept), *kept], dtype=np.int64).tobytes())
+        return state.hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """For pruning_plan.json: enough to rebuild the model from the dense one."""

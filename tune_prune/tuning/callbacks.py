@@ -1,15 +1,13 @@
-"""What the driver does with results while a search runs: the ledger's missing records, TensorBoard, one line of progress."""
+"""What the driver does with results while a search runs: the ledger's missing records, TensorBoard."""
 
 from __future__ import annotations
 
 import math
 import shutil
-import sys
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ray.tune import Callback
 from ray.tune.experiment import Trial as RayTrial
@@ -17,40 +15,49 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from tune_prune.records import TrialRecord
-from tune_prune.tuning.trainable import TrialSpec, WorkerSettings
-
-TTY_REFRESH_S = 0.5
-LOG_REFRESH_S = 10.0
+from tune_prune.tuning.queue import is_job
+from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 
 class LedgerCallback(Callback):
     """Records what no worker can: trials the scheduler stopped, and trials whose process died."""
 
-    def __init__(self, specs: Mapping[str, TrialSpec], settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, TrialSpec],
+        settings: WorkerSettings,
+        stop_reason: Callable[[str], str | None] | None = None,
+    ) -> None:
         self._specs = specs
         self._settings = settings
+        self._stop_reason = stop_reason  # by trial key; None: the scheduler gives no reasons
         self.records: dict[str, TrialRecord] = {}  # of this search, by key
 
     def on_trial_result(
         self, iteration: int, trials: list[RayTrial], trial: RayTrial, result: dict[str, Any], **info: Any
     ) -> None:
+        if is_job(trial):
+            return
         record = TrialRecord.from_dict(result["record"])
         if result["trial_status"] != "running":
             self.records[record.key] = record
 
     def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         result = trial.last_result
-        if result.get("trial_status") != "running":
+        if is_job(trial) or result.get("trial_status") != "running":
             return  # the worker has recorded it, or it never ran
         record = TrialRecord.from_dict(result["record"])
         record.status = "stopped_early"
-        record.reason = (
+        reason = self._stop_reason(record.key) if self._stop_reason is not None else None
+        record.reason = reason or (
             f"stopped by the scheduler at acc_mean {result.get('acc_mean', math.nan):.4f} "
             f"after {result['items_scored']} of {result['items_total']} zero-shot items"
         )
         self._write(record)
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
+        if is_job(trial):
+            return
         spec = self._specs[trial.config["key"]]
         record = self._settings.failure_of_this_search(spec.key)
         if record is None:
@@ -81,6 +88,8 @@ class TensorBoardCallback(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[RayTrial], trial: RayTrial, result: dict[str, Any], **info: Any
     ) -> None:
+        if is_job(trial):
+            return
         key = trial.config["key"]
         if result["training_iteration"] == 1:
             self._close(key)  # of an attempt that died
@@ -103,7 +112,8 @@ class TensorBoardCallback(Callback):
             self._finish(trial, "stopped_early" if status == "running" else status)
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        self._finish(trial, "failed")
+        if not is_job(trial):
+            self._finish(trial, "failed")
 
     def on_experiment_end(self, trials: list[RayTrial], **info: Any) -> None:
         for key in list(self._writers):
@@ -137,100 +147,6 @@ class TensorBoardCallback(Callback):
     def _close(self, key: str) -> None:
         if key in self._writers:
             self._writers.pop(key).close()
-
-
-class LiveLine(Callback):
-    """One line on the screen: `[12/45] running 2, failed 0, best acc .8421 blockwise-s64-n128, ETA 01:40`.
-
-    On a terminal the line is rewritten; elsewhere a new line is written every ten seconds and at the end.
-    """
-
-    def __init__(
-        self,
-        specs: Mapping[str, TrialSpec],
-        total: int,
-        known: Iterable[TrialRecord] = (),
-        stream: TextIO | None = None,
-    ) -> None:
-        self._specs = specs
-        self._total = total
-        self._given_stream = stream  # never sys.stdout itself: Ray pickles callbacks
-        self._tty = self._stream.isatty()
-        self._best: dict[str, tuple[float, str]] = {}  # by model's label
-        self._done = self._failed = self._ended_here = self._width = 0
-        self._started = self._shown = time.monotonic()
-        for record in known:
-            self._count(record.key, record.status, record.metrics)
-
-    @property
-    def _stream(self) -> TextIO:
-        return self._given_stream or sys.stdout
-
-    def say(self, text: str) -> None:
-        """A line of its own that stays, such as a phase before the trials."""
-        self._write(text)
-        self.end()
-
-    def end(self) -> None:
-        """Leave the line, so that what is printed next starts on its own."""
-        if self._tty and self._width:
-            self._stream.write("\n")
-            self._stream.flush()
-        self._width = 0
-
-    def setup(self, *args: Any, **info: Any) -> None:
-        self._started = time.monotonic()
-
-    def on_step_end(self, iteration: int, trials: list[RayTrial], **info: Any) -> None:
-        if time.monotonic() - self._shown >= (TTY_REFRESH_S if self._tty else LOG_REFRESH_S):
-            self._write(self._text(sum(trial.status == RayTrial.RUNNING for trial in trials)))
-
-    def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        result = trial.last_result
-        if "record" in result:
-            status = result["trial_status"]
-            self._ended_here += 1
-            self._count(
-                trial.config["key"], "stopped_early" if status == "running" else status, result["record"]["metrics"]
-            )
-
-    def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        self._ended_here += 1
-        self._count(trial.config["key"], "failed", {})
-
-    def on_experiment_end(self, trials: list[RayTrial], **info: Any) -> None:
-        self.say(self._text(0))
-
-    def _count(self, key: str, status: str, metrics: Mapping[str, float]) -> None:
-        self._done += 1
-        self._failed += status == "failed"
-        accuracy = metrics.get("acc_mean", math.nan)
-        label, name = self._specs[key].run.label, self._specs[key].config.name
-        if status == "complete" and accuracy > self._best.get(label, (-1.0, ""))[0]:
-            self._best[label] = (accuracy, name)
-
-    def _text(self, running: int) -> str:
-        several = len({spec.run.label for spec in self._specs.values()}) > 1
-        best = "; ".join(
-            f"best acc {accuracy:.4f}".replace(" 0.", " .") + f" {label + ' ' if several else ''}{name}"
-            for label, (accuracy, name) in self._best.items()
-        )
-        left = self._total - self._done
-        eta = ""
-        if left and self._ended_here:
-            minutes, seconds = divmod(round((time.monotonic() - self._started) / self._ended_here * left), 60)
-            eta = f", ETA {minutes:02d}:{seconds:02d}"
-        return f"[{self._done}/{self._total}] running {running}, failed {self._failed}{', ' if best else ''}{best}{eta}"
-
-    def _write(self, text: str) -> None:
-        if self._tty:
-            columns = shutil.get_terminal_size().columns - 1  # a longer line would wrap and could not be rewritten
-            self._stream.write("\r" + text[:columns].ljust(self._width))
-            self._width = min(len(text), columns)
-        else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
-        self._shown = time.monotonic()
 
 
 def _curves(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -6,24 +6,33 @@ finished trials again and loses early-stopping state. Failed trials are run agai
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ray import tune
+from ray.tune import Callback
 from ray.tune.experiment import Trial as RayTrial
 
+from tune_prune.config import ModelRun, seed_for
+from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.errors import UserError
 from tune_prune.ledger import Ledger
 from tune_prune.records import TrialRecord
 from tune_prune.tuning import cluster, prepare
-from tune_prune.tuning.callbacks import LedgerCallback, LiveLine, TensorBoardCallback
+from tune_prune.tuning.callbacks import LedgerCallback, TensorBoardCallback
+from tune_prune.tuning.live_line import LiveLine
+from tune_prune.tuning.prepare import PrepareJob
+from tune_prune.tuning.queue import PrepareCallback, StopAtFailure, WorkQueue, is_job
+from tune_prune.tuning.race import RacePerModel, read_outcomes
 from tune_prune.tuning.resources import TrialResources, trial_slots
 from tune_prune.tuning.scheduler import AshaPerModel
 from tune_prune.tuning.searcher import OptunaSearcher
-from tune_prune.tuning.trainable import PruneTrainable, TrialSpec, WorkerSettings
+from tune_prune.tuning.trainable import PruneTrainable
+from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 CRASHES_PER_TRIAL = 1  # worker killed, node lost, or an exception: tried again once in a fresh process
 
@@ -33,14 +42,16 @@ class TuneOptions:
     """How a search runs; nothing here changes what a trial measures."""
 
     experiment_dir: Path  # absolute; on a cluster a folder that every node mounts
+    artifact_dir: Path | None = None  # likewise; shared by experiments; None: in experiment_dir
     search: Literal["grid", "optuna"] = "grid"
     num_trials: int | None = None  # per model, for optuna, counting those in the ledger; None: the whole space
     seed: int = 0  # of the sampler
-    scheduler: Literal["none", "asha"] = "none"
+    scheduler: Literal["none", "asha", "race"] = "none"
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
     num_cpus: int | None = None  # of the local Ray; None: all
     resources: TrialResources = field(default_factory=TrialResources)  # of one trial
     trial_timeout_s: float | None = None
+    cost: CostEstimate | None = None  # for the time left; None: it is not told
 
 
 @dataclass
@@ -80,18 +91,29 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         slots = trial_slots(options.resources, nodes)
         cluster.check_shared_storage(folder)
         failures = {record.key: record for record in known if record.status == "failed"}
-        settings = WorkerSettings(folder, options.resources, options.trial_timeout_s, failures)
+        artifact_dir = options.artifact_dir or folder / "artifacts"
+        settings = WorkerSettings(folder, artifact_dir, options.resources, options.trial_timeout_s, failures)
 
         finished = [record for record in known if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)
-        line = LiveLine(specs, len(finished) + count, finished)
-        prepared = prepare.run_jobs(prepare.prepare_jobs(pending, missing), settings, slots, line.say)
-        new = {result.job.run.label: result.baseline for result in prepared if result.baseline is not None}
-        if new:
-            baselines |= new
-            prepare.write_baselines(folder / "baseline.json", baselines)
+        # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
+        prepared = prepare.prepare_jobs(pending if searcher is None else [], missing)
+        line = LiveLine(specs, len(finished) + count, finished, cost=options.cost, jobs=prepared, slots=slots)
 
-        ran = _tune(specs, pending, searcher, settings, options, slots, line) if pending else {}
+        def keep(run: ModelRun, baseline: TrialRecord) -> None:
+            baselines[run.label] = baseline
+            prepare.write_baselines(folder / "baseline.json", baselines)
+            for note in baseline.notes:
+                line.say(f"note: {run.label}: {note}")
+
+        callback = PrepareCallback(prepared, line.say, keep)
+        scheduler = _scheduler(options, folder, specs, finished)
+        if options.scheduler == "race":
+            pending = _shuffled(pending, options.seed)
+        queue = WorkQueue(prepared, pending, searcher)
+        ran = _tune(specs, prepared, queue, len(prepared) + count, scheduler, settings, slots, [callback, line])
+        if callback.failure is not None:
+            raise callback.failure
     return SearchResult({record.key: record for record in known} | ran, list(ran), baselines)
 
 
@@ -107,33 +129,45 @@ def _pending(
     return searcher, [spec for spec in pending if spec.run.label in searcher.open_models]
 
 
+def _scheduler(
+    options: TuneOptions, folder: Path, specs: dict[str, TrialSpec], finished: list[TrialRecord]
+) -> AshaPerModel | RacePerModel | None:
+    if options.scheduler == "asha":
+        return AshaPerModel(specs)
+    if options.scheduler == "race":
+        return RacePerModel(specs, _known_outcomes(folder, specs, finished))
+    return None
+
+
 def _tune(
     specs: dict[str, TrialSpec],
-    pending: list[TrialSpec],
-    searcher: OptunaSearcher | None,
+    jobs: list[PrepareJob],
+    queue: WorkQueue,
+    count: int,
+    scheduler: AshaPerModel | RacePerModel | None,
     settings: WorkerSettings,
-    options: TuneOptions,
     slots: int,
-    line: LiveLine,
+    callbacks: list[Callback],
 ) -> dict[str, TrialRecord]:
-    """The trials themselves; returns the records of those that ended, by key."""
+    """Everything that `queue` hands out, `count` at most; returns the records of the trials that ended, by key."""
     folder = settings.experiment_dir
-    ledger = LedgerCallback(specs, settings)
+    ledger = LedgerCallback(specs, settings, scheduler.reason if isinstance(scheduler, RacePerModel) else None)
 
     def name(trial: RayTrial) -> str:
+        if is_job(trial):
+            job = jobs[trial.config["job"]]
+            return f"prepare-{job.run.label}-{'baseline' if job.seq_len is None else f's{job.seq_len}'}"
         spec = specs[trial.config["key"]]
         return f"{spec.run.label}-{spec.config.name}-{spec.key[:6]}"
 
-    trainable = tune.with_parameters(PruneTrainable, specs=specs, settings=settings)
-    space: dict[str, Any] = {"key": tune.grid_search([spec.key for spec in pending])} if searcher is None else {}
+    trainable = tune.with_parameters(PruneTrainable, specs=specs, jobs=jobs, settings=settings)
     tuner = tune.Tuner(
         tune.with_resources(trainable, settings.resources.to_ray()),
-        param_space=space,
         tune_config=tune.TuneConfig(
-            search_alg=searcher,
-            num_samples=1 if searcher is None else searcher.remaining,
-            scheduler=AshaPerModel(specs) if options.scheduler == "asha" else None,
-            max_concurrent_trials=None if searcher is None else slots,
+            search_alg=queue,
+            num_samples=count,
+            scheduler=scheduler,
+            max_concurrent_trials=slots,
             reuse_actors=True,
             trial_name_creator=name,
             trial_dirname_creator=lambda trial: f"{name(trial)}-{trial.trial_id}",
@@ -141,14 +175,40 @@ def _tune(
         run_config=tune.RunConfig(
             name=f"{datetime.now():%Y%m%d-%H%M%S}",
             storage_path=str(folder / "tune"),
-            callbacks=[ledger, TensorBoardCallback(folder / "tensorboard", specs), line],
+            callbacks=[ledger, TensorBoardCallback(folder / "tensorboard", specs), *callbacks],
             failure_config=tune.FailureConfig(max_failures=CRASHES_PER_TRIAL),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+            stop=StopAtFailure(queue),
             verbose=0,
         ),
     )
     try:
         tuner.fit()
     finally:
-        line.end()
+        for callback in callbacks:
+            if isinstance(callback, LiveLine):
+                callback.end()
     return ledger.records
+
+
+def _shuffled(pending: list[TrialSpec], seed: int) -> list[TrialSpec]:
+    """Every model's trials in random order: in the grid's, a race whose best come last would stop few."""
+    result = []
+    for run in dict.fromkeys(spec.run for spec in pending):
+        mine = [spec for spec in pending if spec.run == run]
+        random.Random(seed_for(seed, f"race order {run.label}")).shuffle(mine)
+        result += mine
+    return result
+
+
+def _known_outcomes(
+    folder: Path, specs: dict[str, TrialSpec], finished: list[TrialRecord]
+) -> dict[str, list[dict[str, str]]]:
+    """The item outcomes of complete trials, slice by slice: they go on competing when a race is started again."""
+    return {
+        record.key: read_outcomes(
+            folder / "trials" / record.key / "items.parquet", len(specs[record.key].run.protocol.slices)
+        )
+        for record in finished
+        if record.status == "complete"
+    }

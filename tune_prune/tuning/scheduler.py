@@ -1,8 +1,11 @@
 """Early stopping of weak trials: asynchronous successive halving (ASHA, Li et al. 2020, arXiv:1810.05934) per model.
 
-A trial is compared, at each slice of the zero-shot items, with the trials of its own model that reached that slice:
-accuracies of different models say nothing about each other. A search that is started again compares with the trials of
-that start only.
+A trial is compared, at each level, with the trials of its own model that reached that level: accuracies of different
+models say nothing about each other. The levels are the first slice with a quarter of the zero-shot items and its
+doublings. Finer slices before it are no levels: ASHA stops about half of the trials at its first level, whether the items
+can tell them apart or not. From a sixteenth of the items it spent half the tokens on 200 simulated grids (28% against 53%
+of all, scripts/bench_racing.py) but stopped the best configuration in 6.5% of them, against 1.5%. A search that is started
+again compares with the trials of that start only.
 """
 
 from __future__ import annotations
@@ -11,15 +14,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray.tune.experiment import Trial as RayTrial
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
-from tune_prune.tuning.trainable import TrialSpec
+from tune_prune.tuning.queue import is_job
+from tune_prune.tuning.worker import TrialSpec
 
 REDUCTION_FACTOR = 2  # the better half goes on
+SMALLEST_LEVEL = 0.25  # of the items; see above
 
 
 class AshaPerModel(FIFOScheduler):
-    """One ASHA per model label, on acc_mean, with the slices of the evaluation as its levels."""
+    """One ASHA per model label, on acc_mean."""
 
     def __init__(self, specs: Mapping[str, TrialSpec]) -> None:
         super().__init__()
@@ -29,7 +34,7 @@ class AshaPerModel(FIFOScheduler):
                 time_attr="evaluated_fraction",
                 metric="acc_mean",
                 mode="max",
-                grace_period=spec.run.protocol.slices[0],  # type: ignore[arg-type]  # any number works
+                grace_period=next(part for part in spec.run.protocol.slices if part >= SMALLEST_LEVEL),  # type: ignore[arg-type]
                 max_t=1,
                 reduction_factor=REDUCTION_FACTOR,
             )
@@ -40,10 +45,16 @@ class AshaPerModel(FIFOScheduler):
         return self._schedulers[self._labels[trial.config["key"]]]
 
     def on_trial_add(self, tune_controller: Any, trial: RayTrial) -> None:
-        self._of(trial).on_trial_add(tune_controller, trial)
+        if not is_job(trial):
+            self._of(trial).on_trial_add(tune_controller, trial)
 
     def on_trial_result(self, tune_controller: Any, trial: RayTrial, result: dict[str, Any]) -> str:
-        return self._of(trial).on_trial_result(tune_controller, trial, result)
+        return (
+            TrialScheduler.CONTINUE
+            if is_job(trial)
+            else self._of(trial).on_trial_result(tune_controller, trial, result)
+        )
 
     def on_trial_complete(self, tune_controller: Any, trial: RayTrial, result: dict[str, Any]) -> None:
-        self._of(trial).on_trial_complete(tune_controller, trial, result)
+        if not is_job(trial):
+            self._of(trial).on_trial_complete(tune_controller, trial, result)

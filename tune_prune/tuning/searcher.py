@@ -22,7 +22,7 @@ from ray.tune.search import Searcher
 
 from tune_prune.config import PruningConfig, seed_for
 from tune_prune.records import TrialRecord
-from tune_prune.tuning.trainable import TrialSpec
+from tune_prune.tuning.worker import TrialSpec
 
 METRIC = "acc_mean"
 STARTUP_TRIALS = 5  # random points before TPE models anything; Optuna's 10 would be most of a 27-point space

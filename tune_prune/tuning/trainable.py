@@ -1,4 +1,4 @@
-"""One trial inside a Ray worker: every `step()` is one stage of `tune_prune.trial.Trial`.
+"""One trial inside a Ray worker: every `step()` is one stage of `tune_prune.trial.Trial`. Or one preparation job, whole.
 
 The worker, not the driver, writes the trial's files and then its ledger record: once the record is there the trial is
 done, whatever happens to the driver. An actor is reused for the next trial and keeps its model and data.
@@ -10,82 +10,34 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from ray import tune
 
-from tune_prune.config import ModelRun, PruningConfig
 from tune_prune.errors import UserError
-from tune_prune.ledger import Ledger
 from tune_prune.records import StageReport, Status, TrialRecord
-from tune_prune.trial import Trial, TrialContext
-from tune_prune.tuning.resources import TrialResources, claim
+from tune_prune.trial import SharedStatistics, Trial
+from tune_prune.tuning.prepare import PrepareJob, run_job
+from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
 
 TIMEOUT_REASON = "stopped by the time limit"
 
 
-@dataclass(frozen=True)
-class TrialSpec:
-    """One point of the search for one model; `key` names it in the ledger."""
-
-    run: ModelRun
-    config: PruningConfig
-    key: str
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """What every worker of one search must know."""
-
-    experiment_dir: Path  # absolute, the same on every node
-    resources: TrialResources
-    trial_timeout_s: float | None = None
-    earlier_failures: dict[str, TrialRecord] = field(default_factory=dict)  # by key, from before this search
-
-    @property
-    def ledger(self) -> Ledger:
-        return Ledger(self.experiment_dir / "ledger")
-
-    def failure_of_this_search(self, key: str) -> TrialRecord | None:
-        """The failed record that a worker of this search left, not one of an earlier start."""
-        record = self.ledger.read(key)
-        failed_now = record is not None and record.status == "failed" and record != self.earlier_failures.get(key)
-        return record if failed_now else None
-
-
-class ContextCache:
-    """Keeps the one model, with its data, that this process worked on last."""
-
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.settings = settings
-        self._run: ModelRun | None = None
-        self._context: TrialContext | None = None
-
-    def open(self, run: ModelRun) -> TrialContext:
-        if self._context is None or self._run != run:
-            self._context = None  # let go of the old model first: two may not fit
-            claim(self.settings.resources)
-            self._context = TrialContext.open(
-                run, self.settings.experiment_dir / "artifacts", device=self.settings.resources.device
-            )
-            self._run = run
-        return self._context
-
-
 class PruneTrainable(tune.Trainable):
-    """Runs the trial that `config["key"]` names; `specs` and `settings` come through `tune.with_parameters`.
+    """Runs the trial that `config["key"]` names, or the job that `config["job"]` counts; the rest comes through
+    `tune.with_parameters`.
 
     A UserError (the same at every attempt) ends the trial as failed. Any other exception is recorded as well and raised,
     so that Ray tries again in a fresh process.
     """
 
-    def setup(  # type: ignore[override]  # with_parameters adds the last two
-        self, config: dict[str, Any], specs: dict[str, TrialSpec], settings: WorkerSettings
+    def setup(  # type: ignore[override]  # with_parameters adds the last three
+        self, config: dict[str, Any], specs: dict[str, TrialSpec], jobs: list[PrepareJob], settings: WorkerSettings
     ) -> None:
         self._specs = specs
+        self._jobs = jobs
         self._settings = settings
         self._contexts = ContextCache(settings)
         self._watchdog: threading.Timer | None = None
@@ -97,7 +49,9 @@ class PruneTrainable(tune.Trainable):
         return True
 
     def _begin(self, config: dict[str, Any]) -> None:
-        self._spec = self._specs[config["key"]]
+        self._job = self._jobs[config["job"]] if "job" in config else None
+        if self._job is None:
+            self._spec = self._specs[config["key"]]
         self._trial: Trial | None = None
         self._stages: Iterator[StageReport] | None = None
         self._started_at = datetime.now(UTC).isoformat()
@@ -112,6 +66,8 @@ class PruneTrainable(tune.Trainable):
 
     def step(self) -> dict[str, Any]:
         """Run one stage and return its metrics; raises what the stage raised, unless it is a UserError."""
+        if self._job is not None:
+            return self._run_job(self._job)
         timed_out = self._settings.failure_of_this_search(self._spec.key) if self._trial is None else None
         if timed_out is not None and timed_out.reason.startswith(TIMEOUT_REASON):
             return self._result("failed", timed_out)  # a second attempt would take as long
@@ -126,6 +82,13 @@ class PruneTrainable(tune.Trainable):
             self._fail(f"{type(error).__name__}: {error}")
             raise
 
+    def _run_job(self, job: PrepareJob) -> dict[str, Any]:
+        try:
+            prepared = run_job(job, self._contexts.open(job.run), self._settings)
+        except UserError as error:
+            return {"done": True, "refused": str(error)}
+        return {"done": True, "prepared": prepared}
+
     def _next_stage(self) -> StageReport | None:
         if self._stages is None:
             if self._settings.trial_timeout_s is not None:
@@ -139,12 +102,21 @@ class PruneTrainable(tune.Trainable):
                     f"the model or data of {self._spec.run.label} differ on {os.uname().nodename} (trial key {key}, expected "
                     f"{self._spec.key}): make the same files visible on every node, then start again"
                 )
-            self._trial = Trial(self._spec.config, context)
+            self._trial = Trial(self._spec.config, context, self._shared())
             self._stages = iter(self._trial.stages())
         report = next(self._stages, None)
         if report is not None:
             self._metrics |= report.metrics
         return report
+
+    def _shared(self) -> SharedStatistics:
+        """For all trials of this search at the seq_len of this one."""
+        seq_len = self._spec.config.taylor_seq_len
+        return SharedStatistics.of(
+            spec.config
+            for spec in self._specs.values()
+            if spec.run == self._spec.run and spec.config.taylor_seq_len == seq_len
+        )
 
     def _complete(self, report: StageReport | None) -> dict[str, Any]:
         assert self._trial is not None and self._stages is not None
@@ -189,6 +161,8 @@ class PruneTrainable(tune.Trainable):
                 # The slice's nominal fraction, so that a scheduler's levels are met exactly whatever the rounding.
                 slices = self._spec.run.protocol.slices
                 result["evaluated_fraction"] = slices[min(self._slice_index, len(slices) - 1)]
+                result["slice_index"], result["outcomes"] = self._slice_index, report.outcomes
+                result["items_per_task"] = self._trial.context.suite.items_per_task if self._trial else {}
                 self._slice_index += 1
             self._stage_index += 1
         return result

@@ -1,0 +1,162 @@
+"""Operations per second of every stage, against what a matrix product reaches on this machine.
+
+    python scripts/bench_flops.py                        Llamas of 20M and 50M parameters in their layers, minutes
+    python scripts/bench_flops.py --model tiny-llama     small tensors: overhead instead of arithmetic
+    python scripts/bench_flops.py --profile 8            the eight operators that take most of each stage's time
+
+Operations are those of tune_prune/cost_model/flops.py; the peak is the best median of square float32 products, with the
+same threads. Zero-shot counts the tokens and scored positions that the engine forwards, without padding. With --profile
+each stage runs once more under torch's profiler, whose table names what is not a matrix product.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_common import Subject, benchmark_parser, median_times, sizes_of, subject, table, write_json
+from torch.profiler import ProfilerActivity, profile
+
+from tune_prune import calibration
+from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.cost_model.tokens import SAMPLED_ITEMS, zero_shot_tokens
+from tune_prune.evaluation import perplexity
+from tune_prune.evaluation.shared_prefix import score_planned
+from tune_prune.models import catalog, loading
+from tune_prune.pruning.importance import batch_size, taylor
+from tune_prune.pruning.removal_loss import removal_losses
+from tune_prune.trial import task_source, uses_embedded_data
+
+PEAK_SIZES = (512, 1024, 2048)
+KINDS = ("layer", "attention", "mlp")
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = benchmark_parser(__doc__, ("20M", "50M"))
+    p.add_argument(
+        "--seq-len", type=int, default=128, metavar="N", help="of calibration samples (default: %(default)s)"
+    )
+    p.add_argument("--samples", type=int, default=16, metavar="N", help="of the gradient pass (default: %(default)s)")
+    p.add_argument(
+        "--limit", type=int, default=10, metavar="N", help="items per task, at most 64 (default: %(default)s)"
+    )
+    p.add_argument(
+        "--profile", type=int, default=5, metavar="N", help="operators to show; 0: none (default: %(default)s)"
+    )
+    args = p.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    peak = matmul_peak(args.repeats)
+    print(f"peak: {peak / 1e9:.1f} GFLOP/s in float32 on {args.threads} threads\n")
+    rows: list[list[object]] = [["model", "stage", "tokens", "GFLOP", "seconds", "GFLOP/s", "of peak"]]
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="bench_flops_") as work:
+        for name in args.model:
+            one = subject(name, Path(work))
+            result = measure(
+                one, args.seq_len, args.samples, min(args.limit, SAMPLED_ITEMS), args.repeats, args.profile
+            )
+            results[one.name] = result
+            for stage, values in result["stages"].items():
+                values["of_peak"] = values["flops_per_second"] / peak
+                rows.append(
+                    [
+                        one.name,
+                        stage,
+                        values["tokens"],
+                        values["flops"] / 1e9,
+                        values["seconds"],
+                        values["flops_per_second"] / 1e9,
+                        f"{values['of_peak']:.0%}",
+                    ]
+                )
+    print(table(rows))
+    for name, result in results.items():
+        for stage, operators in result["operators"].items():
+            shares = ", ".join(f"{operator} {share:.0%}" for operator, share in operators.items())
+            print(f"\n{name} {stage}: {shares}")
+    write_json(args.output, {"peak_flops_per_second": peak, "models": results})
+    return 0
+
+
+def matmul_peak(repeats: int) -> float:
+    """Operations per second of the fastest square float32 product."""
+    best = 0.0
+    for size in PEAK_SIZES:
+        a, b = torch.randn(2, size, size)
+        calls: dict[str, Callable[[], Any]] = {"product": lambda a=a, b=b: a @ b}
+        seconds, _ = median_times(calls, max(5, repeats))
+        best = max(best, 2 * size**3 / seconds["product"])
+    return best
+
+
+def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, num_operators: int) -> dict[str, Any]:
+    """Tokens, operations, seconds of each stage of the dense model, and its operators by their share of the time."""
+    run = one.run(limit=limit)
+    loaded = loading.load_model(catalog.resolve(run.model), torch.float32, "cpu")
+    model, family, vocab = loaded.model, loaded.family, loaded.model.config.vocab_size
+    arithmetic = Arithmetic.of(loaded.geometry, vocab)
+    text = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
+    windows = calibration.windows(text, seq_len, samples, run.seed)
+    few = windows[: max(1, samples // 5)]
+    window = min(run.protocol.perplexity_window, loaded.max_length)
+    reported = calibration.tokenize(loaded.tokenizer, perplexity.load_text(run.data_dir, uses_embedded_data(run)))
+    reported = reported[: 2 * window]
+    items = zero_shot_tokens(loaded.tokenizer, run.protocol, task_source(run)).rows
+    assert items is not None, "tasks of the benchmarks are files"
+    everything = (*items.plain, *items.trees)
+    scored = sum(len(np.unique(row.scored)) for row in everything)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "importance": lambda: taylor(model, family, windows, [samples]),
+        "removal": lambda: removal_losses(model, family, few, KINDS),
+        "perplexity": lambda: perplexity.perplexity(model, reported, window),
+        "zero_shot": lambda: score_planned(model, items),
+    }
+    tokens = {
+        "importance": samples * seq_len,
+        "removal": len(few) * seq_len * (1 + len(KINDS) * arithmetic.layers),
+        "perplexity": len(reported),
+        "zero_shot": items.num_tokens,
+    }
+    flops = {
+        "importance": arithmetic.gradient(samples * seq_len, seq_len),
+        "removal": arithmetic.removal(len(few), seq_len, KINDS),
+        "perplexity": arithmetic.forward(len(reported), min(window, len(reported))),
+        # every row has its own length, so its own attention
+        "zero_shot": sum(arithmetic.forward(len(row.tokens), len(row.tokens), 0) for row in everything)
+        + arithmetic.head(scored),
+    }
+    assert samples <= batch_size(seq_len, vocab) or samples % batch_size(seq_len, vocab) == 0, "a batch would run twice"
+    for call in calls.values():
+        call()  # the first time includes what torch sets up
+    seconds, _ = median_times(calls, repeats)
+    stages = {
+        stage: {
+            "tokens": tokens[stage],
+            "flops": flops[stage],
+            "seconds": seconds[stage],
+            "flops_per_second": flops[stage] / seconds[stage],
+        }
+        for stage in calls
+    }
+    operators = {stage: top_operators(call, num_operators) for stage, call in calls.items()} if num_operators else {}
+    return {"sizes": sizes_of(run), "stages": stages, "operators": operators}
+
+
+def top_operators(call: Callable[[], Any], count: int) -> dict[str, float]:
+    """The operators that take most time by themselves, and their share of all."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call()
+    averages = profiler.key_averages()
+    total = sum(event.self_cpu_time_total for event in averages)
+    largest = sorted(averages, key=lambda event: -event.self_cpu_time_total)[:count]
+    return {event.key: event.self_cpu_time_total / total for event in largest}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

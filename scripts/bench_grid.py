@@ -1,0 +1,251 @@
+"""A whole grid by the search, against the same trials done the published way: each alone, recomputing everything.
+
+    python scripts/bench_grid.py                                           45 trials of tiny-llama, 9 of them the published way
+    python scripts/bench_grid.py --model 20M --limit 100 --sample 5        random weights, real task items
+
+The search is `python -m tune_prune.search` on a fresh folder: preparation, dense baseline, trials and tables, from start to
+end of its process. The published way runs every trial in a process of its own that imports everything, loads the model, makes
+its own gradient pass, for layerwise and blockwise one forward pass without each layer or block, prunes, and evaluates with
+lm-eval's HFLM; no baseline. As many processes as CPUs run at once, one thread each, as the search's trials do.
+
+With a `--limit` the perplexity text is cut to the same share; the gradient passes stay whole, so they weigh more than with
+all items.
+
+With `--sample K` only every (trials / K)-th configuration is run the published way, and the time is scaled up: trials
+differ in method, seq_len and num_samples, and the sample takes them evenly. The accuracies of the trials that both ways
+ran must be the same; those that are not are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_common import Subject, benchmark_parser, sizes_of, subject, table, write_json
+
+from tune_prune import calibration, search_space
+from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.evaluation.item_scores import metric_of
+from tune_prune.ledger import Ledger, atomic_write_text, to_json
+from tune_prune.pruning.methods import method_names
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_search(subject: Subject, args: argparse.Namespace, storage: Path) -> tuple[float, dict[str, dict[str, float]]]:
+    """Seconds of the search's process, and the metrics of its trials by configuration name."""
+    command = [sys.executable, "-m", "tune_prune.search", "--model", subject.location]
+    command += ["--search-space", args.search_space, "--storage-path", str(storage), "--name", "grid"]
+    command += ["--tasks", ",".join(args.tasks), "--pruning-ratio", str(args.pruning_ratio)]
+    command += ["--dtype", "float32", "--gpus-per-trial", "0", "--cpus-per-trial", "1"]
+    command += ["--limit", str(args.limit)] if args.limit else []
+    command += ["--data-dir", subject.data] if subject.data else []
+    started = time.perf_counter()
+    _call(command)
+    seconds = time.perf_counter() - started
+    records = Ledger(storage / "grid" / "ledger").records()
+    complete = [record for record in records if record.status == "complete"]
+    if len(complete) < len(records) or not records:
+        raise RuntimeError(f"only {len(complete)} of {len(records)} trials of the search are complete")
+    return seconds, {PruningConfig.from_dict(record.config).name: record.metrics for record in complete}
+
+
+def run_published(
+    subject: Subject, configs: list[PruningConfig], args: argparse.Namespace, work: Path
+) -> list[dict[str, Any]]:
+    """What each trial gave and its process's seconds; as many at once as there are slots."""
+    work.mkdir()
+
+    def one(config: PruningConfig) -> dict[str, Any]:
+        order = work / f"{config.name}.order.json"
+        values = {"subject": asdict(subject), "config": asdict(config), "tasks": args.tasks, "limit": args.limit}
+        atomic_write_text(order, to_json(values | {"batch_size": args.batch_size, "folder": str(work / config.name)}))
+        started = time.perf_counter()
+        _call([sys.executable, __file__, "--published-trial", str(order)])
+        seconds = time.perf_counter() - started
+        found = json.loads((work / config.name / "result.json").read_text(encoding="utf-8"))
+        found["parts"]["start and imports"] = seconds - sum(found["parts"].values())
+        return found | {"config": config.name, "seconds": seconds}
+
+    with ThreadPoolExecutor(args.slots) as pool:
+        return list(pool.map(one, configs))
+
+
+def _call(command: list[str]) -> None:
+    """Run `command` quietly on one thread a process. Raises RuntimeError with the end of its output where it fails."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def published_trial(order: dict[str, Any]) -> None:
+    """One trial, with nothing kept from another and nothing kept for another."""
+    started = time.perf_counter()
+    from bench_lm_eval import write_definitions
+    from bench_passes import naive_removal_losses
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    from tune_prune.evaluation import perplexity
+    from tune_prune.models import catalog, loading
+    from tune_prune.pruning.importance import taylor
+    from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method
+    from tune_prune.pruning.removal_loss import RemovalLosses
+    from tune_prune.pruning.selection import select
+    from tune_prune.pruning.surgery import prune
+    from tune_prune.trial import task_source, uses_embedded_data
+
+    torch.set_num_threads(1)
+    config, folder = PruningConfig.from_dict(order["config"]), Path(order["folder"])
+    tasks = tuple(order["tasks"])
+    run = Subject(**order["subject"]).run(tasks, order["limit"] or None)
+    loaded = loading.load_model(catalog.resolve(run.model), torch.float32, "cpu")
+    text = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
+    windows = calibration.windows(text, config.taylor_seq_len, config.taylor_num_samples, run.seed)
+    marks = {"load": time.perf_counter()}
+
+    importance = taylor(loaded.model, loaded.family, windows, [config.taylor_num_samples])[config.taylor_num_samples]
+    marks["gradients"] = time.perf_counter()
+    method, increase = load_method(config.method), {}
+    if method.removals:
+        few = config.num_removal_samples
+        losses = naive_removal_losses(loaded, windows[:few], method.removals)
+        removal = RemovalLosses(losses.pop("dense")[0], losses)
+        increase = {kind: removal.increase(kind, few).clip(min=LOSS_FLOOR) for kind in method.removals}
+    marks["removal"] = time.perf_counter()
+    scores = importance.groups.per_parameter(loaded.geometry)
+    plan = select(
+        method.scores(Statistics(loaded.geometry, scores, increase, run.seed)), loaded.geometry, config.pruning_ratio
+    )
+    model = prune(loaded.model, loaded.family, plan)
+    marks["pruning"] = time.perf_counter()
+    held_out = calibration.tokenize(loaded.tokenizer, perplexity.load_text(run.data_dir, uses_embedded_data(run)))
+    window = min(run.protocol.perplexity_window, loaded.max_length)
+    ppl = perplexity.perplexity(model, held_out, window).ppl
+    marks["perplexity"] = time.perf_counter()
+    lm = HFLM(
+        pretrained=model,
+        tokenizer=loaded.tokenizer,
+        max_length=loaded.max_length,
+        batch_size=order["batch_size"],
+        softmax_dtype=torch.float32,
+        device="cpu",
+    )
+    results = simple_evaluate(
+        lm,
+        tasks=[f"own_{name}" for name in tasks],
+        task_manager=write_definitions(task_source(run), tasks, folder),
+        limit=order["limit"] or None,
+        bootstrap_iters=0,
+    )["results"]
+    marks["zero_shot"] = time.perf_counter()
+    accuracies = {f"acc_{name}": results[f"own_{name}"][f"{metric_of(name)},none"] for name in tasks}
+    parts = dict(zip(marks, (after - before for before, after in pairwise([started, *marks.values()])), strict=True))
+    atomic_write_text(folder / "result.json", to_json({"metrics": accuracies | {"ppl": ppl}, "parts": parts}))
+
+
+def differences(published: list[dict[str, Any]], search: dict[str, dict[str, float]]) -> list[str]:
+    """Accuracies that are not the same in both ways, as text."""
+    found = []
+    for trial in published:
+        ours = search[trial["config"]]
+        for name, value in trial["metrics"].items():
+            if not math.isclose(value, ours[name], rel_tol=1e-4 if name == "ppl" else 1e-9):
+                found.append(
+                    f"{trial['config']}: {name} is {ours[name]:.6g} in the search, {value:.6g} the published way"
+                )
+    return found
+
+
+def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    space = search_space.load(args.search_space, method_names())
+    configs = space.configs(args.pruning_ratio)
+    count = min(args.sample or len(configs), len(configs))
+    # Taken evenly from the order by method, seq_len and num_samples.
+    ordered = sorted(configs, key=lambda c: (c.method, c.taylor_seq_len, c.taylor_num_samples))
+    sample = [ordered[(2 * index + 1) * len(configs) // (2 * count)] for index in range(count)]
+    searches, busy = [], []
+    for repeat in range(args.repeats):
+        seconds, metrics = run_search(subject, args, work / f"{subject.name}-search-{repeat}")
+        published = run_published(subject, sample, args, work / f"{subject.name}-published-{repeat}")
+        searches.append(seconds)
+        busy.append(sum(trial["seconds"] for trial in published))
+    search_seconds = statistics.median(searches)
+    published_seconds = statistics.median(busy) / args.slots * len(configs) / count
+    return {
+        "model": subject.name,
+        **sizes_of(subject.run()),
+        "trials": len(configs),
+        "published_trials_run": count,
+        "slots": args.slots,
+        "search_seconds": search_seconds,
+        "published_seconds": published_seconds,
+        "ratio": published_seconds / search_seconds,
+        "parts": {part: sum(t["parts"][part] for t in published) / count for part in published[0]["parts"]},
+        "mismatches": differences(published, metrics),
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    count, trials = result["published_trials_run"], result["trials"]
+    how = "all of them run" if count == trials else f"scaled up from {count} of them"
+    rows = [
+        ("", "trials", "seconds", "seconds a trial"),
+        ("search", trials, result["search_seconds"], result["search_seconds"] / trials),
+        (f"published way, {how}", trials, result["published_seconds"], result["published_seconds"] / trials),
+    ]
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in result["parts"].items())
+    lines = [
+        f"{result['model']}: {result['layer_params'] / 1e6:.2f}M parameters in layers, {result['params'] / 1e6:.2f}M in all, "
+        f"{result['slots']} processes at once",
+        table(rows),
+        f"{result['ratio']:.1f}x less time; seconds of a published trial: {parts}",
+        f"accuracies that differ: {len(result['mismatches'])} in {count} trials",
+        *result["mismatches"],
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    p = benchmark_parser(__doc__, ["tiny-llama"], repeats=1, threads=False)
+    p.add_argument(
+        "--sample", type=int, default=9, metavar="K", help="trials run the published way, 0: all (default: 9)"
+    )
+    p.add_argument("--limit", type=int, default=0, metavar="N", help="items per task, 0: all (default: %(default)s)")
+    p.add_argument("--tasks", type=lambda text: tuple(text.split(",")), default=ZERO_SHOT_TASKS, metavar="A,B")
+    p.add_argument("--search-space", default="paper_grid", metavar="NAME_OR_YAML", help="(default: %(default)s)")
+    p.add_argument("--pruning-ratio", type=float, default=0.2, metavar="R")
+    p.add_argument("--batch-size", type=int, default=16, metavar="N", help="of HFLM (default: %(default)s)")
+    p.add_argument("--slots", type=int, default=os.cpu_count(), metavar="N", help="processes at once (default: CPUs)")
+    p.add_argument("--published-trial", type=Path, help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    if args.published_trial is not None:
+        published_trial(json.loads(args.published_trial.read_text(encoding="utf-8")))
+        return {}
+    with tempfile.TemporaryDirectory() as work:
+        results = []
+        for name in args.model:
+            results.append(measure(subject(name, Path(work), args.limit), args, Path(work)))
+            print(report(results[-1]), end="\n\n", flush=True)
+    values = {"benchmark": "grid", "limit": args.limit, "models": results}
+    write_json(args.output, values)
+    return values
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,220 @@
+"""Gradient and removal passes of a grid: shared by its trials, against each trial making its own.
+
+    python scripts/bench_passes.py                                            the published grid on small models, minutes
+    python scripts/bench_passes.py --model 20M --seq-len 16,32 --num-samples 16,32,64
+
+Shared: one gradient pass per seq_len with a snapshot for every num_samples, one removal pass per seq_len whose losses are
+kept per sample, each removed model starting from the hidden states in front of the removed layer. Per trial: a gradient
+pass of its own length for each configuration, and for methods that ask for removals one whole forward pass without the
+block for every layer, on the samples of that configuration. Each distinct (seq_len, num_samples) is timed once and counted
+for every configuration that has it: 45 timed passes would say the same.
+
+Shows the number of passes, tokens and seconds of both, that the shared results equal direct ones bit for bit, and the
+largest difference between the removal losses of both ways.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_common import Subject, benchmark_parser, median_times, sizes_of, subject, table, write_json
+
+from tune_prune import calibration, search_space
+from tune_prune.config import PruningConfig
+from tune_prune.models import catalog, loading
+from tune_prune.models.families import decoder_layers
+from tune_prune.models.loading import LoadedModel
+from tune_prune.pruning.importance import Importance, batch_size, taylor, token_losses
+from tune_prune.pruning.methods import load_method, method_names
+from tune_prune.pruning.removal_loss import removal_losses
+
+
+def measure(subject: Subject, configs: list[PruningConfig], repeats: int) -> dict[str, Any]:
+    """Passes, tokens and seconds of both ways for the trials `configs` of one model."""
+    run = subject.run()
+    loaded = loading.load_model(catalog.resolve(run.model), torch.float32, "cpu")
+    tokens = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
+    gradient: dict[str, Any] = {"seconds": {"shared": 0.0, "per_trial": 0.0}, "bit_equal": True}
+    removal: dict[str, Any] = {"seconds": {"shared": 0.0, "per_trial": 0.0}, "largest_difference": 0.0}
+    for seq_len in sorted({config.taylor_seq_len for config in configs}):
+        here = [config for config in configs if config.taylor_seq_len == seq_len]
+        windows = calibration.windows(tokens, seq_len, max(c.taylor_num_samples for c in here), run.seed)
+        _gradient_passes(loaded, windows, here, repeats, gradient)
+        _removal_passes(loaded, windows, here, repeats, removal)
+    kinds = {config: load_method(config.method).removals for config in configs}
+    seq_lens = {config.taylor_seq_len for config in configs}
+    gradient["passes"] = {"shared": len(seq_lens), "per_trial": len(configs)}
+    gradient["samples"] = {
+        "shared": sum(max(c.taylor_num_samples for c in configs if c.taylor_seq_len == length) for length in seq_lens),
+        "per_trial": sum(c.taylor_num_samples for c in configs),
+    }
+    gradient["tokens"] = {
+        "shared": sum(
+            length * max(c.taylor_num_samples for c in configs if c.taylor_seq_len == length) for length in seq_lens
+        ),
+        "per_trial": sum(c.taylor_seq_len * c.taylor_num_samples for c in configs),
+    }
+    layers = loaded.geometry.num_layers
+    removing = [config for config in configs if kinds[config]]
+    all_kinds = {kind for config in removing for kind in kinds[config]}
+    samples = {
+        length: max((c.num_removal_samples for c in removing if c.taylor_seq_len == length), default=0)
+        for length in seq_lens
+    }
+    removal["passes"] = {"shared": len(seq_lens) if removing else 0, "per_trial": len(removing)}
+    # What a pass forwards, in tokens times layers: the removed layer is not run, the ones before it are not run again.
+    behind = layers * (layers - 1) // 2
+    removal["token_layers"] = {
+        "shared": sum(length * n * (layers + len(all_kinds) * behind) for length, n in samples.items()),
+        "per_trial": sum(
+            c.taylor_seq_len * c.num_removal_samples * (layers + len(kinds[c]) * layers * (layers - 1))
+            for c in removing
+        ),
+    }
+    for part in (gradient, removal):
+        for values in [values for values in part.values() if isinstance(values, dict)]:
+            values["ratio"] = values["per_trial"] / values["shared"] if values["shared"] else float("nan")
+    return {"model": subject.name, **sizes_of(run), "gradient": gradient, "removal": removal}
+
+
+def _gradient_passes(
+    loaded: LoadedModel, windows: torch.Tensor, here: list[PruningConfig], repeats: int, found: dict[str, Any]
+) -> None:
+    counts = sorted({config.taylor_num_samples for config in here})
+
+    def passes(snapshots: list[int]) -> Callable[[], dict[int, Importance]]:
+        return lambda: taylor(loaded.model, loaded.family, windows, snapshots)
+
+    calls = {"shared": passes(counts)} | {str(n): passes([n]) for n in counts}
+    seconds, results = median_times(calls, repeats)
+    found["seconds"]["shared"] += seconds["shared"]
+    for n in counts:
+        found["seconds"]["per_trial"] += seconds[str(n)] * sum(config.taylor_num_samples == n for config in here)
+        shared, direct = results["shared"][n].arrays(), results[str(n)][n].arrays()
+        found["bit_equal"] &= shared.keys() == direct.keys() and all(
+            np.array_equal(shared[name], direct[name]) for name in direct
+        )
+
+
+def _removal_passes(
+    loaded: LoadedModel, windows: torch.Tensor, here: list[PruningConfig], repeats: int, found: dict[str, Any]
+) -> None:
+    wanted = {(load_method(c.method).removals, c.num_removal_samples) for c in here if load_method(c.method).removals}
+    if not wanted:
+        return
+    kinds = sorted({kind for removals, _ in wanted for kind in removals})
+    longest = max(n for _, n in wanted)
+
+    def direct(removals: tuple[str, ...], n: int) -> Callable[[], dict[str, np.ndarray]]:
+        return lambda: naive_removal_losses(loaded, windows[:n], removals)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "shared": lambda: removal_losses(loaded.model, loaded.family, windows[:longest], kinds)
+    }
+    calls |= {f"{removals} {n}": direct(removals, n) for removals, n in wanted}
+    seconds, results = median_times(calls, repeats)
+    found["seconds"]["shared"] += seconds["shared"]
+    for removals, n in wanted:
+        users = sum(load_method(c.method).removals == removals and c.num_removal_samples == n for c in here)
+        found["seconds"]["per_trial"] += seconds[f"{removals} {n}"] * users
+        for kind in removals:
+            shared = results["shared"].removed[kind][:, :n]
+            difference = float(np.abs(shared - results[f"{removals} {n}"][kind]).max())
+            found["largest_difference"] = max(found["largest_difference"], difference)
+
+
+@torch.inference_mode()
+def naive_removal_losses(loaded: LoadedModel, windows: torch.Tensor, kinds: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Losses in nats [layers, samples] without each block, one whole forward pass for every layer, and the dense one."""
+    parts: dict[str, list[np.ndarray]] = {kind: [] for kind in ("dense", *kinds)}
+    for batch in windows.split(batch_size(windows.shape[1], loaded.model.config.vocab_size)):
+        parts["dense"].append(_losses(loaded, batch)[None])
+        for kind in kinds:
+            rows = []
+            for layer in decoder_layers(loaded.model, loaded.family):
+                with _without(loaded, layer, kind):
+                    rows.append(_losses(loaded, batch))
+            parts[kind].append(np.stack(rows))
+    return {kind: np.concatenate(arrays, axis=1) for kind, arrays in parts.items()}
+
+
+def _losses(loaded: LoadedModel, batch: torch.Tensor) -> np.ndarray:
+    return token_losses(loaded.model(input_ids=batch, use_cache=False).logits, batch).double().numpy()
+
+
+@contextmanager
+def _without(loaded: LoadedModel, layer: torch.nn.Module, kind: str) -> Iterator[None]:
+    """`layer` without its block of that kind, which is not run; everything else is."""
+    family = loaded.family
+    name = {"layer": None, "attention": family.attention, "mlp": family.mlp}[kind]
+    block = layer if name is None else layer.get_submodule(name)
+
+    def nothing(hidden_states: torch.Tensor, *_: object, **__: object) -> object:
+        if kind == "layer":
+            return hidden_states
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if kind == "attention" else zeros
+
+    block.forward = nothing
+    try:
+        yield
+    finally:
+        del block.forward  # the class's own is back
+
+
+def report(results: list[dict[str, Any]]) -> str:
+    rows: list[tuple[object, ...]] = [("model, passes, what", "shared", "per trial", "ratio")]
+    for result in results:
+        title = (
+            f"{result['model']} ({result['layer_params'] / 1e6:.2f}M in layers, {result['params'] / 1e6:.2f}M in all)"
+        )
+        for part in ("gradient", "removal"):
+            for what in ("passes", "samples", "tokens", "token_layers", "seconds"):
+                values = result[part].get(what)
+                if values is not None:
+                    name = what.replace("token_layers", "tokens x layers")
+                    rows.append((f"{title}, {part}, {name}", values["shared"], values["per_trial"], values["ratio"]))
+    lines = [table(rows), ""]
+    for result in results:
+        equal = "equals a direct pass bit for bit" if result["gradient"]["bit_equal"] else "DIFFERS from a direct pass"
+        lines.append(f"{result['model']}: every importance {equal}")
+        lines.append(
+            f"{result['model']}: removal losses differ by {result['removal']['largest_difference']:.1e} nats at most"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    space = search_space.load("paper_grid", method_names())
+    p = benchmark_parser(__doc__, ["tiny-llama", "stories260K"])
+    numbers: dict[str, Any] = {"type": lambda text: tuple(map(int, text.split(","))), "metavar": "A,B"}
+    p.add_argument("--seq-len", default=space.seq_len, help="of the grid (default: %(default)s)", **numbers)
+    p.add_argument("--num-samples", default=space.num_samples, help="of the grid (default: %(default)s)", **numbers)
+    args = p.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    configs = [
+        PruningConfig(method, seq_len, n)
+        for method in space.method
+        for seq_len in args.seq_len
+        for n in args.num_samples
+    ]
+    with tempfile.TemporaryDirectory() as work:
+        results = [measure(subject(name, Path(work)), configs, args.repeats) for name in args.model]
+    print(
+        f"{len(configs)} configurations: {', '.join(space.method)} x seq_len {args.seq_len} x num_samples {args.num_samples}\n"
+    )
+    print(report(results))
+    values = {"benchmark": "passes", "configurations": len(configs), "repeats": args.repeats, "models": results}
+    write_json(args.output, values)
+    return values
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

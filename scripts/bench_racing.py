@@ -1,0 +1,345 @@
+"""Racing and ASHA against exhaustive evaluation: share of the tokens they spend, and whether they find the same winner.
+
+    python scripts/bench_racing.py                           simulated grids and the guarantee, a minute or two
+    python scripts/bench_racing.py --experiment DIR          and a finished search, item by item; its correlations are used
+    python scripts/bench_racing.py --grids 20                a quick look
+
+1. Simulated grids, shaped like the published one (45 configurations of one model, TUNE_PRUNE_DATA/published_grids or
+   --grid): every per-task accuracy is moved by its sampling noise, so that winners differ between grids; outcomes of items
+   come from a latent difficulty that all configurations share, a part that those of one method share, and a part of each
+   one's own (Gaussian copula); trials come in random order. Sizes of the tasks are the real ones.
+2. The guarantee in its worst cases: nothing is really stopped, and it is counted how often any look would have stopped the
+   configuration that is best on all items. Equal: all configurations have the same true accuracies. Opposed: each rival
+   misses items of its own in the smallest task, the best misses as many per cent of the largest one.
+3. A finished experiment (--experiment): the outcomes in its trials/*/items.parquet go through the same rules.
+
+Both rules are the program's own: tune_prune.racing.Race and tune_prune.tuning.scheduler.AshaPerModel (Ray's ASHA). Slices
+are `proportional` (a slice takes its fraction of each task) or `even` (racing.even_slices). Tokens count the zero-shot items
+only. A winner is `told apart` from the exhaustive one if it is worse by more than 2 paired standard errors on all items.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import NormalDist
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from bench_common import data_dir, table, write_json
+
+from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.ledger import Ledger
+from tune_prune.racing import Race, even_slices
+from tune_prune.tuning.race import read_outcomes
+from tune_prune.tuning.scheduler import AshaPerModel
+from tune_prune.tuning.trainable import TrialSpec
+
+GRID = Path("published_grids", "consolidated_Llama_20", "all_methods_results.csv")
+SLICES = EvaluationProtocol().slices
+# Items of the real tasks, and tokens of one (its choices share their prefix; GPT-2 tokenizer, first 1,500 items of each).
+SIZES = {
+    "boolq": 3270,
+    "piqa": 1838,
+    "hellaswag": 10042,
+    "winogrande": 1267,
+    "arc_easy": 2376,
+    "arc_challenge": 1172,
+    "openbookqa": 500,
+}
+TOKENS = {
+    "boolq": 135.6,
+    "piqa": 49.4,
+    "hellaswag": 80.0,
+    "winogrande": 26.8,
+    "arc_easy": 41.1,
+    "arc_challenge": 49.8,
+    "openbookqa": 20.6,
+}
+# Medians of `correlations` over the 135 trials of the embedded study: of configurations of different and of one method.
+CROSS_METHOD, SAME_METHOD = 0.77, 0.88
+CONCURRENT = (1, 16)
+ORDERS = 20  # of a finished experiment's trials
+DISTINGUISHED = 2.0  # paired standard errors
+
+Counts = list[dict[str, int]]  # items of each task seen after each slice
+Decide = Callable[[int, int], bool]  # (configuration, slice) -> stop it
+ALLOCATIONS: dict[str, Callable[[Mapping[str, int]], Counts]] = {
+    "proportional": lambda sizes: [{t: math.ceil(part * n - 1e-9) for t, n in sizes.items()} for part in SLICES],
+    "even": lambda sizes: even_slices(sizes, SLICES),
+}
+
+
+@dataclass(frozen=True)
+class Population:
+    """What C configurations make of all items, in the order in which items enter the slices."""
+
+    scores: dict[str, np.ndarray]  # task -> bool [C, N_t]
+
+    @property
+    def num_configs(self) -> int:
+        return len(next(iter(self.scores.values())))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {task: scores.shape[1] for task, scores in self.scores.items()}
+
+    def means(self, counts: Mapping[str, int]) -> np.ndarray:
+        """acc_mean [C] on the first items of each task."""
+        return np.mean([scores[:, : counts[task]].mean(1) for task, scores in self.scores.items()], axis=0)
+
+    def outcomes(self, config: int, counts: Counts, index: int) -> dict[str, str]:
+        """What a worker reports after slice `index`: the items that it adds."""
+        before = counts[index - 1] if index else dict.fromkeys(self.scores, 0)
+        return {
+            task: (scores[config, before[task] : counts[index][task]] + np.uint8(ord("0"))).tobytes().decode()
+            for task, scores in self.scores.items()
+        }
+
+    def told_apart(self, best: int, other: int) -> bool:
+        """Whether `other` is worse than `best` by more than DISTINGUISHED paired standard errors on all items."""
+        pairs = [scores[best].astype(float) - scores[other] for scores in self.scores.values()]
+        error = math.sqrt(sum(d.var() / len(d) for d in pairs)) / len(pairs)
+        return bool(np.mean([d.mean() for d in pairs]) > DISTINGUISHED * error)
+
+
+def race_rule(population: Population, counts: Counts, confidence: float) -> Decide:
+    race = Race(population.num_configs, population.sizes, len(counts), confidence)
+    return lambda config, index: race.add(str(config), index, population.outcomes(config, counts, index)) is not None
+
+
+def asha_rule(population: Population, counts: Counts, confidence: float) -> Decide:
+    """Ray's scheduler, told what it would be told in a search. It knows no confidence."""
+    run = ModelRun("model", "model", None, "embedded", None, EvaluationProtocol(slices=SLICES), 0, "float32")
+    specs = {str(c): TrialSpec(run, PruningConfig("taylor", 16, c + 1), str(c)) for c in range(population.num_configs)}
+    scheduler, means = AshaPerModel(specs), [population.means(seen) for seen in counts]
+    trials = {key: SimpleNamespace(trial_id=key, config={"key": key}) for key in specs}
+
+    def decide(config: int, index: int) -> bool:
+        trial = trials[str(config)]
+        if index == 0:
+            scheduler.on_trial_add(None, trial)  # type: ignore[arg-type]  # all it looks at
+        result = {"evaluated_fraction": SLICES[index], "acc_mean": float(means[index][config])}
+        if index == len(counts) - 1:
+            scheduler.on_trial_complete(None, trial, result)  # type: ignore[arg-type]
+            return False
+        return scheduler.on_trial_result(None, trial, result) == "STOP"  # type: ignore[arg-type]
+
+    return decide
+
+
+RULES = {"race": race_rule, "asha": asha_rule}
+
+
+def token_shares(sizes: Mapping[str, int], counts: Counts) -> list[float]:
+    """Share of a whole trial's tokens spent after each slice."""
+    total = sum(n * TOKENS[task] for task, n in sizes.items())
+    return [sum(n * TOKENS[task] for task, n in seen.items()) / total for seen in counts]
+
+
+def search(decide: Decide, shares: list[float], order: np.ndarray, concurrent: int) -> np.ndarray:
+    """The last slice [C] that each configuration reaches when `concurrent` trials run at a time, all equally fast."""
+    waiting, reached = list(order[::-1]), np.zeros(len(order), dtype=int)
+    running = [(shares[0], number, waiting.pop(), 0) for number in range(min(concurrent, len(order)))]
+    started = len(running)
+    while running:
+        now, number, config, index = heapq.heappop(running)
+        reached[config] = index
+        if not decide(config, index) and index + 1 < len(shares):
+            heapq.heappush(running, (now + shares[index + 1] - shares[index], number, config, index + 1))
+        elif waiting:
+            heapq.heappush(running, (now + shares[0], started, waiting.pop(), 0))
+            started += 1
+    return reached
+
+
+def compare(cases: Iterator[tuple[Population, np.ndarray]], confidence: float) -> dict[str, dict[str, float]]:
+    """Every rule on every case (a population, an order of its trials): shares of tokens, and of cases by their winner."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for population, order in cases:
+        truth = population.means(population.sizes)
+        best = int(truth.argmax())
+        for allocation, count in ALLOCATIONS.items():
+            counts = count(population.sizes)
+            shares = token_shares(population.sizes, counts)
+            for name, rule in RULES.items():
+                for concurrent in CONCURRENT:
+                    reached = search(rule(population, counts, confidence), shares, order, concurrent)
+                    complete = np.flatnonzero(reached == len(counts) - 1)
+                    picked = int(complete[truth[complete].argmax()])
+                    found.setdefault(f"{name}, {allocation}, {concurrent} at a time", []).append(
+                        {
+                            "tokens": float(np.take(shares, reached).mean()),
+                            "best_stopped": float(best not in complete),
+                            "same_winner": float(truth[picked] == truth[best]),
+                            "same_or_within_noise": float(not population.told_apart(best, picked)),
+                        }
+                    )
+    return {
+        name: {column: float(np.mean([row[column] for row in rows])) for column in rows[0]}
+        | {"largest_tokens": max(row["tokens"] for row in rows), "cases": len(rows)}
+        for name, rows in found.items()
+    }
+
+
+def simulated(
+    grid: pd.DataFrame, count: int, correlations: tuple[float, float], seed: int
+) -> Iterator[tuple[Population, np.ndarray]]:
+    """`count` grids like the published one."""
+    rng = np.random.default_rng(seed)
+    _, method = np.unique(grid["pruning_method"].to_numpy(dtype=str), return_inverse=True)
+    cross, same = correlations
+    for _ in range(count):
+        scores = {}
+        for task, size in SIZES.items():
+            p = grid[f"acc_{task}"].to_numpy()
+            # Items are shared, so accuracies differ by chance only as far as outcomes are each configuration's own.
+            p = np.clip(p + rng.standard_normal(len(p)) * np.sqrt(p * (1 - p) / size * (1 - same)), 0.01, 0.99)
+            latent = math.sqrt(cross) * rng.standard_normal(size, dtype=np.float32)
+            latent = (
+                latent + math.sqrt(same - cross) * rng.standard_normal((method.max() + 1, size), np.float32)[method]
+            )
+            latent += math.sqrt(1 - same) * rng.standard_normal((len(p), size), dtype=np.float32)
+            scores[task] = latent < np.array([[NormalDist().inv_cdf(value)] for value in p])
+        yield Population(scores), rng.permutation(len(grid))
+
+
+def equal(sizes: Mapping[str, int], configs: int, rng: np.random.Generator) -> Population:
+    """Configurations of the same true accuracies (0.6): which one comes out best is chance alone."""
+    scores = {}
+    for task, size in sizes.items():
+        latent = math.sqrt(SAME_METHOD) * rng.standard_normal(size, dtype=np.float32)
+        latent = latent + math.sqrt(1 - SAME_METHOD) * rng.standard_normal((configs, size), dtype=np.float32)
+        scores[task] = latent < NormalDist().inv_cdf(0.6)
+    return Population(scores)
+
+
+def opposed(sizes: Mapping[str, int], configs: int, rng: np.random.Generator) -> Population:
+    """Rivals that miss 10% of the smallest task, each other items; configuration 0 misses 10% of the largest, less one."""
+    scores = {task: np.ones((configs, size), dtype=bool) for task, size in sizes.items()}
+    small, large = min(sizes, key=lambda t: sizes[t]), max(reversed(list(sizes)), key=lambda t: sizes[t])
+    for rival in range(1, configs):
+        scores[small][rival, rng.choice(sizes[small], math.ceil(sizes[small] / 10), replace=False)] = False
+    scores[large][0, rng.choice(sizes[large], sizes[large] // 10 - 1, replace=False)] = False
+    return Population(scores)
+
+
+def guarantee(count: int, confidence: float, seed: int) -> dict[str, dict[str, float]]:
+    """How often the best of 45 configurations would be stopped at any look, by any rival, if no trial were stopped."""
+    found: dict[str, dict[str, float]] = {}
+    rng = np.random.default_rng(seed)
+    for sizes_name, sizes in (("real sizes", SIZES), ("240 each", dict.fromkeys(SIZES, 240))):
+        for case in (equal, opposed):
+            populations = [case(sizes, 45, rng) for _ in range(count)]
+            for allocation in ALLOCATIONS if sizes is SIZES else ("proportional",):
+                counts, errors = ALLOCATIONS[allocation](sizes), 0
+                for population in populations:
+                    decide, best = race_rule(population, counts, confidence), int(population.means(sizes).argmax())
+                    order = [
+                        *(config for config in range(45) if config != best),
+                        best,
+                    ]  # the best meets all, everywhere
+                    looks = [decide(config, index) for index in range(len(counts) - 1) for config in order]
+                    errors += any(looks[44::45])
+                found[f"{case.__name__}, {sizes_name}, {allocation}"] = {"best_stopped": errors / count, "cases": count}
+    return found
+
+
+def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population]]:
+    """label -> (methods [C], outcomes) of a finished search's complete trials."""
+    records: dict[str, list] = {}
+    for record in Ledger(folder / "ledger").records():
+        if record.status == "complete":
+            records.setdefault(record.model, []).append(record)
+    if not records:
+        raise SystemExit(f"error: {folder} has no complete trials; --experiment is the folder of a finished search")
+    found = {}
+    for label, members in records.items():
+        scores: dict[str, list[np.ndarray]] = {}
+        for record in members:
+            path = folder / "trials" / record.key / "items.parquet"
+            slices = read_outcomes(path, 1 + max(pd.read_parquet(path, columns=["slice"])["slice"]))
+            for task in slices[0]:
+                text = "".join(added.get(task, "") for added in slices)  # slices are cut from one order: it comes back
+                scores.setdefault(task, []).append(np.frombuffer(text.encode(), dtype=np.uint8) == ord("1"))
+        found[label] = [r.config["method"] for r in members], Population({t: np.array(s) for t, s in scores.items()})
+    return found
+
+
+def correlations(experiment: dict[str, tuple[list[str], Population]], seed: int) -> tuple[float, float]:
+    """Latent (tetrachoric) correlation between configurations, by how often their outcomes differ: the median over tasks
+    and pairs of different methods, and of one method."""
+    rng = np.random.default_rng(seed)
+    x, y = rng.standard_normal((2, 20_000))
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for methods, population in experiment.values():
+        pairs = list(combinations(range(len(methods)), 2))
+        for i, j in (pairs[k] for k in rng.choice(len(pairs), min(100, len(pairs)), replace=False)):
+            for scores in population.scores.values():
+                rates = [scores[i].mean(), scores[j].mean()]
+                if min(rates) < 0.05 or max(rates) > 0.95:
+                    continue  # too few items to differ on
+                a, b = (NormalDist().inv_cdf(rate) for rate in rates)
+                differs, low, high = (scores[i] != scores[j]).mean(), 0.0, 1.0
+                for _ in range(12):
+                    middle = (low + high) / 2
+                    both = middle * x + math.sqrt(1 - middle**2) * y
+                    low, high = (middle, high) if ((x < a) != (both < b)).mean() > differs else (low, middle)
+                found[methods[i] == methods[j]].append(low)
+    cross, same = float(np.median(found[False])), float(np.median(found[True]))
+    return min(cross, same), same
+
+
+def shown(title: str, found: dict[str, dict[str, float]]) -> None:
+    columns = [column for column in next(iter(found.values())) if column != "cases"]
+    rows = [[name, *(f"{values[column]:.1%}" for column in columns)] for name, values in found.items()]
+    print(f"\n{title}\n{table([['', *(column.replace('_', ' ') for column in columns)], *rows])}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--grid", type=Path, metavar="CSV", help=f"a published grid (default: TUNE_PRUNE_DATA/{GRID})")
+    p.add_argument("--grids", type=int, default=200, metavar="N", help="to simulate (default: %(default)s)")
+    p.add_argument(
+        "--experiment", type=Path, metavar="DIR", help="a finished search to replay and to take correlations from"
+    )
+    p.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of the race (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    p.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON, too")
+    options = p.parse_args(arguments)
+    grid = pd.read_csv(options.grid or data_dir() / GRID)
+    experiment = read_experiment(options.experiment) if options.experiment else {}
+    latent = correlations(experiment, options.seed) if experiment else (CROSS_METHOD, SAME_METHOD)
+
+    print(
+        f"{options.grids} grids of {len(grid)} trials; latent correlation {latent[0]:.2f} between methods, {latent[1]:.2f} within"
+    )
+    results: dict[str, Any] = {"slices": SLICES, "confidence": options.confidence, "seed": options.seed}
+    results["latent_correlations"] = {"cross_method": latent[0], "same_method": latent[1]}
+    results["simulated"] = compare(simulated(grid, options.grids, latent, options.seed), options.confidence)
+    shown("simulated grids, mean over grids", results["simulated"])
+    results["guarantee"] = guarantee(options.grids, options.confidence, options.seed)
+    shown(
+        f"the guarantee in its worst cases: the best may be stopped in {1 - options.confidence:.0%}",
+        results["guarantee"],
+    )
+    results["replayed"] = {}
+    for label, (_, population) in experiment.items():
+        rng = np.random.default_rng(options.seed)
+        orders = ((population, rng.permutation(population.num_configs)) for _ in range(ORDERS))
+        results["replayed"][label] = compare(orders, options.confidence)
+        shown(f"{label}: its {population.num_configs} trials in {ORDERS} orders", results["replayed"][label])
+    write_json(options.output, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Every benchmark runs at its smallest setting and says what must hold on any machine: counts, equalities, no mismatch.
+How long anything took is nobody's business here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tune_prune.config import ZERO_SHOT_TASKS
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no real data at {DATA} (set TUNE_PRUNE_DATA)")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A function (name, *argv) -> the JSON that scripts/bench_<name>.py writes."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def run(name: str, *argv: str) -> dict[str, Any]:
+        path = tmp_path / f"{name}.json"
+        importlib.import_module(f"bench_{name}").main([*argv, "--output", str(path)])
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    return run
+
+
+def positive(*values: float) -> bool:
+    return all(math.isfinite(value) and value > 0 for value in values)
+
+
+def test_passes(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", "tiny-llama", "--threads", "1", "--repeats", "1", "--num-samples", "4,5,10"]
+    values = bench("passes", *argv)
+    assert values["configurations"] == 45  # methods x seq_len x num_samples of the published grid
+    (model,) = values["models"]
+    gradient, removal = model["gradient"], model["removal"]
+    assert gradient["passes"] == {"shared": 5, "per_trial": 45, "ratio": 9.0}
+    assert gradient["samples"] == {"shared": 5 * 10, "per_trial": 3 * 5 * 19, "ratio": 5.7}
+    assert gradient["tokens"]["shared"] == 10 * (16 + 32 + 64 + 128 + 256)
+    assert gradient["bit_equal"] is True
+    assert removal["passes"] == {"shared": 5, "per_trial": 30, "ratio": 6.0}
+    assert removal["largest_difference"] < 1e-5
+    layers = model["layers"]
+    # By hand at one seq_len: removal samples are 1, 1 and 2; kinds are layer alone, then attention and mlp.
+    shared, alone = 2 * (layers + 3 * layers * (layers - 1) / 2), 4 * (2 * layers + 3 * layers * (layers - 1))
+    assert removal["token_layers"]["ratio"] == pytest.approx(alone / shared)
+    assert positive(*(part["seconds"][way] for part in (gradient, removal) for way in ("shared", "per_trial")))
+    assert "equals a direct pass bit for bit" in capsys.readouterr().out
+
+
+def test_passes_tell_a_difference(bench: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("bench_passes")
+    real = module.taylor
+
+    def wrong(model: Any, family: Any, windows: Any, snapshots: list[int]) -> Any:
+        return real(model, family, windows if len(snapshots) > 1 else windows.flip(0), snapshots)
+
+    monkeypatch.setattr(module, "taylor", wrong)
+    argv = ["--model", "tiny-llama", "--threads", "1", "--repeats", "1", "--seq-len", "16", "--num-samples", "2,4"]
+    assert bench("passes", *argv)["models"][0]["gradient"]["bit_equal"] is False
+
+
+def check_engine(values: dict[str, Any], items: int, tasks: tuple[str, ...] = ZERO_SHOT_TASKS) -> None:
+    (model,) = values["models"]
+    assert set(model["tasks"]) == set(tasks)
+    for name, task in model["tasks"].items():
+        assert task["items"] == items
+        assert task["answers"]["largest_difference"] < 2e-4
+        assert task["answers"]["acc_differs"] == task["answers"]["acc_norm_differs"] == 0
+        tokens = task["tokens"]
+        # Without sharing ours forwards what HFLM does; sharing never forwards more, padding never less.
+        assert tokens["shared"] <= tokens["plain"] == tokens["hflm"] <= tokens["hflm_padded"], name
+        assert positive(*task["seconds"].values())
+    whole = model["all"]
+    assert whole["tokens"]["hflm"] > whole["tokens"]["shared"] and whole["token_ratio"] > 1
+    assert positive(whole["speedup"], whole["speedup_in_slices"], model["seconds_in_slices"])
+    files = model["whole_files"]
+    counted = {way: sum(task[way] for task in files["tasks"].values()) for way in ("shared", "plain")}
+    assert files["at_hand"] == counted | {"ratio": counted["plain"] / counted["shared"]}
+    if model["model"] == "tiny-llama":  # the embedded tasks are whole
+        assert "hellaswag_whole" not in files
+        return
+    scale = 10_042 / files["tasks"]["hellaswag"]["items"]
+    part = {way: files["tasks"]["hellaswag"][way] for way in counted}
+    scaled = {way: counted[way] - part[way] + scale * part[way] for way in counted}
+    assert files["hellaswag_whole"]["ratio"] == pytest.approx(scaled["plain"] / scaled["shared"])
+
+
+def test_engine(bench: Callable[..., dict[str, Any]]) -> None:
+    argv = ["--model", "tiny-llama", "--limit", "4", "--count-limit", "6", "--repeats", "1", "--threads", "1"]
+    check_engine(bench("engine", *argv, "--batch-sizes", "2,4"), 4)
+
+
+@needs_data
+@pytest.mark.slow
+def test_engine_on_real_files(bench: Callable[..., dict[str, Any]]) -> None:
+    argv = ["--model", "stories260K", "--limit", "4", "--repeats", "1", "--threads", "1", "--batch-sizes", "2,4"]
+    check_engine(bench("engine", *argv, "--tasks", "openbookqa,hellaswag"), 4, ("openbookqa", "hellaswag"))
+
+
+@pytest.mark.slow
+def test_grid(bench: Callable[..., dict[str, Any]]) -> None:
+    argv = [
+        "--model",
+        "tiny-llama",
+        "--search-space",
+        "smoke",
+        "--sample",
+        "2",
+        "--limit",
+        "4",
+        "--tasks",
+        "boolq,piqa",
+    ]
+    values = bench("grid", *argv, "--slots", "2")
+    (model,) = values["models"]
+    assert (model["trials"], model["published_trials_run"]) == (6, 2)
+    assert model["mismatches"] == []
+    assert positive(model["search_seconds"], model["published_seconds"], *model["parts"].values())
+    assert model["ratio"] == pytest.approx(model["published_seconds"] / model["search_seconds"])
+
+
+def test_grid_tells_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    differences = importlib.import_module("bench_grid").differences
+    search = {"taylor-s16-n8": {"acc_boolq": 0.5, "acc_piqa": 0.25, "ppl": 10.0}}
+    same = {"config": "taylor-s16-n8", "metrics": {"acc_boolq": 0.5, "ppl": 10.0001}}
+    assert differences([same], search) == []
+    other = {"config": "taylor-s16-n8", "metrics": {"acc_boolq": 0.5, "acc_piqa": 0.26}}
+    assert [line.split(":")[1].split()[0] for line in differences([same, other], search)] == ["acc_piqa"]
+
+
+@pytest.mark.slow
+def test_overhead(bench: Callable[..., dict[str, Any]]) -> None:
+    argv = ["--model", "tiny-llama", "--trials", "1", "--limit", "3", "--num-samples", "8", "--search-space", ""]
+    values = bench("overhead", *argv, "--memory-trials", "12", "--memory-limit", "1", "--threads", "1")
+    (model,) = values["in_process"]
+    assert [row["part"] for row in model["parts"]] == ["passes", "baseline", "trial 1"]
+    for row in model["parts"]:
+        assert positive(row["wall"], row["forward"], row["outside"])
+        assert row["wall"] == pytest.approx(sum(row[name] for name in ("forward", "backward", "softmax", "outside")))
+        assert (row["backward"] > 0) == (row["part"] == "passes")
+    assert 0 < model["outside_share"] < model["outside_share_with_softmax"] < 1
+    memory = values["memory"]
+    assert [int(trial) for trial in memory["resident_bytes"]] == [10, 12]
+    assert memory["tensor_bytes"]["largest"] == memory["tensor_bytes"]["first"]  # trials leave no tensor behind
+    assert values["through_ray"] == []
+
+
+@pytest.mark.slow
+def test_overhead_of_a_search(bench: Callable[..., dict[str, Any]]) -> None:
+    argv = ["--model", "tiny-llama", "--trials", "0", "--limit", "3", "--tasks", "boolq", "--memory-trials", "0"]
+    (search,) = bench("overhead", *argv, "--threads", "1")["through_ray"]
+    assert search["trials"] == 6
+    assert 0 < search["stage_seconds"] < search["wall"] * search["slots"]
+    assert 0 < search["outside_share"] < 1
+
+
+@pytest.mark.slow
+def test_gpu_on_a_cpu_without_what_such_a_machine_may_lack(run_without: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    code = f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport bench_gpu\nbench_gpu.main(sys.argv[1:])\n"
+    argv = ["--device", "cpu", "--tiny", "--threads", "1", "--repeats", "1", "--samples", "8", "--seq-len", "16"]
+    argv += ["--text-tokens", "600", "--items", "3", "--batch-tokens", "256,1024", "--output", str(path)]
+    told = run_without(("ray", "lm_eval", "optuna", "datasets", "pandas", "pyarrow", "tensorboard"), code, *argv)
+    values = json.loads(path.read_text(encoding="utf-8"))
+    stages = {row["stage"]: row for row in values["stages"]}
+    assert len([name for name in stages if name.startswith("zero-shot")]) == 5
+    for name, row in stages.items():
+        assert row["out_of_memory"] is False and row["seconds"] > 0 and name in told
+        assert name.startswith("prune") or 0 < row["utilisation"] < 2
+    zero_shot = values["zero_shot"]
+    assert zero_shot["items"] == 21 and zero_shot["refusal"] is None
+    assert zero_shot["largest_difference"] < 1e-4  # shared, plain and HFLM's way agree
+    assert zero_shot["tokens"]["shared"] < zero_shot["tokens"]["plain"]
+    assert positive(*values["projection"].values())
+
+
+@needs_data
+def test_random_models_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    common = importlib.import_module("bench_common")
+    made = common.subject("0.05M", tmp_path)
+    sizes = common.sizes_of(made.run())
+    assert 0.04e6 < sizes["layer_params"] < 0.06e6
+    for name, (hidden, layers, heads, kv_heads, channels) in common.SIZES.items():
+        head = hidden // heads
+        params = layers * (2 * hidden * head * (heads + kv_heads) + 3 * hidden * channels)
+        assert hidden % heads == heads % kv_heads == 0
+        assert 0.9 <= params / (float(name.removesuffix("M")) * 1e6) <= 1.1, (name, params)
+    again = common.random_model(tmp_path / "again", *common.SIZES["0.05M"])
+    assert (again / "model.safetensors").read_bytes() == (Path(made.location) / "model.safetensors").read_bytes()
+
+
+@needs_data
+def test_a_limit_cuts_the_text_as_it_cuts_the_items(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    cut = Path(importlib.import_module("bench_common").subject("stories260K", tmp_path, limit=100).data)
+    text, whole = (folder / "text" / "wikitext2-raw.test.txt" for folder in (cut, DATA))
+    rows = [len(path.read_text(encoding="utf-8").strip().split("\n")) for path in DATA.glob("tasks/*/*.jsonl")]
+    share = 100 * len(rows) / sum(rows)  # every file has more than 100
+    assert len(text.read_text(encoding="utf-8")) == pytest.approx(share * len(whole.read_text(encoding="utf-8")), abs=1)
+    assert (cut / "tasks" / "piqa" / "validation.jsonl").is_file()
+    assert {path.name for path in (cut / "text").iterdir()} == {path.name for path in (DATA / "text").iterdir()}

@@ -1,0 +1,337 @@
+"""The cost model against independent truths: torch's own count of operations, the rows that the passes really run, lm-eval's
+requests, sums done by hand, and for memory what the operating system says of a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2TokenizerFast, MistralConfig
+
+from tests.conftest import build_tiny
+from tune_prune.config import EvaluationProtocol
+from tune_prune.cost_model import estimate as estimates
+from tune_prune.cost_model import tokens
+from tune_prune.cost_model.estimate import ModelWork, estimate, gradient_samples
+from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.cost_model.memory import MemoryPlan, needs_copy, plan_memory
+from tune_prune.cost_model.speed import BUILT_BYTES, Line, Speed, SpeedRequest, _Bench, measure
+from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
+from tune_prune.evaluation.task_files import TaskSource
+from tune_prune.evaluation.zero_shot import build_suite
+from tune_prune.models import catalog, loading
+from tune_prune.models.families import decoder_layers, family_of
+from tune_prune.models.geometry import read_geometry
+from tune_prune.pruning import importance
+from tune_prune.pruning.importance import taylor, token_losses
+from tune_prune.pruning.removal_loss import KINDS, removal_losses
+from tune_prune.trial import SharedStatistics
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(os.environ.get("TUNE_PRUNE_DATA", ROOT.parent / "shared" / "data"))
+
+LLAMA = family_of("llama")
+ROWS, LENGTH = 3, 16
+
+
+def eager_llama():
+    """Eager attention computes the scores of all pairs, twice as many as Arithmetic counts; see `unseen`."""
+    model = build_tiny("llama", attn_implementation="eager")
+    return model, Arithmetic.of(read_geometry(model, LLAMA), model.config.vocab_size)
+
+
+def unseen(arithmetic: Arithmetic, attentions: float) -> float:
+    """Operations of eager attention on pairs of which the second comes later, in that many attention blocks."""
+    width = arithmetic.query_width / arithmetic.layers
+    return attentions * 4 * width * (LENGTH - (LENGTH + 1) / 2) * ROWS * LENGTH
+
+
+def test_forward_and_gradient_operations_are_those_that_torch_counts():
+    model, arithmetic = eager_llama()
+    ids = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        model(input_ids=ids, use_cache=False)
+    forward = arithmetic.forward(ROWS * LENGTH, LENGTH) + unseen(arithmetic, arithmetic.layers)
+    assert counter.get_total_flops() == forward
+
+    layers = decoder_layers(model, LLAMA)
+    for layer in layers:
+        for linear in LLAMA.linears(layer).values():
+            linear.requires_grad_(True)
+    with FlopCounterMode(display=False) as counter:
+        token_losses(model(input_ids=ids, use_cache=False).logits, ids).sum().backward()
+    first = LLAMA.linears(layers[0])  # nobody asks for the gradient of the embeddings
+    needless = 2 * ROWS * LENGTH * sum(first[role].weight.numel() for role in ("query", "key", "value"))
+    gradient = arithmetic.gradient(ROWS * LENGTH, LENGTH) + 3 * unseen(arithmetic, arithmetic.layers)
+    assert counter.get_total_flops() == gradient - needless
+
+
+@pytest.mark.parametrize("kinds", [("layer",), ("attention", "mlp"), KINDS])
+def test_removal_operations_are_those_that_torch_counts(kinds):
+    model, arithmetic = eager_llama()
+    ids = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        removal_losses(model, LLAMA, ids, kinds)
+    layers = arithmetic.layers
+    behind = layers * (layers - 1) / 2
+    attentions = layers + sum(behind + (layers if kind == "mlp" else 0) for kind in kinds)
+    assert counter.get_total_flops() == arithmetic.removal(ROWS, LENGTH, kinds) + unseen(arithmetic, attentions)
+
+
+def test_head_counts_where_it_is_asked_and_pruning_shrinks_the_rest():
+    _, arithmetic = eager_llama()
+    head = 2 * 64 * 32  # vocabulary x hidden size of conftest's models
+    assert arithmetic.forward(10, 5, scored=4) == arithmetic.forward(10, 5, scored=0) + 4 * head
+    half = arithmetic.pruned(arithmetic.projection_weights // 2)
+    assert half.forward(10, 5, scored=0) == pytest.approx(arithmetic.forward(10, 5, scored=0) / 2)
+    assert half.head(7) == arithmetic.head(7)
+
+
+@pytest.mark.parametrize("wanted", [(8,), (3,), (3, 8), (2, 3, 7), (4, 8, 16), (1, 5, 10), (4, 6), (2, 4), (3, 4)])
+def test_samples_and_copies_of_a_gradient_pass(wanted, monkeypatch):
+    monkeypatch.setattr(importance, "batch_size", lambda seq_len, vocab_size: 4)
+    copies = []
+    original = importance._Accumulator.copy
+    monkeypatch.setattr(importance._Accumulator, "copy", lambda self: copies.append(1) or original(self))
+    model = build_tiny("llama")
+    seen = []
+    model.register_forward_pre_hook(lambda _, args, given: seen.append(len(given["input_ids"])), with_kwargs=True)
+    taylor(model, LLAMA, torch.randint(64, (16, 4)), wanted)
+    assert gradient_samples(wanted, 4) == sum(seen)
+    assert needs_copy(wanted, 4) == bool(copies)
+
+
+@pytest.fixture(scope="module")
+def tiny_llama():
+    source = catalog.resolve("tiny-llama")
+    return loading.load_config(source), loading.load_tokenizer(source)
+
+
+def suite_tokens(tokenizer, protocol, source, max_length):
+    suite = build_suite(tokenizer, protocol, source, max_length)
+    return sum(suite.tokens_in_slice(index) for index in range(suite.num_slices)), suite.num_items
+
+
+def test_zero_shot_tokens_of_the_embedded_tasks(tiny_llama):
+    """Where all items are sampled the count is lm-eval's; where one in four is, it is close."""
+    config, tokenizer = tiny_llama
+    source = TaskSource.of(None, embedded=True)
+    for limit, tolerance in ((20, 0.0), (None, 0.02)):
+        protocol = EvaluationProtocol(limit=limit)
+        true, items = suite_tokens(tokenizer, protocol, source, config.max_position_embeddings)
+        found = zero_shot_tokens(tokenizer, protocol, source)
+        assert found.items == items
+        assert found.tokens == pytest.approx(true, rel=tolerance, abs=0)
+        assert not found.exact
+    known = zero_shot_tokens(tokenizer, protocol, source, known_tokens=true)
+    assert (known.tokens, known.exact) == (true, True)
+    assert known.scored == pytest.approx(found.scored, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "tasks").is_dir(), reason=f"no task files in {DATA} (TUNE_PRUNE_DATA)")
+def test_zero_shot_tokens_of_real_items():
+    folder = DATA / "models" / "gpt2-tokenizer"
+    tokenizer = GPT2TokenizerFast(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+    protocol, source = EvaluationProtocol(limit=300), TaskSource("folder", str(DATA))
+    true, _ = suite_tokens(tokenizer, protocol, source, 2048)
+    assert zero_shot_tokens(tokenizer, protocol, source).tokens == pytest.approx(true, rel=0.1)
+    hub = zero_shot_tokens(tokenizer, EvaluationProtocol(), TaskSource("hub"))
+    assert tokens.tokens_per_gpt2_token(tokenizer) == 1
+    assert hub.items == 3270 + 1838 + 10_042 + 1267 + 2376 + 1172 + 500
+    whole = EvaluationProtocol(tasks=("piqa", "arc_easy", "openbookqa"))
+    files, table = (zero_shot_tokens(tokenizer, whole, where).tokens for where in (source, TaskSource("hub")))
+    assert table == pytest.approx(files, rel=0.05)
+
+
+def test_items_of_a_definition_that_calls_functions_count_by_their_strings(tmp_path, tiny_llama):
+    folder = tmp_path / "tasks" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "task.yaml").write_text(
+        "task: mine\ndoc_to_text: !function own.text\ndoc_to_choice: !function own.choice\n"
+    )
+    items = [{"story": "tom opens the door.", "ends": {"text": ["he waits.", "he sits."]}, "label": 0}] * 3
+    (folder / "test.jsonl").write_text("\n".join(map(json.dumps, items)))
+    found = zero_shot_tokens(tiny_llama[1], EvaluationProtocol(tasks=("mine",)), TaskSource("folder", str(tmp_path)))
+    story, first, second = (
+        tiny_llama[1](text)["input_ids"] for text in ("tom opens the door.", " he waits.", " he sits.")
+    )
+    together = len(story) + len(first) + len(second) - 2  # the last token is only predicted
+    assert found.items == 3
+    assert found.tokens == pytest.approx(3 * together, abs=3)  # "he" may be shared
+
+
+SPEED = Speed(Line(1.0, 0.0), Line(4.0, 0.0), head=0.5, head_gradient=2.0, snapshot=10.0, engine=3.0)
+
+
+def work(**changes) -> ModelWork:
+    values = {
+        "label": "m",
+        "arithmetic": Arithmetic(2, 600, 400, 0, 100),
+        "vocab_size": 100,
+        "weight_bytes": 0,
+        "speed": SPEED,
+        "passes": {8: SharedStatistics((4, 16), {"layer": 3})},
+        "baseline": True,
+        "trials": 3,
+        "removed_params": 200,
+        "perplexity_tokens": 50,
+        "perplexity_window": 20,
+        "zero_shot": ZeroShotTokens(items=10, tokens=40, scored=20, exact=True),
+    }
+    return ModelWork(**(values | changes))
+
+
+def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
+    """Speeds are one second a token and layers, so that seconds count tokens; a fifth of the projections is removed."""
+    monkeypatch.setattr(estimates, "SUITE_S_PER_ITEM", 1.0)
+    monkeypatch.setattr(estimates, "SUITE_S", 5.0)
+    cost = estimate([work()], slots=1, gpus=0.5)
+    stages = {stage.stage: stage for stage in cost.stages()}
+    # 4 samples run twice: their snapshot falls inside the only batch
+    assert (stages["importance"].tokens, stages["importance"].seconds) == (16 * 8, 20 * 8 * (4 + 2) + 2 * 10)
+    # dense 1, and behind the removed first of two layers half of it; the head three times
+    assert (stages["removal"].tokens, stages["removal"].seconds) == (3 * 8 * 3, 3 * 8 * (1 + 0.5 + 3 * 0.5))
+    assert (stages["perplexity"].runs, stages["perplexity"].tokens) == (4, 200)
+    assert stages["perplexity"].seconds == pytest.approx(50 * (1 + 3 * 0.8) + 4 * 50 * 0.5)
+    suite = 5 + 10
+    assert stages["zero_shot"].seconds == pytest.approx(3 * (40 * (1 + 3 * 0.8) + 4 * 20 * 0.5) + suite)
+    assert stages["zero_shot"].flops == pytest.approx(40 * 2000 * (1 + 3 * 0.8) + 4 * 20 * 200)
+    total = sum(stage.seconds for stage in cost.stages())
+    assert cost.gpu_hours == pytest.approx(0.5 * total / 3600)
+    assert cost.wall_seconds == pytest.approx(estimates.WORKER_START_S + total + 3 * estimates.TRIAL_OVERHEAD_S)
+    plain = json.loads(json.dumps(cost.to_dict()))
+    assert plain["stages"]["removal"]["tokens"] == 72
+    assert plain["models"]["m"]["perplexity"]["runs"] == 4
+
+
+def test_pieces_are_dealt_out_to_the_slots():
+    """Baseline, statistics and equal trials, each to the worker that is free first."""
+    wall = {slots: estimate([work(trials=9)], slots, 0).wall_seconds - estimates.WORKER_START_S for slots in (1, 2, 20)}
+    cost = estimate([work(trials=9)], 1, 0).models[0]
+    baseline, statistics = (sum(job.values()) for job in cost.jobs.values())
+    trial = sum(cost.trial.values()) + estimates.TRIAL_OVERHEAD_S
+    assert wall[1] == pytest.approx(baseline + statistics + 9 * trial)
+    assert wall[20] == pytest.approx(statistics)  # the longest piece
+    assert baseline + 5 * trial > statistics > baseline + 4 * trial
+    assert wall[2] == pytest.approx(max(baseline + 7 * trial, statistics + 2 * trial))
+
+
+def test_an_adaptive_search_makes_its_passes_inside_the_trials():
+    before, inside = (estimate([work()], 1, 0, statistics_in_trials=late) for late in (False, True))
+    assert set(before.models[0].jobs) == {None, 8}
+    assert set(inside.models[0].jobs) == {None}
+    assert inside.models[0].trial["importance"] == pytest.approx(before.models[0].jobs[8]["importance"] / 3)
+    assert inside.stages() == before.stages()
+    assert inside.wall_seconds == pytest.approx(before.wall_seconds)
+
+
+def test_nothing_left_costs_nothing():
+    cost = estimate([work(passes={}, baseline=False, trials=0)], 2, 1)
+    assert (cost.wall_seconds, cost.gpu_hours) == (0, 0)
+    assert not any(stage.runs for stage in cost.stages())
+
+
+def test_a_small_model_is_measured_whole_and_threads_are_put_back(tiny_llama):
+    config, tokenizer = tiny_llama
+    sample = zero_shot_tokens(tokenizer, EvaluationProtocol(limit=8), TaskSource.of(None, embedded=True)).rows
+    request = SpeedRequest(config, "float32", "cpu", 1, 256, sample)
+    bench = _Bench(request)
+    assert (bench.weights, bench.queries, bench.head_share) == (1, 1, 1)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        speed = measure(request)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert speed.gradient(64) > speed.forward(64) > 0
+    assert speed.head_gradient > speed.head > 0
+    assert speed.forward(256) >= speed.forward(16)
+    assert speed.snapshot > 0 and speed.engine > 0
+
+
+def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():
+    """Mistral-7B's layer on a CPU: the part that is built times what is left out makes the published sizes."""
+    bench = _Bench(SpeedRequest(MistralConfig(), "float32", "cpu", 1, 2048))
+    layers = decoder_layers(bench.model, bench.family)
+    built = sum(p.numel() for layer in layers for name, p in layer.named_parameters() if "proj" in name)
+    assert built * 4 <= BUILT_BYTES["cpu"]
+    assert built * bench.weights == 32 * 218_103_808
+    assert layers[0].self_attn.head_dim == 128
+    assert bench.model.lm_head.weight.numel() * bench.head_share == 32_000 * 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "vocab"), [("taylor", 8000), ("copies", 2000), ("evaluation", 8000)])
+def test_planned_memory_is_what_a_fresh_process_takes(stage, vocab):
+    """Measured <= planned <= 1.6 x measured for the tensors of a pass, by the peak of the resident set."""
+    answer = subprocess.run(
+        [sys.executable, "-c", MEASURE_MEMORY, stage, str(vocab)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    measured, planned = map(int, answer.stdout.split())
+    assert measured <= planned <= 1.6 * measured
+
+
+MEASURE_MEMORY = """
+import re, sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from tune_prune.cost_model.memory import plan_memory
+from tune_prune.evaluation.perplexity import perplexity
+from tune_prune.models.families import family_of
+from tune_prune.models.geometry import read_geometry
+from tune_prune.pruning.importance import taylor
+
+def resident(name):
+    return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+torch.set_num_threads(1)
+stage, vocab = sys.argv[1], int(sys.argv[2])
+config = LlamaConfig(vocab_size=vocab, hidden_size=384, intermediate_size=1024, num_hidden_layers=4,
+                     num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=512)
+model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+family = family_of("llama")
+geometry = read_geometry(model, family)
+snapshots = [5, 20] if stage == "copies" else [20]
+plan = plan_memory(geometry, config, 4, "cpu", {256: snapshots}, 0, 512, 8 * 512, 64)
+windows = torch.randint(vocab, (20, 256))
+taylor(model, family, windows[:1, :4], [1])  # what torch itself takes at its first use
+before = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+if stage == "evaluation":
+    perplexity(model, torch.randint(vocab, (8 * 512,)), 512)
+    planned = plan.evaluation_activations
+else:
+    taylor(model, family, windows, snapshots)
+    planned = plan.accumulators + plan.gradient_activations
+print(resident("VmHWM") - before, planned)
+"""
+
+
+def test_memory_adds_up_for_a_7b_model_on_a_gpu():
+    """Mistral-7B in bfloat16: the weights' published size, float32 sums of all projections, and the larger of two phases."""
+    config = MistralConfig()
+    _, geometry = loading.config_geometry(config)
+    plan = plan_memory(geometry, config, 2, "cuda", {512: (256,)}, 0, 2048, 300_000, 600)
+    assert plan.weights == 2 * 7_241_732_096
+    assert plan.accumulators == 4 * 32 * 218_103_808
+    assert plan.pruned == 2 * 32 * 218_103_808
+    assert plan.total == plan.process + plan.weights + plan.accumulators + plan.gradient_activations
+    twice = plan_memory(geometry, config, 2, "cuda", {512: (3, 5, 256)}, 0, 2048, 300_000, 600)
+    assert twice.accumulators == 2 * plan.accumulators
+    evaluation = MemoryPlan(1, 2, 3, 4, 50, 60)
+    assert evaluation.total == 1 + 2 + 50 + 60

@@ -1,0 +1,175 @@
+"""The live line and its ETA, with a clock that the test turns: predicted work, corrected by what was measured."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
+from tune_prune.records import StageReport, TrialRecord
+from tune_prune.trial import SharedStatistics
+from tune_prune.tuning.live_line import LiveLine, TimeLeft
+from tune_prune.tuning.prepare import Prepared, PrepareJob
+from tune_prune.tuning.worker import TrialSpec
+
+RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
+CONFIGS = [PruningConfig("taylor", 16, n) for n in (8, 16, 32, 64)]
+SPECS = {f"k{i}": TrialSpec(RUN, config, f"k{i}") for i, config in enumerate(CONFIGS)}
+JOBS = [PrepareJob(RUN), PrepareJob(RUN, 16, SharedStatistics((8, 16, 32, 64), {}))]
+BASELINE, PASS = {"perplexity": 10.0, "zero_shot": 20.0}, {"importance": 40.0}
+TRIAL = {"pruning": 1.0, "perplexity": 9.0, "zero_shot": 20.0}
+COST = CostEstimate((ModelCost("tiny-llama", (), {None: BASELINE, 16: PASS}, TRIAL, 4),), 1, 0.0, 0.0)
+
+
+def left(slots: int = 1, waiting: int = 2) -> TimeLeft:
+    return TimeLeft({"trial": TRIAL, "job": PASS}, {"trial": waiting, "job": 1}, slots)
+
+
+def test_all_work_is_left_before_anything_starts():
+    assert left().seconds() == pytest.approx(2 * (30 + TRIAL_OVERHEAD_S) + 40 + TRIAL_OVERHEAD_S)
+    assert left(slots=2).seconds() == pytest.approx(left().seconds() / 2)
+    assert not left().measured
+
+
+def test_the_pace_of_a_stage_holds_for_what_is_left_of_it():
+    work = left(waiting=1)
+    work.start("a", "trial")
+    work.done("a", "trial", "perplexity", 1.0, 18.0)  # twice as long as predicted
+    # of perplexity nothing is left; what was never measured goes at the pace of all
+    assert work.seconds() == pytest.approx(2 * (1 + 20) + 2 * 40 + TRIAL_OVERHEAD_S)
+    work.done("a", "trial", "zero_shot", 0.25, 2.5)  # half as long
+    pace = (18 + 2.5) / (9 + 5)
+    assert work.seconds() == pytest.approx(pace * 1 + 0.5 * 15 + pace * 40 + TRIAL_OVERHEAD_S)
+    work.end("a")  # stopped: the rest is dropped
+    assert work.seconds() == pytest.approx(pace * 40 + TRIAL_OVERHEAD_S)
+
+
+def test_what_came_from_the_cache_teaches_nothing():
+    work = left(waiting=1)
+    work.start("a", "trial")
+    work.done("a", "trial", "perplexity", 1.0, None)
+    assert not work.measured
+    assert work.seconds() == pytest.approx(1 + 20 + 40 + TRIAL_OVERHEAD_S)
+
+
+def test_the_longest_running_piece_is_the_least_that_is_left():
+    work = TimeLeft({"job": PASS}, {"job": 1}, slots=8)
+    work.start("a", "job")
+    assert work.seconds() == 40
+
+
+def test_a_piece_that_starts_again_begins_anew():
+    work = left(waiting=1)
+    for _ in range(2):
+        work.start("a", "trial")
+        work.done("a", "trial", "perplexity", 1.0, 9.0)
+    work.start("a", "trial")
+    assert work.seconds() == pytest.approx(30 + 40 + TRIAL_OVERHEAD_S)
+
+
+@dataclass
+class FakeTrial:
+    """What the line reads of Ray's trials."""
+
+    config: dict[str, Any]
+    last_result: dict[str, Any] = field(default_factory=dict)
+    status: str = "RUNNING"
+
+
+class Search:
+    """A search whose clock stands still until the test moves it; the last line is `shown`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.now = 100.0
+        self.screen = io.StringIO()
+        given = {"cost": COST, "jobs": JOBS} | options
+        self.line = LiveLine(SPECS, total=4, stream=self.screen, clock=lambda: self.now, **given)
+
+    def start(self, **config: Any) -> FakeTrial:
+        trial = FakeTrial(config)
+        self.line.on_trial_start(0, [], trial)
+        return trial
+
+    def result(self, trial: FakeTrial, **result: Any) -> None:
+        trial.last_result = result
+        self.line.on_trial_result(0, [], trial, result)
+
+    def stage(self, trial: FakeTrial, stage: str, seconds: float, tokens: int = 1, scored: int = 0) -> None:
+        record = {"metrics": {"acc_mean": 0.5}, "stages": [{"tokens": tokens}]}
+        more = {"items_scored": scored, "items_total": 80, "trial_status": "complete" if scored == 80 else "running"}
+        self.result(trial, stage=stage, stage_duration_s=seconds, record=record, **more)
+
+    def shown(self, wait: float = 10.0) -> str:
+        self.now += wait
+        self.line.on_step_end(0, [])
+        return self.screen.getvalue().splitlines()[-1]
+
+
+def clock(seconds: float) -> str:
+    return f"{round(seconds) // 60:02d}:{round(seconds) % 60:02d}"
+
+
+def test_the_first_line_has_an_eta():
+    search = Search()
+    search.line.setup()
+    everything = WORKER_START_S + 30 + 40 + 4 * 30 + 6 * TRIAL_OVERHEAD_S
+    assert search.screen.getvalue() == f"[0/4] running 0, failed 0, ETA {clock(everything)}\n"
+    assert search.shown(wait=11).endswith(f"ETA {clock(everything - 11)}")  # it counts down while nothing happens
+
+
+def test_the_eta_follows_jobs_stages_and_slices():
+    search = Search()
+    search.line.setup()
+    baseline = search.start(job=0)
+    stages = [
+        {"stage": "perplexity", "duration_s": 20.0, "tokens": 5},
+        *({"stage": "zero_shot", "duration_s": 5.0, "tokens": 5} for _ in range(4)),
+    ]
+    record = TrialRecord("b", "tiny-llama", {}, "complete", stages=stages)
+    search.result(baseline, prepared=Prepared(baseline=record))
+    search.line.on_trial_complete(0, [], baseline)
+    pace = 40 / 30  # of all: perplexity took twice as long, zero-shot as long as predicted
+    trial = pace * 1 + 2 * 9 + 20
+    overhead = TRIAL_OVERHEAD_S
+    assert search.shown().endswith(f"ETA {clock(pace * 40 + 4 * trial + 5 * overhead - 10)}")
+
+    statistics = search.start(job=1)
+    search.result(statistics, prepared=Prepared([StageReport("importance", 30.0, tokens=7)]))
+    search.line.on_trial_complete(0, [], statistics)
+    pace = 70 / 70
+    first = search.start(key="k0")
+    search.stage(first, "pruning", 1.0, tokens=0)
+    search.stage(first, "perplexity", 18.0)
+    search.stage(first, "zero_shot", 5.0, scored=20)
+    whole = 1 + 18 + 20
+    assert search.shown().endswith(f"ETA {clock(15 + 3 * (whole + overhead) - 10)}")
+    search.line.on_trial_complete(0, [], first)  # stopped by a scheduler
+    assert "[1/4] running 0, failed 0, " in search.shown()
+    assert search.shown(wait=0).endswith(f"ETA {clock(3 * (whole + overhead) - 10)}")
+    second = search.start(key="k1")
+    search.line.on_trial_error(0, [], second)
+    assert search.shown().endswith(f"[2/4] running 0, failed 1, ETA {clock(2 * (whole + overhead) - 10)}")
+
+
+def test_finished_trials_of_an_earlier_start_are_not_waited_for():
+    known = [TrialRecord("k0", "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
+    search = Search(known=known, jobs=[])
+    search.line.setup()
+    eta = clock(WORKER_START_S + 3 * (30 + TRIAL_OVERHEAD_S))
+    assert search.screen.getvalue() == f"[1/4] running 0, failed 0, best acc .8421 taylor-s16-n8, ETA {eta}\n"
+
+
+def test_without_a_prediction_there_is_no_eta():
+    search = Search(cost=None)
+    search.start(key="k0")
+    assert search.shown() == "[0/4] running 0, failed 0"
+
+
+def test_hours_are_shown_as_such():
+    slow = CostEstimate((ModelCost("tiny-llama", (), {}, {"perplexity": 3600.0}, 4),), 1, 0.0, 0.0)
+    search = Search(cost=slow, jobs=[])
+    assert search.shown(wait=10).endswith("ETA 3:59:59")

@@ -1,0 +1,190 @@
+"""The race as a Ray scheduler: told results as Ray tells them, by hand and in a real Ray Tune run of stub trials."""
+
+from __future__ import annotations
+
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+from ray import tune
+
+from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.errors import UserError
+from tune_prune.evaluation.item_scores import ItemScore, write_items
+from tune_prune.tuning import cluster
+from tune_prune.tuning.race import RacePerModel, read_outcomes
+from tune_prune.tuning.scheduler import AshaPerModel
+from tune_prune.tuning.trainable import TrialSpec
+
+SIZES = {"boolq": 400, "piqa": 200}
+ADDED = ({"boolq": 100, "piqa": 50}, {"boolq": 100, "piqa": 50}, {"boolq": 200, "piqa": 100})
+SLICES = (0.25, 0.5, 1.0)
+
+
+def specs_of(*keys: str, model: str = "m", slices=SLICES) -> dict[str, TrialSpec]:
+    run = ModelRun(
+        model, model, None, "embedded", None, EvaluationProtocol(("boolq", "piqa"), slices=slices), 0, "float32"
+    )
+    return {key: TrialSpec(run, PruningConfig("taylor", 16, 1 + i), key) for i, key in enumerate(keys)}
+
+
+def trial(key: str) -> SimpleNamespace:
+    return SimpleNamespace(trial_id=f"ray-{key}", config={"key": key})
+
+
+def outcomes(index: int, right: float) -> dict[str, str]:
+    return {task: ("1" * round(right * n)).ljust(n, "0") for task, n in ADDED[index].items()}
+
+
+def told(index: int, right: float) -> dict[str, object]:
+    """A worker's result as a scheduler sees it: Ray has flattened its dictionaries."""
+    result: dict[str, object] = {"slice_index": index, "evaluated_fraction": SLICES[index], "acc_mean": right}
+    result |= {f"outcomes/{task}": text for task, text in outcomes(index, right).items()}
+    return result | {f"items_per_task/{task}": n for task, n in SIZES.items()}
+
+
+def test_a_trial_far_behind_is_stopped_with_its_reason():
+    scheduler = RacePerModel(specs_of("good00-key", "bad000-key"))
+    assert scheduler.on_trial_result(None, trial("bad000-key"), {"stage": "pruning", "acc_mean": 0.1}) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("bad000-key"), told(0, 0.2)) == "CONTINUE"  # alone
+    assert scheduler.on_trial_result(None, trial("good00-key"), told(0, 0.8)) == "CONTINUE"
+    assert scheduler.reason("bad000-key") is None
+    assert scheduler.on_trial_result(None, trial("bad000-key"), told(1, 0.2)) == "STOP"
+    # D = 0.6; V = 0.75 (60 / 200^2 + 30 / 100^2), M = 0.75 / 100: sqrt(V + M D) = 0.0886; Phi^-1(1 - 0.05 / 2) = 1.96
+    assert scheduler.reason("bad000-key") == (
+        "stopped by the race: behind taylor-s16-n1-good00 by 60.0 ± 8.9 points on 150 of 600 items "
+        "(limit 2.0 standard errors, confidence 95% for all trials of the model)"
+    )
+    assert scheduler.reason("good00-key") is None
+    assert scheduler.on_trial_result(None, trial("good00-key"), told(1, 0.8)) == "CONTINUE"
+
+
+def test_models_do_not_race_each_other():
+    scheduler = RacePerModel(specs_of("a") | specs_of("b", model="other"))
+    assert scheduler.on_trial_result(None, trial("a"), told(0, 0.9)) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("b"), told(0, 0.1)) == "CONTINUE"
+
+
+def test_limits_count_all_configurations_of_the_model_not_those_that_ran():
+    few, many = specs_of("a", "b"), specs_of("a", "b", *map(str, range(5000)))
+    answers = []
+    for specs in (few, many):
+        scheduler = RacePerModel(specs)
+        scheduler.on_trial_result(None, trial("a"), told(0, 0.60))
+        answers.append(scheduler.on_trial_result(None, trial("b"), told(0, 0.46)))
+    assert answers == ["STOP", "CONTINUE"]
+
+
+def test_complete_trials_of_an_earlier_start_compete():
+    known = {"done": [outcomes(index, 0.9) for index in range(3)]}
+    scheduler = RacePerModel(specs_of("done", "new"), known)
+    assert scheduler.on_trial_result(None, trial("new"), told(0, 0.2)) == "STOP"
+    assert "taylor-s16-n1-done" in str(scheduler.reason("new"))
+    scheduler = RacePerModel(specs_of("done", "new"), known)
+    assert scheduler.on_trial_result(None, trial("new"), told(0, 0.9)) == "CONTINUE"
+
+
+def test_a_slice_that_adds_nothing_is_a_slice():
+    """Fewer items than slices: Ray drops the empty dictionary of outcomes."""
+    scheduler = RacePerModel(specs_of("a"))
+    sizes = {"items_per_task/boolq": 2, "items_per_task/piqa": 2}
+    first = {"slice_index": 0, "outcomes/boolq": "1", "outcomes/piqa": "1"}
+    assert scheduler.on_trial_result(None, trial("a"), first | sizes) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("a"), {"slice_index": 1} | sizes) == "CONTINUE"
+
+
+def score(task: str, doc_id: int, part: int, right: bool) -> ItemScore:
+    """boolq is reported by acc, piqa by acc_norm."""
+    acc, acc_norm = (right, None) if task == "boolq" else (not right, float(right))
+    return ItemScore(task, doc_id, part, float(acc), acc_norm, (-1.0, -2.0), 0)
+
+
+def test_items_of_a_complete_trial_are_read_in_scoring_order(tmp_path):
+    items = [score("boolq", 7, 0, True), score("boolq", 2, 0, False), score("piqa", 5, 0, True)]
+    items += [score("boolq", 1, 2, True), score("piqa", 0, 2, False), score("piqa", 9, 2, True)]
+    write_items(items, tmp_path / "items.parquet")
+    assert read_outcomes(tmp_path / "items.parquet", 3) == [
+        {"boolq": "10", "piqa": "1"},
+        {},
+        {"boolq": "1", "piqa": "01"},
+    ]
+
+
+def test_items_that_cannot_be_read_say_which_record_to_remove(tmp_path):
+    folder = tmp_path / "0123abcd"
+    folder.mkdir()
+    path = folder / "items.parquet"
+    with pytest.raises(UserError, match=r"0123abcd\.json"):
+        read_outcomes(path, 3)
+    path.write_bytes(b"no parquet")
+    with pytest.raises(UserError, match=r"0123abcd\.json"):
+        read_outcomes(path, 3)
+    write_items([score("boolq", 0, 4, True)], path)
+    with pytest.raises(UserError, match=r"0123abcd\.json"):
+        read_outcomes(path, 3)
+
+
+@pytest.mark.parametrize(
+    ("slices", "levels"),
+    [
+        ((1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), {0.25, 0.5}),
+        ((0.25, 0.5, 1.0), {0.25, 0.5}),
+        ((0.5, 1.0), {0.5}),
+        ((0.1, 1.0), set()),
+    ],
+)
+def test_asha_halves_at_a_quarter_of_the_items_and_its_doublings(slices, levels):
+    """The second trial is worse at the slice in question, and only there: it is stopped if the slice is a level."""
+    for part in slices[:-1]:
+        scheduler = AshaPerModel(specs_of("a", "b", slices=slices))
+        answers = {}
+        for key in ("a", "b"):
+            scheduler.on_trial_add(None, trial(key))
+            for seen in slices[:-1]:
+                worse = key == "b" and seen == part
+                result = {"evaluated_fraction": seen, "acc_mean": 0.4 if worse else 0.5}
+                answers[key, seen] = scheduler.on_trial_result(None, trial(key), result)
+        assert {k for k, answer in answers.items() if answer == "STOP"} == ({("b", part)} if part in levels else set())
+
+
+@pytest.mark.slow
+def test_ray_stops_what_the_race_stops(tmp_path, monkeypatch):
+    """One at a time: the good trial has completed when the bad one reports its first slice, the equal one goes on."""
+    accuracy = {"good": 0.8, "bad": 0.2, "equal": 0.8}
+    # All that a trial reports, made here: a worker need not import this module.
+    reports: dict[str, list[dict]] = {}
+    for key, right in accuracy.items():
+        parts = [{"slice_index": i, "outcomes": outcomes(i, right), "items_per_task": SIZES} for i in range(3)]
+        reports[key] = [{"stage": "pruning", "done": False}, *(part | {"done": False} for part in parts)]
+        reports[key][-1]["done"] = True
+
+    class Stub(tune.Trainable):
+        def setup(self, config):
+            self.coming = iter(reports[config["key"]])
+
+        def step(self):
+            return next(self.coming)
+
+        def reset_config(self, new_config):
+            self.setup(new_config)
+            return True
+
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        scheduler = RacePerModel(specs_of(*accuracy))
+        with cluster.connected(None, num_cpus=2):
+            results = tune.Tuner(
+                tune.with_resources(Stub, {"cpu": 1.5}),
+                param_space={"key": tune.grid_search(list(accuracy))},
+                tune_config=tune.TuneConfig(scheduler=scheduler, reuse_actors=True),
+                run_config=tune.RunConfig(
+                    storage_path=str(tmp_path),
+                    checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+                    verbose=0,
+                ),
+            ).fit()
+    assert not results.errors
+    steps = {result.config["key"]: result.metrics["training_iteration"] for result in results}
+    assert steps == {"good": 4, "bad": 2, "equal": 4}
+    assert {key for key in accuracy if scheduler.reason(key)} == {"bad"}

@@ -1,0 +1,262 @@
+"""Scoring the choices of an item as branches of one row, against each request run alone without a batch, a mask or a hook."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tune_prune.evaluation import shared_prefix
+from tune_prune.evaluation.row_scoring import Outcomes, Request, score_requests
+from tune_prune.evaluation.shared_prefix import attention_windows, count_tokens, plan_rows, refusal, score_items
+from tune_prune.models.families import family_of
+from tune_prune.models.geometry import read_geometry
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.surgery import prune
+
+VOCABULARY = 64
+
+
+def item(context: int, *continuations: int, seed: int = 0, cut: int = 0) -> list[Request]:
+    """An item of random tokens: a shared context and choices of those lengths, of which the first `cut` are lost."""
+    generator = np.random.default_rng(seed)
+    shared = generator.integers(VOCABULARY, size=context)
+    requests = []
+    for length in continuations:
+        targets = generator.integers(VOCABULARY, size=length)
+        whole = np.concatenate([shared, targets[:-1]])[cut:]
+        requests.append(Request(whole.astype(np.int32), targets.astype(np.int32)))
+    return requests
+
+
+def assorted_items() -> list[list[Request]]:
+    """Every shape that items come in. Most are longer than the tests' sliding window of 5 tokens."""
+    ordinary = [item(18, 4, 7, 2, seed=1), item(9, 3, 3, 3, 6, seed=2), item(30, 12, 1, seed=3)]
+    one_token = item(14, 1, 1, 1, seed=4)  # equal inputs
+    alone = item(11, 5, seed=5)
+    nothing_shared = [item(6, 3, seed=6)[0], item(8, 3, seed=7)[0]]
+    nested = item(12, 6, seed=8)  # an input that begins another one, and one whose targets begin in the prefix
+    nested += [
+        Request(nested[0].inputs[:14], nested[0].targets[:3]),
+        Request(nested[0].inputs[:14], nested[0].targets[1:9]),
+    ]
+    first = nested[0]
+    late = Request(
+        np.append(first.inputs[:-1], (first.inputs[-1] + 1) % VOCABULARY), first.targets
+    )  # differs at the end
+    same_twice = item(10, 4, seed=9) * 2 + item(10, 6, seed=9)
+    return [
+        *ordinary,
+        one_token,
+        alone,
+        nothing_shared,
+        nested,
+        [first, late],
+        same_twice,
+        item(20, 5, 9, seed=10, cut=3),
+    ]
+
+
+def truth(model: PreTrainedModel, items: list[list[Request]]) -> Outcomes:
+    """Each request alone, as the definition of a log-likelihood says."""
+    loglikelihoods, greedy = [], []
+    for request in (request for requests in items for request in requests):
+        inputs, targets = (torch.from_numpy(tokens.astype(np.int64)) for tokens in (request.inputs, request.targets))
+        with torch.no_grad():
+            logits = model(input_ids=inputs[None]).logits[0, -len(targets) :]
+        log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        loglikelihoods.append(log_probs[torch.arange(len(targets)), targets].sum().item())
+        greedy.append(bool((log_probs.argmax(-1) == targets).all()))
+    return Outcomes(np.array(loglikelihoods), np.array(greedy))
+
+
+def assert_equal_to_truth(model: PreTrainedModel, items: list[list[Request]], tolerance: float = 1e-10) -> None:
+    expected = truth(model, items)
+    for share in (True, False):
+        for batch_tokens in (None, 90, 1):
+            found = score_items(model, items, batch_tokens, share)
+            np.testing.assert_allclose(found.loglikelihoods, expected.loglikelihoods, rtol=0, atol=tolerance)
+            assert found.greedy.tolist() == expected.greedy.tolist()
+
+
+@contextmanager
+def forwarded(model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
+    """The shape of every batch of tokens that the model reads."""
+    shapes: list[tuple[int, ...]] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda _, __, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    yield shapes
+    hook.remove()
+
+
+@pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-10), ("eager", 1e-5)])  # eager: float32 softmax
+def test_trees_score_as_each_request_alone(variant, tiny, attention, tolerance):
+    model = tiny(variant, attn_implementation=attention)
+    assert refusal(model) is None
+    assert_equal_to_truth(model, assorted_items(), tolerance)
+
+
+def test_greedy_continuations_are_found(tiny):
+    model = tiny("llama")
+    (first, *others) = item(15, 4, 4, seed=3)
+    context = first.inputs[:15]
+    tokens = torch.from_numpy(context.astype(np.int64))[None]
+    for _ in range(4):
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
+    best = tokens[0].numpy()
+    greedy = Request(best[:-1], best[15:])
+    assert score_items(model, [[first, greedy, *others]]).greedy.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("groups", [(0, 2), ()], ids=["fewer heads", "no attention"])
+@pytest.mark.parametrize("channels", [(1, 5, 7), ()], ids=["fewer channels", "no MLP"])
+def test_pruned_models(variant, tiny, groups, channels):
+    model = tiny(variant)
+    whole = PruningPlan.keep_all(read_geometry(model, family_of(model.config.model_type)))
+    kept_groups, kept_channels = list(whole.kept_groups), list(whole.kept_channels)
+    kept_groups[1], kept_channels[2] = groups, channels
+    plan = PruningPlan(tuple(kept_groups), tuple(kept_channels), 0, 0, whole.total_params)
+    smaller = prune(model, family_of(model.config.model_type), plan)
+    assert refusal(smaller) is None
+    assert_equal_to_truth(smaller, assorted_items())
+
+
+def test_low_precision(variant, tiny):
+    exact = truth(tiny(variant), assorted_items()).loglikelihoods
+    model = tiny(variant, dtype=torch.bfloat16)
+    assert refusal(model) is None
+    shared = score_items(model, assorted_items()).loglikelihoods
+    plain = score_items(model, assorted_items(), share=False).loglikelihoods
+    # Rounding of the weights is most of it; sharing must not add to it.
+    assert np.abs(shared - exact).max() < 1.5 * np.abs(plain - exact).max() + 0.1
+    np.testing.assert_allclose(
+        score_items(tiny(variant, dtype=torch.float32), assorted_items()).loglikelihoods, exact, atol=1e-4
+    )
+
+
+def test_sharing_forwards_the_prefix_once(tiny):
+    items = [item(20, 4, 6, 9, seed=1), item(15, 1, 1, seed=2), item(3, 5, seed=3)]
+    assert count_tokens(items, share=False) == 3 * 20 + 3 + 5 + 8 + 15 + 7
+    assert count_tokens(items) == 20 + 3 + 5 + 8 + 15 + 7
+    model = tiny("llama")
+    for share in (True, False):
+        with forwarded(model) as shapes:
+            score_items(model, items, batch_tokens=1, share=share)
+        assert all(rows == 1 for rows, _ in shapes)
+        assert sum(width for _, width in shapes) == count_tokens(items, share)
+
+
+def test_small_savings_are_left_alone():
+    long, short = item(40, 5, 5, seed=1), item(2, 30, 30, seed=2)
+    rows = plan_rows([long, short])
+    assert [tree.requests for tree in rows.trees] == [(0, 1)]
+    assert sorted(index for row in rows.plain for index in row.requests) == [2, 3]
+    assert count_tokens([short]) == count_tokens([short], share=False)
+
+
+def test_batches_stay_within_the_budget_and_go_from_long_to_short(tiny):
+    model = tiny("llama")
+    items = [item(length, 3, 4, seed=length) for length in range(8, 30)]
+    with forwarded(model) as shapes:
+        score_items(model, items, batch_tokens=100)
+    assert len(shapes) > 3
+    assert all(rows * width <= 100 for rows, width in shapes)
+    assert [width for _, width in shapes] == sorted((width for _, width in shapes), reverse=True)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+@pytest.mark.parametrize("most", [5, 1, 0])
+def test_out_of_memory_halves_the_batch(tiny, caplog, error, most):
+    model = tiny("llama")
+    items = [item(12, 3, 4, seed=seed) for seed in range(12)]
+    expected = truth(model, items).loglikelihoods
+    tried: list[int] = []
+
+    def refuse(_, __, kwargs):
+        tried.append(len(kwargs["input_ids"]))
+        if tried[-1] > most:
+            raise error
+
+    hook = model.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    with caplog.at_level(logging.WARNING):
+        if most:
+            np.testing.assert_allclose(score_items(model, items).loglikelihoods, expected, atol=1e-10)
+        else:
+            with pytest.raises(type(error), match="memory"):
+                score_items(model, items)
+    hook.remove()
+    assert tried == {5: [12, 6, 3, 3, 3, 3], 1: [12, 6, 3] + [1] * 12, 0: [12, 6, 3, 1]}[most]
+    assert "out of memory with 12 rows" in caplog.text
+    np.testing.assert_allclose(score_items(model, items).loglikelihoods, expected, atol=1e-10)  # no hook is left behind
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(tiny):
+    model = tiny("llama")
+    hook = model.model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken kernel")))
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        score_requests(model, item(12, 3, 4))
+    hook.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_model_that_ignores_the_mask_is_refused(tiny, dtype):
+    model = tiny("llama", dtype=dtype)
+    forward = model.model.forward
+    model.model.forward = lambda attention_mask=None, **kwargs: forward(**kwargs)
+    assert "scores otherwise under the masks" in refusal(model)
+
+
+def test_a_model_that_raises_on_positions_is_refused_with_its_reason(tiny):
+    model = tiny("llama")
+    forward = model.model.forward
+
+    def no_positions(
+        input_ids, use_cache, attention_mask=None, inputs_embeds=None, past_key_values=None, position_ids=None
+    ):
+        if position_ids is not None:
+            raise TypeError("got an unexpected keyword argument 'position_ids'")
+        return forward(input_ids=input_ids, use_cache=use_cache)
+
+    model.model.forward = no_positions
+    said = refusal(model)
+    assert said is not None and said.endswith("(TypeError: got an unexpected keyword argument 'position_ids')")
+    assert "\n" not in said
+
+
+def test_unknown_types_of_layers_are_refused(tiny):
+    model = tiny("qwen2-sliding")
+    assert attention_windows(model.config) == {"full_attention": None, "sliding_attention": 5}
+    model.config.layer_types = ["full_attention", "chunked_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(ValueError, match="chunked_attention"):
+        attention_windows(model.config)
+
+
+def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
+    """The probe of `refusal` sees what it is there for: masks and positions that are not the tree's."""
+    right = shared_prefix.tree_inputs
+    model = tiny("mistral-sliding")
+
+    def no_window(model, trees, width):
+        inputs = right(model, trees, width)
+        windowless = right(tiny("llama"), trees, width)
+        return inputs | {"attention_mask": windowless["attention_mask"]}
+
+    def no_positions(model, trees, width):
+        return {"attention_mask": right(model, trees, width)["attention_mask"]}
+
+    def no_branches(model, trees, width):
+        return {"position_ids": right(model, trees, width)["position_ids"]}
+
+    for wrong in (no_window, no_positions, no_branches):
+        monkeypatch.setattr(shared_prefix, "tree_inputs", wrong)
+        assert refusal(model) is not None, wrong.__name__
+    monkeypatch.setattr(shared_prefix, "tree_inputs", right)
+    assert refusal(model) is None

@@ -1,0 +1,151 @@
+"""Suites: nested slices, judgement without lm-eval against lm-eval's, the way through arrays, and what is kept of the items."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from lm_eval.api.metrics import mean_stderr
+
+from tests.quiz import DATA, byte_tokenizer, quiz_items, score_all, unequal_llama, write_quiz
+from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol
+from tune_prune.evaluation import zero_shot
+from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, write_items
+from tune_prune.evaluation.suite import Outcomes, ZeroShotSuite
+from tune_prune.evaluation.task_files import TaskSource
+from tune_prune.evaluation.zero_shot import build_suite
+
+
+def random_outcomes(suite: ZeroShotSuite, index: int) -> Outcomes:
+    """Log-likelihoods so coarse that many choices are equally likely, some of them undefined or impossible."""
+    random = np.random.default_rng(index)
+    count = sum(len(item.requests) for item in suite._slices[index].items)
+    values = -random.integers(1, 6, size=count).astype(np.float64)
+    values[random.random(count) < 0.02] = np.nan
+    values[random.random(count) < 0.02] = -np.inf
+    return Outcomes(values, random.random(count) < 0.5)
+
+
+@pytest.mark.parametrize("place", ["embedded", "real"])
+def test_judgement_without_lm_eval_is_lm_evals(place):
+    if place == "real" and not DATA.is_dir():
+        pytest.skip(f"no real task files at {DATA} (set TUNE_PRUNE_DATA)")
+    source = TaskSource.of(str(DATA), embedded=place == "embedded")
+    protocol = EvaluationProtocol(limit=80)
+    suite = build_suite(byte_tokenizer(True), protocol, source, 4096)
+    with zero_shot._quiet():
+        tasks = {task.task_name: task for task in zero_shot._load_tasks(source, protocol)}
+    documents = {(name, i.doc_id): i.doc for name, task in tasks.items() for i in task.instances}
+    hits = 0
+    for index in range(suite.num_slices):
+        outcomes = random_outcomes(suite, index)
+        pairs = iter(zip(outcomes.loglikelihoods.tolist(), outcomes.greedy.tolist(), strict=True))
+        for score in suite.judge(index, outcomes):
+            mine = [next(pairs) for _ in score.loglikelihoods]
+            judged = tasks[score.task].process_results(documents[score.task, score.doc_id], mine)
+            assert (score.acc, score.acc_norm) == (judged["acc"], judged.get("acc_norm")), score
+            assert score.slice == index and score.loglikelihoods == pytest.approx([v for v, _ in mine], nan_ok=True)
+            hits += score.acc != score.acc_norm is not None
+    assert hits > 10  # the two accuracies were not the same thing
+    assert next(pairs, None) is None
+
+
+@pytest.mark.parametrize("place", ["embedded", "real"])
+def test_a_suite_travels_as_arrays(tmp_path, place):
+    if place == "real" and not DATA.is_dir():
+        pytest.skip(f"no real task files at {DATA} (set TUNE_PRUNE_DATA)")
+    protocol = EvaluationProtocol(limit=60)
+    suite = build_suite(byte_tokenizer(True), protocol, TaskSource.of(str(DATA), embedded=place == "embedded"), 4096)
+    np.savez(tmp_path / "suite.npz", **suite.arrays())
+    with np.load(tmp_path / "suite.npz", allow_pickle=False) as stored:
+        copy = ZeroShotSuite.from_arrays(dict(stored), protocol)
+    assert (copy.num_items, copy.num_slices, copy.items_per_task) == (420, 5, dict.fromkeys(ZERO_SHOT_TASKS, 60))
+    for index in range(suite.num_slices):
+        assert copy.tokens_in_slice(index) == suite.tokens_in_slice(index) < suite.tokens_in_slice(index, share=False)
+        outcomes = random_outcomes(suite, index)
+        assert repr(copy.judge(index, outcomes)) == repr(suite.judge(index, outcomes))  # repr: nan is nan
+        for mine, theirs in zip(copy._slices[index].items, suite._slices[index].items, strict=True):
+            assert [r.inputs.tolist() for r in mine.requests] == [r.inputs.tolist() for r in theirs.requests]
+            assert [r.targets.tolist() for r in mine.requests] == [r.targets.tolist() for r in theirs.requests]
+
+
+def test_a_suite_from_arrays_needs_no_lm_eval(tmp_path, run_without):
+    protocol = EvaluationProtocol(("quiz",))
+    suite = build_suite(byte_tokenizer(True), protocol, write_quiz(tmp_path, quiz_items()), 512)
+    np.savez(tmp_path / "suite.npz", **suite.arrays())
+    code = """
+import sys
+import numpy as np
+from tune_prune.config import EvaluationProtocol
+from tune_prune.evaluation.suite import ZeroShotSuite
+print(ZeroShotSuite.from_arrays(dict(np.load(sys.argv[1])), EvaluationProtocol(("quiz",))).num_items)
+"""
+    assert run_without(("lm_eval", "datasets"), code, str(tmp_path / "suite.npz")) == "11\n"
+
+
+def test_slices_are_nested_complete_and_seeded(tmp_path):
+    source, tokenizer, model = write_quiz(tmp_path, quiz_items()), byte_tokenizer(True), unequal_llama()
+    protocol = EvaluationProtocol(("quiz",), slices=(0.1, 0.5, 1.0))
+
+    def drawn(protocol: EvaluationProtocol) -> list[list[int]]:
+        suite = build_suite(tokenizer, protocol, source, 512)
+        return [[score.doc_id for score in suite.score_slice(model, index)] for index in range(suite.num_slices)]
+
+    suite = build_suite(tokenizer, protocol, source, 512)
+    assert (suite.num_items, suite.num_slices) == (11, 3)
+    parts = drawn(protocol)
+    assert [len(part) for part in parts] == [2, 4, 5]  # up to the ceil of 1.1, 5.5 and 11
+    order = list(itertools.chain(*parts))
+    assert sorted(order) == list(range(11))
+    assert drawn(protocol) == parts
+    assert drawn(replace(protocol, seed=1)) != parts
+    assert [index for part in drawn(replace(protocol, slices=(1.0,))) for index in part] == order
+    assert {score.slice for score in suite.score_slice(model, 1)} == {1}
+
+
+def test_summary_has_lm_evals_standard_errors():
+    outcomes = {"boolq": [1, 0, 1, 1, 0, 1, 1], "piqa": [0, 0, 1, 0], "mine": [1, 1, 0]}
+    items = [
+        ItemScore(task, index, 0, acc=float(hit), acc_norm=None, loglikelihoods=(-1.0, -2.0), gold=0)
+        for task in ("boolq", "mine")
+        for index, hit in enumerate(outcomes[task])
+    ]
+    items += [  # piqa goes by acc_norm, whatever its acc is
+        ItemScore("piqa", index, 0, acc=1.0, acc_norm=float(hit), loglikelihoods=(-1.0,) * 4, gold=0)
+        for index, hit in enumerate(outcomes["piqa"])
+    ]
+    summary = summarize(items)
+    for task, hits in outcomes.items():
+        assert summary[f"acc_{task}"] == pytest.approx(np.mean(hits))
+        assert summary[f"acc_{task}_stderr"] == pytest.approx(mean_stderr(hits))
+    assert summary["acc_mean"] == pytest.approx(np.mean([np.mean(hits) for hits in outcomes.values()]))
+    assert summary["chance_acc_mean"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
+    errors = [mean_stderr(hits) for hits in outcomes.values()]
+    assert summary["acc_mean_stderr"] == pytest.approx(math.hypot(*errors) / 3)
+    assert math.isnan(summarize(items[:1])["acc_boolq_stderr"])
+
+
+def test_outcomes_by_task_follow_the_reported_metric():
+    items = [
+        ItemScore(task, index, 0, acc=acc, acc_norm=acc_norm, loglikelihoods=(-1.0, -2.0), gold=0)
+        for index, (task, acc, acc_norm) in enumerate(
+            [("boolq", 1.0, None), ("piqa", 1.0, 0.0), ("boolq", 0.0, 1.0), ("piqa", 0.0, 1.0), ("piqa", 0.0, 0.0)]
+        )
+    ]
+    assert outcomes_by_task(items) == {"boolq": "10", "piqa": "010"}
+
+
+def test_items_are_kept_as_a_table(tmp_path):
+    suite = build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), write_quiz(tmp_path, quiz_items()), 512)
+    scores = score_all(suite, unequal_llama())
+    write_items(scores, tmp_path / "items.parquet")
+    rows = pyarrow.parquet.read_table(tmp_path / "items.parquet").to_pylist()
+    assert [(row["doc_id"], row["slice"], row["score"]) for row in rows] == [(s.doc_id, s.slice, s.acc) for s in scores]
+    for row, item in zip(rows, scores, strict=True):
+        assert tuple(row["loglikelihoods"]) == item.loglikelihoods
+        assert row["gold"] == quiz_items()[row["doc_id"]]["answer"]
+        assert row["acc"] == float(np.argmax(row["loglikelihoods"]) == row["gold"])

@@ -1,0 +1,226 @@
+"""What a plan costs: passes, tokens, operations and seconds of every stage, the wall time and the GPU-hours.
+
+    seconds of a stage = tokens x seconds per token as measured (speed.py) x (1 - removed share) where a model is pruned
+
+Trials and preparation jobs are dealt out to the slots one after the other, as the search does. What was measured for a
+second on one core is extrapolated to hours, so expect it to be off by some tens of percent, more on a busy machine; the
+live line corrects itself by what was measured so far.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.cost_model.speed import Speed
+from tune_prune.cost_model.tokens import ZeroShotTokens
+from tune_prune.pruning.importance import batch_size
+from tune_prune.trial import SharedStatistics
+
+# Measured on a two-core machine without a GPU.
+WORKER_START_S = 8.0  # Ray, a worker's imports and its model's configuration
+DISK_BYTES_PER_S = 1e9  # weights, from a local disk or its cache
+SUITE_S = 3.0  # importing lm-eval
+SUITE_S_PER_ITEM = 0.8e-3  # rendering and tokenising
+TRIAL_OVERHEAD_S = 0.25  # of each trial outside of its stages: Ray's scheduling, files, TensorBoard
+PRUNING_BYTES_PER_S = 5e8  # slicing the weights, and the choice of what is kept
+
+STAGES = ("importance", "removal", "pruning", "perplexity", "zero_shot")
+Seconds = dict[str, float]  # by stage
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What a plan still has to do for one model."""
+
+    label: str
+    arithmetic: Arithmetic
+    vocab_size: int
+    weight_bytes: int
+    speed: Speed
+    passes: Mapping[int, SharedStatistics]  # by seq_len, for the statistics that are not cached
+    baseline: bool  # whether the dense model is still to be measured
+    trials: int
+    removed_params: int
+    perplexity_tokens: int
+    perplexity_window: int
+    zero_shot: ZeroShotTokens
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage of one model, over all its runs."""
+
+    stage: str
+    runs: int  # passes, or times it is done
+    tokens: int
+    flops: float
+    seconds: float  # of one worker
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """The stages of one model, and the seconds by stage of each preparation job and of each trial."""
+
+    label: str
+    stages: tuple[StageCost, ...]
+    jobs: Mapping[int | None, Seconds]  # by seq_len; None: the baseline
+    trial: Seconds
+    trials: int
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """The prediction for a plan."""
+
+    models: tuple[ModelCost, ...]
+    slots: int
+    wall_seconds: float
+    gpu_hours: float
+    notes: tuple[str, ...] = ()
+
+    def stages(self) -> tuple[StageCost, ...]:
+        """Summed over models."""
+        result = []
+        for name in STAGES:
+            parts = [stage for model in self.models for stage in model.stages if stage.stage == name]
+            result.append(
+                StageCost(
+                    name,
+                    sum(part.runs for part in parts),
+                    sum(part.tokens for part in parts),
+                    sum(part.flops for part in parts),
+                    sum(part.seconds for part in parts),
+                )
+            )
+        return tuple(result)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for cost.json."""
+        return {
+            "stages": {stage.stage: _plain(stage) for stage in self.stages()},
+            "models": {model.label: {s.stage: _plain(s) for s in model.stages} for model in self.models},
+            "slots": self.slots,
+            "wall_seconds": self.wall_seconds,
+            "gpu_hours": self.gpu_hours,
+            "notes": list(self.notes),
+        }
+
+
+def _plain(stage: StageCost) -> dict[str, Any]:
+    return {name: value for name, value in asdict(stage).items() if name != "stage"}
+
+
+def estimate(
+    works: Iterable[ModelWork], slots: int, gpus: float, statistics_in_trials: bool = False, notes: Sequence[str] = ()
+) -> CostEstimate:
+    """The cost of `works` on `slots` workers with `gpus` each. `statistics_in_trials`: passes are made by the first trial
+    that needs them instead of by jobs before."""
+    models = tuple(_model(work, statistics_in_trials) for work in works)
+    durations: list[float] = []
+    for model in models:
+        durations += [sum(job.values()) for job in model.jobs.values()]
+        durations += [sum(model.trial.values()) + TRIAL_OVERHEAD_S] * model.trials
+    wall = WORKER_START_S + _dealt_out(durations, slots) if durations else 0.0
+    work = sum(stage.seconds for model in models for stage in model.stages)
+    return CostEstimate(models, slots, wall, work * gpus / 3600, tuple(notes))
+
+
+def _dealt_out(durations: Iterable[float], slots: int) -> float:
+    """When the last of `slots` workers is done, each taking the next piece as soon as it is free."""
+    free = [0.0] * slots
+    for duration in durations:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free)
+
+
+def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
+    passes = {seq_len: _passes(work, seq_len, shared) for seq_len, shared in work.passes.items()}
+    dense = {stage.stage: stage for stage in _evaluation(work, 0)}
+    pruned = {stage.stage: stage for stage in _evaluation(work, work.removed_params)}
+    loading = work.weight_bytes / DISK_BYTES_PER_S
+    suite = SUITE_S + SUITE_S_PER_ITEM * work.zero_shot.items
+    jobs: dict[int | None, Seconds] = {}
+    if work.baseline:
+        jobs[None] = {name: stage.seconds for name, stage in dense.items()}
+        jobs[None]["zero_shot"] += suite + loading
+    trial = {name: stage.seconds for name, stage in pruned.items()}
+    trial["pruning"] = work.weight_bytes / PRUNING_BYTES_PER_S
+    for seq_len, parts in passes.items():
+        if not statistics_in_trials:
+            jobs[seq_len] = {stage.stage: stage.seconds for stage in parts}
+        elif work.trials:
+            for stage in parts:
+                trial[stage.stage] = trial.get(stage.stage, 0.0) + stage.seconds / work.trials
+    made = [stage for parts in passes.values() for stage in parts]
+    runs = [*[pruned] * work.trials, *[dense] * work.baseline]
+    stages = []
+    for name in STAGES:
+        parts = [stage for stage in made if stage.stage == name] + [run[name] for run in runs if name in run]
+        seconds = sum(part.seconds for part in parts)
+        count = len(parts)
+        if name == "pruning":
+            count, seconds = work.trials, trial["pruning"] * work.trials
+        if name == "zero_shot" and work.baseline:
+            seconds += suite + loading
+        stages.append(StageCost(name, count, sum(p.tokens for p in parts), sum(p.flops for p in parts), seconds))
+    return ModelCost(work.label, tuple(stages), jobs, trial, work.trials)
+
+
+def _passes(work: ModelWork, seq_len: int, shared: SharedStatistics) -> list[StageCost]:
+    """The gradient pass and the removal pass of one seq_len."""
+    speed, arithmetic = work.speed, work.arithmetic
+    stages = []
+    if shared.num_samples:
+        samples = gradient_samples(shared.num_samples, batch_size(seq_len, work.vocab_size))
+        tokens = samples * seq_len
+        seconds = tokens * (speed.gradient(seq_len) + speed.head_gradient) + len(shared.num_samples) * speed.snapshot
+        flops = arithmetic.gradient(tokens, seq_len)
+        stages.append(StageCost("importance", 1, max(shared.num_samples) * seq_len, flops, seconds))
+    if shared.removals:
+        samples = max(shared.removals.values())
+        tokens = samples * seq_len
+        heads = 1 + len(shared.removals) * arithmetic.layers
+        flops = arithmetic.removal(samples, seq_len, shared.removals)
+        layers = flops - heads * arithmetic.head(tokens)
+        whole = arithmetic.forward(tokens, seq_len, scored=0)
+        seconds = tokens * (layers / whole * speed.forward(seq_len) + heads * speed.head)
+        stages.append(StageCost("removal", 1, heads * tokens, flops, seconds))
+    return stages
+
+
+def gradient_samples(wanted: Sequence[int], step: int) -> int:
+    """Samples that `importance.taylor` runs for the snapshots `wanted` in batches of `step`: the beginning of a batch runs
+    again for every snapshot that falls inside it."""
+    last = max(wanted)
+    total = 0
+    for start in range(0, last, step):
+        total += sum(n - start for n in wanted if start < n < start + step)
+        if start + step <= last:
+            total += step
+    return total
+
+
+def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
+    """Perplexity and zero-shot of one model of which `removed_params` are gone."""
+    arithmetic = work.arithmetic.pruned(removed_params)
+    tokens, window = work.perplexity_tokens, min(work.perplexity_window, work.perplexity_tokens)
+    zero_shot, speed = work.zero_shot, work.speed
+
+    def seconds(count: int, row_length: float, scored: int) -> float:
+        share = arithmetic.forward(count, row_length, 0) / work.arithmetic.forward(count, row_length, 0)
+        return count * share * speed.forward(row_length) + scored * speed.head
+
+    return [
+        StageCost("perplexity", 1, tokens, arithmetic.forward(tokens, window), seconds(tokens, window, tokens)),
+        StageCost(
+            "zero_shot",
+            1,
+            zero_shot.tokens,
+            arithmetic.forward(zero_shot.tokens, zero_shot.row_length, zero_shot.scored),
+            speed.engine * seconds(zero_shot.tokens, zero_shot.row_length, zero_shot.scored),
+        ),
+    ]

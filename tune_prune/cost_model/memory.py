@@ -1,0 +1,116 @@
+"""Peak memory of one trial, part by part, from the shapes of its model and of its batches.
+
+A worker holds the dense model all the time. Beside it stands the larger of two things:
+
+    gradient pass   float32 sums of the projections' gradients (twice where a snapshot falls inside a batch), what every
+                    layer saves for its backward pass, and logits with what their log-softmax leaves
+    evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
+                    windows or zero-shot rows
+
+Saved per token and layer under sdpa attention, with H hidden size, Q width of the query heads, M channels: inputs of the
+projections 2 H + Q + M, queries, keys, values and output of the kernel 4 Q, the MLP's inner products 3 M, and the float32
+inputs of two norms 2 H (compare Korthikanti et al., arXiv:2205.05198, who count the layers of a GPT).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers.configuration_utils import PretrainedConfig
+
+from tune_prune.models.geometry import Geometry
+from tune_prune.pruning.importance import batch_size
+
+# A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
+PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
+BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # of zero-shot rows
+SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
+LOGIT_ELEMENTS = 2**28  # of a perplexity batch
+SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax that evaluation holds at once
+FLOAT32 = 4
+FRAGMENTATION = 1.2  # of what an allocator holds over what the tensors of a pass take
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one trial. The gradient pass and the evaluation do not overlap."""
+
+    process: int  # without any model
+    weights: int  # dense model
+    accumulators: int  # sums of gradients
+    gradient_activations: int
+    pruned: int  # projections of the pruned model
+    evaluation_activations: int
+
+    @property
+    def total(self) -> int:
+        gradient = self.accumulators + self.gradient_activations
+        return self.process + self.weights + max(gradient, self.pruned + self.evaluation_activations)
+
+
+def plan_memory(
+    geometry: Geometry,
+    config: PretrainedConfig,
+    itemsize: int,
+    device: str,
+    snapshots: Mapping[int, Sequence[int]],
+    removed_params: int,
+    window: int,
+    text_tokens: int,
+    longest_row: int,
+) -> MemoryPlan:
+    """Memory of a trial on `device` ("cpu" or "cuda") in weights of `itemsize` bytes.
+
+    `snapshots`: sample counts that are wanted by seq_len. `window`: tokens of a perplexity window; `text_tokens`: of its
+    text. `longest_row`: of the longest zero-shot item.
+    """
+    h, vocab = geometry.hidden_size, config.vocab_size
+    q = max(geometry.kv_heads) * geometry.queries_per_kv * geometry.head_dim
+    m = max(geometry.mlp_width)
+    projections = sum(
+        k * group + width * channel
+        for k, group, width, channel in zip(
+            geometry.kv_heads, geometry.group_cost, geometry.mlp_width, geometry.channel_cost, strict=True
+        )
+    )
+    largest = h * max(q, m)  # weights of a projection
+
+    saved = geometry.num_layers * (itemsize * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h)
+    backward = itemsize * (3 * h + 4 * q + 4 * m)  # gradients inside one layer
+    logits = max(4 * FLOAT32 * vocab, itemsize * vocab + backward)  # kept, log-softmax and two gradients
+    gradient = accumulators = 0
+    for seq_len, wanted in snapshots.items():
+        samples = min(batch_size(seq_len, vocab), max(wanted))
+        gradient = max(gradient, seq_len * samples * (saved + logits) + 2 * largest * itemsize)
+        copies = 2 if needs_copy(wanted, batch_size(seq_len, vocab)) else 1
+        accumulators = max(accumulators, copies * projections * max(FLOAT32, itemsize))
+
+    inner = itemsize * (max(3 * m, 6 * q) + 3 * h) + FLOAT32 * 2 * h
+    rows = max(1, min(8, LOGIT_ELEMENTS // (window * vocab), text_tokens // window))
+    positions = rows * window
+    perplexity = positions * (inner + itemsize * vocab * (1 if rows == 1 else 2))
+    perplexity += FLOAT32 * min(SOFTMAX_ELEMENTS[device], positions * vocab)
+    tokens = max(BATCH_TOKENS[device], longest_row)
+    scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
+    masks = tokens * longest_row * (8 + 4 + itemsize)  # made from distances in int64
+    zero_shot = tokens * inner + masks + scored * vocab * itemsize
+    zero_shot += FLOAT32 * min(SOFTMAX_ELEMENTS[device], scored * vocab)
+    return MemoryPlan(
+        process=PROCESS_BYTES[device],
+        weights=geometry.total_params * itemsize,
+        accumulators=accumulators,
+        gradient_activations=int(FRAGMENTATION * gradient),
+        pruned=(projections - removed_params) * itemsize,
+        evaluation_activations=int(FRAGMENTATION * max(perplexity, zero_shot)),
+    )
+
+
+def needs_copy(wanted: Sequence[int], step: int) -> bool:
+    """Whether `importance.taylor` puts sums back: a snapshot falls inside a batch of `step` samples that goes on."""
+    last = max(wanted)
+    for start in range(0, last, step):
+        inside = [n for n in wanted if start < n < start + step]
+        if len(inside) > 1 or (inside and start + step <= last):
+            return True
+    return False

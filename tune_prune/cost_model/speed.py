@@ -1,0 +1,257 @@
+"""How fast a device works on models of given shapes: some layers of random weights are run for a second or two.
+
+Small models are measured whole. Of a large one as many layers as are small; where not even one is (7B on a CPU), a layer
+of the same proportions but fewer heads and channels. What was not built counts by its operations. Rates are those of one
+process; that several trials on one machine share its caches and its memory bandwidth is not measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+
+from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.evaluation.row_scoring import Row, default_batch_tokens, token_log_probs
+from tune_prune.evaluation.shared_prefix import Rows, score_planned
+from tune_prune.models import loading
+from tune_prune.models.families import decoder_layers, family_of
+from tune_prune.models.geometry import read_geometry
+from tune_prune.pruning.importance import BATCH_TOKENS, taylor
+
+SHORT_ROW = 32  # tokens; attention's share is small
+LONG_ROW = 512
+CALL_S = 0.025  # batches grow until a call takes this long
+LONGEST_CALL_S = 0.2  # what would take longer is not tried
+BUILT_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of layers
+MEASURED_VOCABULARY = 32_768  # of a larger one this much; the head costs in proportion
+
+
+@dataclass(frozen=True)
+class SpeedRequest:
+    """What is to be measured; it can be pickled and sent to a worker."""
+
+    config: PretrainedConfig
+    dtype: str
+    device: str  # cpu or cuda
+    threads: int
+    longest_row: int  # tokens of the longest rows in the plan
+    rows: Rows | None = None  # of some zero-shot items
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds per token as a function of the row's length: attention makes it grow."""
+
+    at_zero: float
+    slope: float  # seconds per token and token of the row
+
+    def __call__(self, row_length: float) -> float:
+        return self.at_zero + self.slope * row_length
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds per token on one device by one process."""
+
+    forward: Line  # of all layers
+    gradient: Line  # forward and backward of all layers
+    head: float  # per scored position: logits and their log-softmax
+    head_gradient: float  # forward and backward
+    snapshot: float  # seconds to turn the sums of gradients of all layers into importance, once
+    engine: float  # seconds of the zero-shot engine over those of plain forward passes
+
+
+def measure(request: SpeedRequest) -> Speed:
+    """Measure on this machine. Takes a second or two; a 7B layer on a CPU some seconds more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(request.threads)
+    try:
+        return _Bench(request).speed()
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Bench:
+    def __init__(self, request: SpeedRequest) -> None:
+        config = request.config
+        self.request = request
+        self.device = torch.device(request.device)
+        self.family = family_of(config.model_type)
+        self.model = _random_model(config, getattr(torch, request.dtype), self.device)
+        # What was built, and how much more the model has of it.
+        asked = Arithmetic.of(loading.config_geometry(config)[1], config.vocab_size)
+        built = Arithmetic.of(read_geometry(self.model, self.family), self.model.config.vocab_size)
+        self.weights = asked.projection_weights / built.projection_weights
+        self.queries = asked.query_width / built.query_width
+        self.head_share = asked.head_weights / built.head_weights
+        self.batch_tokens = default_batch_tokens(self.model)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def speed(self) -> Speed:
+        forward = self._line(self._forward, self.batch_tokens)
+        for layer in decoder_layers(self.model, self.family):
+            for linear in self.family.linears(layer).values():
+                linear.requires_grad_(True)
+        gradient = self._line(self._gradient, BATCH_TOKENS)
+        self.model.requires_grad_(False)
+        head = self._steady(self._head, self.batch_tokens) * self.head_share
+        head_gradient = self._steady(self._head_gradient, BATCH_TOKENS) * self.head_share
+        window = self._tokens(1, 2)
+        snapshot = self._seconds(lambda: taylor(self.model, self.family, window, [1])) * self.weights
+        return Speed(forward, gradient, head, head_gradient, snapshot, self._engine(forward, head))
+
+    def _line(self, run: Callable[[int, int], Callable[[], object]], batch_tokens: int) -> Line:
+        """Seconds per token of all layers, from short and from long rows."""
+        short = self._steady(lambda rows: run(rows, SHORT_ROW), batch_tokens // SHORT_ROW) / SHORT_ROW
+        long_row = int(min(LONG_ROW, self.request.longest_row, LONGEST_CALL_S / short))
+        slope = 0.0
+        if long_row >= 4 * SHORT_ROW:
+            long = self._steady(lambda rows: run(rows, long_row), batch_tokens // long_row) / long_row
+            slope = max(0.0, long - short) / (long_row - SHORT_ROW)
+        return Line((short - slope * SHORT_ROW) * self.weights, slope * self.queries)
+
+    def _steady(self, make: Callable[[int], Callable[[], object]], most: int) -> float:
+        """Seconds per unit of what `make(count)` runs, at the largest count up to `most` that stays short."""
+        count = 1
+        while True:
+            run = make(count)
+            seconds = self._seconds(run)
+            if seconds >= CALL_S or count >= most:
+                break
+            count = min(most, count * (4 if seconds < CALL_S / 4 else 2))
+        return (self._least(run) if seconds < 2 * CALL_S else seconds) / count
+
+    def _least(self, run: Callable[[], object]) -> float:
+        """Seconds of the fastest of three runs: other programs can only slow one down."""
+        return min(self._seconds(run) for _ in range(3))
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        self._wait()
+        started = time.perf_counter()
+        run()
+        self._wait()
+        return time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _tokens(self, rows: int, length: int) -> torch.Tensor:
+        ids = torch.randint(self.model.config.vocab_size, (rows, length), generator=self.generator)
+        return ids.to(self.device)
+
+    def _forward(self, rows: int, length: int) -> Callable[[], object]:
+        ids = self._tokens(rows, length)
+
+        def run() -> None:
+            with torch.inference_mode():
+                self.model.base_model(input_ids=ids, use_cache=False)
+
+        return run
+
+    def _gradient(self, rows: int, length: int) -> Callable[[], object]:
+        ids = self._tokens(rows, length)
+
+        def run() -> None:
+            self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+            self.model.zero_grad(set_to_none=True)
+
+        return run
+
+    def _head(self, positions: int) -> Callable[[], object]:
+        hidden, targets = self._hidden(positions), self._tokens(1, positions)[0]
+
+        def run() -> None:
+            with torch.inference_mode():
+                token_log_probs(self._logits(hidden), targets)
+
+        return run
+
+    def _head_gradient(self, positions: int) -> Callable[[], object]:
+        hidden, targets = self._hidden(positions).requires_grad_(True), self._tokens(1, positions)[0]
+
+        def run() -> None:
+            F.cross_entropy(self._logits(hidden).float(), targets, reduction="sum").backward()
+
+        return run
+
+    def _hidden(self, positions: int) -> torch.Tensor:
+        hidden = torch.randn(positions, self.model.config.hidden_size, generator=self.generator)
+        return hidden.to(self.device, self.model.dtype)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        head: nn.Module = self.model.get_output_embeddings()
+        logits: torch.Tensor = head(hidden)
+        return logits
+
+    def _engine(self, forward: Line, head: float) -> float:
+        """What padding, masks and laying out cost the zero-shot engine: its seconds over those of plain forward passes."""
+        sample = self.request.rows
+        if sample is None:
+            return 1.0
+        expected = measured = 0.0
+        most = min(self.batch_tokens, int(LONGEST_CALL_S * self.weights / forward.at_zero))
+        for rows, trees in ((sample.plain, []), ([], sample.trees)):
+            whole: list[Row] = [*rows, *trees]
+            batch = _middle(whole, most, self.model.config.vocab_size)
+            if not batch:
+                continue
+            tokens = sum(len(row.tokens) for row in batch)
+            scored = sum(len(np.unique(row.scored)) for row in batch)
+            layers = forward.at_zero / self.weights + forward.slope / self.queries * tokens / len(batch)
+            planned = replace(sample, plain=batch if rows else [], trees=batch if trees else [])
+            took = self._least(partial(score_planned, self.model, planned))
+            share = sum(len(row.tokens) for row in whole) / tokens
+            expected += share * (tokens * layers + scored * head / self.head_share)
+            measured += share * took
+        return measured / expected if expected else 1.0
+
+
+def _middle(rows: list[Any], batch_tokens: int, vocab_size: int) -> list[Any]:
+    """One batch of rows of middling length, with tokens below `vocab_size`."""
+    ordered = sorted(rows, key=lambda row: -len(row.tokens))[len(rows) // 3 :]
+    batch: list[Any] = []
+    for row in ordered:
+        if (len(batch) + 1) * len(ordered[0].tokens) > batch_tokens:
+            break
+        batch.append(replace(row, tokens=row.tokens % vocab_size, targets=row.targets % vocab_size))
+    return batch
+
+
+def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model of that config's shapes, reduced until its layers fit into BUILT_BYTES, with one matrix for embedding and
+    head."""
+    config = copy.deepcopy(config)
+    room = BUILT_BYTES[device.type]
+    while (layer_bytes := _layer_bytes(config, dtype)) > room and config.num_key_value_heads % 2 == 0:
+        config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"):
+            setattr(config, name, getattr(config, name) // 2)
+    config.num_hidden_layers = min(config.num_hidden_layers, max(1, room // layer_bytes))
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    config.vocab_size = min(config.vocab_size, MEASURED_VOCABULARY)
+    config.pad_token_id = None
+    config.tie_word_embeddings = True
+    model: PreTrainedModel = loading.meta_model(config)
+    model = model.to(dtype).to_empty(device=device)  # type: ignore[arg-type]  # transformers hides torch's signature
+    model.tie_weights()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.normal_(std=0.02)
+    return model.eval().requires_grad_(False)
+
+
+def _layer_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    layers = decoder_layers(loading.meta_model(config), family_of(config.model_type))
+    return sum(p.numel() for p in layers[0].parameters()) * dtype.itemsize

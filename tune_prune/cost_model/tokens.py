@@ -1,0 +1,215 @@
+"""How many tokens the zero-shot items and the perplexity text are, without lm-eval and before anything is rendered.
+
+A sample of each task's items is rendered by the task's own templates (the functions of two stock definitions are
+repeated here), tokenised and laid out in rows as the engine would; the other items count by their characters. Hub data
+that is not at hand counts by a table.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import yaml
+from jinja2.sandbox import SandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from tune_prune.config import EvaluationProtocol
+from tune_prune.evaluation.row_scoring import Request
+from tune_prune.evaluation.shared_prefix import Rows, plan_rows
+from tune_prune.evaluation.task_files import STOCK_TASKS, TaskSource, read_items, task_files
+
+SAMPLED_ITEMS = 64  # per task, spread over its file
+
+# Rows and, per item with its prefix shared, tokens and scored positions by GPT-2's tokenizer.
+HUB_TASKS: dict[str, tuple[int, float, float]] = {
+    "boolq": (3270, 136.1, 1.0),
+    "piqa": (1838, 49.0, 36.4),
+    "hellaswag": (10_042, 79.7, 51.7),
+    "winogrande": (1267, 26.8, 11.2),
+    "arc_easy": (2376, 40.5, 14.0),
+    "arc_challenge": (1172, 49.8, 19.6),
+    "openbookqa": (500, 20.6, 9.8),
+}
+HUB_PERPLEXITY_TOKENS = 287_644  # WikiText-2 raw test, by GPT-2's tokenizer
+# Another tokenizer is compared with GPT-2's on this text.
+ENGLISH = (
+    "The question was simple enough: which of the four materials conducts heat best? A student who had watched the kettle "
+    "all morning answered that copper does, because the handle of the old pot was always wrapped in cloth. In 1847 the "
+    "town built a second bridge, 310 metres long, over the river; it is still used by walkers, and on warm evenings people "
+    "sit along its walls to eat, talk and look at the water. Next, she puts the pan into the oven and waits."
+)
+ENGLISH_GPT2_TOKENS = 99
+
+
+@dataclass(frozen=True)
+class ZeroShotTokens:
+    """What the items of a protocol forward, all slices together, and a sample of their rows."""
+
+    items: int
+    tokens: int
+    scored: int  # positions whose logits are needed
+    exact: bool  # counted, not estimated
+    rows: Rows | None = None  # of the sampled items
+
+    @property
+    def row_length(self) -> float:
+        """Mean tokens of an item."""
+        return self.tokens / self.items
+
+
+def zero_shot_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    protocol: EvaluationProtocol,
+    source: TaskSource,
+    known_tokens: int | None = None,
+) -> ZeroShotTokens:
+    """Tokens of all items of `protocol`; `known_tokens` where they have been counted before.
+
+    Raises UserError for missing or unreadable files.
+    """
+    items = tokens = scored = 0.0
+    sampled: list[list[Request]] = []
+    if source.kind == "hub":
+        scale = tokens_per_gpt2_token(tokenizer)
+        for name in dict.fromkeys(protocol.tasks):
+            count, mean_tokens, mean_scored = HUB_TASKS.get(name, _mean_hub_task())
+            count = min(count, protocol.limit or count)
+            items += count
+            tokens += count * mean_tokens * scale
+            scored += count * max(1.0, mean_scored * scale)
+    else:
+        for file in task_files(source, protocol.tasks):
+            docs = read_items(file.items, file.fields)[: protocol.limit]
+            render = _renderer(file.name, file.definition)
+            pairs = [render(doc) for doc in docs]
+            some = [pairs[int(index)] for index in np.linspace(0, len(pairs) - 1, min(SAMPLED_ITEMS, len(pairs)))]
+            requests = _encode(tokenizer, some)
+            sample = plan_rows(requests)
+            per_character = sample.num_tokens / sum(map(_characters, some))
+            task_tokens = per_character * sum(map(_characters, pairs))
+            items += len(docs)
+            tokens += task_tokens
+            scored += task_tokens * _scored(sample) / sample.num_tokens
+            sampled += requests
+    if known_tokens is not None:
+        scored *= known_tokens / tokens
+        tokens = known_tokens
+    rows = plan_rows(sampled) if sampled else None
+    return ZeroShotTokens(int(items), round(tokens), round(scored), known_tokens is not None, rows)
+
+
+def tokens_per_gpt2_token(tokenizer: PreTrainedTokenizerBase) -> float:
+    """How many tokens of `tokenizer` make one of GPT-2's, on a few lines of English."""
+    return len(tokenizer(ENGLISH, add_special_tokens=False)["input_ids"]) / ENGLISH_GPT2_TOKENS
+
+
+Pairs = list[tuple[str, str]]  # context and continuation of each choice of an item
+
+
+def _mean_hub_task() -> tuple[int, float, float]:
+    """A task of the hub that nothing is known of is taken for an average one of the seven."""
+    rows, tokens, scored = (float(np.mean(column)) for column in zip(*HUB_TASKS.values(), strict=True))
+    return int(rows), tokens, scored
+
+
+def _renderer(name: str, definition: Path) -> Callable[[dict[str, Any]], Pairs]:
+    """What turns an item into the contexts and continuations of its choices; all its strings where the definition cannot
+    be followed here (it calls functions)."""
+    functions = {"hellaswag": _hellaswag, "winogrande": _winogrande}
+    if name in functions and name in STOCK_TASKS and definition.name != "task.yaml":
+        return functions[name]
+    values = _definition(definition)
+    environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    compiled = functools.cache(environment.from_string)  # compiling takes far longer than rendering
+
+    def field(doc: dict[str, Any], how: Any) -> Any:
+        if not isinstance(how, str):
+            return how
+        return doc[how] if how in doc else compiled(how).render(**doc)
+
+    def render(doc: dict[str, Any]) -> Pairs:
+        try:
+            text, target, choices = (field(doc, values.get(f"doc_to_{part}")) for part in ("text", "target", "choice"))
+            if isinstance(choices, str):
+                choices = ast.literal_eval(choices)
+            delimiter = values.get("target_delimiter", " ")
+            if str(text).isdigit():  # the number of a context among the choices; they share their continuation
+                return [(str(choice), f"{delimiter}{target}") for choice in choices]
+            return [(str(text), f"{delimiter}{choice}") for choice in choices]
+        except (jinja2.TemplateError, KeyError, TypeError, ValueError, SyntaxError):
+            return _all_strings(doc)
+
+    return render
+
+
+def _definition(path: Path) -> dict[str, Any]:
+    """A definition with what it includes."""
+    values = yaml.load(path.read_text(encoding="utf-8"), Loader=_DefinitionLoader)
+    if not isinstance(values, dict):
+        return {}
+    base = values.pop("include", None)
+    return (_definition(path.parent / base) if isinstance(base, str) else {}) | values
+
+
+class _DefinitionLoader(yaml.SafeLoader):
+    """Reads lm-eval's definitions without running what they name by `!function`."""
+
+
+_DefinitionLoader.add_constructor("!function", lambda loader, node: None)
+
+
+def _hellaswag(doc: dict[str, Any]) -> Pairs:
+    context = f"{doc['activity_label']}: {doc['ctx_a']} {doc['ctx_b'].capitalize()}"
+    return [(context, f" {ending}") for ending in doc["endings"]]
+
+
+def _winogrande(doc: dict[str, Any]) -> Pairs:
+    before, _, after = doc["sentence"].partition("_")
+    return [(before + doc[option], f" {after.strip()}") for option in ("option1", "option2")]
+
+
+def _all_strings(doc: Any) -> Pairs:
+    """The strings outside of lists as context, those of the longest list as continuations."""
+    lists = [value for value in _values(doc) if isinstance(value, list) and all(isinstance(v, str) for v in value)]
+    context = " ".join(value for value in _values(doc) if isinstance(value, str)) or " "
+    return [(context, f" {choice}") for choice in max(lists, key=len, default=[""])] or [(context, " ")]
+
+
+def _values(doc: Any) -> Iterable[Any]:
+    for value in doc.values():
+        if isinstance(value, dict):
+            yield from _values(value)
+        else:
+            yield value
+
+
+def _characters(pairs: Pairs) -> int:
+    """What the tokens of an item grow with: contexts that are the same count once, and so do one-word choices."""
+    contexts = {context for context, _ in pairs}
+    return max(map(len, contexts)) + sum(len(c) for c in {continuation for _, continuation in pairs}) + 1
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, items: Sequence[Pairs]) -> list[list[Request]]:
+    """Requests of the items; encoded as lm-eval does, context and continuation together."""
+    texts = [text for pairs in items for context, continuation in pairs for text in (context + continuation, context)]
+    ids = iter(tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"])
+    requests: list[list[Request]] = []
+    for pairs in items:
+        requests.append([])
+        for _ in pairs:
+            whole, context = next(ids), next(ids)
+            num_targets = max(1, len(whole) - len(context))
+            tokens = np.array(whole or [0, 0], dtype=np.int32)
+            requests[-1].append(Request(tokens[:-1], tokens[-num_targets:]))
+    return requests
+
+
+def _scored(rows: Rows) -> int:
+    return sum(len(np.unique(row.scored)) for row in (*rows.plain, *rows.trees))

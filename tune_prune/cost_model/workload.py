@@ -1,0 +1,147 @@
+"""What a plan has to forward for one model: its texts and items in tokens, and the passes that no cache holds yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.configuration_utils import PretrainedConfig
+
+from tune_prune import calibration
+from tune_prune.artifacts import ArtifactStore
+from tune_prune.config import ModelRun, PruningConfig
+from tune_prune.cost_model.memory import MemoryPlan, plan_memory
+from tune_prune.cost_model.tokens import (
+    HUB_PERPLEXITY_TOKENS,
+    ZeroShotTokens,
+    tokens_per_gpt2_token,
+    zero_shot_tokens,
+)
+from tune_prune.evaluation import perplexity, task_files
+from tune_prune.evaluation.suite import ZeroShotSuite
+from tune_prune.models.geometry import Geometry
+from tune_prune.trial import STATISTICS_VERSION, SUITE_VERSION, SharedStatistics, task_source, uses_embedded_data
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The model and what each of its evaluations reads."""
+
+    config: PretrainedConfig
+    perplexity_tokens: int
+    perplexity_window: int
+    zero_shot: ZeroShotTokens
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest sampled item."""
+        rows = self.zero_shot.rows
+        if rows is None:
+            return min(1024, self.config.max_position_embeddings)
+        return max(len(row.tokens) for row in (*rows.plain, *rows.trees))
+
+
+def workload(
+    run: ModelRun,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    store: ArtifactStore,
+    model_fingerprint: str,
+) -> Workload:
+    """Counts the tokens of `run`. Raises UserError for files that cannot be read."""
+    embedded = uses_embedded_data(run)
+    if run.data_dir is None and not embedded:
+        tokens = round(HUB_PERPLEXITY_TOKENS * tokens_per_gpt2_token(tokenizer))
+    else:
+        tokens = len(calibration.tokenize(tokenizer, perplexity.load_text(run.data_dir, embedded)))
+    stored = store.get("suite", suite_key(run, model_fingerprint, config.max_position_embeddings))
+    known = None
+    if stored is not None:
+        suite = ZeroShotSuite.from_arrays(stored, run.protocol)
+        known = sum(suite.tokens_in_slice(index) for index in range(suite.num_slices))
+    return Workload(
+        config,
+        tokens,
+        min(run.protocol.perplexity_window, config.max_position_embeddings),
+        zero_shot_tokens(tokenizer, run.protocol, task_source(run), known),
+    )
+
+
+def memory_of(
+    work: Workload,
+    geometry: Geometry,
+    configs: Iterable[PruningConfig],
+    removed_params: int,
+    itemsize: int,
+    device: str,
+) -> MemoryPlan:
+    """Memory of the largest trial among `configs`."""
+    return plan_memory(
+        geometry,
+        work.config,
+        itemsize,
+        device,
+        {seq_len: shared.num_samples for seq_len, shared in by_seq_len(configs).items()},
+        removed_params,
+        work.perplexity_window,
+        work.perplexity_tokens,
+        work.longest_row,
+    )
+
+
+def by_seq_len(configs: Iterable[PruningConfig]) -> dict[int, SharedStatistics]:
+    """What the configurations of each seq_len share, the longest first."""
+    configs = list(configs)
+    lengths = sorted({config.taylor_seq_len for config in configs}, reverse=True)
+    return {
+        length: SharedStatistics.of(config for config in configs if config.taylor_seq_len == length)
+        for length in lengths
+    }
+
+
+def passes_to_make(
+    configs: Iterable[PruningConfig], run: ModelRun, model_fingerprint: str, device: str, store: ArtifactStore
+) -> dict[int, SharedStatistics]:
+    """By seq_len, what the statistics of `configs` lack in the cache."""
+    passes = {}
+    for seq_len, shared in by_seq_len(configs).items():
+
+        def stored(kind: str, seq_len: int = seq_len, **more: Any) -> Any:
+            return store.get(kind, statistic_key(run, model_fingerprint, device, seq_len, **more))
+
+        samples = tuple(n for n in shared.num_samples if stored("importance", num_samples=n) is None)
+        removals = {
+            kind: count
+            for kind, count in shared.removals.items()
+            if (found := stored("removal", removal=kind)) is None or len(found["dense"]) < count
+        }
+        if samples or removals:
+            passes[seq_len] = SharedStatistics(samples, removals)
+    return passes
+
+
+def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[str, Any]:
+    """The artifact key of the zero-shot requests as tokens."""
+    return {
+        "version": SUITE_VERSION,
+        "tokenizer": model_fingerprint,
+        "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
+        "protocol": asdict(run.protocol) | {"perplexity_window": None},
+        "max_length": max_length,
+    }
+
+
+def statistic_key(run: ModelRun, model_fingerprint: str, device: str, seq_len: int, **more: Any) -> dict[str, Any]:
+    """The artifact key of importance (`num_samples`) or removal losses (`removal`, the kind)."""
+    return {
+        "version": STATISTICS_VERSION,
+        "model": model_fingerprint,
+        "calibration": calibration.fingerprint(run.calibration),
+        "seed": run.seed,
+        "dtype": run.dtype,
+        "device": device,
+        "seq_len": seq_len,
+        **more,
+    }

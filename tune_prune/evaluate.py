@@ -1,0 +1,213 @@
+"""Measure any checkpoint as a search measures its trials: `python -m tune_prune.evaluate --model DIR`.
+
+Perplexity and zero-shot accuracies by the search's own protocol, engine and data, in this process and without Ray. The
+numbers equal those of a search's dense baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tune_prune.command_line import Parser, run
+from tune_prune.errors import UserError
+from tune_prune.search import _names, _text, _whole
+
+if TYPE_CHECKING:
+    from tune_prune.config import ModelRun
+    from tune_prune.records import StageReport
+    from tune_prune.trial import Trial, TrialContext
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m tune_prune.evaluate",
+        description="Measure a language model as a search measures its trials: perplexity and zero-shot accuracy.",
+        epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",
+    )
+    p.add_argument(
+        "--model", type=_text, required=True, metavar="NAME",
+        help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder",
+    )  # fmt: skip
+    p.add_argument("--revision", type=_text, metavar="REV", help="branch, tag or commit of a hub model (default: main)")
+    p.add_argument("--tasks", type=_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)")
+    p.add_argument(
+        "--data-dir",
+        type=_text,
+        metavar="DIR",
+        help="task and text files for machines without a hub (layout: docs/data.md)",
+    )
+    p.add_argument(
+        "--limit", type=_whole(1, 10**9), metavar="N", help="at most N items per task, the first ones (default: all)"
+    )
+    p.add_argument(
+        "--seed", type=_whole(0, 2**32 - 1), default=0, metavar="S", help="of the order of the items (default: 0)"
+    )
+    p.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on a GPU, else float32)"
+    )
+    p.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where it runs (default: a GPU if there is one)",
+    )
+    p.add_argument("--output", type=_text, metavar="FILE", help="write the record as JSON, too")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return run(lambda: _main(argv))
+
+
+def _main(argv: list[str]) -> None:
+    args = parser().parse_args(argv)
+    output = None if args.output is None else _output(args.output)
+
+    import torch  # not before every flag has been read
+
+    from tune_prune.ledger import atomic_write_text, to_json
+    from tune_prune.trial import Trial, TrialContext
+
+    has_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not has_gpu:
+        raise UserError("--device is cuda, but torch finds no GPU here; use --device cpu, or leave it out")
+    device = ("cuda" if has_gpu else "cpu") if args.device == "auto" else args.device
+    model_run = _checked(args, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    # What a search has measured is not asked for: this command measures.
+    with tempfile.TemporaryDirectory(prefix="tune_prune_evaluate_") as folder:
+        context = TrialContext.open(model_run, folder, device)
+        _check_vocabulary(context)
+        geometry = context.loaded.geometry
+        print(
+            f"{model_run.label}: {geometry.total_params:,} parameters, {geometry.num_layers} layers, {model_run.dtype} on {device}",
+            flush=True,
+        )
+        trial = Trial(None, context)
+        for report in trial.stages():
+            print(_progress(report), flush=True)
+        record = trial.record("complete")
+        print(f"\n{_describe(trial, record.metrics)}")
+        for note in record.notes:
+            print(f"note: {note}")
+    if output is not None:
+        atomic_write_text(output, to_json(record.to_dict() | {"run": model_run.to_dict()}))
+        print(f"\nrecord       {output}")
+
+
+def _output(asked: str) -> Path:
+    """Where the record goes. Raises UserError where nothing can be written: before the measurement, not after it."""
+    path = Path(asked).expanduser().absolute()
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        reason = "is a folder" if path.is_dir() else "stands in no folder that can be written to"
+        raise UserError(f"--output {asked} {reason}; name a file in an existing folder, e.g. record.json")
+    return path
+
+
+def _checked(args: argparse.Namespace, dtype: str) -> ModelRun:
+    """The run that the flags ask for, with everything checked that can be without weights. Raises UserError."""
+    from tune_prune.models import catalog, loading, weight_files
+    from tune_prune.preflight import SearchSettings, _check_data, _model_run
+
+    settings = SearchSettings(
+        models=(args.model,),
+        revision=args.revision,
+        calibration="embedded",  # nothing is calibrated, so no text has to be there
+        data_dir=args.data_dir,
+        tasks=args.tasks,
+        limit=args.limit,
+        seed=args.seed,
+    )
+    source = catalog.resolve(args.model, args.revision)
+    model_run = _model_run(settings, args.model, source, dtype)
+    config = loading.load_config(source)
+    loading.config_geometry(config)
+    loading.load_tokenizer(source)
+    _check_data(model_run)
+    if source.kind != "hub":
+        weight_files.check(Path(source.location), loading.meta_model(config))
+    return model_run
+
+
+def _check_vocabulary(context: TrialContext) -> None:
+    largest, vocab_size = int(context.perplexity_tokens.max()), context.loaded.model.config.vocab_size
+    if largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer of {context.run.label} makes token {largest}, but vocab_size in its config.json is {vocab_size}; use "
+            "the model's own tokenizer files"
+        )
+
+
+def _progress(report: StageReport) -> str:
+    """A line for a stage that is done."""
+    metrics, seconds = report.metrics, f"{report.duration_s:.1f} s"
+    if report.stage == "perplexity":
+        return f"perplexity   {_perplexity(metrics['ppl'])}  ({report.tokens:,} tokens, {seconds})"
+    items = f"{report.items_scored:,} of {report.items_total:,} items"
+    accuracy = f"{metrics['acc_mean']:.4f} ± {metrics['acc_mean_stderr']:.4f}"
+    return f"zero-shot    {accuracy}  ({items}; {report.tokens:,} tokens, {seconds})"
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100_000 else f"{value:.3g}"
+
+
+def _describe(trial: Trial, metrics: dict[str, float]) -> str:
+    """The result as text for the screen: perplexity, a row per task, what each stage cost."""
+    from tune_prune.evaluation.item_scores import metric_of, summarize
+    from tune_prune.trial import uses_embedded_data
+
+    context = trial.context
+    rows = [("task", "metric", "accuracy", "stderr", "chance", "items")]
+    for task in dict.fromkeys(item.task for item in trial.items):
+        mine = [item for item in trial.items if item.task == task]
+        chance = summarize(mine)["chance_acc_mean"]
+        accuracy, stderr = metrics[f"acc_{task}"], metrics[f"acc_{task}_stderr"]
+        rows.append((task, metric_of(task), f"{accuracy:.4f}", _stderr(stderr), f"{chance:.4f}", f"{len(mine):,}"))
+    mean, stderr = metrics["acc_mean"], metrics["acc_mean_stderr"]
+    rows.append(
+        ("mean", "", f"{mean:.4f}", _stderr(stderr), f"{metrics['chance_acc_mean']:.4f}", f"{len(trial.items):,}")
+    )
+
+    costs = [("stage", "tokens", "seconds")]
+    for stage in dict.fromkeys(report.stage for report in trial.reports):
+        reports = [report for report in trial.reports if report.stage == stage]
+        tokens, seconds = sum(report.tokens for report in reports), sum(report.duration_s for report in reports)
+        costs.append((stage.replace("_", "-"), f"{tokens:,}", f"{seconds:.1f}"))
+    text = "the embedded text" if uses_embedded_data(context.run) else "WikiText-2 test"
+    return "\n".join(
+        [
+            f"perplexity {_perplexity(metrics['ppl'])} on {text}, windows of {context.perplexity_window:,} tokens",
+            "",
+            *_aligned(rows, left=2),
+            "",
+            *_aligned(costs, left=1),
+        ]
+    )
+
+
+def _stderr(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"  # one item has none
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], left: int) -> list[str]:
+    """Rows in columns: the first `left` flush left, numbers right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if column < left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

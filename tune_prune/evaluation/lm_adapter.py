@@ -1,0 +1,142 @@
+"""Our engine as a model of lm-eval, and lm-eval's own rule for turning a request into tokens.
+
+from lm_eval import simple_evaluate
+simple_evaluate(model=SharedPrefixLM(model, tokenizer), tasks=["piqa", "arc_easy"])
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.models.huggingface import HFLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tune_prune.errors import UserError
+from tune_prune.evaluation import shared_prefix
+from tune_prune.evaluation.row_scoring import Request
+
+log = logging.getLogger(__name__)
+
+
+class SharedPrefixLM(LM):
+    """Scores tasks of type multiple_choice and loglikelihood; each document's shared prefix is computed once.
+
+    `model` is any causal language model of transformers in eval mode. `batch_tokens` bounds one forward pass (None: by
+    device). `max_length` is the longest input in tokens (None: the model's limit); longer requests lose their first
+    tokens, as in HFLM. `loglikelihood` raises UserError for a continuation longer than that.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_tokens: int | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_tokens = batch_tokens
+        self.max_length: int = max_length or model.config.max_position_embeddings
+        self.refusal = shared_prefix.refusal(model)
+        if self.refusal:
+            log.warning("choices are scored one by one: %s", self.refusal)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood in nats, whether greedy decoding would produce it) of every request, in order."""
+        encoded = encode(self.tokenizer, requests, self.max_length)
+        documents: dict[tuple[str | None, int | None], list[int]] = {}
+        for index, instance in enumerate(requests):
+            documents.setdefault((instance.task_name, instance.doc_id), []).append(index)
+        items = [[encoded[index] for index in members] for members in documents.values()]
+        scores = shared_prefix.score_items(self.model, items, self.batch_tokens, share=self.refusal is None)
+        results = [(0.0, False)] * len(requests)
+        order = (index for members in documents.values() for index in members)
+        for index, *result in zip(order, scores.loglikelihoods.tolist(), scores.greedy.tolist(), strict=True):
+            results[index] = tuple(result)
+            self.cache_hook.add_partial("loglikelihood", requests[index].args, results[index])
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
+        raise NotImplementedError(
+            "SharedPrefixLM scores given continuations only; for perplexities use tune_prune.evaluation.perplexity or HFLM"
+        )
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
+        raise NotImplementedError("SharedPrefixLM scores given continuations only; for tasks that generate use HFLM")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], max_length: int) -> list[Request]:
+    """lm-eval's requests of type loglikelihood as tokens, in order.
+
+    Cut to `max_length` as HFLM does: the last max_length + 1 tokens, of which the last is only predicted. Raises
+    UserError for continuations without tokens or with more than that.
+    """
+    requests = []
+    pairs = _encode_pairs(tokenizer, instances)
+    for instance, ((_, continuation), context_ids, continuation_ids) in zip(instances, pairs, strict=True):
+        if not 0 < len(continuation_ids) <= max_length:
+            raise UserError(
+                f"task {instance.task_name!r}: the answer {continuation[:60]!r} is {len(continuation_ids)} tokens; the "
+                f"model takes 1 to {max_length}, so leave the task out with --tasks or use a model with a longer limit"
+            )
+        inputs = (context_ids + continuation_ids)[-(max_length + 1) :][:-1]
+        requests.append(Request(np.array(inputs, dtype=np.int32), np.array(continuation_ids, dtype=np.int32)))
+    return requests
+
+
+_Pair = tuple[tuple[str, str], list[int], list[int]]
+
+
+def _encode_pairs(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance]) -> list[_Pair]:
+    """((context, continuation), context ids, continuation ids) of every request.
+
+    HFLM's rule goes over the requests twice. The first time, the texts that it would encode are only noted; they are
+    then encoded all at once and each once, which a fast tokenizer does on all cores; the second time they are known.
+    """
+    bulk = _BulkTokenizer(tokenizer)
+    rule = _Encoding(bulk)
+    rule.loglikelihood(list(instances), disable_tqdm=True)
+    bulk.encode_noted()
+    return rule.loglikelihood(list(instances), disable_tqdm=True)
+
+
+class _Encoding(HFLM):
+    """HFLM's own rule for turning (context, continuation) into tokens, with no model behind it."""
+
+    # HFLM's defaults, which its constructor would set along with loading a model.
+    add_bos_token = None
+    custom_prefix_token_id = None
+    enable_thinking = False
+
+    def __init__(self, tokenizer: _BulkTokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def _loglikelihood_tokens(self, requests: list, **_: Any) -> list:
+        """Where HFLM would run its model: hands back the encoded pairs."""
+        return requests
+
+
+class _BulkTokenizer:
+    """What HFLM's rule asks of a tokenizer. `encode` notes what it does not know yet and answers with a stand-in."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[str, tuple[tuple[str, Any], ...]], list[int]] = {}
+        self.decode = functools.cache(tokenizer.decode)
+        self.bos_token_id, self.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return self._known.setdefault((text, tuple(options.items())), [-1])
+
+    def encode_noted(self) -> None:
+        for options in {options for _, options in self._known}:
+            noted = [key for key in self._known if key[1] == options]
+            encoded = self._tokenizer([text for text, _ in noted], **dict(options))["input_ids"]
+            self._known.update(zip(noted, encoded, strict=True))

@@ -1,0 +1,221 @@
+"""Log-likelihoods of an item's choices with the tokens that they share forwarded once.
+
+Inputs that begin alike, such as the choices of an item or several questions about one passage, are merged into a tree
+of tokens, and the tree is one row: each token comes after its parent, and all that follow from it stand together. The
+mask lets a token see its ancestors and itself, and its position is its depth, so it is computed as if its input stood
+alone (tree attention as in SpecInfer, Miao et al. 2024). Inputs are compared as the model reads them, cut to its limit:
+one that was cut shares only what its own beginning shares.
+
+Legend: R rows of a batch, T tokens of its longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tune_prune.evaluation.row_scoring import Outcomes, Request, Row, pad, plain_rows, score_rows
+
+# An input joins the row of the one before it, in alphabetical order, if they share this fraction of its tokens. Less is
+# not worth it: the mask costs 2% of the time at a hidden size of 512 and up to a third at 64, where attention is most of
+# the work (one CPU core, rows of 30 to 480 tokens).
+MIN_SHARED = 0.25
+# A row grows to so many tokens, or to twice the length of its inputs: attention costs the square of it.
+MAX_ROW = 256
+
+ALL_LAYERS = ""  # the type of layer of models that take one mask for all of them
+
+
+@dataclass(frozen=True)
+class Tree(Row):
+    """A row whose tokens are a tree, in depth-first order."""
+
+    positions: np.ndarray  # [T] depth of each token: its position in its own input
+    ends: np.ndarray  # [T] where the tokens end that follow from it; those from itself up to here see it
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of some items. `num_requests` over all items, in order; rows name requests by their number."""
+
+    plain: list[Row]
+    trees: list[Tree]
+    num_requests: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are forwarded, without padding."""
+        return sum(len(row.tokens) for row in (*self.plain, *self.trees))
+
+
+def plan_rows(items: Sequence[Sequence[Request]], share: bool = True) -> Rows:
+    """Trees for the requests whose inputs share enough, be they of one item or not, and plain rows for the others.
+
+    `share` False: plain rows for all.
+    """
+    requests = [request for item in items for request in item]
+    rows = plain_rows(requests)
+    if not share:
+        return Rows(rows, [], len(requests))
+    # Big-endian bytes sort as the tokens do, and inputs that begin alike become neighbours.
+    rows.sort(key=lambda row: row.tokens.astype(">i4").tobytes())
+    groups: list[tuple[list[Row], list[int]]] = []  # rows of one tree, and how much each shares with the one before
+    size = 0  # tokens of the last group's tree
+    for row in rows:
+        length = len(row.tokens)
+        common = _common_prefix(groups[-1][0][-1].tokens, row.tokens) if groups else 0
+        if common >= MIN_SHARED * length and size + length - common <= max(MAX_ROW, 2 * length):
+            groups[-1][0].append(row)
+            groups[-1][1].append(common)
+            size += length - common
+        else:
+            groups.append(([row], [0]))
+            size = length
+    plain = [members[0] for members, _ in groups if len(members) == 1]
+    trees = [_merge(members, shared) for members, shared in groups if len(members) > 1]
+    return Rows(plain, trees, len(requests))
+
+
+def score_items(
+    model: PreTrainedModel, items: Sequence[Sequence[Request]], batch_tokens: int | None = None, share: bool = True
+) -> Outcomes:
+    """Scores of all requests of `items`, in order. `batch_tokens` as in `row_scoring.score_rows`; `share` needs a model
+    that `refusal` has nothing against."""
+    return score_planned(model, plan_rows(items, share), batch_tokens)
+
+
+def score_planned(model: PreTrainedModel, rows: Rows, batch_tokens: int | None = None) -> Outcomes:
+    """`score_items` of what was planned before."""
+    outcomes = Outcomes.blank(rows.num_requests)
+    score_rows(model, rows.plain, outcomes, batch_tokens)
+    score_rows(model, rows.trees, outcomes, batch_tokens, tree_inputs)
+    return outcomes
+
+
+def count_tokens(items: Sequence[Sequence[Request]], share: bool = True) -> int:
+    """Tokens (without padding) that scoring `items` forwards."""
+    return plan_rows(items, share).num_tokens
+
+
+def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(first), len(second))
+    different = first[:length] != second[:length]
+    return int(different.argmax()) if different.any() else length
+
+
+def _merge(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
+    """The tree of plain rows in alphabetical order; each has its first `shared` tokens in common with the one before."""
+    size = sum(len(row.tokens) - common for row, common in zip(rows, shared, strict=True))
+    ends = np.full(size, size)
+    path = np.zeros(0, dtype=np.int64)  # where the tokens of the current input stand in the tree
+    scored = []
+    start = 0
+    for row, common in zip(rows, shared, strict=True):
+        ends[path[common:]] = start
+        end = start + len(row.tokens) - common
+        path = np.concatenate([path[:common], np.arange(start, end)])
+        scored.append(path[row.scored])
+        start = end
+    return Tree(
+        tokens=np.concatenate([row.tokens[common:] for row, common in zip(rows, shared, strict=True)]),
+        requests=tuple(index for row in rows for index in row.requests),
+        lengths=tuple(length for row in rows for length in row.lengths),
+        scored=np.concatenate(scored),
+        targets=np.concatenate([row.targets for row in rows]),
+        positions=np.concatenate(
+            [np.arange(common, len(row.tokens)) for row, common in zip(rows, shared, strict=True)]
+        ),
+        ends=ends,
+    )
+
+
+def tree_inputs(model: PreTrainedModel, trees: Sequence[Row], width: int) -> dict[str, Any]:
+    """position_ids [R, T] and attention masks [R, 1, T, T] of `trees` padded to `width` tokens.
+
+    Masks are added to the attention scores, in the model's dtype: eager attention would add a boolean one as 0 and 1.
+    Models whose layers differ take a mask for each type of layer.
+    """
+    assert all(isinstance(tree, Tree) for tree in trees)
+    # Padding sees itself: a row of the mask that allowed nothing would give nan in some kernels.
+    positions, ends = (
+        torch.from_numpy(pad((getattr(tree, name) for tree in trees), len(trees), width, filler)).to(model.device)
+        for name, filler in (("positions", 0), ("ends", width))
+    )
+    place = torch.arange(width, device=model.device)
+    seen = (place <= place[:, None]) & (place[:, None] < ends[:, None, :])  # [R, T, T], queries before keys
+    distance = positions[:, :, None] - positions[:, None, :]
+    windows = attention_windows(model.config)
+    masks = {
+        kind: _additive(seen if window is None else seen & (distance < window), model.dtype)
+        for kind, window in windows.items()
+    }
+    return {"position_ids": positions, "attention_mask": masks.get(ALL_LAYERS, masks)}
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
+    """How many tokens back each type of layer sees, itself included; None: all of them. Raises ValueError for types of
+    layers that are neither full nor sliding attention.
+
+    As transformers reads the fields: Llama has no window, Mistral one for all layers, Qwen one for some.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if not kinds:
+        return {ALL_LAYERS: window}
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layers of type {', '.join(sorted(unknown))}")
+    if "sliding_attention" not in kinds:
+        return {ALL_LAYERS: None}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """Why `model` cannot score trees, in words; None where it can.
+
+    Tried on a few random tokens: scores of trees must equal those of plain rows, and whatever the model raises on a
+    mask of four dimensions or on position_ids is a refusal.
+    """
+    items = _probe_items(model)
+    expected = score_items(model, items, share=False).loglikelihoods
+    try:
+        found = score_items(model, items).loglikelihoods
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"{type(model).__name__} does not take the masks of shared prefixes ({cause})"
+    difference = np.abs(found - expected).max() / _PROBE_TARGETS  # nats per token
+    if not difference <= _TOLERANCE.get(model.dtype, 1e-3):
+        return f"{type(model).__name__} scores otherwise under the masks of shared prefixes ({difference:.2g} nats a token)"
+    return None
+
+
+_PROBE_TARGETS = 6  # tokens per branch
+# Nats a token that rounding may cost; logits of half precision have 8 to 11 bits.
+_TOLERANCE = {torch.bfloat16: 0.25, torch.float16: 0.25}
+
+
+def _probe_items(model: PreTrainedModel) -> list[list[Request]]:
+    """Two items of random tokens, of different lengths; with short sliding windows, longer than the window."""
+    generator = np.random.default_rng(0)
+    vocabulary = model.config.vocab_size
+    window = min(getattr(model.config, "sliding_window", None) or 0, 64)
+    items: list[list[Request]] = []
+    for length in (window + 12, window + 9):
+        context = generator.integers(vocabulary, size=length)
+        continuations = generator.integers(vocabulary, size=(3, _PROBE_TARGETS))
+        items.append([Request(np.concatenate([context, targets[:-1]]), targets) for targets in continuations])
+    return items

@@ -1,0 +1,186 @@
+"""The items of a protocol as tokens, in nested slices, scored and judged without lm-eval.
+
+zero_shot.py builds a suite through lm-eval; `arrays` and `from_arrays` carry it to other processes, which then need
+neither lm-eval nor the tokenizer. Judgement is lm-eval's for multiple choice (v0.4, ConfigurableTask.process_results):
+the right choice has the highest log-likelihood, for acc_norm the highest per character. Right choices and lengths are
+known beforehand, so judging thousands of items takes milliseconds; items of other kinds keep lm-eval's own judgement.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from tune_prune.config import EvaluationProtocol, seed_for
+from tune_prune.evaluation.item_scores import ItemScore
+from tune_prune.evaluation.row_scoring import Outcomes, Request
+from tune_prune.evaluation.shared_prefix import Rows, plan_rows, score_planned
+from tune_prune.racing import even_slices
+
+__all__ = ["Item", "Outcomes", "ZeroShotSuite"]
+
+# (log-likelihood, greedy) of an item's requests -> acc, and acc_norm where the task has it.
+Judgement = Callable[[list[tuple[float, bool]]], tuple[float, float | None]]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One document of a task."""
+
+    task: str
+    doc_id: int  # position in the task's evaluation split
+    gold: int  # index of the right choice; -1 where there is no single one
+    requests: tuple[Request, ...]  # one per choice
+    lengths: tuple[int, ...]  # of the choices in characters; empty where the task has no acc_norm
+    judgement: Judgement | None = None  # None: by gold and lengths
+
+
+class ZeroShotSuite:
+    """The items of a protocol, ready to be scored. Each slice adds items of every task to the one before it, as evenly from
+    the tasks as their sizes allow (`racing.even_slices`); which ones follows from the protocol's seed."""
+
+    def __init__(self, items: Sequence[Item], protocol: EvaluationProtocol) -> None:
+        self._items = list(items)
+        self.num_items = len(self._items)
+        self.num_slices = len(protocol.slices)
+        by_task: dict[str, list[Item]] = {}
+        for item in self._items:
+            by_task.setdefault(item.task, []).append(item)
+        self.items_per_task = {task: len(members) for task, members in by_task.items()}
+        added: list[list[Item]] = [[] for _ in protocol.slices]
+        counts = even_slices(self.items_per_task, protocol.slices)
+        for task, members in by_task.items():
+            random.Random(seed_for(protocol.seed, f"slices/{task}")).shuffle(members)
+            start = 0
+            for part, seen in zip(added, counts, strict=True):
+                part += members[start : seen[task]]
+                start = seen[task]
+        self._slices = [_Slice(index, part) for index, part in enumerate(added)]
+
+    def tokens_in_slice(self, slice_index: int, share: bool = True) -> int:
+        """Tokens (without padding) that scoring the items which this slice adds forwards."""
+        return self._slices[slice_index].rows(share).num_tokens
+
+    def outcomes(
+        self, model: PreTrainedModel, slice_index: int, batch_tokens: int | None = None, share: bool = True
+    ) -> Outcomes:
+        """Scores of the requests that this slice adds to the one before it.
+
+        `model` is any causal language model of transformers, structurally pruned or not. `batch_tokens` bounds one
+        forward pass (None: by device). `share`: whether the choices of an item share their prefix; a model must be able
+        to (`shared_prefix.refusal`).
+        """
+        return score_planned(model, self._slices[slice_index].rows(share), batch_tokens)
+
+    def judge(self, slice_index: int, outcomes: Outcomes) -> list[ItemScore]:
+        """The items that this slice adds, with their accuracies."""
+        return self._slices[slice_index].judge(outcomes)
+
+    def score_slice(
+        self, model: PreTrainedModel, slice_index: int, batch_tokens: int | None = None, share: bool = True
+    ) -> list[ItemScore]:
+        """`judge` of `outcomes`."""
+        return self.judge(slice_index, self.outcomes(model, slice_index, batch_tokens, share))
+
+    def arrays(self) -> dict[str, np.ndarray] | None:
+        """The suite as arrays; None where an item needs lm-eval's judgement, which no array can hold."""
+        if any(item.judgement for item in self._items):
+            return None
+        tasks = list(self.items_per_task)
+        requests = [request for item in self._items for request in item.requests]
+        return {
+            "tasks": np.array(tasks),
+            "task": _integers(tasks.index(item.task) for item in self._items),
+            "doc_id": _integers(item.doc_id for item in self._items),
+            "gold": _integers(item.gold for item in self._items),
+            "num_requests": _integers(len(item.requests) for item in self._items),
+            "num_lengths": _integers(len(item.lengths) for item in self._items),
+            "lengths": _integers(length for item in self._items for length in item.lengths),
+            "num_inputs": _integers(len(request.inputs) for request in requests),
+            "num_targets": _integers(len(request.targets) for request in requests),
+            "inputs": np.concatenate([request.inputs for request in requests]),
+            "targets": np.concatenate([request.targets for request in requests]),
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, np.ndarray], protocol: EvaluationProtocol) -> ZeroShotSuite:
+        """The suite whose `arrays` these are."""
+        inputs = _split(arrays["inputs"], arrays["num_inputs"])
+        targets = _split(arrays["targets"], arrays["num_targets"])
+        requests = [Request(*pair) for pair in zip(inputs, targets, strict=True)]
+        lengths = arrays["lengths"].tolist()
+        tasks = arrays["tasks"].tolist()
+        columns = (arrays[name].tolist() for name in ("task", "doc_id", "gold", "num_requests", "num_lengths"))
+        items = []
+        first_request = first_length = 0
+        for task, doc_id, gold, num_requests, num_lengths in zip(*columns, strict=True):
+            end, end_length = first_request + num_requests, first_length + num_lengths
+            mine = tuple(requests[first_request:end]), tuple(lengths[first_length:end_length])
+            items.append(Item(tasks[task], doc_id, gold, *mine))
+            first_request, first_length = end, end_length
+        return cls(items, protocol)
+
+
+class _Slice:
+    """The items that one slice adds."""
+
+    def __init__(self, index: int, items: list[Item]) -> None:
+        self.index = index
+        self.items = items
+        self.rows: Callable[[bool], Rows] = cache(lambda share: plan_rows([item.requests for item in items], share))
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """Number of each item's first request, and at the end that of all [items + 1]."""
+        return np.cumsum([0] + [len(item.requests) for item in self.items])
+
+    @cached_property
+    def _groups(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Items with equally many choices c, judged at once: their numbers [g], their requests' [g, c], the right
+        choices [g] and the choices' lengths [g, c] (0 where the task has no acc_norm)."""
+        members: dict[int, list[int]] = {}
+        for number, item in enumerate(self.items):
+            if item.judgement is None:
+                members.setdefault(len(item.requests), []).append(number)
+        groups = []
+        for choices, numbers in members.items():
+            items = [self.items[number] for number in numbers]
+            requests = self._starts[numbers][:, None] + np.arange(choices)
+            gold = np.array([item.gold for item in items])
+            lengths = np.array([item.lengths or (0,) * choices for item in items], dtype=np.float64)
+            groups.append((np.array(numbers), requests, gold, lengths))
+        return groups
+
+    def judge(self, outcomes: Outcomes) -> list[ItemScore]:
+        assert len(outcomes.loglikelihoods) == self._starts[-1], "these are the outcomes of another slice"
+        acc, acc_norm = np.zeros(len(self.items)), np.zeros(len(self.items))
+        for numbers, requests, gold, lengths in self._groups:
+            values = outcomes.loglikelihoods[requests]
+            acc[numbers] = values.argmax(axis=1) == gold
+            with np.errstate(divide="ignore", invalid="ignore"):  # an empty choice: as lm-eval, whatever comes out
+                acc_norm[numbers] = (values / lengths).argmax(axis=1) == gold
+        loglikelihoods, greedy = outcomes.loglikelihoods.tolist(), outcomes.greedy.tolist()
+        scores = []
+        for number, (item, start, end) in enumerate(zip(self.items, self._starts, self._starts[1:], strict=False)):
+            mine = tuple(loglikelihoods[start:end])
+            if item.judgement is not None:
+                judged = item.judgement(list(zip(mine, greedy[start:end], strict=True)))
+            else:
+                judged = float(acc[number]), float(acc_norm[number]) if item.lengths else None
+            scores.append(ItemScore(item.task, item.doc_id, self.index, *judged, mine, item.gold))
+        return scores
+
+
+def _integers(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, dtype=np.int32)
+
+
+def _split(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Views of consecutive parts of `values` of those lengths."""
+    ends = np.cumsum(lengths).tolist()
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,78 @@
+"""The cost of a plan: what is left of it, counted, at the speed of the machine that will run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tune_prune.artifacts import ArtifactStore
+from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
+from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.cost_model.speed import Speed, SpeedRequest, measure
+from tune_prune.cost_model.workload import passes_to_make
+from tune_prune.ledger import parse_json
+from tune_prune.tuning.resources import TrialResources
+
+if TYPE_CHECKING:
+    from tune_prune.preflight import ModelPlan, Plan, SearchSettings
+
+
+def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:
+    """What the trials, baselines and passes that are still to be made will cost; `finished` trial keys are done.
+
+    None where no worker of the cluster was free to measure its speed.
+    """
+    settings, device = plan.settings, plan.resources.device
+    baselines = plan.experiment_dir / "baseline.json"
+    measured = parse_json(baselines).keys() if baselines.exists() else ()
+    works = []
+    for model in plan.models:
+        pending = [config for config, key in model.trials if key not in finished]
+        trials = plan.num_trials - (len(model.trials) - len(pending))
+        passes = passes_to_make(pending if trials > 0 else [], model.run, model.model_fingerprint, device, store)
+        if trials <= 0 and model.run.label in measured:
+            continue
+        speed = _speed(model, plan.resources, settings)
+        if speed is None:
+            return None
+        works.append(
+            ModelWork(
+                label=model.run.label,
+                arithmetic=Arithmetic.of(model.geometry, model.workload.config.vocab_size),
+                vocab_size=model.workload.config.vocab_size,
+                weight_bytes=model.memory.weights,
+                speed=speed,
+                passes=dict(list(passes.items())[: max(0, trials)]),  # an adaptive trial visits one seq_len at most
+                baseline=model.run.label not in measured,
+                trials=max(0, trials),
+                removed_params=model.target_params,
+                perplexity_tokens=model.workload.perplexity_tokens,
+                perplexity_window=model.workload.perplexity_window,
+                zero_shot=model.workload.zero_shot,
+            )
+        )
+    notes = []
+    if any(not work.zero_shot.exact for work in works):
+        notes.append("~ zero-shot tokens are estimated from a sample of the items")
+    if settings.scheduler != "none":
+        notes.append(f"an upper bound: {settings.scheduler} stops trials early")
+    elif plan.search == "optuna":
+        notes.append("an upper bound: trials at the same seq_len share their passes")
+    return estimate(works, plan.slots, plan.resources.gpus, plan.search == "optuna", notes)
+
+
+def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> Speed | None:
+    """Measured where the trials will run: here, or by a worker of the cluster (None: none was free)."""
+    request = SpeedRequest(
+        model.workload.config,
+        model.run.dtype,
+        resources.device,
+        max(1, int(resources.cpus)),
+        max(model.workload.perplexity_window, *(config.taylor_seq_len for config, _ in model.trials)),
+        model.workload.zero_shot.rows,
+    )
+    if settings.address is None:
+        return measure(request)
+    from tune_prune.tuning import remote  # imports ray: not needed to plan a search on this machine
+
+    speed: Speed | None = remote.call(measure, request, resources)
+    return speed

@@ -1,0 +1,242 @@
+"""One line of progress while a search runs, with the time that is left by the cost model."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from ray.tune import Callback
+from ray.tune.experiment import Trial as RayTrial
+
+from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, Seconds
+from tune_prune.records import TrialRecord
+from tune_prune.tuning.prepare import Prepared, PrepareJob
+from tune_prune.tuning.queue import is_job
+from tune_prune.tuning.worker import TrialSpec
+
+TTY_REFRESH_S = 0.5
+LOG_REFRESH_S = 10.0
+
+
+class TimeLeft:
+    """Seconds until a search is done: the predicted work that is left, each stage at the pace it had so far, over the slots.
+
+    Jobs and trials are pieces of work; `waiting` says how many of each kind have not been started.
+    """
+
+    def __init__(self, pieces: Mapping[Hashable, Seconds], waiting: Mapping[Hashable, int], slots: int) -> None:
+        self._pieces = pieces  # predicted seconds by stage of each kind of piece
+        self._waiting = Counter(waiting)
+        self._slots = slots
+        self._running: dict[Hashable, Seconds] = {}
+        self._predicted: defaultdict[str, float] = defaultdict(float)  # by stage, of what was measured
+        self._measured: defaultdict[str, float] = defaultdict(float)
+
+    def start(self, name: Hashable, kind: Hashable) -> None:
+        """A piece of that kind begins, under a name of its own; once more under the same name: it begins again."""
+        if name not in self._running:
+            self._waiting[kind] = max(0, self._waiting[kind] - 1)
+        self._running[name] = dict(self._pieces.get(kind, {}))
+
+    def done(self, name: Hashable, kind: Hashable, stage: str, share: float, seconds: float | None) -> None:
+        """`share` of a stage is done, in measured `seconds` (None: nothing was computed, so nothing is learnt)."""
+        predicted = share * self._pieces.get(kind, {}).get(stage, 0.0)
+        left = self._running.get(name, {})
+        left[stage] = max(0.0, left.get(stage, 0.0) - predicted)
+        if seconds is not None and predicted:
+            self._predicted[stage] += predicted
+            self._measured[stage] += seconds
+
+    def end(self, name: Hashable) -> None:
+        """The piece is over, whatever was left of it."""
+        self._running.pop(name, None)
+
+    @property
+    def measured(self) -> bool:
+        return bool(self._measured)
+
+    def seconds(self) -> float:
+        running = [self._paced(left) for left in self._running.values()]
+        waiting = [
+            count * (self._paced(self._pieces.get(kind, {})) + TRIAL_OVERHEAD_S)
+            for kind, count in self._waiting.items()
+        ]
+        return max((sum(running) + sum(waiting)) / self._slots, *running, 0.0)
+
+    def _paced(self, work: Seconds) -> float:
+        return sum(seconds * self._pace(stage) for stage, seconds in work.items())
+
+    def _pace(self, stage: str) -> float:
+        """Measured over predicted so far, of this stage or else of all; 1 before anything is measured."""
+        if self._predicted.get(stage):
+            return self._measured[stage] / self._predicted[stage]
+        everything = sum(self._predicted.values())
+        return sum(self._measured.values()) / everything if everything else 1.0
+
+
+class LiveLine(Callback):
+    """One line on the screen: `[12/45] running 2, failed 0, best acc .8421 blockwise-s64-n128, ETA 01:40`.
+
+    On a terminal the line is rewritten; elsewhere a new line is written every ten seconds and at the end. `total` counts
+    trials, those in `known` included. Without a `cost` there is no ETA.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TrialSpec],
+        total: int,
+        known: Iterable[TrialRecord] = (),
+        stream: TextIO | None = None,
+        cost: CostEstimate | None = None,
+        jobs: Sequence[PrepareJob] = (),
+        slots: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._specs = specs
+        self._total = total
+        self._given_stream = stream  # never sys.stdout itself: Ray pickles callbacks
+        self._tty = self._stream.isatty()
+        self._best: dict[str, tuple[float, str]] = {}  # by model's label
+        self._jobs = list(jobs)
+        self._clock = clock
+        self._scored: dict[str, int] = {}  # zero-shot items by trial
+        self._done = self._failed = self._width = 0
+        known = list(known)
+        for record in known:
+            self._count(record.key, record.status, record.metrics)
+        self._left = self._time_left(cost, known, slots) if cost is not None else None
+        self._shown = self._changed = clock()
+
+    def _time_left(self, cost: CostEstimate, known: list[TrialRecord], slots: int) -> TimeLeft:
+        pieces: dict[Hashable, Seconds] = {}
+        waiting: dict[Hashable, int] = {}
+        labels = list(dict.fromkeys(spec.run.label for spec in self._specs.values()))
+        for model in cost.models:
+            pieces[model.label] = model.trial
+            # Models share the trials evenly, of a grid and of an adaptive search alike.
+            waiting[model.label] = self._total // max(1, len(labels)) - sum(r.model == model.label for r in known)
+            for job in self._jobs:
+                if job.run.label == model.label:
+                    pieces[model.label, job.seq_len] = model.jobs.get(job.seq_len, {})
+                    waiting[model.label, job.seq_len] = 1
+        return TimeLeft(pieces, waiting, slots)
+
+    @property
+    def _stream(self) -> TextIO:
+        return self._given_stream or sys.stdout
+
+    def say(self, text: str) -> None:
+        """A line of its own that stays, such as what a preparation job found."""
+        self._write(text)
+        self.end()
+
+    def end(self) -> None:
+        """Leave the line, so that what is printed next starts on its own."""
+        if self._tty and self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+        self._width = 0
+
+    def setup(self, *args: Any, **info: Any) -> None:
+        self._changed = self._clock()
+        self._write(self._text(0))
+
+    def on_step_end(self, iteration: int, trials: list[RayTrial], **info: Any) -> None:
+        if self._clock() - self._shown >= (TTY_REFRESH_S if self._tty else LOG_REFRESH_S):
+            self._write(self._text(sum(trial.status == RayTrial.RUNNING for trial in trials)))
+
+    def on_trial_start(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
+        if self._left is not None:
+            self._scored.pop(trial.config.get("key", ""), None)
+            self._left.start(*self._piece(trial))
+
+    def on_trial_result(
+        self, iteration: int, trials: list[RayTrial], trial: RayTrial, result: dict[str, Any], **info: Any
+    ) -> None:
+        if self._left is None:
+            return
+        name, kind = self._piece(trial)
+        prepared = result.get("prepared")
+        if isinstance(prepared, Prepared):
+            reports = [(report.stage, report.duration_s, report.tokens) for report in prepared.reports]
+            stages = prepared.baseline.stages if prepared.baseline is not None else []
+            reports += [(stage["stage"], stage["duration_s"], stage["tokens"]) for stage in stages]
+            for stage in dict.fromkeys(stage for stage, _, _ in reports):
+                seconds = sum(duration for other, duration, tokens in reports if other == stage and tokens)
+                self._left.done(name, kind, stage, 1.0, seconds or None)
+        elif "stage" in result:
+            key, stage, share = trial.config["key"], result["stage"], 1.0
+            if stage == "zero_shot":
+                share = (result["items_scored"] - self._scored.get(key, 0)) / max(1, result["items_total"])
+                self._scored[key] = result["items_scored"]
+            computed = stage == "pruning" or result["record"]["stages"][-1]["tokens"] > 0
+            self._left.done(name, kind, stage, share, result["stage_duration_s"] if computed else None)
+        self._changed = self._clock()
+
+    def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
+        self._end(trial)
+        result = trial.last_result
+        if not is_job(trial) and "record" in result:
+            status = result["trial_status"]
+            self._count(
+                trial.config["key"], "stopped_early" if status == "running" else status, result["record"]["metrics"]
+            )
+
+    def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
+        self._end(trial)
+        if not is_job(trial):
+            self._count(trial.config["key"], "failed", {})
+
+    def on_experiment_end(self, trials: list[RayTrial], **info: Any) -> None:
+        self.say(self._text(0))
+
+    def _piece(self, trial: RayTrial) -> tuple[Hashable, Hashable]:
+        """Name and kind of a piece of work, for `TimeLeft`."""
+        if is_job(trial):
+            job = self._jobs[trial.config["job"]]
+            return trial.config["job"], (job.run.label, job.seq_len)
+        return trial.config["key"], self._specs[trial.config["key"]].run.label
+
+    def _end(self, trial: RayTrial) -> None:
+        if self._left is not None:
+            self._left.end(self._piece(trial)[0])
+            self._changed = self._clock()
+
+    def _count(self, key: str, status: str, metrics: Mapping[str, float]) -> None:
+        self._done += 1
+        self._failed += status == "failed"
+        accuracy = metrics.get("acc_mean", math.nan)
+        label, name = self._specs[key].run.label, self._specs[key].config.name
+        if status == "complete" and accuracy > self._best.get(label, (-1.0, ""))[0]:
+            self._best[label] = (accuracy, name)
+
+    def _text(self, running: int) -> str:
+        several = len({spec.run.label for spec in self._specs.values()}) > 1
+        best = "; ".join(
+            f"best acc {accuracy:.4f}".replace(" 0.", " .") + f" {label + ' ' if several else ''}{name}"
+            for label, (accuracy, name) in self._best.items()
+        )
+        return f"[{self._done}/{self._total}] running {running}, failed {self._failed}{', ' if best else ''}{best}{self._eta()}"
+
+    def _eta(self) -> str:
+        if self._left is None or self._done >= self._total:
+            return ""
+        seconds = self._left.seconds() + (0.0 if self._left.measured else WORKER_START_S)
+        minutes, rest = divmod(round(max(0.0, seconds - (self._clock() - self._changed))), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f", ETA {f'{hours}:' if hours else ''}{minutes:02d}:{rest:02d}"
+
+    def _write(self, text: str) -> None:
+        if self._tty:
+            columns = shutil.get_terminal_size().columns - 1  # a longer line would wrap and could not be rewritten
+            self._stream.write("\r" + text[:columns].ljust(self._width))
+            self._width = min(len(text), columns)
+        else:
+            self._stream.write(text + "\n")
+        self._stream.flush()
+        self._shown = self._clock()

@@ -1,0 +1,100 @@
+"""Early stopping by racing (tune_prune.racing) as a Ray scheduler: one race per model, nothing waits for anything.
+
+A worker reports the outcome of every item that a slice adds. The trial goes on, or Ray stops it at once. Trials that an
+earlier start of the search completed go on competing; those that it stopped have left no items and do not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from ray.tune.experiment import Trial as RayTrial
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+
+from tune_prune.errors import UserError
+from tune_prune.racing import Race, Verdict
+from tune_prune.tuning.worker import TrialSpec
+
+
+class RacePerModel(FIFOScheduler):
+    """Stops a trial whose verdict is in; see `tune_prune.racing` for the rule and its guarantee.
+
+    `specs`: every configuration that the search may visit, by key. `known`: the outcomes of complete trials of earlier
+    starts, by key: one dict task -> "0" or "1" per item for each slice, as `read_outcomes` gives them. `confidence` holds
+    for all configurations of one model together.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TrialSpec],
+        known: Mapping[str, Sequence[Mapping[str, str]]] | None = None,
+        confidence: float = 0.95,
+    ) -> None:
+        super().__init__()
+        self._specs = dict(specs)
+        self._confidence = confidence
+        self._num_configs = Counter(spec.run.label for spec in specs.values())
+        self._races: dict[str, Race] = {}  # by model's label; made when the sizes of its tasks are known
+        self._reasons: dict[str, str] = {}
+        for key, slices in (known or {}).items():
+            sizes = {task: sum(len(added.get(task, "")) for added in slices) for task in slices[0]}
+            for index, outcomes in enumerate(slices):
+                self._race(key, sizes).add(key, index, outcomes)
+
+    def on_trial_result(self, tune_controller: Any, trial: RayTrial, result: dict[str, Any]) -> str:
+        if "slice_index" not in result:
+            return TrialScheduler.CONTINUE  # a stage before the zero-shot items
+        key, sizes = trial.config["key"], _nested(result, "items_per_task")
+        verdict = self._race(key, sizes).add(key, result["slice_index"], _nested(result, "outcomes"))
+        if verdict is None:
+            return TrialScheduler.CONTINUE
+        self._reasons[key] = self._sentence(verdict, sum(sizes.values()))
+        return TrialScheduler.STOP
+
+    def reason(self, trial_key: str) -> str | None:
+        """Why the trial was stopped, for the ledger; None if the race has not stopped it."""
+        return self._reasons.get(trial_key)
+
+    def _race(self, key: str, task_sizes: Mapping[str, int]) -> Race:
+        run = self._specs[key].run
+        if run.label not in self._races:
+            num_slices = len(run.protocol.slices)
+            self._races[run.label] = Race(self._num_configs[run.label], task_sizes, num_slices, self._confidence)
+        return self._races[run.label]
+
+    def _sentence(self, verdict: Verdict, items_total: int) -> str:
+        rival = f"{self._specs[verdict.rival].config.name}-{verdict.rival[:6]}"
+        return (
+            f"stopped by the race: behind {rival} by {100 * verdict.difference:.1f} ± {100 * verdict.standard_error:.1f} points "
+            f"on {verdict.items:,} of {items_total:,} items (limit {verdict.limit:.1f} standard errors, confidence "
+            f"{self._confidence:.0%} for all trials of the model)"
+        )
+
+
+def _nested(result: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The dictionary `name` of a worker's result, which Ray flattens to name/key before a scheduler sees it."""
+    return {key.removeprefix(f"{name}/"): value for key, value in result.items() if key.startswith(f"{name}/")}
+
+
+def read_outcomes(path: Path, num_slices: int) -> list[dict[str, str]]:
+    """The outcomes in a complete trial's items.parquet, slice by slice: task -> "0" or "1" per item, in scoring order.
+
+    Raises UserError if the file is missing, is no such table or holds other slices than 0 to num_slices - 1.
+    """
+    collected: list[dict[str, list[str]]] = [{} for _ in range(num_slices)]
+    try:
+        rows = pyarrow.parquet.read_table(path, columns=["task", "slice", "score"]).to_pydict()
+        for task, index, score in zip(rows["task"], rows["slice"], rows["score"], strict=True):
+            collected[index].setdefault(task, []).append("1" if score else "0")
+    except (OSError, pyarrow.ArrowException, KeyError, IndexError) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"the items of a complete trial cannot be read from {path} ({cause}), so no trial can race against it; restore the "
+            f"file, or remove the record {path.parent.name}.json from the ledger to run that trial again"
+        ) from error
+    return [{task: "".join(scores) for task, scores in slices.items()} for slices in collected]

@@ -1,0 +1,23 @@
+"""One function call on a worker of the cluster that this process is connected to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+
+from tune_prune.tuning.resources import TrialResources
+
+WAIT_S = 60.0  # a first worker has to import torch; a busy cluster may not have one free at all
+
+
+def call(function: Callable[[Any], Any], argument: Any, resources: TrialResources) -> Any:
+    """`function(argument)` on a worker with a trial's resources; None where none is free in time. Raises what it raises."""
+    task = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_retries=0)(function).remote(argument)
+    try:
+        return ray.get(task, timeout=WAIT_S)
+    except GetTimeoutError:
+        ray.cancel(task)
+        return None

@@ -1,0 +1,59 @@
+"""What a worker is told, and what it keeps between trials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tune_prune.config import ModelRun, PruningConfig
+from tune_prune.ledger import Ledger
+from tune_prune.records import TrialRecord
+from tune_prune.trial import TrialContext
+from tune_prune.tuning.resources import TrialResources, claim
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """One point of the search for one model; `key` names it in the ledger."""
+
+    run: ModelRun
+    config: PruningConfig
+    key: str
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What every worker of one search must know."""
+
+    experiment_dir: Path  # absolute, the same on every node
+    artifact_dir: Path  # likewise
+    resources: TrialResources
+    trial_timeout_s: float | None = None
+    earlier_failures: dict[str, TrialRecord] = field(default_factory=dict)  # by key, from before this search
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.experiment_dir / "ledger")
+
+    def failure_of_this_search(self, key: str) -> TrialRecord | None:
+        """The failed record that a worker of this search left, not one of an earlier start."""
+        record = self.ledger.read(key)
+        failed_now = record is not None and record.status == "failed" and record != self.earlier_failures.get(key)
+        return record if failed_now else None
+
+
+class ContextCache:
+    """Keeps the one model, with its data, that this process worked on last."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self._run: ModelRun | None = None
+        self._context: TrialContext | None = None
+
+    def open(self, run: ModelRun) -> TrialContext:
+        if self._context is None or self._run != run:
+            self._context = None  # let go of the old model first: two may not fit
+            claim(self.settings.resources)
+            self._context = TrialContext.open(run, self.settings.artifact_dir, device=self.settings.resources.device)
+            self._run = run
+        return self._context
