@@ -4,9 +4,10 @@
     python scripts/bench_flops.py --model tiny-llama     small tensors: overhead instead of arithmetic
     python scripts/bench_flops.py --profile 8            the eight operators that take most of each stage's time
 
-Operations are those of tune_prune/cost_model/flops.py; the peak is the best median of square float32 products, with the
-same threads. Zero-shot counts the tokens and scored positions that the engine forwards, without padding. With --profile
-each stage runs once more under torch's profiler, whose table names what is not a matrix product.
+Operations are those of tune_prune/cost_model/flops.py; the peak is the best median of square float32 products, which take
+turns with the stages, on the same threads. Zero-shot counts the tokens and scored positions that the engine forwards,
+without padding. With --profile each stage runs once more under torch's profiler, whose table names what is not a matrix
+product.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +43,15 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument(
         "--seq-len", type=int, default=128, metavar="N", help="of calibration samples (default: %(default)s)"
     )
-    p.add_argument("--samples", type=int, default=16, metavar="N", help="of the gradient pass (default: %(default)s)")
+    p.add_argument("--samples", type=int, default=8, metavar="N", help="of the gradient pass (default: %(default)s)")
     p.add_argument(
-        "--limit", type=int, default=10, metavar="N", help="items per task, at most 64 (default: %(default)s)"
+        "--limit", type=int, default=5, metavar="N", help="items per task, at most 64 (default: %(default)s)"
     )
     p.add_argument(
         "--profile", type=int, default=5, metavar="N", help="operators to show; 0: none (default: %(default)s)"
     )
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
-    peak = matmul_peak(args.repeats)
-    print(f"peak: {peak / 1e9:.1f} GFLOP/s in float32 on {args.threads} threads\n")
     rows: list[list[object]] = [["model", "stage", "tokens", "GFLOP", "seconds", "GFLOP/s", "of peak"]]
     results = {}
     with tempfile.TemporaryDirectory(prefix="bench_flops_") as work:
@@ -61,8 +61,10 @@ def main(argv: list[str] | None = None) -> int:
                 one, args.seq_len, args.samples, min(args.limit, SAMPLED_ITEMS), args.repeats, args.profile
             )
             results[one.name] = result
+            print(
+                f"{one.name}: a product reaches {result['peak_flops_per_second'] / 1e9:.1f} GFLOP/s on {args.threads} threads"
+            )
             for stage, values in result["stages"].items():
-                values["of_peak"] = values["flops_per_second"] / peak
                 rows.append(
                     [
                         one.name,
@@ -74,24 +76,23 @@ def main(argv: list[str] | None = None) -> int:
                         f"{values['of_peak']:.0%}",
                     ]
                 )
+    print()
     print(table(rows))
     for name, result in results.items():
         for stage, operators in result["operators"].items():
             shares = ", ".join(f"{operator} {share:.0%}" for operator, share in operators.items())
             print(f"\n{name} {stage}: {shares}")
-    write_json(args.output, {"peak_flops_per_second": peak, "models": results})
+    write_json(args.output, {"models": results})
     return 0
 
 
-def matmul_peak(repeats: int) -> float:
-    """Operations per second of the fastest square float32 product."""
-    best = 0.0
+def products() -> dict[str, tuple[float, Callable[[], Any]]]:
+    """Square float32 products by name: their operations, and what computes them."""
+    result: dict[str, tuple[float, Callable[[], Any]]] = {}
     for size in PEAK_SIZES:
         a, b = torch.randn(2, size, size)
-        calls: dict[str, Callable[[], Any]] = {"product": lambda a=a, b=b: a @ b}
-        seconds, _ = median_times(calls, max(5, repeats))
-        best = max(best, 2 * size**3 / seconds["product"])
-    return best
+        result[f"product {size}"] = 2.0 * size**3, partial(torch.matmul, a, b)
+    return result
 
 
 def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, num_operators: int) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, 
     few = windows[: max(1, samples // 5)]
     window = min(run.protocol.perplexity_window, loaded.max_length)
     reported = calibration.tokenize(loaded.tokenizer, perplexity.load_text(run.data_dir, uses_embedded_data(run)))
-    reported = reported[: 2 * window]
+    reported = reported[:window]
     items = zero_shot_tokens(loaded.tokenizer, run.protocol, task_source(run)).rows
     assert items is not None, "tasks of the benchmarks are files"
     everything = (*items.plain, *items.trees)
@@ -134,18 +135,21 @@ def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, 
     assert samples <= batch_size(seq_len, vocab) or samples % batch_size(seq_len, vocab) == 0, "a batch would run twice"
     for call in calls.values():
         call()  # the first time includes what torch sets up
-    seconds, _ = median_times(calls, repeats)
+    square = products()
+    seconds, _ = median_times(calls | {name: call for name, (_, call) in square.items()}, repeats)
+    peak = max(operations / seconds[name] for name, (operations, _) in square.items())
     stages = {
         stage: {
             "tokens": tokens[stage],
             "flops": flops[stage],
             "seconds": seconds[stage],
             "flops_per_second": flops[stage] / seconds[stage],
+            "of_peak": flops[stage] / seconds[stage] / peak,
         }
         for stage in calls
     }
     operators = {stage: top_operators(call, num_operators) for stage, call in calls.items()} if num_operators else {}
-    return {"sizes": sizes_of(run), "stages": stages, "operators": operators}
+    return {"sizes": sizes_of(run), "peak_flops_per_second": peak, "stages": stages, "operators": operators}
 
 
 def top_operators(call: Callable[[], Any], count: int) -> dict[str, float]:

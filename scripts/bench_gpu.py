@@ -224,7 +224,7 @@ def evaluate_stages(bench: Bench, args: Any) -> dict[str, Any]:
                 lambda share=share, n=batch_tokens: score_items(bench.model, items, n, share),  # type: ignore[misc]
             )  # fmt: skip
             if found is not None:
-                answers.append(found[0])
+                answers.append(found.loglikelihoods)
     plain = count_tokens(items, False)
     flops = 2 * plain * (bench.geometry.prunable_params + bench.head)
     as_hflm = bench.stage(

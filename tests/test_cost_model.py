@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,15 +120,16 @@ def suite_tokens(tokenizer, protocol, source, max_length):
 
 
 def test_zero_shot_tokens_of_the_embedded_tasks(tiny_llama):
-    """Where all items are sampled the count is lm-eval's; where one in four is, it is close."""
+    """Close to what is forwarded slice by slice, where all items are sampled (sharing more than in slices) and where one in
+    four is."""
     config, tokenizer = tiny_llama
     source = TaskSource.of(None, embedded=True)
-    for limit, tolerance in ((20, 0.0), (None, 0.02)):
+    for limit in (20, None):
         protocol = EvaluationProtocol(limit=limit)
         true, items = suite_tokens(tokenizer, protocol, source, config.max_position_embeddings)
         found = zero_shot_tokens(tokenizer, protocol, source)
         assert found.items == items
-        assert found.tokens == pytest.approx(true, rel=tolerance, abs=0)
+        assert found.tokens == pytest.approx(true, rel=0.05)
         assert not found.exact
     known = zero_shot_tokens(tokenizer, protocol, source, known_tokens=true)
     assert (known.tokens, known.exact) == (true, True)
@@ -156,15 +158,14 @@ def test_items_of_a_definition_that_calls_functions_count_by_their_strings(tmp_p
     (folder / "task.yaml").write_text(
         "task: mine\ndoc_to_text: !function own.text\ndoc_to_choice: !function own.choice\n"
     )
-    items = [{"story": "tom opens the door.", "ends": {"text": ["he waits.", "he sits."]}, "label": 0}] * 3
+    stories = [f"{name} opens the door." for name in ("tom", "lena", "oscar")]
+    items = [{"story": story, "ends": {"text": ["he waits.", "she sits."]}, "label": 0} for story in stories]
     (folder / "test.jsonl").write_text("\n".join(map(json.dumps, items)))
     found = zero_shot_tokens(tiny_llama[1], EvaluationProtocol(tasks=("mine",)), TaskSource("folder", str(tmp_path)))
-    story, first, second = (
-        tiny_llama[1](text)["input_ids"] for text in ("tom opens the door.", " he waits.", " he sits.")
-    )
-    together = len(story) + len(first) + len(second) - 2  # the last token is only predicted
+    lengths = [len(tiny_llama[1](text)["input_ids"]) for text in (*stories, " he waits.", " she sits.")]
     assert found.items == 3
-    assert found.tokens == pytest.approx(3 * together, abs=3)  # "he" may be shared
+    # the last token of a choice is only predicted
+    assert found.tokens == sum(lengths[:3]) + 3 * (lengths[3] + lengths[4] - 2)
 
 
 SPEED = Speed(Line(1.0, 0.0), Line(4.0, 0.0), head=0.5, head_gradient=2.0, snapshot=10.0, engine=3.0)
@@ -183,7 +184,7 @@ def work(**changes) -> ModelWork:
         "removed_params": 200,
         "perplexity_tokens": 50,
         "perplexity_window": 20,
-        "zero_shot": ZeroShotTokens(items=10, tokens=40, scored=20, exact=True),
+        "zero_shot": ZeroShotTokens(items=10, tokens=40, scored=20, exact=False),
     }
     return ModelWork(**(values | changes))
 
@@ -192,6 +193,7 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     """Speeds are one second a token and layers, so that seconds count tokens; a fifth of the projections is removed."""
     monkeypatch.setattr(estimates, "SUITE_S_PER_ITEM", 1.0)
     monkeypatch.setattr(estimates, "SUITE_S", 5.0)
+    monkeypatch.setattr(estimates, "PRUNING_S", 0.0)
     cost = estimate([work()], slots=1, gpus=0.5)
     stages = {stage.stage: stage for stage in cost.stages()}
     # 4 samples run twice: their snapshot falls inside the only batch
@@ -203,6 +205,8 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     suite = 5 + 10
     assert stages["zero_shot"].seconds == pytest.approx(3 * (40 * (1 + 3 * 0.8) + 4 * 20 * 0.5) + suite)
     assert stages["zero_shot"].flops == pytest.approx(40 * 2000 * (1 + 3 * 0.8) + 4 * 20 * 200)
+    stored = estimate([work(zero_shot=replace(work().zero_shot, exact=True))], slots=1, gpus=0)
+    assert stored.stages()[-1].seconds == pytest.approx(stages["zero_shot"].seconds - suite)
     total = sum(stage.seconds for stage in cost.stages())
     assert cost.gpu_hours == pytest.approx(0.5 * total / 3600)
     assert cost.wall_seconds == pytest.approx(estimates.WORKER_START_S + total + 3 * estimates.TRIAL_OVERHEAD_S)
@@ -271,7 +275,8 @@ def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "vocab"), [("taylor", 8000), ("copies", 2000), ("evaluation", 8000)])
 def test_planned_memory_is_what_a_fresh_process_takes(stage, vocab):
-    """Measured <= planned <= 1.6 x measured for the tensors of a pass, by the peak of the resident set."""
+    """Measured <= planned <= 1.5 x measured for the tensors of a gradient pass, by the peak of the resident set; evaluation
+    takes more or less of what the allocator has kept, up to half."""
     answer = subprocess.run(
         [sys.executable, "-c", MEASURE_MEMORY, stage, str(vocab)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -282,7 +287,7 @@ def test_planned_memory_is_what_a_fresh_process_takes(stage, vocab):
     )
     assert answer.returncode == 0, answer.stderr
     measured, planned = map(int, answer.stdout.split())
-    assert measured <= planned <= 1.6 * measured
+    assert measured <= planned <= (2.0 if stage == "evaluation" else 1.5) * measured
 
 
 MEASURE_MEMORY = """

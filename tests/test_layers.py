@@ -27,7 +27,7 @@ ONLY_IN = {
     "optuna": ("tuning.searcher",),
     "tensorboard": ("tuning.callbacks",),
     "torch.utils.tensorboard": ("tuning.callbacks",),
-    "lm_eval": ("evaluation.zero_shot",),
+    "lm_eval": ("evaluation.zero_shot", "evaluation.lm_adapter"),
     "datasets": ("calibration", "evaluation.perplexity", "evaluation.task_files"),
 }
 # Everything outside the standard library that a layer may import; layers that are not named may import anything else.

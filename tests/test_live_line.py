@@ -172,4 +172,4 @@ def test_without_a_prediction_there_is_no_eta():
 def test_hours_are_shown_as_such():
     slow = CostEstimate((ModelCost("tiny-llama", (), {}, {"perplexity": 3600.0}, 4),), 1, 0.0, 0.0)
     search = Search(cost=slow, jobs=[])
-    assert search.shown(wait=10).endswith("ETA 3:59:59")
+    assert search.shown(wait=12).endswith("ETA 3:59:59")

@@ -160,6 +160,35 @@ def test_small_savings_are_left_alone():
     assert count_tokens([short]) == count_tokens([short], share=False)
 
 
+def test_items_on_one_passage_share_it(tiny):
+    passage = item(16, 1, seed=1)[0].inputs
+    items = []
+    for seed in range(3):
+        question = item(6, 2, 3, seed=seed)
+        items.append([Request(np.concatenate([passage, request.inputs]), request.targets) for request in question])
+    assert count_tokens(items) == 16 + 3 * (6 + 1 + 2)
+    assert count_tokens(items, share=False) == 3 * (2 * 22 + 1 + 2)
+    (tree,) = plan_rows(items).trees
+    assert sorted(tree.requests) == list(range(6))
+    assert_equal_to_truth(tiny("mistral-sliding"), items)
+
+
+def test_rows_stay_short_unless_their_inputs_are_long():
+    questions = [item(100, 11, seed=0) for _ in range(40)]
+    for number, (request,) in enumerate(questions):
+        request.inputs[60:] = number  # 60 tokens are shared, 50 are not
+    rows = plan_rows(questions)
+    assert len(rows.trees) > 5
+    assert max(len(tree.tokens) for tree in rows.trees) <= shared_prefix.MAX_ROW
+    long = item(1000, 20, 20, 20, 20)
+    assert [len(tree.tokens) for tree in plan_rows([long]).trees] == [1000 + 4 * 19]
+
+
+def test_nothing_to_score(tiny):
+    assert count_tokens([]) == 0
+    assert len(score_items(tiny("llama"), []).loglikelihoods) == 0
+
+
 def test_batches_stay_within_the_budget_and_go_from_long_to_short(tiny):
     model = tiny("llama")
     items = [item(length, 3, 4, seed=length) for length in range(8, 30)]

@@ -6,7 +6,6 @@ runs only what had failed. Run as a script, this file is that first driver.
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from tune_prune.ledger import Ledger
 from tune_prune.records import TrialRecord
 from tune_prune.trial import TrialContext
 from tune_prune.tuning import cluster
-from tune_prune.tuning.callbacks import LiveLine
 from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.run import SearchResult, TuneOptions, run_search
 from tune_prune.tuning.trainable import TIMEOUT_REASON
@@ -205,18 +203,6 @@ def test_a_dead_or_odd_address_is_a_user_error_at_once(monkeypatch, address, wor
     with pytest.raises(UserError, match=words), cluster.connected(address):
         pass
     assert time.monotonic() - started < 10
-
-
-def test_the_line_says_how_far_the_search_is(tmp_path):
-    specs = {
-        spec.key: spec for spec in specs_of("tiny-llama", [PruningConfig("taylor", 16, n) for n in (8, 16)], tmp_path)
-    }
-    key = next(iter(specs))
-    known = [TrialRecord(key, "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
-    screen = io.StringIO()
-    line = LiveLine(specs, total=2, known=known, stream=screen)
-    line.on_experiment_end([])
-    assert screen.getvalue() == "[1/2] running 0, failed 0, best acc .8421 taylor-s16-n8\n"
 
 
 if __name__ == "__main__":  # one trial at a time, so that some are left when it is killed

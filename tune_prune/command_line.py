@@ -1,4 +1,4 @@
-"""What every command line shares: one-sentence usage errors and the meaning of exit codes.
+"""What every command line shares: one-sentence usage errors, types of flags, the meaning of exit codes.
 
 0 done; 2 the user must change something (one sentence on stderr, no traceback); 1 anything else; 130 interrupted.
 """
@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -37,3 +39,58 @@ def run(main: Callable[[], None]) -> int:
         print(f"\ninterrupted{': ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
         return 130
     return 0
+
+
+# Types of flags, for argparse: what is wrong with a value becomes part of the usage error.
+
+
+def text(value: str) -> str:
+    if not value.strip():
+        raise argparse.ArgumentTypeError("is empty; give a value or leave the flag out")
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        raise argparse.ArgumentTypeError(f"{value!r} has no such home folder; write the whole path")
+    return value
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def ratio(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and below 1, e.g. 0.2 for 20% smaller")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = _number(text)
+    if not 1 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 1e9, e.g. 3600")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def task_names(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no task; name at least one, e.g. boolq,piqa")
+    for name in names:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise argparse.ArgumentTypeError(f"{name!r} is no task name; separate names by commas, e.g. boolq,piqa")
+    return names

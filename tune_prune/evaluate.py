@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tune_prune.command_line import Parser, run
+from tune_prune import command_line
 from tune_prune.errors import UserError
-from tune_prune.search import _names, _text, _whole
 
 if TYPE_CHECKING:
     from tune_prune.config import ModelRun
@@ -26,28 +25,39 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(
+    p = command_line.Parser(
         prog="python -m tune_prune.evaluate",
         description="Measure a language model as a search measures its trials: perplexity and zero-shot accuracy.",
         epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",
     )
     p.add_argument(
-        "--model", type=_text, required=True, metavar="NAME",
+        "--model", type=command_line.text, required=True, metavar="NAME",
         help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder",
     )  # fmt: skip
-    p.add_argument("--revision", type=_text, metavar="REV", help="branch, tag or commit of a hub model (default: main)")
-    p.add_argument("--tasks", type=_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)")
+    p.add_argument(
+        "--revision", type=command_line.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
+    )
+    p.add_argument(
+        "--tasks", type=command_line.task_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)"
+    )
     p.add_argument(
         "--data-dir",
-        type=_text,
+        type=command_line.text,
         metavar="DIR",
         help="task and text files for machines without a hub (layout: docs/data.md)",
     )
     p.add_argument(
-        "--limit", type=_whole(1, 10**9), metavar="N", help="at most N items per task, the first ones (default: all)"
+        "--limit",
+        type=command_line.whole_number(1, 10**9),
+        metavar="N",
+        help="at most N items per task, the first ones (default: all)",
     )
     p.add_argument(
-        "--seed", type=_whole(0, 2**32 - 1), default=0, metavar="S", help="of the order of the items (default: 0)"
+        "--seed",
+        type=command_line.whole_number(0, 2**32 - 1),
+        default=0,
+        metavar="S",
+        help="of the order of the items (default: 0)",
     )
     p.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on a GPU, else float32)"
@@ -58,13 +68,13 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="where it runs (default: a GPU if there is one)",
     )
-    p.add_argument("--output", type=_text, metavar="FILE", help="write the record as JSON, too")
+    p.add_argument("--output", type=command_line.text, metavar="FILE", help="write the record as JSON, too")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    return run(lambda: _main(argv))
+    return command_line.run(lambda: _main(argv))
 
 
 def _main(argv: list[str]) -> None:
@@ -114,7 +124,7 @@ def _output(asked: str) -> Path:
 def _checked(args: argparse.Namespace, dtype: str) -> ModelRun:
     """The run that the flags ask for, with everything checked that can be without weights. Raises UserError."""
     from tune_prune.models import catalog, loading, weight_files
-    from tune_prune.preflight import SearchSettings, _check_data, _model_run
+    from tune_prune.preflight import SearchSettings, check_data, model_run
 
     settings = SearchSettings(
         models=(args.model,),
@@ -126,14 +136,14 @@ def _checked(args: argparse.Namespace, dtype: str) -> ModelRun:
         seed=args.seed,
     )
     source = catalog.resolve(args.model, args.revision)
-    model_run = _model_run(settings, args.model, source, dtype)
+    run = model_run(settings, args.model, source, dtype)
     config = loading.load_config(source)
     loading.config_geometry(config)
     loading.load_tokenizer(source)
-    _check_data(model_run)
+    check_data(run)
     if source.kind != "hub":
         weight_files.check(Path(source.location), loading.meta_model(config))
-    return model_run
+    return run
 
 
 def _check_vocabulary(context: TrialContext) -> None:

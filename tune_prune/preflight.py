@@ -209,11 +209,11 @@ def _plan_model(
     dtype = settings.dtype or ("bfloat16" if device == "cuda" else "float32")
     try:
         source = catalog.resolve(name, settings.revision)
-        run = _model_run(settings, name, source, dtype)
+        run = model_run(settings, name, source, dtype)
         config = loading.load_config(source)
         _, geometry = loading.config_geometry(config)
         target = _target_params(geometry, ratio)
-        _check_data(run)
+        check_data(run)
         tokenizer = loading.load_tokenizer(source)
         _check_calibration(run, source, config, tokenizer, space)
         if source.kind != "hub":
@@ -240,7 +240,8 @@ def _plan_model(
     )
 
 
-def _model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
+def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
+    """What all trials of the model share. Raises UserError for flags that do not fit together."""
     if settings.revision is not None and source.kind != "hub":
         raise UserError(
             f"--revision {settings.revision} is for models of the hub, but {name} is {'an' if source.kind == 'embedded' else 'a'} "
@@ -275,7 +276,7 @@ def _target_params(geometry: Geometry, ratio: float) -> int:
     return target
 
 
-def _check_data(run: ModelRun) -> None:
+def check_data(run: ModelRun) -> None:
     """Tasks and perplexity text, read where they are files."""
     source, tasks = task_source(run), run.protocol.tasks
     task_files.check(source, tasks)

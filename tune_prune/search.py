@@ -8,16 +8,12 @@ runs only what is missing.
 from __future__ import annotations
 
 import argparse
-import math
-import os
-import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tune_prune.command_line import Parser, run
+from tune_prune import command_line
 
 if TYPE_CHECKING:
     from tune_prune.preflight import Plan, SearchSettings
@@ -25,51 +21,62 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(
+    p = command_line.Parser(
         prog="python -m tune_prune.search",
         description="Find the best way to prune a language model: a search over pruning configurations, each one tried for real.",
         epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted (the same command goes on), 1 else.",
     )
     what = p.add_argument_group("what is searched")
     what.add_argument(
-        "--model", type=_text, action="append", required=True, metavar="NAME",
+        "--model", type=command_line.text, action="append", required=True, metavar="NAME",
         help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder; give it again for more models",
     )  # fmt: skip
     what.add_argument(
-        "--revision", type=_text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
+        "--revision", type=command_line.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
     )
     what.add_argument(
-        "--search-space", type=_text, default="paper_grid", metavar="NAME_OR_YAML",
+        "--search-space", type=command_line.text, default="paper_grid", metavar="NAME_OR_YAML",
         help="paper_grid (45 configurations), adaptive, minimal, smoke (6), or a YAML file (default: %(default)s)",
     )  # fmt: skip
     what.add_argument(
         "--search", choices=("grid", "optuna"), help="try all, or let Optuna's TPE pick (default: as the space says)"
     )
-    what.add_argument("--num-trials", type=_whole(1, 10**9), metavar="N", help="trials per model with --search optuna")
     what.add_argument(
-        "--pruning-ratio", type=_ratio, metavar="R", help="fraction of ALL parameters to remove (default: 0.2)"
+        "--num-trials",
+        type=command_line.whole_number(1, 10**9),
+        metavar="N",
+        help="trials per model with --search optuna",
+    )
+    what.add_argument(
+        "--pruning-ratio",
+        type=command_line.ratio,
+        metavar="R",
+        help="fraction of ALL parameters to remove (default: 0.2)",
     )
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
-        "--calibration", type=_text, metavar="TEXT",
+        "--calibration", type=command_line.text, metavar="TEXT",
         help="embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else the text of --data-dir, "
         "else wikitext2)",
     )  # fmt: skip
     measured.add_argument(
         "--data-dir",
-        type=_text,
+        type=command_line.text,
         metavar="DIR",
         help="task and text files for machines without a hub (layout: docs/data.md)",
     )
     measured.add_argument(
-        "--tasks", type=_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)"
+        "--tasks", type=command_line.task_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)"
     )
     measured.add_argument(
-        "--limit", type=_whole(1, 10**9), metavar="N", help="at most N items per task, the first ones (default: all)"
+        "--limit",
+        type=command_line.whole_number(1, 10**9),
+        metavar="N",
+        help="at most N items per task, the first ones (default: all)",
     )
     measured.add_argument(
         "--seed",
-        type=_whole(0, 2**32 - 1),
+        type=command_line.whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
         help="of calibration windows, slices and sampler (default: 0)",
@@ -93,23 +100,29 @@ def parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--cpus-per-trial", default="auto", metavar="X", help="auto or a number of CPUs (default: auto)")
     how.add_argument(
-        "--trial-timeout", type=_seconds, metavar="SECONDS", help="end a trial that takes longer (default: never)"
+        "--trial-timeout",
+        type=command_line.seconds,
+        metavar="SECONDS",
+        help="end a trial that takes longer (default: never)",
     )
     how.add_argument(
         "--address",
-        type=_text,
+        type=command_line.text,
         metavar="HOST:PORT",
         help="a running Ray cluster, or auto (default: a local Ray of its own)",
     )
     how.add_argument(
         "--storage-path",
-        type=_text,
+        type=command_line.text,
         default="ray_results",
         metavar="DIR",
         help="where experiments are kept (default: %(default)s)",
     )
     how.add_argument(
-        "--name", type=_text, metavar="NAME", help="of the experiment (default: from model, ratio and search space)"
+        "--name",
+        type=command_line.text,
+        metavar="NAME",
+        help="of the experiment (default: from model, ratio and search space)",
     )
     how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
     return p
@@ -197,7 +210,7 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    return run(lambda: _main(argv))
+    return command_line.run(lambda: _main(argv))
 
 
 def _main(argv: list[str]) -> None:
@@ -226,58 +239,6 @@ def _main(argv: list[str]) -> None:
             f"failed       {failed} trials (reasons in all_methods_results.csv); the same command tries them again:\n"
             f"             {again}"
         )
-
-
-def _text(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("is empty; give a value or leave the flag out")
-    if text.startswith("~") and os.path.expanduser(text) == text:
-        raise argparse.ArgumentTypeError(f"{text!r} has no such home folder; write the whole path")
-    return text
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-        return value
-
-    return parse
-
-
-def _ratio(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and below 1, e.g. 0.2 for 20% smaller")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = _number(text)
-    if not 1 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 1e9, e.g. 3600")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names no task; name at least one, e.g. boolq,piqa")
-    for name in names:
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise argparse.ArgumentTypeError(f"{name!r} is no task name; separate names by commas, e.g. boolq,piqa")
-    return names
 
 
 if __name__ == "__main__":

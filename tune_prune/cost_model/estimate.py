@@ -21,12 +21,13 @@ from tune_prune.pruning.importance import batch_size
 from tune_prune.trial import SharedStatistics
 
 # Measured on a two-core machine without a GPU.
-WORKER_START_S = 8.0  # Ray, a worker's imports and its model's configuration
+WORKER_START_S = 10.0  # Ray, a worker's imports and its model's configuration
 DISK_BYTES_PER_S = 1e9  # weights, from a local disk or its cache
 SUITE_S = 3.0  # importing lm-eval
 SUITE_S_PER_ITEM = 0.8e-3  # rendering and tokenising
-TRIAL_OVERHEAD_S = 0.25  # of each trial outside of its stages: Ray's scheduling, files, TensorBoard
-PRUNING_BYTES_PER_S = 5e8  # slicing the weights, and the choice of what is kept
+TRIAL_OVERHEAD_S = 0.15  # of each trial outside of its stages: Ray's scheduling, files, TensorBoard
+PRUNING_S = 0.005  # the choice of what is kept
+PRUNING_BYTES_PER_S = 5e8  # slicing the weights
 
 STAGES = ("importance", "removal", "pruning", "perplexity", "zero_shot")
 Seconds = dict[str, float]  # by stage
@@ -142,13 +143,14 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
     dense = {stage.stage: stage for stage in _evaluation(work, 0)}
     pruned = {stage.stage: stage for stage in _evaluation(work, work.removed_params)}
     loading = work.weight_bytes / DISK_BYTES_PER_S
-    suite = SUITE_S + SUITE_S_PER_ITEM * work.zero_shot.items
+    # Requests that have been counted are in the cache.
+    suite = 0.0 if work.zero_shot.exact else SUITE_S + SUITE_S_PER_ITEM * work.zero_shot.items
     jobs: dict[int | None, Seconds] = {}
     if work.baseline:
         jobs[None] = {name: stage.seconds for name, stage in dense.items()}
         jobs[None]["zero_shot"] += suite + loading
     trial = {name: stage.seconds for name, stage in pruned.items()}
-    trial["pruning"] = work.weight_bytes / PRUNING_BYTES_PER_S
+    trial["pruning"] = PRUNING_S + work.weight_bytes / PRUNING_BYTES_PER_S
     for seq_len, parts in passes.items():
         if not statistics_in_trials:
             jobs[seq_len] = {stage.stage: stage.seconds for stage in parts}

@@ -27,7 +27,8 @@ PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
 BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # of zero-shot rows
 SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
 LOGIT_ELEMENTS = 2**28  # of a perplexity batch
-SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax that evaluation holds at once
+LOSS_ELEMENTS = 2**26  # whose losses are taken at once, in float32
+SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
 FLOAT32 = 4
 FRAGMENTATION = 1.2  # of what an allocator holds over what the tensors of a pass take
 
@@ -78,19 +79,22 @@ def plan_memory(
 
     saved = geometry.num_layers * (itemsize * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h)
     backward = itemsize * (3 * h + 4 * q + 4 * m)  # gradients inside one layer
-    logits = max(4 * FLOAT32 * vocab, itemsize * vocab + backward)  # kept, log-softmax and two gradients
+    scores = max(4 * FLOAT32 * vocab, itemsize * vocab + backward)  # logits, their log-softmax and two gradients
     gradient = accumulators = 0
     for seq_len, wanted in snapshots.items():
         samples = min(batch_size(seq_len, vocab), max(wanted))
-        gradient = max(gradient, seq_len * samples * (saved + logits) + 2 * largest * itemsize)
+        gradient = max(gradient, seq_len * samples * (saved + scores) + 2 * largest * itemsize)
         copies = 2 if needs_copy(wanted, batch_size(seq_len, vocab)) else 1
         accumulators = max(accumulators, copies * projections * max(FLOAT32, itemsize))
 
     inner = itemsize * (max(3 * m, 6 * q) + 3 * h) + FLOAT32 * 2 * h
     rows = max(1, min(8, LOGIT_ELEMENTS // (window * vocab), text_tokens // window))
     positions = rows * window
-    perplexity = positions * (inner + itemsize * vocab * (1 if rows == 1 else 2))
-    perplexity += FLOAT32 * min(SOFTMAX_ELEMENTS[device], positions * vocab)
+    logits = positions * itemsize * vocab
+    # The logits of a batch are there until those of the next one are; small blocks of the layers are not given back.
+    following = max(0, min(positions, text_tokens - positions)) * itemsize * vocab
+    losses = 2 * FLOAT32 * min(LOSS_ELEMENTS, window * vocab)
+    perplexity = max(positions * inner, logits + max(following, losses)) + positions * inner // 2
     tokens = max(BATCH_TOKENS[device], longest_row)
     scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
     masks = tokens * longest_row * (8 + 4 + itemsize)  # made from distances in int64

@@ -33,6 +33,7 @@ SHORT_ROW = 32  # tokens; attention's share is small
 LONG_ROW = 512
 CALL_S = 0.025  # batches grow until a call takes this long
 LONGEST_CALL_S = 0.2  # what would take longer is not tried
+ENGINE_S = 0.1  # of zero-shot rows, plain ones and trees each
 BUILT_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of layers
 MEASURED_VOCABULARY = 32_768  # of a larger one this much; the head costs in proportion
 
@@ -201,16 +202,16 @@ class _Bench:
         if sample is None:
             return 1.0
         expected = measured = 0.0
-        most = min(self.batch_tokens, int(LONGEST_CALL_S * self.weights / forward.at_zero))
+        affordable = int(ENGINE_S * self.weights / forward.at_zero)
         for rows, trees in ((sample.plain, []), ([], sample.trees)):
             whole: list[Row] = [*rows, *trees]
-            batch = _middle(whole, most, self.model.config.vocab_size)
-            if not batch:
+            part = _part(whole, affordable, self.model.config.vocab_size)
+            if not part:
                 continue
-            tokens = sum(len(row.tokens) for row in batch)
-            scored = sum(len(np.unique(row.scored)) for row in batch)
-            layers = forward.at_zero / self.weights + forward.slope / self.queries * tokens / len(batch)
-            planned = replace(sample, plain=batch if rows else [], trees=batch if trees else [])
+            tokens = sum(len(row.tokens) for row in part)
+            scored = sum(len(np.unique(row.scored)) for row in part)
+            layers = forward.at_zero / self.weights + forward.slope / self.queries * tokens / len(part)
+            planned = replace(sample, plain=part if rows else [], trees=part if trees else [])
             took = self._least(partial(score_planned, self.model, planned))
             share = sum(len(row.tokens) for row in whole) / tokens
             expected += share * (tokens * layers + scored * head / self.head_share)
@@ -218,15 +219,12 @@ class _Bench:
         return measured / expected if expected else 1.0
 
 
-def _middle(rows: list[Any], batch_tokens: int, vocab_size: int) -> list[Any]:
-    """One batch of rows of middling length, with tokens below `vocab_size`."""
-    ordered = sorted(rows, key=lambda row: -len(row.tokens))[len(rows) // 3 :]
-    batch: list[Any] = []
-    for row in ordered:
-        if (len(batch) + 1) * len(ordered[0].tokens) > batch_tokens:
-            break
-        batch.append(replace(row, tokens=row.tokens % vocab_size, targets=row.targets % vocab_size))
-    return batch
+def _part(rows: list[Any], most_tokens: int, vocab_size: int) -> list[Any]:
+    """The rows, or if they are too many those of middling length; with tokens below `vocab_size`."""
+    part = sorted(rows, key=lambda row: -len(row.tokens))
+    while sum(len(row.tokens) for row in part) > most_tokens:
+        part = part[len(part) // 4 + 1 : len(part) - len(part) // 4]
+    return [replace(row, tokens=row.tokens % vocab_size, targets=row.targets % vocab_size) for row in part]
 
 
 def _random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -27,15 +27,15 @@ from tune_prune.evaluation.task_files import STOCK_TASKS, TaskSource, read_items
 
 SAMPLED_ITEMS = 64  # per task, spread over its file
 
-# Rows and, per item with its prefix shared, tokens and scored positions by GPT-2's tokenizer.
+# Rows and, per item with prefixes shared, tokens and scored positions by GPT-2's tokenizer.
 HUB_TASKS: dict[str, tuple[int, float, float]] = {
-    "boolq": (3270, 136.1, 1.0),
-    "piqa": (1838, 49.0, 36.4),
-    "hellaswag": (10_042, 79.7, 51.7),
-    "winogrande": (1267, 26.8, 11.2),
-    "arc_easy": (2376, 40.5, 14.0),
-    "arc_challenge": (1172, 49.8, 19.6),
-    "openbookqa": (500, 20.6, 9.8),
+    "boolq": (3270, 130.9, 1.0),
+    "piqa": (1838, 48.8, 36.4),
+    "hellaswag": (10_042, 76.5, 50.7),
+    "winogrande": (1267, 25.2, 10.9),
+    "arc_easy": (2376, 38.9, 13.2),
+    "arc_challenge": (1172, 48.0, 18.4),
+    "openbookqa": (500, 19.9, 9.3),
 }
 HUB_PERPLEXITY_TOKENS = 287_644  # WikiText-2 raw test, by GPT-2's tokenizer
 # Another tokenizer is compared with GPT-2's on this text.

@@ -165,10 +165,11 @@ def _score_batch(
     chosen, exact = token_log_probs(
         logits, torch.from_numpy(targets.astype(np.int64)).to(device), torch.from_numpy(where).to(device)
     )
-    starts = np.cumsum([0, *(length for row in batch for length in row.lengths)])[:-1]
-    indices = np.array([index for row in batch for index in row.requests])
-    outcomes.loglikelihoods[indices] = np.add.reduceat(chosen.double().cpu().numpy(), starts)
-    outcomes.greedy[indices] = np.logical_and.reduceat(exact.cpu().numpy(), starts)
+    lengths = [length for row in batch for length in row.lengths]
+    indices = [index for row in batch for index in row.requests]
+    # Each sum is taken as HFLM takes it, in the softmax's precision: of a thousand nats, its rounding is 1e-4.
+    outcomes.loglikelihoods[indices] = [part.sum().item() for part in chosen.cpu().split(lengths)]
+    outcomes.greedy[indices] = [part.all().item() for part in exact.cpu().split(lengths)]
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
@@ -187,7 +188,7 @@ def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np
 def token_log_probs(logits: Tensor, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
 
-    `rows` [P], ascending in no particular order, says which row of `logits` predicts each target; None: the same one.
+    `rows` [P], in any order, says which row of `logits` predicts each target; None: the one at its own place.
     The softmax is taken in float32 also where the model computes in less: in bfloat16 it is off by whole nats.
     """
     if rows is None:
