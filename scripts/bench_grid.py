@@ -101,6 +101,7 @@ def published_trial(order: dict[str, Any]) -> None:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    from tune_prune.context import task_source, uses_embedded_data
     from tune_prune.evaluation import perplexity
     from tune_prune.models import catalog, loading
     from tune_prune.pruning.importance import taylor
@@ -108,7 +109,6 @@ def published_trial(order: dict[str, Any]) -> None:
     from tune_prune.pruning.removal_loss import RemovalLosses
     from tune_prune.pruning.selection import select
     from tune_prune.pruning.surgery import prune
-    from tune_prune.trial import task_source, uses_embedded_data
 
     torch.set_num_threads(1)
     config, folder = PruningConfig.from_dict(order["config"]), Path(order["folder"])

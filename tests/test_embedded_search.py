@@ -11,7 +11,8 @@ import pytest
 from tune_prune import embedded
 from tune_prune.analysis.load import paired_difference, read_items
 from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.trial import TrialContext, run_trial
+from tune_prune.context import TrialContext
+from tune_prune.trial import run_trial
 
 pytestmark = pytest.mark.slow  # five trials on each of three models
 

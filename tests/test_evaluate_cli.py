@@ -14,9 +14,10 @@ import tune_prune.__main__
 from tests.search_folders import data_folder, model_folder
 from tune_prune import evaluate
 from tune_prune.config import EvaluationProtocol, ModelRun
+from tune_prune.context import TrialContext
 from tune_prune.ledger import parse_record
 from tune_prune.records import TrialRecord
-from tune_prune.trial import TrialContext, run_trial
+from tune_prune.trial import run_trial
 
 TINY = ("--model", "tiny-llama")
 STAGES = ("perplexity", "zero_shot")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune import search, search_space
+from tune_prune import evaluate, search, search_space
 from tune_prune.models.catalog import HUB_ALIASES, aliases, resolve
 from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.methods import load_method, method_names
@@ -61,6 +61,21 @@ def test_every_search_command_parses() -> None:
         args = search.parser().parse_args(shlex.split(command))
         for model in args.model:
             assert model == "DIR" or resolve(model)
+
+
+def test_every_evaluate_command_parses() -> None:
+    commands = re.findall(r"^    python -m tune_prune\.evaluate (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
+    assert commands
+    for command in commands:
+        evaluate.parser().parse_args(shlex.split(command))
+
+
+def test_every_benchmark_named_is_there() -> None:
+    named = set(re.findall(r"scripts/(bench_\w+\.py)", README))
+    assert named == {path.name for path in (ROOT / "scripts").glob("bench_*.py")} - {
+        "bench_common.py",
+        "bench_lm_eval.py",
+    }
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)", README))))

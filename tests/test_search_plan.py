@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tune_prune import embedded, experiment, search_space
+from tune_prune.context import TrialContext
 from tune_prune.cost_model.estimate import STAGES
 from tune_prune.errors import UserError
 from tune_prune.evaluation.perplexity import TEXT_FILE
@@ -24,7 +25,7 @@ from tune_prune.models import catalog, loading
 from tune_prune.preflight import SearchSettings, _check_memory, make_plan
 from tune_prune.pruning.methods import method_names
 from tune_prune.records import TrialRecord
-from tune_prune.trial import SharedStatistics, TrialContext, prepare
+from tune_prune.trial import SharedStatistics, prepare
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 

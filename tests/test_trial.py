@@ -18,6 +18,7 @@ import torch
 from tune_prune import calibration
 from tune_prune.artifacts import ArtifactStore
 from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.context import TrialContext
 from tune_prune.errors import UserError
 from tune_prune.evaluation import perplexity
 from tune_prune.pruning.groups import PruningPlan
@@ -27,7 +28,7 @@ from tune_prune.pruning.removal_loss import RemovalLosses, removal_losses
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.surgery import prune
 from tune_prune.records import StageReport, TrialRecord
-from tune_prune.trial import SharedStatistics, Trial, TrialContext, prepare, run_trial
+from tune_prune.trial import SharedStatistics, Trial, prepare, run_trial
 
 RUN = ModelRun(
     model="tiny-llama",
@@ -362,7 +363,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.trial import Trial, TrialContext, run_trial
+from tune_prune.context import TrialContext
+from tune_prune.trial import Trial, run_trial
 run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(limit=5), 0, "float32")
 context = TrialContext.open(run, sys.argv[1], device="cpu")
 config = PruningConfig("blockwise", 16, 10, 0.2)

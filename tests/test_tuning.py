@@ -19,10 +19,10 @@ import ray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.context import TrialContext
 from tune_prune.errors import UserError
 from tune_prune.ledger import Ledger
 from tune_prune.records import TrialRecord
-from tune_prune.trial import TrialContext
 from tune_prune.tuning import cluster
 from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.run import SearchResult, TuneOptions, run_search

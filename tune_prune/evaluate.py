@@ -20,8 +20,9 @@ from tune_prune.errors import UserError
 
 if TYPE_CHECKING:
     from tune_prune.config import ModelRun
+    from tune_prune.context import TrialContext
     from tune_prune.records import StageReport
-    from tune_prune.trial import Trial, TrialContext
+    from tune_prune.trial import Trial
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,8 +84,9 @@ def _main(argv: list[str]) -> None:
 
     import torch  # not before every flag has been read
 
+    from tune_prune.context import TrialContext
     from tune_prune.ledger import atomic_write_text, to_json
-    from tune_prune.trial import Trial, TrialContext
+    from tune_prune.trial import Trial
 
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
@@ -171,8 +173,8 @@ def _perplexity(value: float) -> str:
 
 def _describe(trial: Trial, metrics: dict[str, float]) -> str:
     """The result as text for the screen: perplexity, a row per task, what each stage cost."""
+    from tune_prune.context import uses_embedded_data
     from tune_prune.evaluation.item_scores import metric_of, summarize
-    from tune_prune.trial import uses_embedded_data
 
     context = trial.context
     rows = [("task", "metric", "accuracy", "stderr", "chance", "items")]

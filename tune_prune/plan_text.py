@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from tune_prune.analysis.cost import duration
+from tune_prune.context import uses_embedded_data
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.preflight import Plan
 from tune_prune.pruning.methods import load_method
-from tune_prune.trial import uses_embedded_data
 
 
 def describe(plan: Plan) -> str:
@@ -54,8 +54,13 @@ def describe(plan: Plan) -> str:
         ),
         (
             "shared",
-            f"{len(space.seq_len)} gradient passes{f' and {len(space.seq_len)} removal passes' if removals else ''} a model, "
-            f"one {'of each ' if removals else ''}per seq_len; 1 dense baseline a model",
+            f"{len(space.seq_len)} gradient passes{f' and {len(space.seq_len)} removal passes' if removals else ''} a model"
+            + (
+                f", one {'of each ' if removals else ''}per seq_len"
+                if plan.search == "grid"
+                else " at most, as seq_len are visited"
+            )
+            + "; 1 dense baseline a model",
         ),
         ("resources", _resources(plan)),
         ("memory", _memory(plan.memory)),

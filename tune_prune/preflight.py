@@ -21,6 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import artifacts, calibration, experiment, plan_cost, search_space
 from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig, trial_key
+from tune_prune.context import data_fingerprint, task_source, uses_embedded_data
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.cost_model.workload import Workload, memory_of, workload
@@ -32,7 +33,6 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.methods import method_names
 from tune_prune.pruning.selection import budget
 from tune_prune.search_space import SearchSpace
-from tune_prune.trial import data_fingerprint, task_source, uses_embedded_data
 from tune_prune.tuning import address
 from tune_prune.tuning.resources import TrialResources, plan_resources, trial_slots
 

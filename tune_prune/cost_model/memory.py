@@ -91,10 +91,9 @@ def plan_memory(
     rows = max(1, min(8, LOGIT_ELEMENTS // (window * vocab), text_tokens // window))
     positions = rows * window
     logits = positions * itemsize * vocab
-    # The logits of a batch are there until those of the next one are; small blocks of the layers are not given back.
-    following = max(0, min(positions, text_tokens - positions)) * itemsize * vocab
+    # Small blocks of the layers are not given back while the logits are there.
     losses = 2 * FLOAT32 * min(LOSS_ELEMENTS, window * vocab)
-    perplexity = max(positions * inner, logits + max(following, losses)) + positions * inner // 2
+    perplexity = max(positions * inner, logits + losses) + positions * inner // 2
     tokens = max(BATCH_TOKENS[device], longest_row)
     scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
     masks = tokens * longest_row * (8 + 4 + itemsize)  # made from distances in int64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +12,7 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune import calibration
 from tune_prune.artifacts import ArtifactStore
 from tune_prune.config import ModelRun, PruningConfig
+from tune_prune.context import statistic_key, suite_key, task_source, uses_embedded_data
 from tune_prune.cost_model.memory import MemoryPlan, plan_memory
 from tune_prune.cost_model.tokens import (
     HUB_PERPLEXITY_TOKENS,
@@ -19,10 +20,10 @@ from tune_prune.cost_model.tokens import (
     tokens_per_gpt2_token,
     zero_shot_tokens,
 )
-from tune_prune.evaluation import perplexity, task_files
+from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
-from tune_prune.trial import STATISTICS_VERSION, SUITE_VERSION, SharedStatistics, task_source, uses_embedded_data
+from tune_prune.trial import SharedStatistics, by_seq_len
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,6 @@ def memory_of(
     )
 
 
-def by_seq_len(configs: Iterable[PruningConfig]) -> dict[int, SharedStatistics]:
-    """What the configurations of each seq_len share, the longest first."""
-    configs = list(configs)
-    lengths = sorted({config.taylor_seq_len for config in configs}, reverse=True)
-    return {
-        length: SharedStatistics.of(config for config in configs if config.taylor_seq_len == length)
-        for length in lengths
-    }
-
-
 def passes_to_make(
     configs: Iterable[PruningConfig], run: ModelRun, model_fingerprint: str, device: str, store: ArtifactStore
 ) -> dict[int, SharedStatistics]:
@@ -120,28 +111,3 @@ def passes_to_make(
         if samples or removals:
             passes[seq_len] = SharedStatistics(samples, removals)
     return passes
-
-
-def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[str, Any]:
-    """The artifact key of the zero-shot requests as tokens."""
-    return {
-        "version": SUITE_VERSION,
-        "tokenizer": model_fingerprint,
-        "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
-        "protocol": asdict(run.protocol) | {"perplexity_window": None},
-        "max_length": max_length,
-    }
-
-
-def statistic_key(run: ModelRun, model_fingerprint: str, device: str, seq_len: int, **more: Any) -> dict[str, Any]:
-    """The artifact key of importance (`num_samples`) or removal losses (`removal`, the kind)."""
-    return {
-        "version": STATISTICS_VERSION,
-        "model": model_fingerprint,
-        "calibration": calibration.fingerprint(run.calibration),
-        "seed": run.seed,
-        "dtype": run.dtype,
-        "device": device,
-        "seq_len": seq_len,
-        **more,
-    }

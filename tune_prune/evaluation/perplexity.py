@@ -61,6 +61,7 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batch_size: 
             # A window at a time: all at once would copy every logit, which costs a small model as much as making them.
             total += sum(_loss(of_window[:-1], window[1:]) for of_window, window in zip(logits, batch, strict=True))
             count += batch[:, 1:].numel()
+            del logits  # the next ones are made before the name would be theirs
     mean_loss = total / count
     return PerplexityResult(ppl=_exp(mean_loss), mean_loss=mean_loss, num_tokens=count)
 

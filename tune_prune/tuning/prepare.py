@@ -9,9 +9,10 @@ from typing import Any
 
 from tune_prune import trial
 from tune_prune.config import ModelRun
+from tune_prune.context import TrialContext
 from tune_prune.ledger import PassLog, atomic_write_text, parse_json, parse_record, to_json
 from tune_prune.records import StageReport, TrialRecord
-from tune_prune.trial import SharedStatistics, TrialContext
+from tune_prune.trial import SharedStatistics
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 
@@ -54,9 +55,7 @@ def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) ->
         configs = [spec.config for spec in specs if spec.run == run]
         if run in baselines:
             jobs.append(PrepareJob(run))
-        for seq_len in sorted({config.taylor_seq_len for config in configs}, reverse=True):
-            here = [config for config in configs if config.taylor_seq_len == seq_len]
-            jobs.append(PrepareJob(run, seq_len, SharedStatistics.of(here)))
+        jobs += [PrepareJob(run, seq_len, shared) for seq_len, shared in trial.by_seq_len(configs).items()]
     return jobs
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tune_prune.config import ModelRun, PruningConfig
+from tune_prune.context import TrialContext
 from tune_prune.ledger import Ledger
 from tune_prune.records import TrialRecord
-from tune_prune.trial import TrialContext
 from tune_prune.tuning.resources import TrialResources, claim
 
 
