@@ -125,8 +125,9 @@ def _output(asked: str) -> Path:
 
 def _checked(args: argparse.Namespace, dtype: str) -> ModelRun:
     """The run that the flags ask for, with everything checked that can be without weights. Raises UserError."""
+    from tune_prune.inputs import check_data
     from tune_prune.models import catalog, loading, weight_files
-    from tune_prune.preflight import SearchSettings, check_data, model_run
+    from tune_prune.preflight import SearchSettings, model_run
 
     settings = SearchSettings(
         models=(args.model,),

@@ -15,28 +15,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
-from transformers import PreTrainedTokenizerBase
-from transformers.configuration_utils import PretrainedConfig
 
-from tune_prune import artifacts, calibration, experiment, plan_cost, search_space
+from tune_prune import artifacts, calibration, experiment, inputs, plan_cost, search_space
 from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig, trial_key
-from tune_prune.context import data_fingerprint, task_source, uses_embedded_data
+from tune_prune.context import data_fingerprint
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.cost_model.workload import Workload, memory_of, workload
 from tune_prune.errors import UserError
-from tune_prune.evaluation import perplexity, task_files
 from tune_prune.ledger import Ledger
-from tune_prune.models import catalog, hub, loading, weight_files
+from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.methods import method_names
 from tune_prune.pruning.selection import budget
 from tune_prune.search_space import SearchSpace
 from tune_prune.tuning import address
 from tune_prune.tuning.resources import TrialResources, plan_resources, trial_slots
-
-PERPLEXITY_REPO = "Salesforce/wikitext"  # stands for every data set of the hub when it is asked whether it answers
 
 
 @dataclass(frozen=True)
@@ -213,9 +207,9 @@ def _plan_model(
         config = loading.load_config(source)
         _, geometry = loading.config_geometry(config)
         target = _target_params(geometry, ratio)
-        check_data(run)
+        inputs.check_data(run)
         tokenizer = loading.load_tokenizer(source)
-        _check_calibration(run, source, config, tokenizer, space)
+        inputs.check_calibration(run, source, config, tokenizer, space)
         if source.kind != "hub":
             weight_files.check(Path(source.location), loading.meta_model(config))
     except UserError as error:
@@ -247,7 +241,7 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
             f"--revision {settings.revision} is for models of the hub, but {name} is {'an' if source.kind == 'embedded' else 'a'} "
             f"{source.kind} model; leave it out"
         )
-    data_dir = _data_dir(settings.data_dir)
+    data_dir = inputs.data_dir(settings.data_dir)
     protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
     if settings.tasks is not None:
         protocol = replace(protocol, tasks=settings.tasks)
@@ -274,81 +268,6 @@ def _target_params(geometry: Geometry, ratio: float) -> int:
             f"that can be removed (an MLP channel, {smallest:,}); ask for at least {least:g}"
         )
     return target
-
-
-def check_data(run: ModelRun) -> None:
-    """Tasks and perplexity text, read where they are files."""
-    source, tasks = task_source(run), run.protocol.tasks
-    task_files.check(source, tasks)
-    if source.kind == "folder":
-        for task in task_files.task_files(source, tasks):
-            task_files.read_items(task.items, task.fields)
-            try:
-                yaml.compose(task.definition.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                cause = " ".join(str(error).split())
-                raise UserError(f"{task.definition} is not valid YAML ({cause}); correct the definition") from error
-    if run.calibration in calibration.HUB_TEXTS or source.kind == "hub":
-        try:
-            hub.probe(PERPLEXITY_REPO, "README.md", repo_type="dataset")
-        except Exception as error:  # no network, a proxy, a hub that is down: each of its own kind
-            raise UserError(
-                f"the data sets of the Hugging Face hub cannot be reached ({' '.join(str(error).split())}); check the network, or "
-                "use local files: --data-dir DIR (docs/data.md), --calibration FILE"
-            ) from error
-    if run.data_dir is not None:
-        path = Path(run.data_dir) / perplexity.TEXT_FILE
-        try:
-            text = perplexity.load_text(run.data_dir, False)
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"the perplexity text {path} is not UTF-8 (byte {error.start}); write it as UTF-8"
-            ) from error
-        if not text.strip():
-            raise UserError(f"the perplexity text {path} is empty; put the raw WikiText-2 test there")
-
-
-def _check_calibration(
-    run: ModelRun,
-    source: catalog.ModelSource,
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    space: SearchSpace,
-) -> None:
-    """Enough text for the longest and the most samples, which the model and its tokenizer can read."""
-    longest = max(space.seq_len)
-    if longest > config.max_position_embeddings:
-        raise UserError(
-            f"taylor_seq_len {longest} of search space {space.name} is beyond the {config.max_position_embeddings} tokens that "
-            f"{source.label} can read; use a search space with shorter ones"
-        )
-    if run.calibration in calibration.HUB_TEXTS:
-        return
-    text = calibration.load_text(run.calibration)
-    if run.data_dir is not None or uses_embedded_data(run):
-        reported = perplexity.load_text(run.data_dir, uses_embedded_data(run))
-        if text.split() == reported.split():
-            raise UserError(
-                f"calibration text {run.calibration} is the text that perplexity is reported on; pruning by it would make the "
-                "perplexity look better than it is: name another text with --calibration"
-            )
-    tokens = calibration.tokenize(tokenizer, text)
-    for seq_len in space.seq_len:
-        calibration.windows(tokens, seq_len, max(space.num_samples), run.seed)
-    if int(tokens.max()) >= config.vocab_size:
-        raise UserError(
-            f"the tokenizer of {source.label} makes token {int(tokens.max())}, but vocab_size in its config.json is "
-            f"{config.vocab_size}; use the model's own tokenizer files"
-        )
-
-
-def _data_dir(asked: str | None) -> str | None:
-    if asked is None:
-        return None
-    path = Path(asked).expanduser()
-    if not path.is_dir():
-        raise UserError(f"--data-dir {asked} is not a folder; it must hold tasks/ and text/ (docs/data.md)")
-    return str(path.resolve())
 
 
 def _check_memory(trial_bytes: int, slots: int, machine_bytes: int) -> None:

@@ -1,0 +1,101 @@
+"""Whether the texts and tasks that a command names can be read, and are what it needs: before any weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from tune_prune import calibration
+from tune_prune.config import ModelRun
+from tune_prune.context import task_source, uses_embedded_data
+from tune_prune.errors import UserError
+from tune_prune.evaluation import perplexity, task_files
+from tune_prune.models import hub
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.configuration_utils import PretrainedConfig
+
+    from tune_prune.models.catalog import ModelSource
+    from tune_prune.search_space import SearchSpace
+
+PERPLEXITY_REPO = "Salesforce/wikitext"  # stands for every data set of the hub when it is asked whether it answers
+
+
+def data_dir(asked: str | None) -> str | None:
+    """The absolute path of --data-dir. Raises UserError where it is no folder."""
+    if asked is None:
+        return None
+    path = Path(asked).expanduser()
+    if not path.is_dir():
+        raise UserError(f"--data-dir {asked} is not a folder; it must hold tasks/ and text/ (docs/data.md)")
+    return str(path.resolve())
+
+
+def check_data(run: ModelRun) -> None:
+    """Tasks and perplexity text, read where they are files. Raises UserError."""
+    source, tasks = task_source(run), run.protocol.tasks
+    task_files.check(source, tasks)
+    if source.kind == "folder":
+        for task in task_files.task_files(source, tasks):
+            task_files.read_items(task.items, task.fields)
+            try:
+                yaml.compose(task.definition.read_text(encoding="utf-8"))
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                cause = " ".join(str(error).split())
+                raise UserError(f"{task.definition} is not valid YAML ({cause}); correct the definition") from error
+    if run.calibration in calibration.HUB_TEXTS or source.kind == "hub":
+        try:
+            hub.probe(PERPLEXITY_REPO, "README.md", repo_type="dataset")
+        except Exception as error:  # no network, a proxy, a hub that is down: each of its own kind
+            raise UserError(
+                f"the data sets of the Hugging Face hub cannot be reached ({' '.join(str(error).split())}); check the network, or "
+                "use local files: --data-dir DIR (docs/data.md), --calibration FILE"
+            ) from error
+    if run.data_dir is not None:
+        path = Path(run.data_dir) / perplexity.TEXT_FILE
+        try:
+            text = perplexity.load_text(run.data_dir, False)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"the perplexity text {path} is not UTF-8 (byte {error.start}); write it as UTF-8"
+            ) from error
+        if not text.strip():
+            raise UserError(f"the perplexity text {path} is empty; put the raw WikiText-2 test there")
+
+
+def check_calibration(
+    run: ModelRun,
+    source: ModelSource,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    space: SearchSpace,
+) -> None:
+    """Enough text for the longest and the most samples, which the model and its tokenizer can read. Raises
+    UserError."""
+    longest = max(space.seq_len)
+    if longest > config.max_position_embeddings:
+        raise UserError(
+            f"taylor_seq_len {longest} of search space {space.name} is beyond the {config.max_position_embeddings} tokens that "
+            f"{source.label} can read; use a search space with shorter ones"
+        )
+    if run.calibration in calibration.HUB_TEXTS:
+        return
+    text = calibration.load_text(run.calibration)
+    if run.data_dir is not None or uses_embedded_data(run):
+        reported = perplexity.load_text(run.data_dir, uses_embedded_data(run))
+        if text.split() == reported.split():
+            raise UserError(
+                f"calibration text {run.calibration} is the text that perplexity is reported on; pruning by it would make the "
+                "perplexity look better than it is: name another text with --calibration"
+            )
+    tokens = calibration.tokenize(tokenizer, text)
+    for seq_len in space.seq_len:
+        calibration.windows(tokens, seq_len, max(space.num_samples), run.seed)
+    if int(tokens.max()) >= config.vocab_size:
+        raise UserError(
+            f"the tokenizer of {source.label} makes token {int(tokens.max())}, but vocab_size in its config.json is "
+            f"{config.vocab_size}; use the model's own tokenizer files"
+        )
