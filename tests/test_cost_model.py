@@ -22,7 +22,7 @@ from tune_prune.cost_model import tokens
 from tune_prune.cost_model.estimate import ModelWork, estimate, gradient_samples
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.memory import MemoryPlan, needs_copy, plan_memory
-from tune_prune.cost_model.speed import BUILT_BYTES, Line, Speed, SpeedRequest, _Bench, measure
+from tune_prune.cost_model.speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, Speed, SpeedRequest, _Bench, measure
 from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
 from tune_prune.evaluation.task_files import TaskSource
 from tune_prune.evaluation.zero_shot import build_suite
@@ -342,3 +342,12 @@ def test_memory_adds_up_for_a_7b_model_on_a_gpu():
     assert twice.accumulators == 2 * plan.accumulators
     evaluation = MemoryPlan(1, 2, 3, 4, 50, 60)
     assert evaluation.total == 1 + 2 + 50 + 60
+
+
+def test_a_starved_machine_gives_no_negative_speed(monkeypatch, tiny_llama):
+    """Long rows that were measured while others computed: the line through them must not fall below zero."""
+    seconds = iter([1e-6 * SHORT_ROW, 1.0 * LONG_ROW])  # of a short row, then of a long one
+    monkeypatch.setattr(_Bench, "_steady", lambda *_: next(seconds))
+    bench = _Bench(SpeedRequest(tiny_llama[0], "float32", "cpu", 1, LONG_ROW))
+    line = bench._line(lambda rows, length: lambda: None, 2048)
+    assert line.at_zero > 0 and line.slope > 0

@@ -120,6 +120,7 @@ class _Bench:
         if long_row >= 4 * SHORT_ROW:
             long = self._steady(lambda rows: run(rows, long_row), batch_tokens // long_row) / long_row
             slope = max(0.0, long - short) / (long_row - SHORT_ROW)
+            slope = min(slope, short / (2 * SHORT_ROW))  # on a starved machine the line could fall below zero
         return Line((short - slope * SHORT_ROW) * self.weights, slope * self.queries)
 
     def _steady(self, make: Callable[[int], Callable[[], object]], most: int) -> float:
@@ -222,7 +223,7 @@ class _Bench:
 def _part(rows: list[Any], most_tokens: int, vocab_size: int) -> list[Any]:
     """The rows, or if they are too many those of middling length; with tokens below `vocab_size`."""
     part = sorted(rows, key=lambda row: -len(row.tokens))
-    while sum(len(row.tokens) for row in part) > most_tokens:
+    while part and sum(len(row.tokens) for row in part) > most_tokens:
         part = part[len(part) // 4 + 1 : len(part) - len(part) // 4]
     return [replace(row, tokens=row.tokens % vocab_size, targets=row.targets % vocab_size) for row in part]
 
