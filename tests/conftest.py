@@ -7,6 +7,8 @@ equal by accident: 8 heads of 6 in 4 KV groups, i.e. queries 48 wide on a hidden
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune import search
 from tune_prune.models.families import FAMILIES
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost
 
@@ -106,6 +110,19 @@ def run_without() -> Callable[..., str]:
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A function (name, *argv) -> the JSON that scripts/bench_<name>.py writes."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def run(name: str, *argv: str) -> dict[str, Any]:
+        path = tmp_path / f"{name}.json"
+        importlib.import_module(f"bench_{name}").main([*argv, "--output", str(path)])
+        return json.loads(path.read_text(encoding="utf-8"))
 
     return run
 

@@ -20,19 +20,6 @@ DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no real data at {DATA} (set TUNE_PRUNE_DATA)")
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A function (name, *argv) -> the JSON that scripts/bench_<name>.py writes."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def run(name: str, *argv: str) -> dict[str, Any]:
-        path = tmp_path / f"{name}.json"
-        importlib.import_module(f"bench_{name}").main([*argv, "--output", str(path)])
-        return json.loads(path.read_text(encoding="utf-8"))
-
-    return run
-
-
 def positive(*values: float) -> bool:
     return all(math.isfinite(value) and value > 0 for value in values)
 

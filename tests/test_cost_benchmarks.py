@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,19 +12,6 @@ import pytest
 pytestmark = pytest.mark.slow  # ten seconds each
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A function (name, *argv) -> the JSON that scripts/bench_<name>.py writes."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def run(name: str, *argv: str) -> dict[str, Any]:
-        path = tmp_path / f"{name}.json"
-        importlib.import_module(f"bench_{name}").main([*argv, "--output", str(path)])
-        return json.loads(path.read_text(encoding="utf-8"))
-
-    return run
 
 
 def test_flops(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:

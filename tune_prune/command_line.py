@@ -23,6 +23,28 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def add_measurement_flags(group: argparse._ActionsContainer) -> None:
+    """--data-dir, --tasks, --limit and --dtype: what a model is measured on, the same for every command that measures."""
+    group.add_argument(
+        "--data-dir",
+        type=text,
+        metavar="DIR",
+        help="task and text files for machines without a hub (layout: docs/data.md)",
+    )
+    group.add_argument(
+        "--tasks", type=task_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)"
+    )
+    group.add_argument(
+        "--limit",
+        type=whole_number(1, 10**9),
+        metavar="N",
+        help="at most N items per task, the first ones (default: all)",
+    )
+    group.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on GPUs, else float32)"
+    )
+
+
 def run(main: Callable[[], None]) -> int:
     """Call `main` and return the exit code."""
     # Set before transformers or datasets are imported: their progress bars and warnings would cut through our lines.

@@ -38,30 +38,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--revision", type=command_line.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
     )
-    p.add_argument(
-        "--tasks", type=command_line.task_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)"
-    )
-    p.add_argument(
-        "--data-dir",
-        type=command_line.text,
-        metavar="DIR",
-        help="task and text files for machines without a hub (layout: docs/data.md)",
-    )
-    p.add_argument(
-        "--limit",
-        type=command_line.whole_number(1, 10**9),
-        metavar="N",
-        help="at most N items per task, the first ones (default: all)",
-    )
+    command_line.add_measurement_flags(p)
     p.add_argument(
         "--seed",
         type=command_line.whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
         help="of the order of the items (default: 0)",
-    )
-    p.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on a GPU, else float32)"
     )
     p.add_argument(
         "--device",

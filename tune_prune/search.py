@@ -59,30 +59,13 @@ def parser() -> argparse.ArgumentParser:
         help="embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else the text of --data-dir, "
         "else wikitext2)",
     )  # fmt: skip
-    measured.add_argument(
-        "--data-dir",
-        type=command_line.text,
-        metavar="DIR",
-        help="task and text files for machines without a hub (layout: docs/data.md)",
-    )
-    measured.add_argument(
-        "--tasks", type=command_line.task_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)"
-    )
-    measured.add_argument(
-        "--limit",
-        type=command_line.whole_number(1, 10**9),
-        metavar="N",
-        help="at most N items per task, the first ones (default: all)",
-    )
+    command_line.add_measurement_flags(measured)
     measured.add_argument(
         "--seed",
         type=command_line.whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
         help="of calibration windows, slices and sampler (default: 0)",
-    )
-    measured.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on GPUs, else float32)"
     )
     how = p.add_argument_group("how it runs")
     how.add_argument(

@@ -3,8 +3,8 @@
 A trial is compared, at each level, with the trials of its own model that reached that level: accuracies of different
 models say nothing about each other. The levels are the first slice with a quarter of the zero-shot items and its
 doublings. Finer slices before it are no levels: ASHA stops about half of the trials at its first level, whether the items
-can tell them apart or not. From a sixteenth of the items it spent half the tokens on 200 simulated grids (28% against 53%
-of all, scripts/bench_racing.py) but stopped the best configuration in 6.5% of them, against 1.5%. A search that is started
+can tell them apart or not. From a sixteenth of the items it spent 27% of the tokens instead of 50% on 200 simulated grids
+(made as in scripts/bench_racing.py), but stopped the best configuration in 2.5% of them. A search that is started
 again compares with the trials of that start only.
 """
 
