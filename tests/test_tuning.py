@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import ray
+from ray import tune
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
@@ -26,8 +28,8 @@ from tune_prune.records import TrialRecord
 from tune_prune.tuning import cluster
 from tune_prune.tuning.resources import TrialResources
 from tune_prune.tuning.run import SearchResult, TuneOptions, run_search
-from tune_prune.tuning.trainable import TIMEOUT_REASON
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.trainable import TIMEOUT_REASON, PruneTrainable
+from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 pytestmark = pytest.mark.slow  # real searches: a minute
 
@@ -143,15 +145,35 @@ def test_tensorboard_has_a_curve_and_an_hparams_row_per_trial(experiment, second
 
 
 def test_a_failed_trial_is_run_again_and_the_time_limit_ends_a_trial(experiment, second_start):
-    """The third start runs what failed only; this time the watchdog is faster than the failure."""
+    """The third start runs what had failed and one new trial, which measures for longer than the limit allows.
+
+    Which of failure and limit ends the impossible trial is open: either takes milliseconds.
+    """
     _, result = second_start
     jobs = story_jobs(experiment / "artifacts")
-    again = run_search(jobs, TuneOptions(experiment, trial_timeout_s=0.01))
-    assert again.ran == [spec.key for spec in jobs if spec.config.pruning_ratio == IMPOSSIBLE_RATIO]
-    assert again.records[again.ran[0]].reason.startswith(TIMEOUT_REASON)
+    (slow,) = specs_of("tiny-llama", [PruningConfig("taylor", 16, 8, 0.3)], experiment / "artifacts")
+    again = run_search([*jobs, slow], TuneOptions(experiment, trial_timeout_s=0.01))
+    (impossible,) = [spec.key for spec in jobs if spec.config.pruning_ratio == IMPOSSIBLE_RATIO]
+    assert set(again.ran) == {impossible, slow.key}
+    assert again.records[impossible].status == "failed"
+    assert again.records[slow.key].status == "failed"
+    assert again.records[slow.key].reason.startswith(TIMEOUT_REASON)
     assert {key: again.records[key] for key in again.records if key not in again.ran} == {
         key: result.records[key] for key in result.records if key not in again.ran
     }
+
+
+def test_a_time_limit_that_comes_too_late_does_not_touch_the_record(experiment, second_start):
+    """The timer of a trial that has just ended may have fired already: it must neither record nor end the process."""
+    jobs = story_jobs(experiment / "artifacts")
+    settings = WorkerSettings(experiment, experiment / "artifacts", TrialResources(), trial_timeout_s=60)
+    specs = {spec.key: spec for spec in jobs}
+    worker = tune.with_parameters(PruneTrainable, specs=specs, jobs=[], settings=settings)({"key": jobs[0].key})
+    before = Ledger(experiment / "ledger").records()
+    worker._time_is_up(jobs[0].key)  # its trial has not begun, or has ended
+    worker._watchdog = threading.Timer(60, worker._time_is_up)
+    worker._time_is_up(jobs[1].key)  # the actor has gone on to another trial
+    assert Ledger(experiment / "ledger").records() == before
 
 
 def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(local_ray, tmp_path):

@@ -40,6 +40,9 @@ class PruneTrainable(tune.Trainable):
         self._jobs = jobs
         self._settings = settings
         self._contexts = ContextCache(settings)
+        self._ending = (
+            threading.RLock()
+        )  # held while a trial is recorded: its end or the time limit, whichever is first
         self._watchdog: threading.Timer | None = None
         self._begin(config)
 
@@ -60,9 +63,10 @@ class PruneTrainable(tune.Trainable):
         self._metrics: dict[str, float] = {}
 
     def cleanup(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
+        with self._ending:
+            if self._watchdog is not None:
+                self._watchdog.cancel()
+                self._watchdog = None
 
     def step(self) -> dict[str, Any]:
         """Run one stage and return its metrics; raises what the stage raised, unless it is a UserError."""
@@ -92,7 +96,7 @@ class PruneTrainable(tune.Trainable):
     def _next_stage(self) -> StageReport | None:
         if self._stages is None:
             if self._settings.trial_timeout_s is not None:
-                self._watchdog = threading.Timer(self._settings.trial_timeout_s, self._time_is_up)
+                self._watchdog = threading.Timer(self._settings.trial_timeout_s, self._time_is_up, [self._spec.key])
                 self._watchdog.daemon = True
                 self._watchdog.start()
             context = self._contexts.open(self._spec.run)
@@ -143,12 +147,15 @@ class PruneTrainable(tune.Trainable):
         record.resources = self._settings.resources.to_ray()
         return record
 
-    def _time_is_up(self) -> None:
-        # Python cannot stop a thread that computes, and Ray has no limit of its own: the process has to end.
-        try:
-            self._fail(f"{TIMEOUT_REASON} of {self._settings.trial_timeout_s:g} s per trial (--trial-timeout)")
-        finally:
-            os._exit(1)
+    def _time_is_up(self, key: str) -> None:
+        with self._ending:
+            if self._watchdog is None or self._spec.key != key:
+                return  # the trial ended while this waited for the lock
+            # Python cannot stop a thread that computes, and Ray has no limit of its own: the process has to end.
+            try:
+                self._fail(f"{TIMEOUT_REASON} of {self._settings.trial_timeout_s:g} s per trial (--trial-timeout)")
+            finally:
+                os._exit(1)
 
     def _result(self, status: str, record: TrialRecord, report: StageReport | None = None) -> dict[str, Any]:
         """What the driver is told: finite metrics by name, and the whole record for the callbacks."""
