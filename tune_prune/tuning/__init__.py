@@ -11,6 +11,7 @@ for _name, _value in {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a worker without GPUs sees none
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Raylet is terminated",  # pages; records say it in a line
     "RAY_AIR_NEW_OUTPUT": "0",  # the new output prints tables even at verbose=0
+    "TUNE_MAX_PENDING_TRIALS_PG": "64",  # actors that start side by side; some versions start one after the other
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the ledger and our own TensorBoard files replace them
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # acc_mean is not known before the first slice
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C raises KeyboardInterrupt at once; the ledger needs no last snapshot

@@ -14,14 +14,15 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 from ray.tune.experiment import Trial as RayTrial
-from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import TrialScheduler
 
 from tune_prune.errors import UserError
 from tune_prune.racing import Race, Verdict
+from tune_prune.tuning.scheduler import PlainScheduler
 from tune_prune.tuning.worker import TrialSpec
 
 
-class RacePerModel(FIFOScheduler):
+class RacePerModel(PlainScheduler):
     """Stops a trial whose verdict is in; see `tune_prune.racing` for the rule and its guarantee.
 
     `specs`: every configuration that the search may visit, by key. `known`: the outcomes of complete trials of earlier

@@ -29,7 +29,7 @@ from tune_prune.tuning.prepare import PrepareJob
 from tune_prune.tuning.queue import PrepareCallback, StopAtFailure, WorkQueue, is_job
 from tune_prune.tuning.race import RacePerModel, read_outcomes
 from tune_prune.tuning.resources import TrialResources, trial_slots
-from tune_prune.tuning.scheduler import AshaPerModel
+from tune_prune.tuning.scheduler import AshaPerModel, PlainScheduler
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.trainable import PruneTrainable
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
@@ -131,12 +131,12 @@ def _pending(
 
 def _scheduler(
     options: TuneOptions, folder: Path, specs: dict[str, TrialSpec], finished: list[TrialRecord]
-) -> AshaPerModel | RacePerModel | None:
+) -> PlainScheduler:
     if options.scheduler == "asha":
         return AshaPerModel(specs)
     if options.scheduler == "race":
         return RacePerModel(specs, _known_outcomes(folder, specs, finished))
-    return None
+    return PlainScheduler()
 
 
 def _tune(
@@ -144,7 +144,7 @@ def _tune(
     jobs: list[PrepareJob],
     queue: WorkQueue,
     count: int,
-    scheduler: AshaPerModel | RacePerModel | None,
+    scheduler: PlainScheduler,
     settings: WorkerSettings,
     slots: int,
     callbacks: list[Callback],

@@ -1,4 +1,5 @@
-"""Early stopping of weak trials: asynchronous successive halving (ASHA, Li et al. 2020, arXiv:1810.05934) per model.
+"""Which trial gets which actor, and early stopping of weak trials by asynchronous successive halving (ASHA, Li et al. 2020,
+arXiv:1810.05934) per model.
 
 A trial is compared, at each level, with the trials of its own model that reached that level: accuracies of different
 models say nothing about each other. The levels are the first slice with a quarter of the zero-shot items and its
@@ -23,7 +24,20 @@ REDUCTION_FACTOR = 2  # the better half goes on
 SMALLEST_LEVEL = 0.25  # of the items; see above
 
 
-class AshaPerModel(FIFOScheduler):
+class PlainScheduler(FIFOScheduler):
+    """First come, first served, and an actor that is starting is left to start.
+
+    Ray's own FIFO gives an actor that a trial has left to the oldest waiting trial, and kills the one that is being
+    started for it. Where trials are shorter than an actor's start (cached measurements, small models), the search would
+    never get to its second actor.
+    """
+
+    def choose_trial_to_run(self, tune_controller: Any) -> None:
+        # Without a choice Ray goes through the waiting trials in order, past those whose actor is on its way.
+        return None
+
+
+class AshaPerModel(PlainScheduler):
     """One ASHA per model label, on acc_mean."""
 
     def __init__(self, specs: Mapping[str, TrialSpec]) -> None:

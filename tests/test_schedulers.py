@@ -1,8 +1,11 @@
-"""The race as a Ray scheduler: told results as Ray tells them, by hand and in a real Ray Tune run of stub trials."""
+"""The schedulers: told results as Ray tells them, by hand and in real Ray Tune runs of stub trials."""
 
 from __future__ import annotations
 
+import os
 import tempfile
+import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +15,9 @@ from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.errors import UserError
 from tune_prune.evaluation.item_scores import ItemScore, write_items
 from tune_prune.tuning import cluster
+from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.race import RacePerModel, read_outcomes
-from tune_prune.tuning.scheduler import AshaPerModel
+from tune_prune.tuning.scheduler import AshaPerModel, PlainScheduler
 from tune_prune.tuning.trainable import TrialSpec
 
 SIZES = {"boolq": 400, "piqa": 200}
@@ -188,3 +192,45 @@ def test_ray_stops_what_the_race_stops(tmp_path, monkeypatch):
     steps = {result.config["key"]: result.metrics["training_iteration"] for result in results}
     assert steps == {"good": 4, "bad": 2, "equal": 4}
     assert {key for key in accuracy if scheduler.reason(key)} == {"bad"}
+
+
+@pytest.mark.slow
+def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(tmp_path, monkeypatch):
+    """Ray's own FIFO runs all of them on the first actor, and kills every other one while it starts."""
+
+    class Short(tune.Trainable):
+        def setup(self, config):
+            try:
+                (tmp_path / "first").touch(exist_ok=False)
+            except FileExistsError:
+                time.sleep(3)  # imports, a model: the second actor comes when the first has long begun
+
+        def step(self):
+            time.sleep(0.3)
+            return {"done": True, "actor": os.getpid()}
+
+        def reset_config(self, new_config):
+            return True
+
+    specs = specs_of(*(f"key{index}" for index in range(30)))
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        with cluster.connected(None, num_cpus=2):
+            results = tune.Tuner(
+                tune.with_resources(Short, {"cpu": 1}),
+                tune_config=tune.TuneConfig(
+                    search_alg=WorkQueue([], list(specs.values())),
+                    scheduler=PlainScheduler(),
+                    num_samples=len(specs),
+                    max_concurrent_trials=2,
+                    reuse_actors=True,
+                ),
+                run_config=tune.RunConfig(
+                    storage_path=str(tmp_path),
+                    checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+                    verbose=0,
+                ),
+            ).fit()
+    trials = Counter(result.metrics["actor"] for result in results)
+    assert len(trials) == 2
+    assert min(trials.values()) > 5
