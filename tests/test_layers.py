@@ -24,14 +24,20 @@ SIDE = "side"
 # Packages that only some modules may import, at any level of nesting.
 ONLY_IN = {
     "ray": ("tuning",),
-    "optuna": ("tuning.searcher",),
+    "optuna": ("tuning.searcher", "analysis.effects"),
+    "matplotlib": ("analysis.figures", "analysis.figures_best", "analysis.figure_style"),
+    "jinja2": ("analysis.templating", "cost_model.tokens"),
     "tensorboard": ("tuning.callbacks",),
     "torch.utils.tensorboard": ("tuning.callbacks",),
     "lm_eval": ("evaluation.zero_shot", "evaluation.lm_adapter"),
     "datasets": ("calibration", "evaluation.perplexity", "evaluation.task_files"),
 }
 # Everything outside the standard library that a layer may import; layers that are not named may import anything else.
-ALLOWED = {0: set(), 1: {"yaml"}, SIDE: {"numpy", "pandas"}}
+ALLOWED = {
+    0: set(),
+    1: {"yaml"},
+    SIDE: {"numpy", "pandas", "pyarrow", "scipy", "statsmodels", "matplotlib", "jinja2", "optuna"},
+}
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "optuna", "datasets")
 
 

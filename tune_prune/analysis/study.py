@@ -1,0 +1,56 @@
+"""What an analysis has read: models, their trials and what is wrong with them, wherever it came from.
+
+`Study` is the only input of everything below it. It holds every row that was found, also those that do not compete, and
+names each of these in a `Problem`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row that does not compete, or anything else about the input that a reader must know."""
+
+    model: str
+    where: str  # "line 12 of PATH", "trial 0123abcd of FOLDER", "PATH"
+    what: (
+        str  # "failed: out of memory", "stopped early: ...", "acc_mean is nan", "same configuration as line 3 of PATH"
+    )
+    kind: Literal["failed", "stopped_early", "not_finite", "duplicate", "missing", "note"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model and all rows found for it."""
+
+    label: str
+    rows: (
+        pd.DataFrame
+    )  # the columns of `load.frame`, and `name` (config_name); RangeIndex; failed ones too; no duplicates
+    baseline: Mapping[str, float] = field(default_factory=dict)  # metrics of the dense model; empty where unknown
+    source: Mapping[str, Any] | None = None  # ModelRun.to_dict(), where known: what it takes to run a trial again
+    origins: tuple[Path, ...] = ()  # experiment folders and CSV files that the rows are from
+    problems: tuple[Problem, ...] = ()
+    kind: Literal["experiment", "published"] = "experiment"
+
+    @property
+    def ratio(self) -> float:
+        """The pruning ratio asked for, of most rows; NaN where there are none."""
+        return float(self.rows["pruning_ratio"].mode().get(0, math.nan))
+
+
+@dataclass(frozen=True)
+class Study:
+    """All models of an analysis, in the order they were named."""
+
+    models: Mapping[str, Model]
+    experiments: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict)  # folder -> its experiment.json
+    costs: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict)  # folder -> its cost.json, where there is one
