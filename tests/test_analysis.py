@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pandas as pd
 import pytest
 
 from tune_prune.analysis import load
-from tune_prune.analysis.export import Views, write_frame_views, write_views
+from tune_prune.analysis.export import Views, write_views
 from tune_prune.analysis.tables import final_table
 from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig, digest
 from tune_prune.errors import UserError
@@ -75,6 +74,14 @@ def dense(model: str = "tiny", acc: float = 0.8) -> TrialRecord:
     return TrialRecord(key="dense", model=model, config={}, status="complete", metrics=metrics)
 
 
+def test_one_folder_for_all_trials_does_not_make_them_one(tmp_path):
+    """As in results files whose output_dir names the experiment."""
+    rows = load.frame([trial("taylor-s16-n8", 0.7), trial("taylor-s32-n8", 0.6)], tmp_path).assign(output_dir="runs")
+    gap = load.difference(rows.iloc[0], rows.iloc[1])
+    assert (gap.points, gap.basis) == (pytest.approx(10), "unpaired")
+    assert load.difference(rows.iloc[0], rows.iloc[0]).points == 0
+
+
 def best_of(folder: Path, *records: TrialRecord) -> dict[str, Any]:
     return write_views(folder, records, {"tiny": dense()}).global_best_config["models"]["tiny"]
 
@@ -99,23 +106,6 @@ def test_columns_begin_with_the_documented_ones(tmp_path: Path) -> None:
     assert (bool(first["success"]), bool(second["success"])) == (True, False)
     assert (second["status"], second["reason"]) == ("failed", "out of memory")
     assert second[["ppl", "acc_mean", "params_count"]].isna().all()
-
-
-def test_written_table_reads_back_the_same(tmp_path: Path) -> None:
-    records = [
-        trial("taylor-s64-n128", 1 / 3, ppl=math.inf),
-        trial("blockwise-s16-n8", 0, status="stopped_early"),
-        trial("layerwise-s16-n8", math.nan),
-    ]
-    for index, record in enumerate(records):
-        record.key = f"00000000123e456{index}"  # hexadecimal digits that look like a number
-        (tmp_path / "here" / "trials" / record.key).mkdir(parents=True)
-    views = write_views(tmp_path / "here", records, {})
-    read = load.read_results_csv(tmp_path / "here" / "all_methods_results.csv", "tiny")
-    pd.testing.assert_frame_equal(read, views.results, check_exact=True)
-    moved = (tmp_path / "here").rename(tmp_path / "there")
-    read = load.read_results_csv(moved / "all_methods_results.csv", "tiny")
-    assert sorted(read["output_dir"]) == [f"{moved.as_posix()}/trials/{record.key}" for record in records]
 
 
 def test_no_records_give_empty_views(tmp_path: Path) -> None:
@@ -156,7 +146,7 @@ def test_best_entry_can_be_run_again_and_names_its_evidence(tmp_path: Path) -> N
     write_views(tmp_path, records, {"tiny": dense()}, {"tiny": source})
     file = json.loads((tmp_path / "global_best_config.json").read_text())
     entry = file["models"]["tiny"]
-    assert (file["schema_version"], file["selection_rule"]) == (1, "accuracy")
+    assert (file["schema_version"], file["selection_rule"]) == (2, "accuracy")
     assert PruningConfig.from_dict(entry) == PruningConfig("taylor", 64, 128)
     assert (entry["pruning_method"], entry["key"]) == ("taylor", records[0].key)
     assert entry["source"] == {"model": "/models/tiny", "protocol": {"tasks": ["boolq"]}}
@@ -336,54 +326,3 @@ def test_final_table_is_aligned_and_narrow(tmp_path: Path) -> None:
     table = [line for line in text.splitlines() if "8,030,261,248" in line]
     assert len(table) == 2  # one a method, and no list of the best that would only repeat them
     assert len(set(map(len, table))) == 1
-
-
-def published_csv() -> Path:
-    folder = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).parents[2] / "shared" / "data"))
-    return folder / "published_grids" / "consolidated_Llama_20" / "all_methods_results.csv"
-
-
-def test_published_results(tmp_path: Path) -> None:
-    """The best and the dense numbers that were published: blockwise 64/128, 59.80 % and 13.17 of .6997 and 6.10."""
-    if not published_csv().is_file():
-        pytest.skip(f"{published_csv()} is not there; TUNE_PRUNE_DATA names the folder with published_grids/")
-    results = load.read_results_csv(published_csv(), "Llama")
-    assert list(results.columns) == list(load.COLUMNS)
-    assert len(results) == 45
-    best = write_frame_views(tmp_path, results, {"Llama": dense("Llama", 0.6997)}).global_best_config["models"]["Llama"]
-    assert (best["name"], best["pruning_ratio"]) == ("blockwise-s64-n128", 0.2)
-    assert (round(best["acc_mean"], 4), round(best["ppl"], 2)) == (0.5980, 13.17)
-    assert best["retained_accuracy"] == pytest.approx(0.598 / 0.6997, abs=1e-4)
-
-
-PUBLISHED_LIKE = "output_dir,acc_mean,pruning_ratio,extreme_pruning_layers,success,pruning_method\n"
-
-
-def test_csv_with_few_columns_as_the_published_ones(tmp_path: Path) -> None:
-    path = tmp_path / "r.csv"
-    rows = "x/exp_001_taylor_seq_len16_taylor_num_samples128,0.43,0.19937,6.0,True,taylor\n"
-    rows += "x/exp_002_taylor_seq_len32_taylor_num_samples256,,,,False,taylor\n"
-    path.write_text(PUBLISHED_LIKE + rows)
-    read = load.read_results_csv(path, "M")
-    first, second = (row for _, row in read.iterrows())
-    assert load.config_of(first) == PruningConfig("taylor", 16, 128, 0.2)
-    assert (first["removed_fraction"], first["extreme_pruning_layers"], first["model"]) == (0.19937, 6, "M")
-    assert (second["status"], second["taylor_num_samples"]) == ("failed", 256)
-    assert len(load.ranked(read)) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "cannot be read"),
-        ("a,b\n1,2\n", "has no column pruning_method, acc_mean, success, output_dir"),
-        (PUBLISHED_LIKE + "somewhere,0.5,0.2,1,True,taylor\n", "gives no taylor_seq_len"),
-        (PUBLISHED_LIKE + "taylor_seq_len1_taylor_num_samples1,good,0.2,1,True,taylor\n", "a value of the wrong type"),
-    ],
-)
-def test_bad_csv_is_named(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "r.csv"
-    path.write_text(text)
-    with pytest.raises(UserError, match=expected) as caught:
-        load.read_results_csv(path, "M")
-    assert str(path) in str(caught.value)

@@ -20,7 +20,7 @@ from tune_prune.config import PruningConfig
 from tune_prune.ledger import atomic_write_text, to_json
 from tune_prune.records import TrialRecord
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: the analysis adds `selection` and `command` to a best configuration
 SELECTION_RULE = "accuracy"  # analysis.load.ranked
 
 Items = Callable[[str], "pd.Series | None"]  # output_dir -> item scores
@@ -46,31 +46,20 @@ def write_views(
     """Write the views of `records` into `experiment_dir`, each atomically.
 
     `baselines` are the dense models' records and `sources` what it takes to run a model again (ModelRun as a dict),
-    both by label; a model may be missing from either.
+    both by label; a model may be missing from either. In the files, trial folders below `experiment_dir` are named relative to
+    it, so that an experiment can be moved.
     """
-    return write_frame_views(experiment_dir, frame(records, experiment_dir), baselines, sources)
-
-
-def write_frame_views(
-    output_dir: Path,
-    results: pd.DataFrame,
-    baselines: Mapping[str, TrialRecord],
-    sources: Mapping[str, dict[str, Any]] | None = None,
-) -> Views:
-    """As `write_views`, from rows of `analysis.load` (published results, or several experiments together).
-
-    In the files, trial folders below `output_dir` are named relative to it, so that an experiment can be moved.
-    """
+    results = frame(records, experiment_dir)
     items = functools.cache(read_items)
     best = global_best_config(results, baselines, sources or {}, items)
     for entry in best["models"].values():
-        entry["output_dir"] = _below(entry["output_dir"], output_dir)
+        entry["output_dir"] = _below(entry["output_dir"], experiment_dir)
     methods = method_comparison(results)
     across = cross_model_comparison(results, items)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    experiment_dir.mkdir(parents=True, exist_ok=True)
     texts = {
         "all_methods_results.csv": results.assign(
-            output_dir=[_below(folder, output_dir) for folder in results["output_dir"]]
+            output_dir=[_below(folder, experiment_dir) for folder in results["output_dir"]]
         ).to_csv(index=False, lineterminator="\n"),
         "global_best_config.json": to_json(best),
         "method_comparison.json": to_json(methods),
@@ -78,8 +67,8 @@ def write_frame_views(
     if across is not None:
         texts["cross_model_comparison.json"] = to_json(across)
     for name, text in texts.items():
-        atomic_write_text(output_dir / name, text)
-    return Views(results, best, methods, across, tuple(output_dir / name for name in texts))
+        atomic_write_text(experiment_dir / name, text)
+    return Views(results, best, methods, across, tuple(experiment_dir / name for name in texts))
 
 
 def _below(folder: str | None, output_dir: Path) -> str | None:
@@ -102,7 +91,9 @@ def global_best_config(
         if competing.empty:
             without.append(label)
         else:
-            models[label] = _best(rows, competing, baselines.get(label), items) | {"source": sources.get(label)}
+            models[label] = best_entry(rows, competing, competing.iloc[0], baselines.get(label), items) | {
+                "source": sources.get(label)
+            }
     return {
         "schema_version": SCHEMA_VERSION,
         "selection_rule": SELECTION_RULE,
@@ -111,31 +102,43 @@ def global_best_config(
     }
 
 
-def _best(rows: pd.DataFrame, competing: pd.DataFrame, dense: TrialRecord | None, items: Items) -> dict[str, Any]:
-    best = competing.iloc[0]
-    others = [(config_name(row), difference(best, row, items)) for _, row in competing.iloc[1:].iterrows()]
+def best_entry(
+    rows: pd.DataFrame, competing: pd.DataFrame, best: pd.Series, dense: TrialRecord | None, items: Items = read_items
+) -> dict[str, Any]:
+    """The row `best` of the `competing` ones as a configuration that can be run again, and how far it can be told from them.
+
+    `rows` are all trials of the model; what they range over says whether the best is at an edge.
+    """
+    name = config_name(best)
+    named = [(config_name(row), row) for _, row in competing.iterrows()]
+    others = [(other, difference(best, row, items)) for other, row in named if other != name]
     tasks = [
-        name.removeprefix("acc_")
-        for name in competing.columns
-        if name.startswith("acc_") and not name.endswith("_stderr") and name != "acc_mean" and not pd.isna(best[name])
+        column.removeprefix("acc_")
+        for column in competing.columns
+        if column.startswith("acc_")
+        and not column.endswith("_stderr")
+        and column != "acc_mean"
+        and not pd.isna(best[column])
     ]
     baseline = None
     if dense is not None:
         metrics = dense.metrics
-        baseline = {name: _value(metrics.get(name)) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
-        baseline["params"] = _value(metrics.get("params_count"))
+        baseline = {metric: plain_value(metrics.get(metric)) for metric in ("acc_mean", "acc_mean_stderr", "ppl")}
+        baseline["params"] = plain_value(metrics.get("params_count"))
     return {
         **asdict(config_of(best)),
         "pruning_method": best["pruning_method"],  # as the published files call `method`
-        "name": config_name(best),
-        **_values(best, "removed_fraction", "params_count", "acc_mean", "acc_mean_stderr", "ppl", "key", "output_dir"),
+        "name": name,
+        **plain_values(
+            best, "removed_fraction", "params_count", "acc_mean", "acc_mean_stderr", "ppl", "key", "output_dir"
+        ),
         "tasks": {
-            task: {"acc": best[f"acc_{task}"], "stderr": _value(best.get(f"acc_{task}_stderr"))} for task in tasks
+            task: {"acc": best[f"acc_{task}"], "stderr": plain_value(best.get(f"acc_{task}_stderr"))} for task in tasks
         },
         "baseline": baseline,
         "retained_accuracy": retained_accuracy(best["acc_mean"], dense),
         "num_complete_trials": len(competing),
-        "within_noise": [name for name, gap in others if gap.within_noise],
+        "within_noise": [other for other, gap in others if gap.within_noise],
         "within_noise_basis": {
             basis: [gap.basis for _, gap in others].count(basis) for basis in ("paired", "unpaired", "unknown")
         },
@@ -165,11 +168,11 @@ def method_comparison(results: pd.DataFrame) -> dict[str, Any]:
     for (label, method), rows in results.groupby(["model", "pruning_method"]):
         competing = ranked(rows)
         accuracy = competing["acc_mean"]
-        summary = {name: _value(getattr(accuracy, name)()) for name in ("mean", "std", "min", "max")}
+        summary = {name: plain_value(getattr(accuracy, name)()) for name in ("mean", "std", "min", "max")}
         best = None
         if not competing.empty:
             row = competing.iloc[0]
-            best = {"name": config_name(row), **_values(row, *_KNOBS, "acc_mean", "acc_mean_stderr", "ppl", "key")}
+            best = {"name": config_name(row), **plain_values(row, *_KNOBS, "acc_mean", "acc_mean_stderr", "ppl", "key")}
         n = {"n": len(competing), "n_failed_or_stopped": len(rows) - len(competing)}
         models.setdefault(label, {})[method] = {**n, **summary, "best": best}
     return {"schema_version": SCHEMA_VERSION, "metric": "acc_mean", "models": models}
@@ -198,10 +201,10 @@ def cross_model_comparison(results: pd.DataFrame, items: Items = read_items) -> 
         loss = difference(by_model[label][best[label]], row, items)
         loss_fields = {
             "loss_points": loss.points,
-            "loss_points_stderr": _value(loss.stderr_points),
+            "loss_points_stderr": plain_value(loss.stderr_points),
             "loss_basis": loss.basis,
         }
-        own = _values(row, "acc_mean", "acc_mean_stderr", "ppl")
+        own = plain_values(row, "acc_mean", "acc_mean_stderr", "ppl")
         return {"config": config.name, "evaluated": True, **own, **loss_fields}
 
     return {
@@ -247,11 +250,12 @@ def _best_for_all(
     }
 
 
-def _values(row: pd.Series, *names: str) -> dict[str, Any]:
-    return {name: _value(row.get(name)) for name in names}
+def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:
+    """Cells of a row by name, as plain data."""
+    return {name: plain_value(row.get(name)) for name in names}
 
 
-def _value(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A cell as plain data: None if missing, NumPy and pandas scalars as Python ones."""
     if value is None or pd.isna(value):
         return None

@@ -1,4 +1,4 @@
-"""Results as data frames: records or results files in, one row per trial out; how rows are ranked and compared."""
+"""Results as data frames: records in, one row per trial out; how rows are ranked and compared."""
 
 from __future__ import annotations
 
@@ -15,24 +15,35 @@ from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.errors import UserError
 from tune_prune.records import TrialRecord
 
-_ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
+ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
+
+# Items of each task's evaluation split, as lm-eval 0.4 scores them: what published accuracies are fractions of.
+TASK_ITEMS = {
+    "boolq": 3270,
+    "piqa": 1838,
+    "hellaswag": 10042,
+    "winogrande": 1267,
+    "arc_easy": 2376,
+    "arc_challenge": 1172,
+    "openbookqa": 500,
+}
 
 # The columns of the published results files, in their documented order; ours follow.
 PUBLISHED_COLUMNS = (
-    *("model", "pruning_method", "taylor_seq_len", "taylor_num_samples", "output_dir", "ppl", *_ACCURACIES),
+    *("model", "pruning_method", "taylor_seq_len", "taylor_num_samples", "output_dir", "ppl", *ACCURACIES),
     *("params_count", "pruning_ratio", "grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio"),
     *("grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "elapsed_time", "success"),
 )
 COLUMNS = (
     *PUBLISHED_COLUMNS,
-    *("removal_divisor", "removed_fraction", *(f"{name}_stderr" for name in _ACCURACIES)),
+    *("removal_divisor", "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
     *("status", "reason", "key", "started_at", "host", "peak_memory_bytes"),
 )
-_INTEGERS = (
+INTEGERS = (
     *("taylor_seq_len", "taylor_num_samples", "params_count", "extreme_pruning_layers"),
     *("removal_divisor", "peak_memory_bytes"),
 )
-_TEXTS = ("model", "pruning_method", "output_dir", "status", "reason", "key", "started_at", "host")
+TEXTS = ("model", "pruning_method", "output_dir", "status", "reason", "key", "started_at", "host")
 
 
 def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
@@ -41,7 +52,7 @@ def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
     Accuracies are fractions, elapsed_time is in seconds, pruning_ratio is what was asked and removed_fraction what was
     removed. What a record does not know is NaN. `success` is true for complete trials only.
     """
-    return _typed(pd.DataFrame([_row(record, experiment_dir) for record in records]))
+    return typed(pd.DataFrame([_row(record, experiment_dir) for record in records]))
 
 
 def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
@@ -68,46 +79,12 @@ def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
     }
 
 
-def _typed(rows: pd.DataFrame) -> pd.DataFrame:
+def typed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with COLUMNS first, what is missing as NaN (texts: empty), and each column in its one type."""
     rows = rows.reindex(columns=[*COLUMNS, *sorted(set(rows.columns) - set(COLUMNS))])
-    numbers = [name for name in COLUMNS if name not in (*_TEXTS, *_INTEGERS, "success")]
-    rows = rows.astype(dict.fromkeys(_INTEGERS, "Int64") | dict.fromkeys(numbers, "float64") | {"success": "bool"})
-    return rows.assign(**{name: rows[name].astype("str").where(rows[name].notna(), "") for name in _TEXTS})
-
-
-def read_results_csv(path: Path, model: str) -> pd.DataFrame:
-    """The rows of an all_methods_results.csv, ours or a published one, as `frame` gives them, under the label `model`.
-
-    Published files keep taylor_seq_len and taylor_num_samples in the name of output_dir, and the measured fraction in
-    pruning_ratio: what was asked is that to two decimals. UserError if the file is no results file.
-    """
-    try:
-        rows = pd.read_csv(path, dtype=dict.fromkeys(_TEXTS, "str"))  # a key of digits stays text
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a CSV file ({error}); name an all_methods_results.csv") from error
-    missing = [name for name in ("pruning_method", "acc_mean", "success", "output_dir") if name not in rows]
-    if missing:
-        raise UserError(f"{path} has no column {', '.join(missing)}; name an all_methods_results.csv")
-    rows["model"] = model
-    rows["output_dir"] = [  # written relative to the file by us; left as they are where no such folder is there
-        (path.parent / name).as_posix() if isinstance(name, str) and (path.parent / name).is_dir() else name
-        for name in rows["output_dir"]
-    ]
-    rows["success"] = rows["success"].astype("str") == "True"
-    for name in ("taylor_seq_len", "taylor_num_samples"):
-        if name not in rows:
-            rows[name] = pd.to_numeric(rows["output_dir"].str.extract(rf"{name}(\d+)", expand=False))
-            if rows[name].isna().any():
-                raise UserError(f"{path} gives no {name}; add that column, or name it in output_dir as {name}64")
-    if "removed_fraction" not in rows and "pruning_ratio" in rows:
-        rows["removed_fraction"] = rows["pruning_ratio"]
-        rows["pruning_ratio"] = rows["pruning_ratio"].round(2)
-    if "status" not in rows:
-        rows["status"] = np.where(rows["success"], "complete", "failed")
-    try:
-        return _typed(rows)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} has a value of the wrong type ({error}); correct it") from error
+    numbers = [name for name in COLUMNS if name not in (*TEXTS, *INTEGERS, "success")]
+    rows = rows.astype(dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(numbers, "float64") | {"success": "bool"})
+    return rows.assign(**{name: rows[name].astype("str").where(rows[name].notna(), "") for name in TEXTS})
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
@@ -148,7 +125,7 @@ def config_name(row: Mapping[str, Any]) -> str:
 def read_items(output_dir: str) -> pd.Series | None:
     """The score of every zero-shot item of a trial, indexed by (task, doc_id); None if none were kept."""
     path = Path(output_dir) / "items.parquet"
-    if not path.is_file():
+    if not output_dir or not path.is_file():
         return None
     try:
         items = pd.read_parquet(path, columns=["task", "doc_id", "score"])
@@ -193,7 +170,9 @@ def difference(
     first: Mapping[str, Any], second: Mapping[str, Any], items: Callable[[str], pd.Series | None] = read_items
 ) -> Difference:
     """How far the trial of row `first` is above that of row `second`, which must be of the same model."""
-    if first["output_dir"] and first["output_dir"] == second["output_dir"]:  # the same trial
+    folder = first["output_dir"]
+    # The same trial. Not by its folder alone: a foreign file may name one folder for all.
+    if folder and folder == second["output_dir"] and config_of(first) == config_of(second):
         return Difference(0.0, 0.0, "paired")
     first_items, second_items = items(first["output_dir"]), items(second["output_dir"])
     if first_items is not None and second_items is not None:

@@ -1,0 +1,386 @@
+"""Whatever an analysis is given is read: published results files, and experiments in any state; what is wrong is named."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tests.findings import published_folder
+from tune_prune.analysis import load
+from tune_prune.analysis.export import write_views
+from tune_prune.analysis.reading import read_study
+from tune_prune.analysis.results_csv import read_results_csv
+from tune_prune.analysis.study import Model
+from tune_prune.config import (
+    ZERO_SHOT_TASKS,
+    EvaluationProtocol,
+    ModelRun,
+    PruningConfig,
+    trial_key,
+)
+from tune_prune.errors import UserError
+from tune_prune.ledger import Ledger, atomic_write_text, to_json
+from tune_prune.records import TrialRecord
+
+NAMES = ("taylor-s16-n8", "taylor-s32-n8", "blockwise-s16-n8")
+
+
+def config(name: str, **fields: Any) -> PruningConfig:
+    method, seq_len, samples = name.split("-")
+    return PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **fields)
+
+
+def record(name: str, key: str | None = None, status: Any = "complete", acc: float = 0.5, **fields: Any) -> TrialRecord:
+    metrics = {"ppl": 9.0, "acc_mean": acc, "acc_mean_stderr": 0.01, "params_count": 80.0, "removed_fraction": 0.2}
+    metrics |= {f"acc_{task}": acc for task in ZERO_SHOT_TASKS} | {"extreme_pruning_layers": 0.0}
+    names = ("mean_ratio", "norm_ratio", "std_ratio", "max_ratio", "mean_range", "norm_range")
+    metrics |= {f"grad_{metric}": 2.0 for metric in names}
+    complete = status == "complete"
+    settings = asdict(config(name, **fields))
+    return TrialRecord(
+        key or f"key-{name}", "tiny", settings, status, "" if complete else "no memory", metrics if complete else {}
+    )
+
+
+def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, planned: Sequence[str] = NAMES) -> Path:
+    """A folder as a search leaves it: experiment.json, baseline.json, the ledger, the trials' items."""
+    run = ModelRun("/models/tiny", "tiny", None, "wikitext2", None, EvaluationProtocol(), seed, "float32")
+    meaning = {
+        "model": "fingerprint",
+        "data": "texts",
+        "protocol": asdict(run.protocol),
+        "seed": seed,
+        "dtype": "float32",
+    }
+    keys = {f"key-{name}": name for name in planned}
+    model = {"run": run.to_dict(), "meaning": meaning, "trial_keys": keys}
+    folder.mkdir(parents=True)
+    dense = TrialRecord(trial_key(None, "fingerprint", "texts", run), "tiny", {}, "complete", metrics={"acc_mean": 0.7})
+    texts = {
+        "experiment.json": {"search": "grid", "num_trials": len(planned), "models": {"tiny": model}},
+        "baseline.json": {"tiny": dense.to_dict()},
+        "cost.json": {"gpu_hours": 1.0},
+    }
+    for name, values in texts.items():
+        atomic_write_text(folder / name, to_json(values))
+    for one in records:
+        Ledger(folder / "ledger").write(one)
+        items = folder / "trials" / one.key / "items.parquet"
+        items.parent.mkdir(parents=True)
+        items.touch()
+    return folder
+
+
+def only(*folders: Path) -> Model:
+    (model,) = read_study(folders, []).models.values()
+    return model
+
+
+def said(model: Model, kind: str | None = None) -> list[str]:
+    return [f"{p.where} | {p.what}" for p in model.problems if kind in (None, p.kind)]
+
+
+def test_the_published_grid(tmp_path: Path) -> None:
+    """Read from its folder, from the folder above and as a file: 45 runs, the published best, binomial standard errors."""
+    grids = published_folder()
+    file = grids / "consolidated_Llama_20" / "all_methods_results.csv"
+    model = read_study([grids], []).models["Llama"]
+    for other in (
+        read_study([file.parent], []),
+        read_study([], [("Llama", file)]),
+        read_study([], [("Llama", file.parent)]),
+    ):
+        pd.testing.assert_frame_equal(other.models["Llama"].rows, model.rows)
+    assert (len(model.rows), model.ratio, model.kind, model.source) == (45, 0.2, "published", None)
+    assert list(model.rows.columns) == [*load.COLUMNS, "name"]
+    assert model.rows["pruning_method"].value_counts().to_dict() == {"taylor": 15, "layerwise": 15, "blockwise": 15}
+    best = load.ranked(model.rows).iloc[0]
+    assert (best["name"], round(best["acc_mean"], 4), round(best["ppl"], 2)) == ("blockwise-s64-n128", 0.5980, 13.17)
+    assert best["acc_boolq"] * 3270 == pytest.approx(2395)  # so its error is that of 2395 in 3270
+    assert best["acc_boolq_stderr"] == pytest.approx(math.sqrt(2395 * 875 / 3270**3))
+    squares = [best[f"acc_{task}"] * (1 - best[f"acc_{task}"]) / n for task, n in load.TASK_ITEMS.items()]
+    assert best["acc_mean_stderr"] == pytest.approx(math.sqrt(sum(squares)) / 7)
+    assert {p.kind for p in model.problems} == {"missing", "not_finite"}
+    assert [p.where.split(" of ")[0] for p in model.problems if p.kind == "not_finite"] == [
+        "line 16",
+        "line 31",
+        "line 46",
+    ]
+    assert all("grad_norm_ratio is inf" in p.what for p in model.problems if p.kind == "not_finite")
+
+
+def test_the_published_method_is_read_from_the_folder_where_its_column_is_missing(tmp_path: Path) -> None:
+    path = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv"
+    pd.read_csv(path).drop(columns=["pruning_method", "success"]).to_csv(tmp_path / "r.csv", index=False)
+    pd.testing.assert_frame_equal(
+        read_results_csv(tmp_path / "r.csv", "Llama").rows, read_results_csv(path, "Llama").rows, check_exact=True
+    )
+
+
+def test_our_own_table_reads_back_the_same(tmp_path: Path) -> None:
+    records = [
+        record("taylor-s64-n128", "00000000123e4560", acc=1 / 3),  # a key of digits that look like a number
+        record("blockwise-s16-n8", "00000000123e4561", "stopped_early"),
+        record("layerwise-s16-n8", "00000000123e4562", acc=math.nan),
+    ]
+    records[0].metrics["ppl"] = math.inf
+    records[1].reason = 'two\nlines, a comma and "quotes"'
+    for one in records:
+        (tmp_path / "here" / "trials" / one.key).mkdir(parents=True)
+    views = write_views(tmp_path / "here", records, {})
+    file = read_results_csv(tmp_path / "here" / "all_methods_results.csv", "tiny")
+    pd.testing.assert_frame_equal(file.rows, views.results, check_exact=True)
+    assert file.lines == [2, 3, 5]  # the second one is two lines long
+    moved = (tmp_path / "here").rename(tmp_path / "there")
+    read = read_results_csv(moved / "all_methods_results.csv", "tiny").rows
+    assert list(read["output_dir"]) == [f"{moved.as_posix()}/trials/{one.key}" for one in records]
+
+
+HEADER = "output_dir,acc_mean,pruning_ratio,extreme_pruning_layers,success,pruning_method\n"
+FOLDER = "x/exp_001_taylor_seq_len{}_taylor_num_samples128"
+
+
+def csv(folder: Path, *lines: str, header: str = HEADER) -> Path:
+    path = folder / "r.csv"
+    path.write_text(header + "".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_a_file_with_few_columns(tmp_path: Path) -> None:
+    path = csv(
+        tmp_path,
+        f"{FOLDER.format(16)},0.43,0.19437,6.0,True,taylor",
+        f"{FOLDER.format(32)},,,,False,taylor",
+        f"{FOLDER.format(64)},0.45,0.2,1,True,taylor",
+        f"{FOLDER.format(16)},0.99,0.2,1,True,taylor",
+        f"{FOLDER.format(32)},0.44,0.2,1,True,taylor",
+        f"{FOLDER.format(128)},nan,0.2,1,True,blockwise",
+    )
+    model = read_study([], [("M", path)]).models["M"]
+    rows = model.rows.set_index("name")
+    assert load.config_of(rows.iloc[0]) == PruningConfig(
+        "taylor", 16, 128, 0.2
+    )  # .19437 falls short of the .2 of the others
+    assert rows.loc["taylor-s16-n128", ["acc_mean", "removed_fraction"]].to_list() == [
+        0.43,
+        0.19437,
+    ]  # the first counts
+    assert rows.loc["taylor-s32-n128", "status"] == "complete"  # its second run; the first one failed
+    assert said(model, "duplicate") == [
+        f"line 3 of {path} | taylor-s32-n128, as line 6 of {path}, which counts",
+        f"line 5 of {path} | taylor-s16-n128, as line 2 of {path}, which counts",
+    ]
+    assert said(model, "not_finite") == [
+        f"line 7 of {path} | blockwise-s128-n128: acc_mean is nan: it does not compete"
+    ]
+    assert len(load.ranked(model.rows)) == 3
+
+
+def test_what_a_file_does_not_say(tmp_path: Path) -> None:
+    """No success, no ratio, no mean, no method, but seven tasks; and the dense model as a row of its own."""
+    tasks = ",".join(f"acc_{task}" for task in ZERO_SHOT_TASKS)
+    header = f"output_dir,{tasks},pruning_method\n"
+    rows = [
+        f"search_M_blockwise_20/{FOLDER.format(16)},.1,.2,.3,.4,.5,.6,.7,",
+        f"{FOLDER.format(16)},.1,.2,.3,.4,.5,.6,,",
+        ",.7,.7,.7,.7,.7,.7,.7,dense",
+    ]
+    model = read_study([], [("M", csv(tmp_path, *rows, header=header))]).models["M"]
+    assert list(model.rows["pruning_method"]) == ["blockwise", "taylor"]
+    assert list(model.rows["success"]) == [True, False]
+    assert model.rows["acc_mean"][0] == pytest.approx(0.4)
+    assert model.ratio == 0.2
+    assert any("pruning_ratio" in text for text in said(model, "note"))
+    assert model.baseline["acc_mean"] == pytest.approx(0.7)
+    assert model.baseline["acc_boolq_stderr"] == pytest.approx(math.sqrt(0.21 / 3270))
+
+
+ROW = f"{FOLDER.format(16)},0.5,0.2,1,True,taylor"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "its first line is empty"),
+        ("a,b\n1,2\n", "no column acc_mean"),
+        (f"acc_mean,acc_mean\n{ROW}\n", "line 1 names the column 'acc_mean' twice"),
+        (f"{HEADER}{ROW}\n{ROW},5\n", "line 3 has 7 columns and the first line 6"),
+        (f"{HEADER}{ROW}\nx,'0.5\n", "line 3 has 2 columns"),
+        (f'{HEADER}{ROW}\n"x,0.5\n', "line 3 cannot be read as CSV"),
+        (f"{HEADER}{ROW}\n\n{ROW.replace('0.5', 'good')}\n", "line 4, column acc_mean: 'good' is not a number"),
+        (HEADER + ROW.replace("0.5", "59.8") + "\n", "line 2, column acc_mean: '59.8' is not from 0 to 1"),
+        (
+            HEADER + ROW.replace("0.2,1,", "0.2,1.5,") + "\n",
+            "line 2, column extreme_pruning_layers: '1.5' is not a whole number",
+        ),
+        (HEADER + ROW.replace("True", "maybe") + "\n", "line 2, column success: 'maybe' is neither True nor False"),
+        (HEADER + ROW.replace("0.2,", "20,") + "\n", "line 2: pruning_ratio is 20.0; it must be"),
+        (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,taylor\n", "line 3, column taylor_seq_len: it is missing"),
+        (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,\n", "line 3, column pruning_method: it is missing"),
+        (f"model,{HEADER}a,{ROW}\nb,{ROW}\n", "holds 2 models (a, b)"),
+    ],
+)
+def test_a_bad_file_is_named_with_line_and_column(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_study([], [("M", path)])
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", None], ids=["no text", "not there"])
+def test_a_file_that_is_no_text(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "r.csv").write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read as a CSV file"):
+        read_study([], [("M", tmp_path / "r.csv")])
+
+
+def test_an_experiment(tmp_path: Path) -> None:
+    failed = record("taylor-s32-n8", status="failed")
+    folder = experiment(tmp_path / "e", [record("taylor-s16-n8"), failed])
+    study = read_study([folder, folder / "."], [])
+    model = study.models["tiny"]
+    assert (study.experiments[folder]["search"], study.costs[folder]) == ("grid", {"gpu_hours": 1.0})
+    assert (model.baseline["acc_mean"], model.source and model.source["model"]) == (0.7, "/models/tiny")
+    assert list(model.rows["name"]) == ["taylor-s16-n8", "taylor-s32-n8"]
+    assert said(model) == [
+        f"{folder} | 1 of 3 configurations have no record yet: blockwise-s16-n8",
+        f"trial key-taylor-s32-n8 of {folder} | taylor-s32-n8: failed: no memory",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [
+        ("experiment.json", "experiment.json | it is missing"),
+        ("baseline.json", "baseline.json | it is missing"),
+        ("trials", "no trial has its items.parquet"),
+        ("trials/key-taylor-s16-n8", "key-taylor-s16-n8 of {folder} | its items.parquet is missing"),
+        ("ledger/key-taylor-s16-n8.json", "1 of 3 configurations have no record yet: taylor-s16-n8"),
+        ("ledger", "3 of 3 configurations have no record yet"),
+    ],
+)
+def test_what_is_lost_is_named_and_the_rest_is_read(tmp_path: Path, lost: str, expected: str) -> None:
+    folder = experiment(tmp_path / "e", [record(name) for name in NAMES])
+    place = folder / lost
+    shutil.rmtree(place) if place.is_dir() else place.unlink()
+    model = only(folder)
+    assert any(expected.format(folder=folder) in text for text in said(model, "missing")), said(model)
+    assert len(model.rows) == (0 if lost == "ledger" else 2 if "ledger" in lost else 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("experiment.json", "{", "not valid JSON"),
+        ("baseline.json", "[]", "not an object"),
+        ("baseline.json", '{"tiny": 3}', "no trial record"),
+        ("cost.json", "", "not valid JSON"),
+        ("ledger/key-taylor-s16-n8.json", '{"key": "key-tay', "not valid JSON"),
+        ("ledger/key-taylor-s16-n8.json", to_json(record("taylor-s32-n8").to_dict()), "the record of another trial"),
+        (
+            "ledger/odd.json",
+            to_json(TrialRecord("odd", "tiny", {"method": "x"}, "failed").to_dict()),
+            "its configuration cannot be",
+        ),
+    ],
+)
+def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    folder = experiment(tmp_path / "e", [record(one) for one in NAMES])
+    (folder / name).write_text(text)
+    model = only(folder)
+    assert any(str(folder / name) in one and expected in one for one in said(model, "missing")), said(model)
+    assert len(model.rows) == (2 if "taylor-s16" in name else 3)
+
+
+def test_an_experiment_that_kept_only_its_table(tmp_path: Path) -> None:
+    folder = experiment(tmp_path / "e", [record(name) for name in NAMES])
+    for items in folder.glob("trials/*/items.parquet"):
+        items.unlink()
+    write_views(folder, Ledger(folder / "ledger").records(), {})
+    whole = only(folder)
+    shutil.rmtree(folder / "ledger")
+    model = only(folder)
+    assert any("the trials are those of all_methods_results.csv" in text for text in said(model))
+    assert sorted(model.rows["name"]) == sorted(whole.rows["name"])
+
+
+def test_folders_of_one_model_are_merged(tmp_path: Path) -> None:
+    first = experiment(tmp_path / "a", [record(NAMES[0]), record(NAMES[1], status="failed")])
+    second = experiment(tmp_path / "b", [record(NAMES[0]), record(NAMES[1]), record(NAMES[2])])
+    for model in (only(first, second), only(tmp_path)):
+        assert len(model.rows) == 3
+        assert model.rows["success"].all()
+        assert model.origins == (first, second)
+        assert said(model, "duplicate") == [
+            f"trial key-{NAMES[1]} of {first} | the same trial as trial key-{NAMES[1]} of {second}, which counts",
+            f"trial key-{NAMES[0]} of {second} | the same trial as trial key-{NAMES[0]} of {first}, which counts",
+        ]
+
+
+def test_what_was_measured_otherwise_is_kept_apart(tmp_path: Path) -> None:
+    first = experiment(tmp_path / "a", [record(NAMES[0])])
+    other_seed = experiment(tmp_path / "b", [record(NAMES[0])], seed=1)
+    path = csv(tmp_path, ROW)
+    models = read_study([first, other_seed], [("tiny", path)]).models
+    assert list(models) == ["tiny (a)", "tiny (b)", "tiny (csv)"]
+    assert {len(model.rows) for model in models.values()} == {1}
+    assert all("kept apart" in model.problems[0].what for model in models.values())
+    assert list(models["tiny (b)"].rows["model"]) == ["tiny (b)"]
+
+
+def test_a_lost_baseline_does_not_separate_what_was_measured_alike(tmp_path: Path) -> None:
+    first = experiment(tmp_path / "a", [record(NAMES[0])])
+    second = experiment(tmp_path / "b", [record(NAMES[1])])
+    (second / "baseline.json").unlink()  # what was measured is then known from experiment.json
+    assert len(only(first, second).rows) == 2
+
+
+def test_ratios_and_divisors_are_kept_apart(tmp_path: Path) -> None:
+    records = [
+        record(NAMES[0], "a"),
+        record(NAMES[0], "b", pruning_ratio=0.3),
+        record(NAMES[0], "c", pruning_ratio=0.3, removal_divisor=10),
+    ]
+    models = read_study([experiment(tmp_path / "e", records)], []).models
+    assert {label: list(model.rows["key"]) for label, model in models.items()} == {
+        "tiny@0.2": ["a"],
+        "tiny@0.3/5": ["b"],
+        "tiny@0.3/10": ["c"],
+    }
+    assert [model.ratio for model in models.values()] == [0.2, 0.3, 0.3]
+    assert sum("no record yet" in text for model in models.values() for text in said(model)) == 1  # said once
+
+
+def test_what_is_no_experiment(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.csv").touch()
+    (tmp_path / "bare" / "ledger").mkdir(parents=True)
+    for name, expected in (
+        ("empty", "is no experiment"),
+        ("file.csv", "--csv Model="),
+        ("no", "no folder"),
+        ("bare", "no trial"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            read_study([tmp_path / name], [])
+
+
+def test_models_come_in_the_order_they_were_named(tmp_path: Path) -> None:
+    path = csv(tmp_path, ROW)
+    copy = tmp_path / "copy.csv"
+    copy.write_text(path.read_text())
+    folder = experiment(tmp_path / "e", [record(NAMES[0])])
+    assert list(read_study([folder], [("b", path), ("a", copy), ("b", path)]).models) == ["tiny", "b", "a"]
+    models = read_study([], [("b", path), ("a", path)]).models  # the same rows under two names are two models
+    assert {label: len(model.rows) for label, model in models.items()} == {"b": 1, "a": 1}

@@ -1,0 +1,196 @@
+"""Reads one place an analysis is given, an experiment folder in any state or a results file, as a `Part` per model.
+
+Of an experiment whatever is left counts: what is damaged or missing is a `Problem`, and the rest is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from tune_prune.analysis.load import frame
+from tune_prune.analysis.results_csv import FILE, read_results_csv
+from tune_prune.analysis.study import Problem
+from tune_prune.config import PROTOCOL_VERSION, ModelRun, PruningConfig, digest
+from tune_prune.errors import UserError
+from tune_prune.ledger import Ledger, parse_json, parse_record
+from tune_prune.records import TrialRecord
+
+_TELLS = {
+    "experiment.json": "what was planned, and how it was measured,",
+    "baseline.json": "what the dense model scores",
+}
+
+
+@dataclass
+class Part:
+    """The trials of one model from one place."""
+
+    label: str
+    measured: str | None  # equal for what was measured alike: a key; None if that is lost
+    rows: pd.DataFrame  # as `load.frame`, and `where`
+    origin: Path
+    baseline: Mapping[str, float] = field(default_factory=dict)
+    source: Mapping[str, Any] | None = None
+    problems: list[Problem] = field(default_factory=list)
+    published: bool = False
+
+    def note(self, what: str, kind: Literal["missing", "note"] = "missing", where: str = "") -> None:
+        self.problems.append(Problem(self.label, where or str(self.origin), what, kind))
+
+
+def is_experiment(folder: Path) -> bool:
+    """Whether something of an experiment is there."""
+    return (folder / "ledger").is_dir() or any(
+        (folder / name).is_file() for name in ("experiment.json", "baseline.json")
+    )
+
+
+def read_published(path: Path, label: str) -> Part:
+    """The trials of a results file under that label. UserError if it cannot be read."""
+    file = read_results_csv(path, label)
+    part = Part(label, f"csv {label}", file.rows, path, file.baseline, published=True)
+    part.rows["where"] = [f"line {line} of {path}" for line in file.lines]
+    for text in file.notes:
+        part.note(text, "note")
+    if file.rows.empty:
+        part.note("it has no rows")
+    return part
+
+
+def read_experiment(
+    folder: Path, experiments: dict[Path, Mapping[str, Any]], costs: dict[Path, Mapping[str, Any]]
+) -> list[Part]:
+    """A part per model of the experiment, and its experiment.json and cost.json where they can be read."""
+    lost: list[tuple[str, str]] = []  # where, what: of no model in particular
+    about = _object(folder / "experiment.json", lost)
+    if about:
+        experiments[folder] = about
+    if (folder / "cost.json").is_file() and (cost := _object(folder / "cost.json", lost)):
+        costs[folder] = cost
+    known = about.get("models")
+    models: dict[str, Any] = {k: v for k, v in known.items() if isinstance(v, dict)} if isinstance(known, dict) else {}
+    baselines = _baselines(folder / "baseline.json", lost)
+    records = _records(folder / "ledger", lost)
+    if not (folder / "ledger").is_dir() and (folder / FILE).is_file():
+        lost.append((str(folder / "ledger"), f"it is missing: the trials are those of {FILE}"))
+        try:
+            rows = read_results_csv(folder / FILE, None).rows
+        except UserError as error:
+            lost.append((str(folder / FILE), str(error)))
+            rows = frame([], folder)
+    else:
+        rows = frame(records, folder)
+    labels = list(dict.fromkeys([*models, *rows["model"], *baselines]))
+    if not labels:
+        raise UserError(f"experiment {folder} holds no trial and names no model ({_joined(lost)}); name another folder")
+    parts = []
+    for label in labels:
+        mine, entry = rows[rows["model"] == label].reset_index(drop=True), models.get(label, {})
+        mine["where"] = [f"trial {key} of {folder}" for key in mine["key"]]
+        dense = baselines.get(label)
+        part = Part(label, _measured(entry, dense), mine, folder, dense.metrics if dense else {}, _source(entry))
+        for where, what in lost:
+            part.note(what, where=where)
+        if dense is None and (folder / "baseline.json").is_file():
+            part.note("baseline.json has no dense model: nothing says what pruning has cost")
+        _note_missing(part, about, entry)
+        parts.append(part)
+    return parts
+
+
+def _joined(lost: list[tuple[str, str]]) -> str:
+    return "; ".join(f"{where}: {what}" for where, what in lost) or "its ledger is empty"
+
+
+def _object(path: Path, lost: list[tuple[str, str]]) -> dict[str, Any]:
+    """The JSON object in a file; nothing, and a reason among what is lost, where it is missing or damaged."""
+    try:
+        return parse_json(path)
+    except FileNotFoundError:
+        lost.append((str(path), f"it is missing: {_TELLS.get(path.name, 'what it tells')} is unknown"))
+    except (OSError, UserError) as error:
+        lost.append((str(path), _reason(error, path)))
+    return {}
+
+
+def _reason(error: Exception, path: Path) -> str:
+    if isinstance(error, OSError):
+        return f"it cannot be read ({error.strerror or error})"
+    return f"it is {str(error).removeprefix(f'{path} is ').partition('; delete it')[0]}"
+
+
+def _baselines(path: Path, lost: list[tuple[str, str]]) -> dict[str, TrialRecord]:
+    baselines = {}
+    for label, values in _object(path, lost).items():
+        try:
+            baselines[label] = parse_record(values if isinstance(values, dict) else {}, path)
+        except UserError as error:
+            lost.append((str(path), _reason(error, path)))
+    return baselines
+
+
+def _records(folder: Path, lost: list[tuple[str, str]]) -> list[TrialRecord]:
+    """The records that can be read; a file that cannot is lost, and says why."""
+    ledger, records = Ledger(folder), []
+    for path in sorted(path for path in folder.glob("*.json") if not path.name.startswith(".")):
+        try:
+            record = ledger.read(path.stem)
+        except (OSError, UserError) as error:
+            lost.append((str(path), _reason(error, path)))
+            continue
+        if record is None:  # removed since the folder was listed
+            continue
+        try:
+            PruningConfig.from_dict(record.config)
+            records.append(record)
+        except (UserError, TypeError) as error:
+            lost.append((str(path), f"its configuration cannot be ({error})"))
+    return records
+
+
+def _source(entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What it takes to run the model's trials again, if experiment.json still holds all of it."""
+    given = entry.get("run")
+    run: dict[str, Any] = given if isinstance(given, dict) else {}
+    protocol = run.get("protocol")
+    whole = (
+        {f.name for f in fields(ModelRun)} <= set(run)
+        and isinstance(protocol, dict)
+        and {"tasks", "limit"} <= set(protocol)
+    )
+    return run if whole else None
+
+
+def _measured(entry: Mapping[str, Any], dense: TrialRecord | None) -> str | None:
+    """The key that the dense model has or would have: a hash of all that two trials must share to be compared."""
+    if dense is not None:
+        return dense.key
+    meaning = entry.get("meaning")
+    if not isinstance(meaning, dict) or not {"model", "data", "protocol", "seed", "dtype"} <= set(meaning):
+        return None
+    shared = {name: meaning[name] for name in ("model", "data", "seed", "dtype")}
+    return digest({"config": {}, **shared, "protocol": meaning["protocol"] | {"version": PROTOCOL_VERSION}})
+
+
+def _note_missing(part: Part, about: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+    """Name what the search was to try and has no record of, and trials that lost their files."""
+    planned = entry.get("trial_keys")
+    if isinstance(planned, dict):
+        missing = [name for key, name in planned.items() if key not in set(part.rows["key"])]
+        count = about.get("num_trials") if about.get("search") == "optuna" else len(planned)
+        absent = (count if isinstance(count, int) else len(planned)) - (len(planned) - len(missing))
+        if absent > 0:
+            names = "" if about.get("search") == "optuna" else f": {', '.join(sorted(missing))}"
+            part.note(f"{absent} of {count} configurations have no record yet{names}")
+    complete = part.rows[part.rows["success"]]
+    alone = [row for _, row in complete.iterrows() if not (Path(row["output_dir"]) / "items.parquet").is_file()]
+    if alone and len(alone) == len(complete):
+        part.note("no trial has its items.parquet: configurations are compared by their standard errors alone")
+    else:
+        for row in alone:
+            part.note("its items.parquet is missing: it is compared by its standard error alone", where=row["where"])
