@@ -1,0 +1,232 @@
+"""From a study to its findings: the published grid, and simulated experiments whose truth is known."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.findings import METHODS, published_findings, simulated_findings, simulated_study, true_accuracy
+from tune_prune.analysis.compute import find
+from tune_prune.analysis.export import cross_model_comparison
+from tune_prune.analysis.findings import RULES, Findings, ModelFindings
+from tune_prune.analysis.load import config_of, difference, read_items
+from tune_prune.analysis.reading import read_study
+from tune_prune.analysis.study import Study
+from tune_prune.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return read_study([simulated_study(tmp_path_factory.mktemp("full"))], [])
+
+
+@pytest.fixture(scope="module")
+def findings(study: Study) -> Findings:
+    return find(study)
+
+
+def kinds(model: ModelFindings) -> set[str]:
+    return {remark.kind for remark in model.warnings}
+
+
+def test_published_best_comes_with_those_within_noise() -> None:
+    model = published_findings().models["Llama"]
+    assert model.best["name"] == "blockwise-s64-n128"
+    assert (round(model.best["acc_mean"], 4), round(model.best["ppl"], 2)) == (0.5980, 13.17)
+    assert (model.basis, model.cross_fit) == ("unpaired", None)
+    alike = model.competing.loc[model.competing["in_confidence_set"], "name"].tolist()
+    assert 5 < len(alike) < 20
+    blockwise = {
+        f"blockwise-s{seq_len}-n{n}" for seq_len, n in ((64, 256), (64, 512), (256, 128), (256, 256), (256, 512))
+    }
+    assert blockwise < set(alike)  # all less than a third of a standard error behind
+    noise = next(remark for remark in model.warnings if remark.kind == "within_noise")
+    assert [noise.values["best"], *noise.values["others"]] == alike
+    assert noise.values["points"] == pytest.approx(100 * (0.5980432152155284 - model.competing["acc_mean"].iloc[1]))
+    assert kinds(model) == {"dense_unknown", "edge", "within_noise", "ppl_disagrees", "no_items", "seeds_one"}
+    assert model.statistics["task_evaluations"] == 45 * 7
+    assert [round(model.statistics[name], 4) for name in ("max", "min", "mean")] == [0.5980, 0.4342, 0.5519]
+    assert model.tasks["items"].sum() == 20465
+    assert model.tasks["retained"].isna().all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_best_follows_the_rule(study: Study, rule: str) -> None:
+    for model in find(study, rule).models.values():
+        assert model.best["name"] == model.chosen[rule][0]
+        assert model.cross_fit is not None
+        assert model.cross_fit.naive == pytest.approx(model.best["acc_mean"], abs=1e-9)
+        assert sum(model.cross_fit.chosen.values()) == pytest.approx(1)
+        if rule == "perplexity":  # other text than the items: nothing to correct
+            assert model.best["ppl"] == model.competing["ppl"].min()
+            assert model.cross_fit.chosen == {model.best["name"]: 1.0}
+            assert model.cross_fit.corrected == pytest.approx(model.best["acc_mean"], abs=1e-9)
+        if rule == "one-standard-error":
+            within = -model.competing["difference_points"] <= model.competing["difference_stderr_points"]
+            assert model.best["tokens"] == model.competing.loc[within, "tokens"].min()
+
+
+def test_unknown_rule_is_refused() -> None:
+    with pytest.raises(UserError, match="selection rule 'best' is not known"):
+        find(Study({}), "best")
+
+
+def test_differences_are_those_of_each_pair(findings: Findings) -> None:
+    rows = findings.models["alpha"].competing
+    assert rows["acc_mean"].is_monotonic_decreasing
+    assert (rows["difference_points"].iloc[0], rows["difference_stderr_points"].iloc[0], rows["p_best"].iloc[0]) == (
+        0,
+        0,
+        1,
+    )
+    for _, row in rows.iloc[1:6].iterrows():
+        expected = difference(row, rows.iloc[0])
+        assert expected.basis == findings.models["alpha"].basis == "paired"
+        assert row["difference_points"] == pytest.approx(expected.points, abs=1e-9)
+        assert row["difference_stderr_points"] == pytest.approx(expected.stderr_points, rel=1e-9)
+    assert rows["in_confidence_set"].equals(rows["p_best"] > 0.05)
+    weak = rows["taylor_seq_len"] == 16  # 8 points behind in truth
+    assert not rows.loc[weak & (rows["pruning_method"] == "taylor"), "in_confidence_set"].any()
+    truths = [true_accuracy(config_of(row), "alpha") for _, row in rows.iterrows()]
+    assert rows["in_confidence_set"].iloc[int(np.argmax(truths))]
+
+
+def test_cost_of_a_pass_is_the_part_of_its_samples(findings: Findings) -> None:
+    rows = findings.models["beta"].competing.set_index("name")
+    assert rows.loc["taylor-s64-n512", "gradient_pass_s"] == pytest.approx(8.0)  # as in the cost.json written
+    assert rows.loc["blockwise-s64-n128", "gradient_pass_s"] == pytest.approx(2.0)
+    assert rows.loc["blockwise-s64-n128", "tokens"] == 64 * 128
+
+
+def test_transfer_is_the_paired_difference_to_the_own_best(findings: Findings) -> None:
+    points, stderrs, percent = findings.transfer_points, findings.transfer_stderr, findings.transfer_percent
+    assert points is not None and stderrs is not None and percent is not None
+    for label, model in findings.models.items():
+        assert (points.loc[label, label], stderrs.loc[label, label], percent.loc[label, label]) == (0, 0, 0)
+        for other, theirs in findings.models.items():
+            row = model.competing.set_index("name", drop=False).loc[theirs.best["name"]]
+            expected = difference(model.best, row)
+            assert points.loc[label, other] == pytest.approx(expected.points)
+            assert stderrs.loc[label, other] == pytest.approx(expected.stderr_points)
+            assert percent.loc[label, other] == pytest.approx(100 * (1 - row["acc_mean"] / model.best["acc_mean"]))
+    rows = pd.concat([model.model.rows for model in findings.models.values()])
+    comparison = cross_model_comparison(rows, functools.cache(read_items))
+    assert comparison is not None and findings.best_for_all == comparison["best_for_all"]
+    means = [model.competing.set_index("name")["acc_mean"] for model in findings.models.values()]
+    assert findings.best_for_all is not None and findings.best_for_all["config"] == (means[0] + means[1]).idxmax()
+
+
+def test_transfer_to_what_was_not_run_is_unknown(findings: Findings) -> None:
+    beta = findings.study.models["beta"]
+    without = beta.rows[beta.rows["name"] != findings.models["alpha"].best["name"]].reset_index(drop=True)
+    changed = find(replace(findings.study, models={**findings.study.models, "beta": replace(beta, rows=without)}))
+    assert changed.transfer_points is not None
+    assert math.isnan(changed.transfer_points.loc["beta", "alpha"])
+    assert "missing_trials" in kinds(changed.models["beta"])
+
+
+def test_tasks_of_the_best_stand_beside_the_dense_model(findings: Findings) -> None:
+    model = findings.models["alpha"]
+    dense = json.loads((model.model.origins[0] / "baseline.json").read_text())["alpha"]["metrics"]
+    assert list(model.tasks.columns) == ["acc", "stderr", "dense", "retained", "items"]
+    assert model.tasks["acc"].mean() == pytest.approx(model.best["acc_mean"])
+    assert (model.tasks["items"] == 150).all()
+    assert model.tasks.loc["piqa", "retained"] == pytest.approx(model.best["acc_piqa"] / dense["acc_piqa"])
+
+
+def test_levels_methods_and_effects_are_of_the_rows(findings: Findings) -> None:
+    model = findings.models["alpha"]
+    assert set(model.methods.index) == set(METHODS)
+    assert model.methods["mean"].idxmin() == "taylor"
+    assert model.levels["taylor_seq_len"]["n"].tolist() == [6, 6, 6]
+    assert model.trends.keys() == {"taylor_seq_len", "taylor_num_samples"}
+    assert model.effects is not None and model.importance_basis == "anova"
+    assert max(model.importance, key=lambda knob: model.importance[knob]) == "taylor_seq_len"
+    assert {correlation.column for correlation in model.correlations} >= {"ppl", "grad_mean_ratio"}
+
+
+def test_what_is_missing_is_counted_and_said(tmp_path: Path) -> None:
+    lost = simulated_findings(tmp_path, failed=["taylor-s16-n128", "taylor-s16-n512"], stopped=["layerwise-s16-n128"])
+    model = lost.models["alpha"]
+    counts = {name: model.statistics[name] for name in ("runs", "complete", "failed", "stopped_early", "not_finite")}
+    assert counts == {"runs": 18, "complete": 15, "failed": 2, "stopped_early": 1, "not_finite": 0}
+    assert model.effects is None
+    missing = next(remark for remark in model.warnings if remark.kind == "missing_trials")
+    assert missing.values == {"missing": 3, "expected": 18}
+    assert next(remark for remark in model.warnings if remark.kind == "stopped_early").values == {"count": 1}
+
+
+def test_without_items_errors_are_those_of_each_trial(tmp_path: Path, findings: Findings) -> None:
+    model = find(read_study([simulated_study(tmp_path, with_items=False)], [])).models["alpha"]
+    paired = findings.models["alpha"]
+    assert (model.basis, model.cross_fit) == ("unpaired", None)
+    assert "no_items" in kinds(model) - kinds(paired)
+    assert model.competing["name"].tolist() == paired.competing["name"].tolist()
+    alone, together = (rows["difference_stderr_points"].iloc[1:] for rows in (model.competing, paired.competing))
+    assert (alone > 1.2 * together).all()
+    assert alone.iloc[0] == pytest.approx(100 * math.hypot(*model.competing["acc_mean_stderr"].iloc[:2]))
+    assert model.tasks["items"].isna().all()
+
+
+def test_a_trial_without_items_is_named(tmp_path: Path) -> None:
+    folder = simulated_study(tmp_path, models=("alpha",))
+    rows = read_study([folder], []).models["alpha"].rows.set_index("name")
+    (Path(rows.loc["taylor-s16-n128", "output_dir"]) / "items.parquet").unlink()
+    model = find(read_study([folder], [])).models["alpha"]
+    remark = next(remark for remark in model.warnings if remark.kind == "partly_unpaired")
+    assert remark.values == {"names": ["taylor-s16-n128"]}
+    assert model.basis == "unpaired" and model.cross_fit is not None
+    assert "taylor-s16-n128" not in model.cross_fit.chosen
+
+
+def test_warnings_follow_from_the_numbers(study: Study) -> None:
+    alpha = study.models["alpha"]
+    rows = alpha.rows.assign(acc_mean_stderr=1e-4, output_dir="")
+    level = rows["taylor_seq_len"].map({16: 0.4, 64: 0.6, 256: 0.5}) + rows["taylor_num_samples"] / 1e5
+    # taylor is best on average, blockwise has the single best; perplexity goes with accuracy
+    method = rows["pruning_method"].map({"taylor": 0.02, "layerwise": 0.0, "blockwise": 0.01})
+    single = 0.05 * (rows["name"] == "blockwise-s64-n512")
+    rows = rows.assign(acc_mean=level + method + single, ppl=20 - 10 * (level + method + single))
+    at_chance = {"acc_mean": 0.36, "acc_mean_stderr": 0.01, "chance_acc_mean": 0.35}
+    changed = replace(alpha, rows=rows, baseline=at_chance)
+    model = find(Study({"alpha": changed})).models["alpha"]
+    said = {remark.kind: remark.values for remark in model.warnings}
+    assert said.keys() == {"at_chance", "edge", "rank_disagrees", "no_items", "seeds_one"}
+    assert said["edge"] == {"knob": "taylor_num_samples", "value": 512, "side": "upper"}
+    assert said["rank_disagrees"] == {
+        "by_mean": ["taylor", "blockwise", "layerwise"],
+        "by_max": ["blockwise", "taylor", "layerwise"],
+    }
+    blind = replace(changed, rows=rows.assign(acc_mean_stderr=math.nan, ppl=math.nan))
+    model = find(Study({"alpha": blind})).models["alpha"]
+    assert model.basis == "unknown" and model.competing["in_confidence_set"].all()
+    assert (
+        next(r for r in model.warnings if r.kind == "stderr_unknown").values["names"]
+        == model.competing["name"].tolist()
+    )
+    with pytest.raises(UserError, match="no finite ppl in the trials of alpha"):
+        find(Study({"alpha": blind}), "perplexity")
+
+
+def test_seed_decides_and_other_models_do_not(study: Study, findings: Findings) -> None:
+    alone = find(Study({"alpha": study.models["alpha"]}, costs=study.costs))
+    assert alone.transfer_points is None and alone.best_for_all is None
+    first, again = findings.models["alpha"], alone.models["alpha"]
+    pd.testing.assert_frame_equal(first.competing, again.competing)
+    assert first.cross_fit == again.cross_fit
+    other = find(study, seed=1).models["alpha"]
+    assert not other.competing["p_best"].equals(first.competing["p_best"])
+    np.testing.assert_allclose(other.competing["p_best"], first.competing["p_best"], atol=0.04)
+
+
+def test_model_without_a_complete_trial_is_listed(study: Study) -> None:
+    rows = study.models["beta"].rows.assign(success=False, status="failed")
+    lost = find(replace(study, models={**study.models, "beta": replace(study.models["beta"], rows=rows)}))
+    assert (list(lost.models), lost.without) == (["alpha"], ("beta",))

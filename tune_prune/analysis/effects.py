@@ -1,0 +1,293 @@
+"""What each knob of the search does to accuracy: level means, trends, analysis of variance, importance, correlations.
+
+All functions take the competing rows of one model (`ModelFindings.competing`: complete, finite acc_mean, at least one) in
+any order. Accuracies are fractions, differences percentage points.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+from statsmodels.formula.api import ols
+from statsmodels.regression.linear_model import OLS
+from statsmodels.stats.anova import anova_lm
+
+from tune_prune.analysis.findings import Correlation, Remark, Trend
+
+# Names of the factors in tables -> columns of the rows.
+FACTORS = {
+    "method": "pruning_method",
+    "taylor_seq_len": "taylor_seq_len",
+    "taylor_num_samples": "taylor_num_samples",
+}
+_PASS = ["taylor_seq_len", "taylor_num_samples"]  # one gradient pass serves every method
+
+# What accuracy is correlated with, unless told otherwise.
+COLUMNS = (
+    *("ppl", "grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio", "grad_mean_range"),
+    *("grad_norm_range", "extreme_pruning_layers", "removed_fraction"),
+)
+
+_MIN_ROWS = 4  # Fisher's interval divides by sqrt(n - 3)
+# PED-ANOVA. Simulated searches of 20 of 297 configurations, one factor with a large effect and two with none: it puts that
+# factor first in 86% (method) and 100% (seq_len) of them; with Optuna's default of a tenth in 20% and 92%, with half as many
+# trials in 59% and 98%.
+_TARGET_QUANTILE = 0.5
+_MIN_TRIALS = 20
+_ROUNDING = 1e-12  # relative; a sum of squares or a difference below it is a rounding error
+
+
+def method_table(competing: pd.DataFrame) -> pd.DataFrame:
+    """Accuracy of each method, highest mean first.
+
+    Index: method; columns: n, mean, std (n - 1; NaN for one row), std_n (divides by n, as the published tables), min,
+    median, max, best (name of the configuration).
+    """
+    rows = competing.sort_values(["acc_mean", "name"], ascending=[False, True])
+    groups = rows.groupby("pruning_method")
+    table = groups["acc_mean"].agg(["count", "mean", "std", "min", "median", "max"]).rename(columns={"count": "n"})
+    table.insert(3, "std_n", groups["acc_mean"].std(ddof=0))
+    table["best"] = groups["name"].first()
+    return table.rename_axis("method").sort_values("mean", ascending=False, kind="stable")
+
+
+def level_table(competing: pd.DataFrame, knob: str) -> pd.DataFrame:
+    """Accuracy at each level of `knob`, lowest level first, over all settings of the other knobs.
+
+    Index: level; columns: n, mean, std (n - 1), stderr (std / sqrt(n); how far levels differ is what `trend` tells), min, max.
+    """
+    rows = competing.astype({knob: "int64"})
+    table = rows.groupby(knob)["acc_mean"].agg(["count", "mean", "std", "sem", "min", "max"])
+    return table.rename(columns={"count": "n", "sem": "stderr"})
+
+
+def trend(competing: pd.DataFrame, knob: str) -> Trend:
+    """How accuracy moves with the levels of `knob`, of which there must be two or more.
+
+    Level means and their errors come from least squares, accuracy = level + other factors: on a full grid these are the plain
+    level means, elsewhere they are corrected for which settings each level was tried with. What that leaves over, including
+    how much the effect depends on the other factors, is the noise: a trend has to hold across them. Where there are too few
+    rows for all factors, only methods are taken out, or nothing; with one row a level the errors are the rows' own acc_mean_stderr.
+
+    Two levels differ if their means are more than two standard errors of the difference apart and the levels are not all
+    equal (F test, p at most .05): Fisher's protected least significant difference. "flat": no two differ; "rises" and
+    "falls": all that differ do so in that direction; "rises_then_falls" and "falls_then_rises": both, with one turn at
+    an inner level; "mixed": anything else; "unknown": no error can be computed.
+    """
+    levels = np.sort(competing[knob].astype("int64").unique())
+    assert len(levels) > 1, f"{knob} has one level only, so it has no trend"
+    means, covariance, p = _level_means(competing, knob, levels)
+    variance = np.diag(covariance)
+    stderr = np.sqrt(np.maximum(variance[:, None] + variance[None, :] - 2 * covariance, 0))
+    highest, lowest = int(np.argmax(means)), int(np.argmin(means))
+    return Trend(
+        knob,
+        _direction(means, stderr, p),
+        100 * float(means[highest] - means[lowest]),
+        100 * float(stderr[highest, lowest]),
+        int(levels[highest]),
+        *_spearman(competing[knob], competing["acc_mean"]),
+    )
+
+
+def _level_means(rows: pd.DataFrame, knob: str, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Means at `levels`, their covariance (NaN: unknown), and p of the hypothesis that all are equal."""
+    acc = rows["acc_mean"].to_numpy("float64")
+    scale = float(np.abs(acc).max()) * _ROUNDING
+    others = [column for column in FACTORS.values() if column != knob and rows[column].nunique() > 1]
+    own = (rows[knob].to_numpy("int64")[:, None] == levels).astype("float64")
+    contrasts = np.eye(len(levels))[1:] - np.eye(len(levels))[0]
+    for taken_out in (others, [column for column in others if column == "pruning_method"], []):
+        dummies = [pd.get_dummies(rows[column], drop_first=True, dtype="float64").to_numpy() for column in taken_out]
+        design = np.hstack([own, *dummies])
+        if len(design) > design.shape[1] == np.linalg.matrix_rank(design):
+            fit = OLS(acc, design).fit()
+            means = fit.params[: len(levels)]
+            if math.sqrt(fit.scale) <= scale:  # an exact fit: the test would divide rounding errors
+                return means, np.zeros((len(levels), len(levels))), float(np.ptp(means) <= scale)
+            equal = fit.f_test(np.pad(contrasts, ((0, 0), (0, design.shape[1] - len(levels)))))
+            return means, fit.cov_params()[: len(levels), : len(levels)], float(equal.pvalue)
+    ordered = rows.iloc[np.argsort(rows[knob].to_numpy("int64"))]  # one row a level
+    means = ordered["acc_mean"].to_numpy("float64")
+    covariance = np.diag(ordered["acc_mean_stderr"].to_numpy("float64") ** 2)
+    if not (np.diag(covariance) > 0).all():
+        return means, np.full_like(covariance, np.nan), math.nan
+    gaps = contrasts @ means
+    wald = gaps @ np.linalg.solve(contrasts @ covariance @ contrasts.T, gaps)
+    return means, covariance, float(stats.chi2.sf(wald, len(levels) - 1))
+
+
+def _direction(means: np.ndarray, stderr: np.ndarray, p: float) -> str:
+    if math.isnan(p):
+        return "unknown"
+    gain = means[None, :] - means[:, None]  # [from, to]
+    later = np.triu(np.ones_like(gain, dtype=bool), 1)
+    bound = 2 * stderr + np.abs(means).max() * _ROUNDING
+    rises, falls = later & (gain > bound), later & (gain < -bound)
+    if p > 0.05 or not (rises | falls).any():
+        return "flat"
+    if not falls.any():
+        return "rises"
+    if not rises.any():
+        return "falls"
+    top, bottom = int(np.argmax(means)), int(np.argmin(means))
+    if _turns_at(top, rises, falls):
+        return "rises_then_falls"
+    return "falls_then_rises" if _turns_at(bottom, falls, rises) else "mixed"
+
+
+def _turns_at(turn: int, before: np.ndarray, after: np.ndarray) -> bool:
+    """Whether steps of the kind `before` lead to `turn` and those of `after` away from it, and none the other way round."""
+    leads = before[:turn, turn].any() and after[turn, turn + 1 :].any()
+    return bool(leads and not after[: turn + 1, : turn + 1].any() and not before[turn:, turn:].any())
+
+
+def _spearman(levels: pd.Series, acc: pd.Series) -> tuple[float, float]:
+    if acc.nunique() < 2 or len(acc) < 3:
+        return math.nan, math.nan
+    result = stats.spearmanr(levels.to_numpy("float64"), acc.to_numpy("float64"))
+    return float(result.statistic), float(result.pvalue)
+
+
+def anova(competing: pd.DataFrame) -> pd.DataFrame | None:
+    """Analysis of variance of acc_mean over the factors with two levels or more, each level a category.
+
+    Index: term ("method", "method:taylor_seq_len", ..., "residual"); columns: df, sum_sq, share (of the total sum of
+    squares), F, p (both NaN for the residual, and everywhere if it is zero). Main effects and two-way interactions, type II,
+    which on a full grid is the same as any other. A grid has one row a cell, so the interaction of all factors serves as the
+    residual: the three-way one of three factors, the two-way one of two. None where the rows are not one for each combination of
+    levels, where one factor only varies, so that nothing is left for the residual, and where all accuracies are equal.
+    """
+    factors = [name for name, column in FACTORS.items() if competing[column].nunique() > 1]
+    cells = competing[[FACTORS[name] for name in factors]]
+    if len(factors) < 2 or len(cells) != cells.nunique().prod() or cells.duplicated().any():
+        return None
+    acc = competing["acc_mean"].to_numpy("float64")
+    total = float(((acc - acc.mean()) ** 2).sum())
+    if np.ptp(acc) <= np.abs(acc).max() * _ROUNDING:
+        return None
+    data = pd.DataFrame({name: pd.Categorical(competing[FACTORS[name]].astype("str")) for name in factors})
+    pairs = [] if len(factors) == 2 else [f"{a}:{b}" for a, b in itertools.combinations(factors, 2)]
+    fit = ols(f"acc ~ {' + '.join([*factors, *pairs])}", data.assign(acc=acc)).fit()
+    table = anova_lm(fit, typ=2).rename(index={"Residual": "residual"}, columns={"PR(>F)": "p"})
+    table["share"] = table["sum_sq"] / total
+    nothing = table["share"] < _ROUNDING
+    table.loc[nothing, ["sum_sq", "share"]] = 0.0
+    if nothing["residual"]:  # F compares with it
+        table[["F", "p"]] = math.nan
+    return table.astype({"df": "int64"})[["df", "sum_sq", "share", "F", "p"]]
+
+
+def importance(competing: pd.DataFrame, anova_table: pd.DataFrame | None) -> tuple[dict[str, float], str]:
+    """The share of accuracy's variation that each factor answers for, largest first, and on what basis.
+
+    "anova": a main effect's share and half the share of each two-way interaction that the factor is in. These are Shapley
+    effects (Owen 2014, "Sobol' indices and Shapley value"), which divide an interaction equally among its factors; they add up
+    to one less the residual's share. "optuna", where there is no full grid: PED-ANOVA (Watanabe et al. 2023), which tells
+    what it takes to be in the better half, over the levels seen; it adds up to one even where nothing has an effect.
+    ({}, "none") with fewer than 20 rows, with one factor that varies, with equal accuracies, or where Optuna is not installed.
+    """
+    if anova_table is not None:
+        terms = anova_table["share"].drop("residual")
+        shares = {name: 0.0 for name in FACTORS if name in terms.index}
+        for term, share in terms.items():
+            members = str(term).split(":")
+            for name in members:
+                shares[name] += float(share) / len(members)
+        basis = "anova"
+    else:
+        shares = _ped_anova(competing)
+        basis = "optuna" if shares else "none"
+    return dict(sorted(shares.items(), key=lambda entry: (-entry[1], entry[0]))), basis
+
+
+def _ped_anova(competing: pd.DataFrame) -> dict[str, float]:
+    """Optuna's importance of the factors that vary, as the search sees them: levels in order, methods as categories."""
+    rows = competing.sort_values(list(FACTORS.values()))  # the order of the trials must not matter
+    levels = {name: sorted(rows[column].unique().tolist()) for name, column in FACTORS.items()}
+    levels = {name: values for name, values in levels.items() if len(values) > 1}
+    if len(rows) < _MIN_TRIALS or rows["acc_mean"].nunique() < 2 or len(levels) < 2:
+        return {}
+    try:
+        import optuna
+    except ModuleNotFoundError:  # it is needed to search, not to look at results
+        return {}
+    distributions: dict[str, optuna.distributions.BaseDistribution] = {
+        name: optuna.distributions.CategoricalDistribution(values)
+        if name == "method"
+        else optuna.distributions.IntDistribution(0, len(values) - 1)
+        for name, values in levels.items()
+    }
+    trials = [
+        optuna.trial.create_trial(
+            value=row["acc_mean"],
+            params={
+                name: row[FACTORS[name]] if name == "method" else values.index(row[FACTORS[name]])
+                for name, values in levels.items()
+            },
+            distributions=distributions,
+        )
+        for row in rows[["acc_mean", *FACTORS.values()]].to_dict("records")
+    ]
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # or it announces the study on stderr
+    try:
+        study = optuna.create_study(direction="maximize")
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+    study.add_trials(trials)
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=_TARGET_QUANTILE)
+    shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    return {name: float(share) for name, share in shares.items()}
+
+
+def correlations(competing: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> tuple[Correlation, ...]:
+    """Pearson's correlation of acc_mean with each of `columns` that has a value at all, with Fisher's 95% interval.
+
+    Columns with an infinite or missing value are not computed: leaving those rows out would leave out the extreme ones.
+    Gradient columns (grad_*) are the same for all methods of one gradient pass. Where they are, to within the noise of
+    repeating that pass, rows are not independent evidence, and the interval is that of the correlation over passes, each with
+    the mean accuracy of its rows. Passes at one seq_len still share samples, so even that interval is rather too narrow.
+    """
+    present = [column for column in columns if column in competing and competing[column].notna().any()]
+    return tuple(_correlation(competing, column) for column in present)
+
+
+def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
+    acc = rows["acc_mean"].to_numpy("float64")
+    values = rows[column].to_numpy("float64", na_value=math.nan)
+    n = len(values)
+    bad = int(n - np.isfinite(values).sum())
+    if bad:
+        return Correlation(column, None, n, Remark("not_finite", {"column": column, "count": bad}))
+    if n < _MIN_ROWS:
+        return Correlation(column, None, n, Remark("too_few", {"n": n}))
+    for name, numbers in ((column, values), ("acc_mean", acc)):
+        if _is_constant(numbers):
+            return Correlation(column, None, n, Remark("constant", {"column": name}))
+    r, low, high = _pearson(values, acc)
+    data = pd.DataFrame({"value": values, "acc": acc})
+    passes = data.groupby([rows[name].to_numpy("int64") for name in _PASS])
+    within = passes["value"].max() - passes["value"].min()
+    if not column.startswith("grad_") or len(passes) == n or within.max() > 1e-3 * np.ptp(values):
+        return Correlation(column, r, n, low=low, high=high)
+    means = passes.mean()
+    if len(means) < _MIN_ROWS or _is_constant(means["acc"].to_numpy()):
+        return Correlation(column, r, n, n_independent=len(means))
+    r_passes, low, high = _pearson(means["value"].to_numpy(), means["acc"].to_numpy())
+    return Correlation(column, r, n, low=low, high=high, n_independent=len(means), r_independent=r_passes)
+
+
+def _is_constant(values: np.ndarray) -> bool:
+    return bool(np.ptp(values) <= _ROUNDING * np.abs(values).max())
+
+
+def _pearson(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
+    result = stats.pearsonr(x, y)
+    interval = result.confidence_interval(0.95)
+    return float(result.statistic), float(interval.low), float(interval.high)

@@ -1,0 +1,102 @@
+"""Selection rules: which configuration is chosen, from the rows that compete.
+
+Rows are `ModelFindings.competing`, the most accurate first, with the columns name, acc_mean, ppl, tokens (seq_len x samples),
+difference_points and difference_stderr_points (own minus the most accurate's), gradient_pass_s (NaN where not measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from tune_prune.analysis.findings import RULES
+from tune_prune.errors import UserError, did_you_mean
+
+_SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model
+
+
+def require_known(rule: str) -> None:
+    """UserError with the known rules if `rule` is none of them."""
+    if rule not in RULES:
+        raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
+
+
+def choose_all(rows: pd.DataFrame) -> dict[str, list[str]]:
+    """Rule -> names of what it chooses, the most accurate first; none where what it needs was not measured."""
+    return {
+        "accuracy": accuracy(rows),
+        "perplexity": perplexity(rows),
+        "one-standard-error": one_standard_error(rows),
+        "pareto": pareto(rows),
+    }
+
+
+def accuracy(rows: pd.DataFrame) -> list[str]:
+    """The highest acc_mean; equal ones by perplexity, tokens, name (`load.ranked`)."""
+    return rows["name"].head(1).tolist()
+
+
+def perplexity(rows: pd.DataFrame) -> list[str]:
+    """The lowest finite perplexity; of equal ones the more accurate. Empty if none is known."""
+    known = rows[np.isfinite(_numbers(rows["ppl"]))]
+    return known.sort_values("ppl", kind="stable")["name"].head(1).tolist()
+
+
+def one_standard_error(rows: pd.DataFrame) -> list[str]:
+    """The cheapest configuration within one standard error of the most accurate.
+
+    Breiman, Friedman, Olshen and Stone, Classification and Regression Trees (1984), 3.4.3, with the standard error of the
+    difference to the most accurate, paired where both have the same items. See `cost_order` for what is cheap; equal costs:
+    the more accurate. Where no standard error is known only the most accurate itself is within it.
+    """
+    gaps, errors = -_numbers(rows["difference_points"]), _numbers(rows["difference_stderr_points"])
+    within = (gaps <= errors) | (gaps <= 0)
+    return [str(rows["name"].iloc[cheapest_within(within, _numbers(rows["acc_mean"]), cost_order(rows))])]
+
+
+def cheapest_within(within: np.ndarray, accuracies: np.ndarray, cost: np.ndarray) -> int:
+    """The position, among those `within`, of the lowest cost, then of the highest accuracy, then the first."""
+    positions = np.flatnonzero(within)
+    return int(positions[np.lexsort((-accuracies[positions], cost[positions]))[0]])
+
+
+def cost_order(rows: pd.DataFrame) -> np.ndarray:
+    """Rank of each row's cost, equal ones alike: calibration tokens, then the seconds of a gradient pass (unknown: last)."""
+    costs = pd.DataFrame(
+        {"tokens": _numbers(rows["tokens"]), "seconds": np.nan_to_num(_numbers(rows["gradient_pass_s"]), nan=np.inf)}
+    )
+    return costs.groupby(["tokens", "seconds"]).ngroup().to_numpy()
+
+
+def pareto(rows: pd.DataFrame) -> list[str]:
+    """Those that no other one dominates: is nowhere worse and somewhere better.
+
+    Objectives: acc_mean, ppl, params_count and every column that names a latency, as far as any row has them. An unknown or
+    infinite value is the worst of its column. Sizes that differ by at most 0.1% are the same, as one budget leaves them.
+    """
+    names = ["ppl", *(name for name in rows.columns if "latency" in name and not name.endswith("_stderr"))]
+    columns = [-_numbers(rows["acc_mean"]), *(_numbers(rows[name]) for name in names)]
+    known = [np.where(np.isfinite(values), values, np.inf) for values in columns if np.isfinite(values).any()]
+    costs = np.column_stack(known)  # lower is better
+    size = np.nan_to_num(_numbers(rows["params_count"]), nan=np.inf)
+    kept = []
+    for k, cost in enumerate(costs):
+        smaller = size * (1 + _SAME_SIZE) < size[k]
+        no_worse = (costs <= cost).all(axis=1) & ~(size[k] * (1 + _SAME_SIZE) < size)
+        better = (costs < cost).any(axis=1) | smaller
+        if not (no_worse & better).any():
+            kept.append(str(rows["name"].iloc[k]))
+    return kept
+
+
+def best_of(chosen: Mapping[str, list[str]], rule: str, model: str) -> str:
+    """The name of the best by `rule`; UserError if the rule could not choose."""
+    if not chosen[rule]:
+        raise UserError(f"selection rule {rule!r} finds no finite ppl in the trials of {model}; use --rule accuracy")
+    return chosen[rule][0]
+
+
+def _numbers(values: pd.Series) -> np.ndarray:
+    return values.to_numpy(dtype=np.float64, na_value=np.nan)
