@@ -1,0 +1,290 @@
+"""Figures: what is drawn is what the findings say, every file is one that a journal takes, and any shape of search is drawn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+
+from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
+from tune_prune.analysis import figure_style, figures
+from tune_prune.analysis.compute import find
+from tune_prune.analysis.findings import Findings, ModelFindings
+from tune_prune.analysis.load import config_name, typed
+from tune_prune.analysis.study import Model, Study
+
+LOST = "layerwise-s16-n128"
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """Two models of 18 configurations with items, one of which failed in each."""
+    return simulated_findings(tmp_path_factory.mktemp("study"), failed=[LOST])
+
+
+@pytest.fixture(scope="module")
+def drawn(simulated: Findings, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """All figures of `simulated`, in a folder of their own."""
+    return figures.draw_all(simulated, tmp_path_factory.mktemp("drawn") / "figures")
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelFindings:
+    return published_findings().models["Llama"]
+
+
+def searched(
+    label: str, methods: Sequence[str], seq_lens: Sequence[int], samples: Sequence[int], every: int = 1, **columns: Any
+) -> Model:
+    """A model without items, of which every so-manieth combination was tried."""
+    cells = list(itertools.product(methods, seq_lens, samples))[::every]
+    rows = pd.DataFrame(cells, columns=["pruning_method", "taylor_seq_len", "taylor_num_samples"])
+    generator = np.random.default_rng(0)
+    known = {
+        "acc_mean": generator.uniform(0.4, 0.6, len(rows)),
+        "ppl": 10.0,
+        "elapsed_time": 60.0,
+        "output_dir": "results/exp_001",
+    }
+    rows = typed(
+        rows.assign(**{"model": label, "success": True, "status": "complete", "pruning_ratio": 0.2, **known, **columns})
+    )
+    return Model(label, rows.assign(name=[config_name(row) for _, row in rows.iterrows()]))
+
+
+def findings_of(*models: Model) -> Findings:
+    return find(Study({model.label: model for model in models}))
+
+
+def lines(axes: Axes, marker: str | None = None) -> dict[str, Line2D]:
+    """The lines that hold data, by label; of a marker, where one is named."""
+    return {
+        str(line.get_label()): line
+        for line in axes.get_lines()
+        if len(line.get_xdata()) and marker in (None, line.get_marker())
+    }
+
+
+def points(axes: Axes, marker: str) -> set[tuple[float, float]]:
+    """Where the axes have that marker, filled or not; the ring around the best aside."""
+    drawn = [line for line in axes.get_lines() if line.get_marker() == marker and line.get_markersize() < 8]
+    return {(float(x), float(y)) for line in drawn for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)}
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def cells(axes: Axes) -> np.ma.MaskedArray:
+    (mesh,) = [collection for collection in axes.collections if isinstance(collection, QuadMesh)]
+    return mesh.get_array()
+
+
+def outlined(axes: Axes, width: float) -> set[tuple[float, float]]:
+    """The lower left corners of the outlines of that width."""
+    return {p.get_xy() for p in axes.patches if isinstance(p, Rectangle) and p.get_linewidth() == width}
+
+
+def test_every_figure_is_written_as_a_paper_needs_it(drawn: list[Path]) -> None:
+    each = [f"{kind}_{label}" for kind in ("heatmap", "retention") for label in ("alpha", "beta")]
+    names = {*each, "methods", "seq_len", "num_samples", "ppl_accuracy", "accuracy_cost"}
+    assert sorted(path.name for path in drawn) == sorted(f"{name}.{kind}" for name in names for kind in ("pdf", "png"))
+    assert sorted(drawn) == sorted(drawn[0].parent.iterdir())
+    for path in drawn:
+        if path.suffix == ".png":
+            pixels = imread(path)
+            assert pixels.shape[1] in (round(200 * 3.3), round(200 * 6.9)), path.name
+            assert len(np.unique(pixels @ [1, 10, 100, 0])) > 20, f"{path.name} is blank"
+            edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+            assert (edge[:, :3] == 1).all(), f"{path.name} is cut at its edge"
+        else:
+            content = path.read_bytes()
+            fonts = re.findall(rb"/Subtype /(Type3|TrueType|CIDFontType2|Type1)\b", content)
+            assert content.startswith(b"%PDF-") and b"/FontFile2" in content
+            assert set(fonts) <= {b"TrueType", b"CIDFontType2"}, path.name
+            assert b"/Subtype /Image" not in content, f"{path.name} is not drawn in vectors"
+
+
+def test_the_same_bytes_twice_whatever_the_user_has_set(simulated: Findings, drawn: list[Path], tmp_path: Path) -> None:
+    with mpl.rc_context({"font.size": 20, "pdf.fonttype": 3, "axes.facecolor": "grey", "savefig.dpi": 30}):
+        before = dict(mpl.rcParams)
+        again = figures.draw_all(simulated, tmp_path)
+        assert dict(mpl.rcParams) == before
+    for one, other in zip(drawn, again, strict=True):
+        assert one.read_bytes() == other.read_bytes(), one.name
+
+
+def test_heatmap_shows_every_accuracy_the_best_and_what_is_missing(simulated: Findings) -> None:
+    model = simulated.models["alpha"]
+    figure = figures.heatmap(model)
+    panels = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
+    assert list(panels) == list(METHODS)
+    accuracy = model.competing.set_index("name")["acc_mean"]
+    scales = set()
+    for method, axes in panels.items():
+        names = [[f"{method}-s{s}-n{n}" for n in SAMPLES] for s in SEQ_LENS]
+        drawn = cells(axes)
+        np.testing.assert_array_equal(drawn.filled(-1), [[accuracy.get(name, -1) for name in row] for row in names])
+        printed = [f"{accuracy[name]:.3f}"[1:] for row in names for name in row if name != LOST]
+        assert [text.get_text() for text in axes.texts] == printed
+        assert axes.patch.get_hatch()
+        best = {(c, r) for r, row in enumerate(names) for c, name in enumerate(row) if name == model.best["name"]}
+        assert outlined(axes, 2.0) == best
+        alike = model.competing[model.competing["in_confidence_set"]]["name"]
+        near = {(c, r) for r, row in enumerate(names) for c, name in enumerate(row) if name in set(alike)}
+        assert outlined(axes, 0.8) == near - best
+        scales.add(axes.collections[0].get_clim())
+    assert scales == {(accuracy.min(), accuracy.max())}
+    assert "no complete trial (1)" in legend(figure)
+
+
+def test_heatmap_text_can_be_read() -> None:
+    shades = mpl.colormaps["cividis"](np.linspace(0, 1, 50))
+    linear = np.where(shades <= 0.04045, shades / 12.92, ((shades + 0.055) / 1.055) ** 2.4)[:, :3]
+    light = linear @ [0.2126, 0.7152, 0.0722]
+    for shade, ink in zip(light, figure_style.readable_on(shades), strict=True):
+        contrast = (shade + 0.05) / 0.05 if ink == "black" else 1.05 / (shade + 0.05)
+        assert contrast >= 4.5  # WCAG 2, AA
+
+
+def test_method_bars_are_the_published_means(llama: ModelFindings) -> None:
+    figure = figures.methods({"Llama": llama})
+    (axes,) = figure.axes
+    assert axes.get_ylim()[0] == 0
+    bars = [container for container in axes.containers if hasattr(container, "patches")]
+    heights = [round(bar.patches[0].get_height(), 4) for bar in bars]
+    assert heights == [0.5412, 0.5323, 0.5821]  # taylor, layerwise, blockwise
+    spreads = [np.ptp(bar.errorbar.lines[2][0].get_segments()[0][:, 1]) / 2 for bar in bars]
+    expected = [np.std(llama.competing.query("pruning_method == @m")["acc_mean"], ddof=1) for m in METHODS]
+    np.testing.assert_allclose(spreads, expected)
+    drawn = [y for marker in "os^" for _, y in points(axes, marker)]
+    assert sorted(drawn) == sorted(llama.competing["acc_mean"])
+    assert "mean ± std over configurations" in legend(figure)
+
+
+@pytest.mark.parametrize(
+    ("knob", "levels", "means"),
+    [
+        ("taylor_seq_len", [16, 32, 64, 128, 256], [0.4988, 0.5345, 0.5699, 0.5755, 0.5805]),
+        ("taylor_num_samples", [128, 256, 512], [0.5504, 0.5515, 0.5537]),
+    ],
+)
+def test_curves_are_the_published_level_means(
+    llama: ModelFindings, knob: str, levels: list[int], means: list[float]
+) -> None:
+    (axes,) = figures.curves({"Llama": llama}, knob).axes
+    drawn = lines(axes)
+    assert list(drawn["all methods"].get_xdata()) == levels
+    assert [round(float(y), 4) for y in drawn["all methods"].get_ydata()] == means
+    assert set(drawn) == {*METHODS, "all methods"}
+    for method, band in zip(METHODS, axes.collections, strict=True):
+        rows = llama.competing[llama.competing["pruning_method"] == method]
+        groups = [rows["acc_mean"][rows[knob] == level].to_numpy() for level in levels]
+        np.testing.assert_allclose(drawn[method].get_ydata(), [group.mean() for group in groups])
+        error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
+        corners = band.get_paths()[0].vertices
+        np.testing.assert_allclose([np.ptp(corners[corners[:, 0] == level, 1]) / 2 for level in levels], error)
+
+
+def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(simulated: Findings) -> None:
+    model = simulated.models["alpha"]
+    figure = figures.ppl_accuracy({"alpha": model})
+    (axes,) = figure.axes
+    for method, marker in zip(METHODS, "os^", strict=True):
+        rows = model.competing[model.competing["pruning_method"] == method]
+        assert points(axes, marker) == set(zip(rows["ppl"], rows["acc_mean"], strict=True))
+    (ring,) = [line for line in axes.get_lines() if line.get_markersize() == 8]
+    assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (model.best["ppl"], model.best["acc_mean"])
+    assert points(axes, "*") == {(15.0, model.model.baseline["acc_mean"])}
+    assert "dense model" in legend(figure)
+    hollow = sum(len(line.get_xdata()) for line in axes.get_lines() if line.get_markerfacecolor() == "white")
+    assert hollow == (~model.competing["in_confidence_set"]).sum() > 0
+
+
+def test_cost_is_time_where_known_else_tokens(simulated: Findings, llama: ModelFindings) -> None:
+    first, second = figures.accuracy_cost({"alpha": simulated.models["alpha"], "Llama": llama}).axes
+    assert (first.get_xlabel(), second.get_xlabel()) == ("Trial time (s)", "Calibration tokens")
+    rows = llama.competing[llama.competing["pruning_method"] == "taylor"]
+    tokens = rows["taylor_seq_len"] * rows["taylor_num_samples"]
+    assert points(second, "o") == set(zip(tokens, rows["acc_mean"], strict=True))
+    (front,) = [line for line in second.get_lines() if line.get_drawstyle() == "steps-post"]
+    accuracy, cost = llama.competing["acc_mean"], llama.competing["tokens"]
+    for x, y in zip(front.get_xdata(), front.get_ydata(), strict=True):
+        assert y == accuracy[cost <= x].max()
+
+
+@pytest.mark.parametrize(
+    ("model", "absent"),
+    [
+        (searched("one", ["taylor"], [64], [128], ppl=math.nan), {"seq_len", "num_samples", "ppl_accuracy"}),
+        (
+            searched("level", [*METHODS, "wanda", "x"], [64], [128, 256], acc_mean=0.5, elapsed_time=math.nan),
+            {"seq_len"},
+        ),
+        (
+            searched("wide", list(METHODS), range(8, 208, 8), range(32, 330, 64), every=3, ppl=math.inf),
+            {"ppl_accuracy"},
+        ),
+    ],
+    ids=["one configuration", "five methods alike, one level", "many levels, sparse"],
+)
+def test_any_shape_of_search_is_drawn(model: Model, absent: set[str], tmp_path: Path) -> None:
+    names = {path.stem for path in figures.draw_all(findings_of(model), tmp_path)}
+    always = {f"heatmap_{model.label}", "methods", "accuracy_cost"}
+    assert names == (always | {"seq_len", "num_samples", "ppl_accuracy"}) - absent
+
+
+def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
+    assert figures.draw_all(findings_of(), tmp_path) == []
+
+
+def test_many_levels_have_no_text_in_their_cells() -> None:
+    sizes = {12: False, 13: True}
+    for count, empty in sizes.items():
+        found = findings_of(searched("m", ["taylor"], range(8, 8 + count), [128, 256])).models["m"]
+        panel = figures.heatmap(found).axes[0]
+        assert (len(panel.texts) == 0) is empty
+
+
+def test_unknown_perplexities_are_counted_in_the_panel() -> None:
+    ppl = [10.0, 12.0, math.inf, math.nan]
+    found = findings_of(searched("m", ["taylor"], [16, 32], [128, 256], ppl=ppl)).models["m"]
+    (axes,) = figures.ppl_accuracy({"m": found}).axes
+    assert [text.get_text() for text in axes.texts] == ["2 of 4 not finite, not shown"]
+    assert {x for x, _ in points(axes, "o")} == {10.0, 12.0}
+
+
+def test_fourteen_models_have_a_panel_each_and_files_of_their_own(tmp_path: Path) -> None:
+    labels = [rf"org/Model {number} $\x$" for number in range(12)] + [r"org_Model 0 $\x$", "../.."]
+    models = findings_of(*(searched(label, ["taylor"], [16, 64], [128]) for label in labels)).models
+    drawn = figures.curves(models, "taylor_seq_len")
+    assert [axes.get_title().replace("\n", " ") for axes in drawn.axes] == labels
+    stems = figure_style.file_stems(labels)
+    assert len({stem.lower() for stem in stems.values()}) == 14
+    for stem in stems.values():
+        assert Path(tmp_path, f"{stem}.png").parent == tmp_path and re.fullmatch(r"[\w.+-]+", stem)
+    with figure_style.style():
+        alone = figures.methods({labels[0]: models[labels[0]]})
+        (path,) = figure_style.save(alone, tmp_path, "alone", ("png",))  # a dollar sign is no formula
+    assert imread(path).shape[1] == round(200 * 3.3)
+
+
+def test_methods_are_told_apart_without_colour() -> None:
+    looks = figure_style.looks(["blockwise", "wanda", "taylor", "layerwise", "magnitude", "a", "b", "c"])
+    assert list(looks)[:3] == list(METHODS)
+    assert len({look.marker for look in looks.values()}) == 8
+    assert figure_style.looks(["blockwise"])["blockwise"] == looks["blockwise"]
