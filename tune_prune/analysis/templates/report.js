@@ -1,0 +1,63 @@
+"use strict";
+// Tables that sort by a click on a head, trials that are filtered by words. Without it the page is complete, in its first order.
+(() => {
+  const text = new Intl.Collator("en", { numeric: true });
+
+  function sort(table, head) {
+    const heads = [...head.parentElement.cells];
+    const column = heads.indexOf(head);
+    const down = head.getAttribute("aria-sort") === "ascending";
+    const body = table.tBodies[0];
+    const number = head.dataset.type === "number";
+    const keyed = [...body.rows].map((row) => {
+      const key = row.cells[column].dataset.sort;
+      return { row, missing: key === undefined, key: number ? Number(key) : key };
+    });
+    keyed.sort((a, b) => {
+      if (a.missing || b.missing) return a.missing - b.missing; // last in both directions
+      const order = number ? (a.key > b.key) - (a.key < b.key) : text.compare(a.key, b.key);
+      return down ? -order : order;
+    });
+    body.append(...keyed.map((item) => item.row));
+    heads.forEach((other) => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+  }
+
+  for (const table of document.querySelectorAll("table.sortable")) {
+    for (const head of table.tHead.rows[0].cells) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...head.childNodes);
+      head.append(button);
+      button.addEventListener("click", () => sort(table, head));
+    }
+  }
+
+  for (const section of document.querySelectorAll(".filtered")) {
+    const rows = [...section.querySelector("tbody").rows];
+    const contents = rows.map((row) => row.textContent.toLowerCase());
+    const count = section.querySelector("output");
+    const tasks = section.querySelector("[data-shows=tasks]");
+    section.querySelector(".tools").hidden = false;
+    section.querySelector("input[type=search]").addEventListener("input", (event) => {
+      const words = event.target.value.toLowerCase().split(/\s+/);
+      let shown = 0;
+      rows.forEach((row, index) => {
+        row.hidden = !words.every((word) => contents[index].includes(word));
+        shown += !row.hidden;
+      });
+      count.value = `${shown} of ${rows.length}`;
+    });
+    tasks?.addEventListener("change", () => {
+      section.querySelector("table").classList.toggle("without-tasks", !tasks.checked);
+    });
+  }
+
+  // On paper nothing is folded away.
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = [...document.querySelectorAll("details:not([open])")];
+    opened.forEach((details) => { details.open = true; });
+  });
+  addEventListener("afterprint", () => opened.forEach((details) => { details.open = false; }));
+})();

@@ -1,0 +1,30 @@
+"""The one place that knows jinja2: templates of the report, the paper's paragraphs and the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+
+from tune_prune.analysis import wording
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def environment() -> jinja2.Environment:
+    """A new environment over the package's templates, in which a name that is not there is an error.
+
+    Only .html.j2 is escaped. Filters: acc (.5980), points, percent, int (thousands), number, ppl, p, each with an en dash for
+    None and NaN; `value | pm(stderr)` (`pm(stderr, "points")` for other forms); say and `names` of analysis.wording.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(wording.NUMBERS | {"pm": wording.pm, "say": wording.say, "names": wording.names})
+    environment.tests["missing"] = wording.missing
+    return environment
