@@ -1,0 +1,282 @@
+"""report.html, read back by the standard library's parser, and its sorting in Chromium where that is installed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.findings import published_findings, simulated_study
+from tune_prune.analysis import page, wording
+from tune_prune.analysis.compute import find
+from tune_prune.analysis.findings import Findings, Remark
+from tune_prune.analysis.reading import read_study
+
+HOSTILE = "<script>alert(1)</script>"
+HOSTILE_REASON = "\"><img src=x onerror='alert(1)'> & {{ 7 * 7 }}"
+FAILED, STOPPED = "taylor-s16-n128", "layerwise-s64-n512"
+VOID = {"meta", "input", "img", "br", "line", "circle"}
+
+
+class Page(HTMLParser):
+    """Elements, and tables as their rows of (attributes, text); raises on an element that is closed by another's tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.tables: dict[str, list[list[tuple[dict[str, str | None], str]]]] = {}
+        self._open: list[str] = []
+        self._table = ""
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.elements.append((tag, values))
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "section" and "table" in (values.get("class") or "").split():
+            self._table = values["id"] or ""
+            self.tables[self._table] = []
+        elif tag == "tr":
+            self.tables[self._table].append([])
+        elif tag in ("td", "th"):
+            self.tables[self._table][-1].append((values, ""))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self._open[-1] if self._open else "", []).append(data)
+        if {"td", "th"} & set(self._open):
+            attributes, text = self.tables[self._table][-1][-1]
+            self.tables[self._table][-1][-1] = (attributes, text + data)
+
+    def column(self, table: str, title: str) -> list[tuple[dict[str, str | None], str]]:
+        head, *rows = self.tables[table]
+        index = [text for _, text in head].index(title)
+        return [row[index] for row in rows]
+
+    def numbers(self, table: str, title: str) -> list[float | None]:
+        sorts = [attributes.get("data-sort") for attributes, _ in self.column(table, title)]
+        return [None if sort is None else float(sort) for sort in sorts]
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """Two models, one with a name that is HTML; a failed trial whose reason is, and one that was stopped early."""
+    folder = tmp_path_factory.mktemp("page")
+    study = read_study([simulated_study(folder, models=(HOSTILE, "beta"), failed=[FAILED], stopped=[STOPPED])], [])
+    for model in study.models.values():
+        model.rows.loc[model.rows["status"] == "failed", "reason"] = HOSTILE_REASON
+    return find(study)
+
+
+@pytest.fixture(scope="module")
+def figure(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PNG of 40 x 20 white dots."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 40, 20, 8, 0, 0, 0, 0)
+    dots = zlib.compress(b"".join(b"\0" + b"\xff" * 40 for _ in range(20)))
+    path = tmp_path_factory.mktemp("figures") / "heatmap_beta.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", dots) + chunk(b"IEND", b""))
+    return path
+
+
+@pytest.fixture(scope="module")
+def html(findings: Findings, figure: Path) -> str:
+    path = figure.parent / "report.html"
+    page.write_page(findings, [figure, figure.with_suffix(".pdf")], path)
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def parsed(html: str) -> Page:
+    return Page(html)
+
+
+def test_nothing_is_loaded_and_only_its_own_script_may_run(parsed: Page) -> None:
+    for _, attributes in parsed.elements:
+        assert (attributes.get("href") or "#").startswith("#")
+        assert (attributes.get("src") or "data:").startswith("data:")
+        assert not any(name.startswith("on") or name in ("srcset", "action", "data") for name in attributes)
+    assert {"link", "iframe", "object", "embed", "base"}.isdisjoint(tag for tag, _ in parsed.elements)
+    assert not re.search(r"url\(|@import|https?:", "".join(parsed.texts["style"]))
+    (script,) = ("".join(parsed.texts["script"]),)
+    policy = next(a["content"] for tag, a in parsed.elements if tag == "meta" and a.get("http-equiv")) or ""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+
+
+def test_names_from_outside_are_only_text(parsed: Page) -> None:
+    assert Counter(tag for tag, _ in parsed.elements)["script"] == 1
+    assert [a["alt"] for tag, a in parsed.elements if tag == "img"] == [
+        "Accuracy by seq_len and num_samples, a panel for each method: beta"
+    ]
+    assert HOSTILE in parsed.texts["h2"]
+    reasons = [text for _, text in parsed.column("trials-table", "Reason")]
+    assert reasons.count(HOSTILE_REASON) == 2
+
+
+def test_ids_are_unique_and_links_lead_somewhere(parsed: Page) -> None:
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {(a["href"] or "")[1:] for tag, a in parsed.elements if tag == "a"} <= set(ids)
+
+
+def test_figures_are_embedded_as_they_are(parsed: Page, figure: Path) -> None:
+    (image,) = [attributes for tag, attributes in parsed.elements if tag == "img"]
+    assert base64.b64decode((image["src"] or "").removeprefix("data:image/png;base64,")) == figure.read_bytes()
+    assert (image["width"], image["height"]) == ("20", "10")
+
+
+def test_every_trial_is_there_once_with_its_numbers(parsed: Page, findings: Findings) -> None:
+    shown = zip(
+        (text for _, text in parsed.column("trials-table", "Model")),
+        (attributes["data-sort"] for attributes, _ in parsed.column("trials-table", "Configuration")),
+        parsed.numbers("trials-table", "Accuracy"),
+        parsed.numbers("trials-table", "p"),
+        (text for _, text in parsed.column("trials-table", "Status")),
+        strict=True,
+    )
+    seen = {(model, name): (accuracy, p, status) for model, name, accuracy, p, status in shown}
+    assert len(parsed.tables["trials-table"]) - 1 == len(seen) == 36
+    for label, found in findings.models.items():
+        for row in found.competing.to_dict("records"):
+            assert seen.pop((label, row["name"])) == (row["acc_mean"], row["p_best"], "complete")
+        assert seen.pop((label, FAILED)) == (None, None, "failed")
+        assert seen.pop((label, STOPPED)) == (None, None, "stopped early")
+    assert seen == {}
+
+
+def test_first_screen_says_what_the_findings_say(parsed: Page, html: str, findings: Findings) -> None:
+    cards = html.split("<article")[1:]
+    assert len(cards) == 2
+    for card, (label, found) in zip(cards, findings.models.items(), strict=True):
+        text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", card))
+        best, fit = found.best, found.cross_fit
+        assert fit is not None
+        for value, stderr in ((best["acc_mean"], best["acc_mean_stderr"]), (fit.corrected, fit.stderr)):
+            assert f"{value:.4f} ± {stderr:.4f}".replace("0.", ".") in text
+        assert f"{100 * best['acc_mean'] / found.model.baseline['acc_mean']:.1f}%" in text
+        assert f"Perplexity {best['ppl']:.2f}" in text
+        inside = set(found.competing.loc[found.competing["in_confidence_set"], "name"]) - {best["name"]}
+        chips = card.split('class="chips">')
+        named = {name for part in chips[1:] for name in re.findall(r"<code>([^<]*)</code>", part.split("</p>")[0])}
+        assert inside <= named, label
+        assert (f"{len(inside)} other" if inside else "No other") in text
+    said = {text.strip() for text in parsed.texts["li"]}
+    warnings = {
+        wording.say(w) for found in findings.models.values() for w in found.warnings if w.kind != "within_noise"
+    }
+    assert warnings
+    assert warnings <= said
+
+
+def test_tables_hold_the_findings(parsed: Page, findings: Findings) -> None:
+    lost = findings.transfer_points
+    assert lost is not None
+    first, second = lost.index
+    assert parsed.numbers("transfer-table", f"with {second}'s best")[0] == pytest.approx(lost.loc[first, second])
+    assert parsed.numbers("transfer-table", f"with {first}'s best")[1] == pytest.approx(lost.loc[second, first])
+    means = [mean for found in findings.models.values() for mean in found.methods["mean"]]
+    assert parsed.numbers("methods", "Mean") == pytest.approx(means)
+    for knob, short in (("taylor_seq_len", "seq_len"), ("taylor_num_samples", "num_samples")):
+        means = [mean for found in findings.models.values() for mean in found.levels[knob]["mean"]]
+        assert parsed.numbers(f"levels-{short}", "Mean") == pytest.approx(means)
+    r = [item.r for found in findings.models.values() for item in found.correlations]
+    assert parsed.numbers("correlations", "r") == pytest.approx(r, nan_ok=True)
+
+
+def test_each_best_can_be_run_again(parsed: Page, findings: Findings) -> None:
+    commands = [text for text in parsed.texts["code"] if "tune_prune.search" in text]
+    assert len(commands) == 2
+    for command, found in zip(commands, findings.models.values(), strict=True):
+        best = found.best
+        assert f"'method: [{best['pruning_method']}]'" in command
+        assert f"'taylor_seq_len: [{best['taylor_seq_len']}]'" in command
+        assert f"'taylor_num_samples: [{best['taylor_num_samples']}]'" in command
+
+
+def test_published_results_need_no_experiment() -> None:
+    parsed = Page(page.render(published_findings(), []))
+    assert len(parsed.tables["trials-table"]) == 46
+    titles = [text for _, text in parsed.tables["trials-table"][0]]
+    assert "Accuracy" in titles and "Time" not in titles  # nothing is known of the time
+    assert ".5980" in [text.strip() for text in parsed.texts["dd"]]
+    best = [text for _, text in parsed.column("trials-table", "Configuration") if text.endswith(" best")]
+    assert best == ["blockwise-s64-n128 best"]
+
+
+def test_many_models_begin_with_a_table_and_say_what_they_share_once(tmp_path: Path) -> None:
+    found = find(read_study([simulated_study(tmp_path, models=("a", "b", "c", "d"), items=40, with_items=False)], []))
+    parsed = Page(page.render(found, []))
+    assert [text for _, text in parsed.column("overview", "Model")] == ["a", "b", "c", "d"]
+    best = [model.best["acc_mean"] for model in found.models.values()]
+    assert parsed.numbers("overview", "Accuracy") == pytest.approx(best)
+    assert parsed.numbers("overview", "Free of selection bias") == [None] * 4  # no items
+    shared = wording.say(Remark("no_items"))
+    assert [text.strip() for text in parsed.texts["li"]].count(shared) == 1
+
+
+PROBE = """
+<script>
+const table = document.querySelector("#trials-table table");
+const heads = [...table.tHead.rows[0].cells];
+const column = heads.findIndex((head) => head.textContent === "Gap");
+const keys = () => [...table.tBodies[0].rows].map((row) => row.cells[column].dataset.sort ?? "none").join(" ");
+const click = () => {
+  heads[column].querySelector("button").click();
+  return heads[column].getAttribute("aria-sort") + " " + keys();
+};
+const up = click(), down = click();
+const input = document.querySelector("#trials-table input[type=search]");
+input.value = "FAILED taylor";
+input.dispatchEvent(new Event("input"));
+const shown = [...table.tBodies[0].rows].filter((row) => !row.hidden).length;
+const count = document.querySelector("#trials-table output").value;
+document.body.textContent = ["[[", up, down, shown, count, "]]"].join("|");
+</script>
+"""
+
+
+def test_sorting_and_filter_in_chromium(html: str, tmp_path: Path, findings: Findings) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    without_policy = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", html)  # it would stop the probe
+    (tmp_path / "page.html").write_text(without_policy.replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [chromium, *flags, "--dump-dom", f"file://{tmp_path / 'page.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    _, up, down, shown, count, _ = done.stdout[done.stdout.index("[[") : done.stdout.index("]]") + 2].split("|")
+    gaps = sorted(value for found in findings.models.values() for value in found.competing["difference_points"])
+    for answer, direction, expected in ((up, "ascending", gaps), (down, "descending", gaps[::-1])):
+        said, *keys = answer.split()
+        assert said == direction
+        assert [float(key) for key in keys[:-4]] == expected
+        assert keys[-4:] == ["none"] * 4  # two that failed and two that were stopped: last in both directions
+    assert (shown, count) == ("2", "2 of 36")

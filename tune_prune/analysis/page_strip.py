@@ -1,0 +1,79 @@
+"""The small drawing on each model's card: every configuration's accuracy by rank, with its standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tune_prune.analysis import wording
+from tune_prune.analysis.findings import ModelFindings
+
+WIDTH, HEIGHT = 360, 116  # of the drawing, in its own units
+LEFT, RIGHT, TOP, BOTTOM = 42, 10, 8, 22  # margins around the plotted area
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration: where it is drawn, and its bar of one standard error to either side (None: not known)."""
+
+    x: float
+    y: float
+    bar: tuple[float, float] | None
+    style: str  # CSS class
+    title: str
+
+
+@dataclass(frozen=True)
+class Strip:
+    points: Sequence[Point]  # the one last drawn stands in front
+    ticks: Sequence[tuple[float, str]]  # y and its accuracy
+    dense: float | None  # y of the dense model
+    text: str  # the drawing in words
+
+
+def strip(found: ModelFindings) -> Strip:
+    """The drawing for one model; its y axis spans all configurations and the dense model, where that is known."""
+    rows = found.competing
+    accuracy = rows["acc_mean"].to_numpy(float)
+    stderr = rows["acc_mean_stderr"].to_numpy(float)
+    dense = found.model.baseline.get("acc_mean")
+    dense = None if wording.missing(dense) else dense
+    reach = [
+        accuracy - np.nan_to_num(stderr),
+        accuracy + np.nan_to_num(stderr),
+        np.array([] if dense is None else [dense]),
+    ]
+    low, high = float(min(map(np.min, reach[:2]))), float(np.concatenate(reach).max())
+    span = (high - low) or 1.0
+
+    def y(value: float) -> float:
+        return round(TOP + (high - value) / span * (HEIGHT - TOP - BOTTOM), 1)
+
+    step = (WIDTH - LEFT - RIGHT) / max(1, len(rows) - 1)
+    points = []
+    for rank, row in enumerate(rows.to_dict("records")):
+        style = "best" if row["name"] == found.best["name"] else "near" if in_set(row["in_confidence_set"]) else "far"
+        error = row["acc_mean_stderr"]
+        bar = None if wording.missing(error) else (y(row["acc_mean"] - error), y(row["acc_mean"] + error))
+        title = f"{row['name']}: {wording.pm(row['acc_mean'], error)}"
+        points.append(
+            Point(round(LEFT + 4 + rank * (step - 8 / max(1, len(rows))), 1), y(row["acc_mean"]), bar, style, title)
+        )
+    points.sort(key=lambda point: ("far", "near", "best").index(point.style))
+    ticks = [(y(value), wording.acc(value)) for value in (accuracy.min(), accuracy.max())]
+    if ticks[0][0] - ticks[1][0] < 12:  # one number where two would overlap
+        ticks = ticks[1:]
+    if dense is not None and ticks[-1][0] - y(dense) >= 12:
+        ticks.append((y(dense), wording.acc(dense)))
+    text = (
+        f"Accuracy of {len(rows)} configurations by rank, from {wording.acc(accuracy.min())} to {wording.acc(accuracy.max())}"
+        + ("" if dense is None else f"; the dense model has {wording.acc(dense)}")
+    )
+    return Strip(points, ticks, None if dense is None else y(dense), text)
+
+
+def in_set(value: object) -> bool:
+    """Whether a cell of `in_confidence_set` says so; a missing one does not."""
+    return not wording.missing(value) and bool(value)
