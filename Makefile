@@ -1,5 +1,5 @@
 # Everything a fresh machine needs is Python >= 3.11 with pip.
-#   make demo    whole search (45 trials) on an embedded model, and its result
+#   make demo    whole search (45 trials) on an embedded model, its result, and the analysis of it in results/
 #   make test    all tests
 #   make check   formatting, lint, types and the fast tests
 #   make format  rewrite the code in the project's format
@@ -14,6 +14,8 @@ READY := $(VENV)/.installed
 
 demo: $(READY)
 	$(BIN)/python -m tune_prune.search --model tiny-llama
+	@echo
+	$(BIN)/python -m tune_prune.analysis ray_results/tiny-llama-20-paper_grid --output results
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

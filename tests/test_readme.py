@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tune_prune import evaluate, search, search_space
+from tune_prune.analysis import command
 from tune_prune.models.catalog import HUB_ALIASES, aliases, resolve
 from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.methods import load_method, method_names
@@ -57,8 +58,8 @@ def test_the_search_spaces_are_those_that_are_shipped() -> None:
 
 def test_every_search_command_parses() -> None:
     assert len(COMMANDS) >= 6
-    for command in COMMANDS:
-        args = search.parser().parse_args(shlex.split(command))
+    for arguments in COMMANDS:
+        args = search.parser().parse_args(shlex.split(arguments))
         for model in args.model:
             assert model == "DIR" or resolve(model)
 
@@ -66,8 +67,16 @@ def test_every_search_command_parses() -> None:
 def test_every_evaluate_command_parses() -> None:
     commands = re.findall(r"^    python -m tune_prune\.evaluate (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
     assert commands
-    for command in commands:
-        evaluate.parser().parse_args(shlex.split(command))
+    for arguments in commands:
+        evaluate.parser().parse_args(shlex.split(arguments))
+
+
+def test_every_analysis_command_parses() -> None:
+    texts = README + (ROOT / "docs" / "analysis.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    python -m tune_prune\.analysis (.*?)(?:\s+#.*)?$", texts, re.MULTILINE)
+    assert len(commands) >= 4
+    for arguments in commands:
+        command.parser().parse_args(shlex.split(arguments))
 
 
 def test_every_benchmark_named_is_there() -> None:

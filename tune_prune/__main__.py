@@ -7,7 +7,11 @@ import sys
 
 from tune_prune.errors import did_you_mean
 
-COMMANDS = {"search": "tune_prune.search", "evaluate": "tune_prune.evaluate"}
+COMMANDS = {
+    "search": "tune_prune.search",
+    "analysis": "tune_prune.analysis.command",
+    "evaluate": "tune_prune.evaluate",
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,149 @@
+"""`python -m tune_prune.analysis`: what it prints and writes, its exit codes, and what it does without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.findings import published_folder, simulated_study
+from tune_prune.analysis import command, compute, findings, wording
+from tune_prune.analysis.reading import read_study
+
+HEAVY = ("torch", "transformers", "ray", "lm_eval", "datasets", "optuna")
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one sentence in which a command line is refused."""
+
+    def run(*argv: str | Path) -> str:
+        code = command.main([*map(str, argv)])
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ") and err.count("\n") == 1
+        return err
+
+    return run
+
+
+def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = simulated_study(tmp_path, failed=("taylor-s16-n128",))
+    (folder / "cost.json").unlink()
+    output = tmp_path / "a" / "results"
+    assert command.main([str(folder), "--output", str(output)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "read         alpha: 18 trials (17 complete, 1 failed)" in out
+    assert out.count("taylor-s16-n128: failed: out of memory") == 2
+    assert out.count("best         ") == 2
+    assert "free of selection bias: 0." in out
+    assert "configurations cannot be told from the most accurate (95%, paired)" in out
+    assert "warning      " in out
+    assert out.splitlines()[-1].startswith("took         ")
+    names = {path.name for path in output.iterdir()}
+    assert names == {
+        *(
+            "report.html",
+            "final_analysis_report.txt",
+            "paragraphs.md",
+            "figures",
+            "tables",
+            "cross_model_comparison.json",
+        ),
+        *(f"{kind}_{model}_20" for kind in ("best", "consolidated") for model in ("alpha", "beta")),
+    }
+    assert all(name in out for name in names)
+
+
+def test_a_published_grid_where_nothing_heavy_is_installed(tmp_path: Path, run_without: Callable[..., str]) -> None:
+    """From the results file to every output: no torch, ray, lm_eval, transformers, datasets or optuna."""
+    code = "from tune_prune.analysis.command import main\nassert main(sys.argv[1:]) == 0\n"
+    path = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv"
+    out = run_without(HEAVY, code, "--csv", f"Llama={path}", "--output", str(tmp_path), "--lang", "zh")
+    assert "best         Llama: blockwise-s64-n128 (by accuracy), accuracy 0.5980 ± 0.0048, perplexity 13.17" in out
+    assert "not computable without the items' outcomes" in out
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_help_and_usage_errors_need_nothing_at_all(run_without: Callable[..., str]) -> None:
+    code = """
+import contextlib, io
+from tune_prune.analysis.command import main
+with contextlib.suppress(SystemExit):
+    main(["--help"])
+with contextlib.redirect_stderr(io.StringIO()) as err:
+    assert main([]) == 2
+print(err.getvalue())
+"""
+    out = run_without((*HEAVY, "pandas", "numpy", "matplotlib", "jinja2", "scipy"), code)
+    assert "--csv MODEL=PATH" in out
+    assert "error: nothing to analyse was named" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "nothing to analyse was named"),
+        (["--csv", "all_methods_results.csv"], "is not MODEL=PATH"),
+        (["--csv", "=x.csv"], "is not MODEL=PATH"),
+        (["x", "--rule", "luck"], "invalid choice: 'luck'"),
+        (["x", "--seed", "-1"], "--seed"),
+        (["no-such-folder"], "no-such-folder is no folder"),
+        (["--csv", "M=no-such.csv"], "no-such.csv cannot be read"),
+        (["x", "--frob"], "unrecognized arguments: --frob"),
+    ],
+)
+def test_bad_command_lines(refusal: Callable[..., str], argv: list[str], expected: str) -> None:
+    assert expected in refusal(*argv)
+
+
+def test_no_complete_trial(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text(
+        "pruning_method,taylor_seq_len,taylor_num_samples,acc_mean,success\ntaylor,16,8,,False\ntaylor,32,8,,False\n"
+    )
+    error = refusal("--csv", f"M={path}", "--output", tmp_path / "out")
+    assert "none of the 2 trials of M is complete" in error
+    assert f"(e.g. taylor-s16-n8: failed (line 2 of {path}))" in error
+    path.write_text("pruning_method,taylor_seq_len,taylor_num_samples,acc_mean,success\ntaylor,16,8,inf,True\n")
+    assert "finite acc_mean" in refusal("--csv", f"M={path}", "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert "is a file" in refusal(tmp_path, "--output", output)
+
+
+def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compute, "find", interrupt)
+    assert (
+        command.main([str(simulated_study(tmp_path, models=("alpha",), items=5)), "--output", str(tmp_path / "o")])
+        == 130
+    )
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_many_problems_are_counted_once(tmp_path: Path) -> None:
+    """Ten are shown; what is wrong with a file of several models is shown once."""
+    folder = simulated_study(tmp_path, items=5)
+    for path in sorted((folder / "ledger").glob("*.json"))[:14]:
+        path.write_text("{")
+    study = read_study([folder], [])
+    text = command.describe(SimpleNamespace(findings=SimpleNamespace(study=study, models={}, without=("alpha",))))
+    assert text.count("problem      ") == 10
+    distinct = {(problem.where, problem.what) for model in study.models.values() for problem in model.problems}
+    assert f"and {len(distinct) - 10} more" in text
+    assert "best         alpha: no complete trial" in text
+
+
+def test_the_choices_are_those_of_the_modules_behind_them() -> None:
+    assert command.RULES == findings.RULES
+    assert command.LANGUAGES == wording.LANGUAGES

@@ -1,0 +1,194 @@
+"""The published layout: which files, what they say, where nothing can be said, and that a second run replaces the first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from PIL import Image
+
+from tests.findings import published_findings, simulated_findings
+from tune_prune.analysis import load
+from tune_prune.analysis.layout import folder_name, write_layout
+from tune_prune.analysis.reading import read_study
+from tune_prune.analysis.study import Model
+from tune_prune.config import PruningConfig
+
+ITEMS = 30
+PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two simulated models: (findings, output folder, files)."""
+    folder = tmp_path_factory.mktemp("layout")
+    found = simulated_findings(folder, failed=("taylor-s16-n128",), stopped=("taylor-s16-n512",), items=ITEMS)
+    return found, folder / "out", write_layout(found, folder / "out")
+
+
+def test_the_files_are_those_of_a_published_grid(written: Any) -> None:
+    _, output, files = written
+    assert sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()) == sorted(
+        [
+            "cross_model_comparison.json",
+            *(
+                f"consolidated_{model}_20/{name}"
+                for model in ("alpha", "beta")
+                for name in ("all_methods_results.csv", "global_best_config.json", "method_comparison.json")
+            ),
+            *(
+                f"best_{model}_20/{name}"
+                for model in ("alpha", "beta")
+                for name in (
+                    "README.txt",
+                    "best_config.json",
+                    "evaluation/evaluation_results.json",
+                    "analysis/gradient_diagnosis.json",
+                    "analysis/pruning_comparison.json",
+                    *(f"visualization/{picture}" for picture in PICTURES),
+                )
+            ),
+        ]
+    )
+    assert sorted(files) == sorted(path for path in output.rglob("*") if path.is_file())
+
+
+def test_the_best_and_its_evidence(written: Any) -> None:
+    found, output, _ = written
+    alpha = found.models["alpha"]
+    entry = read(output / "consolidated_alpha_20" / "global_best_config.json")["models"]["alpha"]
+    assert PruningConfig.from_dict(entry).name == entry["name"] == alpha.best["name"]
+    assert entry["acc_mean"] == alpha.competing["acc_mean"].max()
+    selection = entry["selection"]
+    assert selection["rule"] == "accuracy"
+    assert selection["chosen"]["accuracy"] == [entry["name"]]
+    inside = {name for name, p in selection["p_best"].items() if p > 0.05}
+    assert set(selection["confidence_set"]) == inside
+    assert entry["name"] in inside
+    assert len(selection["p_best"]) == entry["num_complete_trials"] == 16
+    assert selection["cross_fit"]["corrected"] == alpha.cross_fit.corrected
+    assert "--model /models/alpha " in entry["command"]
+    own = read(output / "best_alpha_20" / "best_config.json")
+    assert {name for name in own if own[name] != entry.get(name)} == {"schema_version"}
+
+
+def test_the_trial_of_the_best_is_found_from_either_file(written: Any) -> None:
+    found, output, _ = written
+    trial = Path(found.models["beta"].best["output_dir"]).resolve()
+    for folder in ("consolidated_beta_20", "best_beta_20"):
+        path = output / folder / ("best_config.json" if "best_b" in folder else "global_best_config.json")
+        values = read(path)
+        entry = values.get("models", {}).get("beta", values)
+        assert (output / folder / entry["output_dir"]).resolve() == trial
+    copied = output / "best_beta_20" / "analysis"
+    for name in ("gradient_diagnosis.json", "pruning_comparison.json"):
+        assert read(copied / name) == read(trial / name)
+    for picture in PICTURES:
+        with Image.open(output / "best_beta_20" / "visualization" / picture) as image:
+            assert min(image.size) > 100
+
+
+def test_the_evaluation_of_the_best(written: Any) -> None:
+    found, output, _ = written
+    values = read(output / "best_alpha_20" / "evaluation" / "evaluation_results.json")
+    best, dense = found.models["alpha"].best, found.models["alpha"].model.baseline
+    assert values["tasks"]["boolq"]["acc"] == best["acc_boolq"]
+    assert values["tasks"]["boolq"]["dense"] == dense["acc_boolq"]
+    assert values["tasks"]["boolq"]["retained"] == pytest.approx(best["acc_boolq"] / dense["acc_boolq"])
+    assert values["tasks"]["boolq"]["items"] == ITEMS
+    assert values["acc_mean"] == pytest.approx(sum(task["acc"] for task in values["tasks"].values()) / 7)
+    assert values["retained_accuracy"] == pytest.approx(best["acc_mean"] / dense["acc_mean"])
+
+
+def test_the_table_can_be_analysed_again(written: Any) -> None:
+    found, output, _ = written
+    again = read_study([output], []).models
+    assert list(again) == ["alpha", "beta"]
+    rows = found.study.models["alpha"].rows
+    columns = [name for name in rows if name != "output_dir"]
+    pd.testing.assert_frame_equal(again["alpha"].rows[columns], rows[columns], check_exact=True)
+    items = load.read_items(again["alpha"].rows["output_dir"][0])
+    assert items is not None and len(items) == 7 * ITEMS  # the trial's folder is found from there
+
+
+def test_the_models_compared(written: Any) -> None:
+    found, output, _ = written
+    across = read(output / "cross_model_comparison.json")
+    alpha, beta = (found.models[name] for name in ("alpha", "beta"))
+    loss = across["transfer"]["alpha"]["beta"]
+    accuracy = alpha.competing.set_index("name")["acc_mean"]
+    assert loss["config"] == beta.best["name"]
+    assert loss["loss_points"] == pytest.approx(100 * (accuracy.max() - accuracy[beta.best["name"]]))
+    assert across["best"]["alpha"]["loss_points"] == 0
+    shared = accuracy + beta.competing.set_index("name")["acc_mean"]
+    assert across["best_for_all"]["config"] == shared.idxmax()
+
+
+def test_the_best_follows_the_rule(tmp_path: Path) -> None:
+    found = simulated_findings(tmp_path, rule="perplexity", models=("alpha",), items=ITEMS)
+    write_layout(found, tmp_path / "out")
+    values = read(tmp_path / "out" / "consolidated_alpha_20" / "global_best_config.json")
+    rows = found.study.models["alpha"].rows
+    assert values["selection_rule"] == values["models"]["alpha"]["selection"]["rule"] == "perplexity"
+    assert values["models"]["alpha"]["name"] == rows.loc[rows["ppl"].idxmin(), "name"]
+    assert not (tmp_path / "out" / "cross_model_comparison.json").exists()
+
+
+def test_nothing_is_invented_for_a_published_grid(tmp_path: Path) -> None:
+    write_layout(published_findings(), tmp_path)
+    best = read(tmp_path / "best_Llama_20" / "best_config.json")
+    assert (best["name"], best["source"], best["command"], best["baseline"]) == ("blockwise-s64-n128", None, None, None)
+    assert len(best["selection"]["confidence_set"]) > 1
+    assert best["selection"]["cross_fit"] is None
+    assert not list((tmp_path / "best_Llama_20").glob("analysis/*"))
+    readme = (tmp_path / "best_Llama_20" / "README.txt").read_text()
+    assert "analysis/gradient_diagnosis.json: the trial's folder is not there" in readme
+    assert len(pd.read_csv(tmp_path / "consolidated_Llama_20" / "all_methods_results.csv")) == 45
+
+
+def test_files_of_an_earlier_best_do_not_stay(tmp_path: Path) -> None:
+    found = simulated_findings(tmp_path, models=("alpha",), items=ITEMS)
+    output = tmp_path / "out"
+    write_layout(found, output)
+    (output / "best_alpha_20" / "notes.txt").write_text("mine")
+    trial = Path(found.models["alpha"].best["output_dir"])
+    (trial / "gradient_diagnosis.json").unlink()
+    (trial / "pruning_comparison.json").write_text("{")
+    write_layout(found, output)
+    best = output / "best_alpha_20"
+    assert not list(best.glob("analysis/*")) and not list(best.glob("visualization/*"))
+    assert "pruning_comparison.json: damaged: " in (best / "README.txt").read_text()
+    assert (best / "notes.txt").read_text() == "mine"
+    assert not list(output.rglob("*.tmp"))
+
+
+def test_a_model_without_a_complete_trial_is_listed(tmp_path: Path) -> None:
+    found = simulated_findings(tmp_path, models=("alpha", "beta"), items=ITEMS)
+    models = dict(found.study.models)
+    rows = models["beta"].rows.assign(success=False, status="failed")
+    study = replace(found.study, models=models | {"beta": replace(models["beta"], rows=rows)})
+    lone = replace(found, study=study, models={"alpha": found.models["alpha"]}, without=("beta",), transfer_points=None)
+    write_layout(lone, tmp_path / "out")
+    values = read(tmp_path / "out" / "consolidated_beta_20" / "global_best_config.json")
+    assert (values["models"], values["models_without_complete_trial"]) == ({}, ["beta"])
+    assert not (tmp_path / "out" / "best_beta_20").exists()
+
+
+def test_folder_names() -> None:
+    def named(label: str, ratio: float, taken: set[str]) -> str:
+        return folder_name(Model(label, pd.DataFrame({"pruning_ratio": [ratio]})), taken)
+
+    taken: set[str] = set()
+    assert named("Llama", 0.2, taken) == "Llama_20"
+    assert named("Llama@0.3", 0.3, taken) == "Llama_30"
+    assert named("meta/../Llama 3", 0.29, taken) == "meta-..-Llama-3_29"
+    assert named("llama", 0.2, taken) == "llama-2_20"
+    assert named("../..", 0.125, taken) == "model_12.5"
