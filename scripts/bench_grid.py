@@ -88,7 +88,8 @@ def run_published(
 def _call(command: list[str]) -> None:
     """Run `command` quietly on one thread a process. Raises RuntimeError with the end of its output where it fails."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # Ray's workers give way to other processes unless told otherwise; the published trials do not.
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
