@@ -11,9 +11,9 @@ lm-eval's HFLM; no baseline. As many processes as CPUs run at once, one thread e
 With a `--limit` the perplexity text is cut to the same share; the gradient passes stay whole, so they weigh more than with
 all items.
 
-With `--sample K` only every (trials / K)-th configuration is run the published way, and the time is scaled up: trials
-differ in method, seq_len and num_samples, and the sample takes them evenly. The accuracies of the trials that both ways
-ran must be the same; those that are not are counted.
+With `--sample K` only every (trials / K)-th configuration is run the published way, taken evenly from their order by method,
+seq_len and num_samples, and the time is scaled up to the grid: gradient and removal passes by their tokens, the rest by the
+number of trials. The accuracies of the trials that both ways ran must be the same; those that are not are counted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import pairwise
@@ -40,7 +41,7 @@ from tune_prune import calibration, search_space
 from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.ledger import Ledger, atomic_write_text, to_json
-from tune_prune.pruning.methods import method_names
+from tune_prune.pruning.methods import load_method, method_names
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,7 +88,8 @@ def run_published(
 def _call(command: list[str]) -> None:
     """Run `command` quietly on one thread a process. Raises RuntimeError with the end of its output where it fails."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # Ray's workers give way to other processes unless told otherwise; the published trials do not.
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -105,7 +107,7 @@ def published_trial(order: dict[str, Any]) -> None:
     from tune_prune.evaluation import perplexity
     from tune_prune.models import catalog, loading
     from tune_prune.pruning.importance import taylor
-    from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method
+    from tune_prune.pruning.methods import LOSS_FLOOR, Statistics
     from tune_prune.pruning.removal_loss import RemovalLosses
     from tune_prune.pruning.selection import select
     from tune_prune.pruning.surgery import prune
@@ -172,6 +174,17 @@ def differences(published: list[dict[str, Any]], search: dict[str, dict[str, flo
     return found
 
 
+def pass_tokens(configs: Sequence[PruningConfig], num_layers: int) -> dict[str, float]:
+    """Tokens that a mean published trial forwards for its gradients and, once a left-out part, for its removals."""
+    gradients = sum(c.taylor_seq_len * c.taylor_num_samples for c in configs)
+    removal = sum(
+        c.taylor_seq_len * c.num_removal_samples * (1 + num_layers * len(removals))
+        for c in configs
+        if (removals := load_method(c.method).removals)
+    )
+    return {"gradients": gradients / len(configs), "removal": removal / len(configs)}
+
+
 def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     space = search_space.load(args.search_space, method_names())
     configs = space.configs(args.pruning_ratio)
@@ -179,24 +192,28 @@ def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str,
     # Taken evenly from the order by method, seq_len and num_samples.
     ordered = sorted(configs, key=lambda c: (c.method, c.taylor_seq_len, c.taylor_num_samples))
     sample = [ordered[(2 * index + 1) * len(configs) // (2 * count)] for index in range(count)]
-    searches, busy = [], []
+    sizes = sizes_of(subject.run())
+    whole, part_of_it = (pass_tokens(those, sizes["layers"]) for those in (configs, sample))
+    scale = {name: tokens / part_of_it[name] for name, tokens in whole.items() if part_of_it[name]}
+    searches, trials = [], []
     for repeat in range(args.repeats):
         seconds, metrics = run_search(subject, args, work / f"{subject.name}-search-{repeat}")
         published = run_published(subject, sample, args, work / f"{subject.name}-published-{repeat}")
         searches.append(seconds)
-        busy.append(sum(trial["seconds"] for trial in published))
+        means = {name: sum(t["parts"][name] for t in published) / count for name in published[0]["parts"]}
+        trials.append({name: seconds * scale.get(name, 1.0) for name, seconds in means.items()})
     search_seconds = statistics.median(searches)
-    published_seconds = statistics.median(busy) / args.slots * len(configs) / count
+    published_seconds = statistics.median(sum(trial.values()) for trial in trials) * len(configs) / args.slots
     return {
         "model": subject.name,
-        **sizes_of(subject.run()),
+        **sizes,
         "trials": len(configs),
         "published_trials_run": count,
         "slots": args.slots,
         "search_seconds": search_seconds,
         "published_seconds": published_seconds,
         "ratio": published_seconds / search_seconds,
-        "parts": {part: sum(t["parts"][part] for t in published) / count for part in published[0]["parts"]},
+        "parts": trials[-1],
         "mismatches": differences(published, metrics),
     }
 
@@ -214,7 +231,7 @@ def report(result: dict[str, Any]) -> str:
         f"{result['model']}: {result['layer_params'] / 1e6:.2f}M parameters in layers, {result['params'] / 1e6:.2f}M in all, "
         f"{result['slots']} processes at once",
         table(rows),
-        f"{result['ratio']:.1f}x less time; seconds of a published trial: {parts}",
+        f"{result['ratio']:.1f}x less time; seconds of a mean published trial: {parts}",
         f"accuracies that differ: {len(result['mismatches'])} in {count} trials",
         *result["mismatches"],
     ]
