@@ -15,7 +15,7 @@ from tune_prune.analysis import effects, rules
 from tune_prune.analysis.export import Items, cross_model_comparison
 from tune_prune.analysis.findings import CrossFit, Findings, ModelFindings, Remark
 from tune_prune.analysis.load import TASK_ITEMS, Difference, config_of, difference, ranked, read_items
-from tune_prune.analysis.outcomes import Comparison, Outcomes, compare, cross_fit, read_outcomes
+from tune_prune.analysis.outcomes import Comparison, Outcomes, compare_rows, cross_fit
 from tune_prune.analysis.study import Model, Study
 from tune_prune.config import PruningConfig, seed_for
 
@@ -54,14 +54,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
 
 
 def _model(model: Model, competing: pd.DataFrame, costs: Costs, rule: str, seed: int, items: Items) -> ModelFindings:
-    outcomes, items_remark = read_outcomes(competing, items)
-    generator = np.random.default_rng(seed_for(seed, f"bootstrap of {model.label}"))
-    comparison = compare(
-        competing["acc_mean"].to_numpy(dtype=np.float64),
-        competing["acc_mean_stderr"].to_numpy(dtype=np.float64),
-        outcomes,
-        generator,
-    )
+    comparison, outcomes, items_remark = compare_rows(competing, model.label, items, seed)
     competing = competing.assign(
         tokens=competing["taylor_seq_len"] * competing["taylor_num_samples"],
         gradient_pass_s=_gradient_pass_s(competing, model, costs),

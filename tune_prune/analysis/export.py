@@ -16,11 +16,13 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.load import config_name, config_of, difference, frame, ranked, read_items
+from tune_prune.analysis.outcomes import compare_rows
 from tune_prune.config import PruningConfig
 from tune_prune.ledger import atomic_write_text, to_json
 from tune_prune.records import TrialRecord
 
-SCHEMA_VERSION = 2  # 2: the analysis adds `selection` and `command` to a best configuration
+# 2: within_noise is a confidence set, within_noise_basis one word; the analysis adds `selection` and `command`
+SCHEMA_VERSION = 2
 SELECTION_RULE = "accuracy"  # analysis.load.ranked
 
 Items = Callable[[str], "pd.Series | None"]  # output_dir -> item scores
@@ -91,9 +93,11 @@ def global_best_config(
         if competing.empty:
             without.append(label)
         else:
-            models[label] = best_entry(rows, competing, competing.iloc[0], baselines.get(label), items) | {
-                "source": sources.get(label)
-            }
+            competing = competing.assign(name=[config_name(row) for _, row in competing.iterrows()])
+            comparison, _, _ = compare_rows(competing, str(label), items)
+            same = competing.loc[comparison.in_confidence_set, "name"].tolist()
+            entry = best_entry(rows, competing, competing.iloc[0], baselines.get(label), same, comparison.basis)
+            models[label] = entry | {"source": sources.get(label)}
     return {
         "schema_version": SCHEMA_VERSION,
         "selection_rule": SELECTION_RULE,
@@ -103,15 +107,19 @@ def global_best_config(
 
 
 def best_entry(
-    rows: pd.DataFrame, competing: pd.DataFrame, best: pd.Series, dense: TrialRecord | None, items: Items = read_items
+    rows: pd.DataFrame,
+    competing: pd.DataFrame,
+    best: pd.Series,
+    dense: TrialRecord | None,
+    confidence_set: Sequence[str],
+    basis: str,
 ) -> dict[str, Any]:
-    """The row `best` of the `competing` ones as a configuration that can be run again, and how far it can be told from them.
+    """The row `best` of the `competing` ones as a configuration that can be run again, and what cannot be told from the best.
 
-    `rows` are all trials of the model; what they range over says whether the best is at an edge.
+    `rows` are all trials of the model; what they range over says whether the best is at an edge. `confidence_set` (names) and
+    `basis` are those of `outcomes.Comparison`.
     """
     name = config_name(best)
-    named = [(config_name(row), row) for _, row in competing.iterrows()]
-    others = [(other, difference(best, row, items)) for other, row in named if other != name]
     tasks = [
         column.removeprefix("acc_")
         for column in competing.columns
@@ -138,10 +146,8 @@ def best_entry(
         "baseline": baseline,
         "retained_accuracy": retained_accuracy(best["acc_mean"], dense),
         "num_complete_trials": len(competing),
-        "within_noise": [other for other, gap in others if gap.within_noise],
-        "within_noise_basis": {
-            basis: [gap.basis for _, gap in others].count(basis) for basis in ("paired", "unpaired", "unknown")
-        },
+        "within_noise": [other for other in confidence_set if other != name],
+        "within_noise_basis": basis,
         "edges": _edges(rows, best),
     }
 

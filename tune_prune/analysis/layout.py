@@ -10,7 +10,6 @@ that cannot be made this time is removed, since an older one tells of another co
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ import pandas as pd
 from tune_prune.analysis.export import SCHEMA_VERSION, best_entry, method_comparison, plain_value, plain_values
 from tune_prune.analysis.figures_best import COMPARISON, GRADIENTS, draw_best
 from tune_prune.analysis.findings import Findings, ModelFindings
-from tune_prune.analysis.load import read_items
 from tune_prune.analysis.rerun import command
 from tune_prune.analysis.study import Model
 from tune_prune.errors import UserError
@@ -101,7 +99,8 @@ def _entry(found: ModelFindings, base: Path) -> dict[str, Any]:
     """The best configuration of a model with the evidence for it; its output_dir is relative to the folder `base`."""
     model, competing = found.model, found.competing
     dense = TrialRecord("", model.label, {}, "complete", metrics=dict(model.baseline)) if model.baseline else None
-    entry = best_entry(model.rows, competing, found.best, dense, functools.cache(read_items))
+    confidence_set = competing.loc[competing["in_confidence_set"], "name"].tolist()
+    entry = best_entry(model.rows, competing, found.best, dense, confidence_set, found.basis)
     entry["output_dir"] = _relative(entry["output_dir"], base)
     return entry | {
         "model": model.label,
@@ -110,7 +109,7 @@ def _entry(found: ModelFindings, base: Path) -> dict[str, Any]:
         "selection": {
             "rule": found.rule,
             "chosen": {rule: list(names) for rule, names in found.chosen.items()},
-            "confidence_set": list(competing.loc[competing["in_confidence_set"], "name"]),
+            "confidence_set": confidence_set,
             "p_best": {row["name"]: plain_value(row["p_best"]) for _, row in competing.iterrows()},
             "basis": found.basis,
             "cross_fit": None if found.cross_fit is None else asdict(found.cross_fit),

@@ -157,11 +157,6 @@ class Difference:
     stderr_points: float
     basis: str  # "paired": same items; "unpaired": each trial's own standard error; "unknown": there is none
 
-    @property
-    def within_noise(self) -> bool:
-        """Whether it is at most two standard errors."""
-        return abs(self.points) <= 2 * self.stderr_points
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

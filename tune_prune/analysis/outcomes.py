@@ -18,6 +18,7 @@ import pandas as pd
 
 from tune_prune.analysis.findings import CrossFit, Remark
 from tune_prune.analysis.load import read_items
+from tune_prune.config import seed_for
 from tune_prune.errors import UserError
 
 DRAWS = 4000  # of the bootstrap
@@ -89,6 +90,16 @@ def read_outcomes(
         return outcomes, None
     left_out = [name for position, name in enumerate(competing["name"]) if position not in set(rows)]
     return outcomes, Remark("partly_unpaired", {"names": left_out})
+
+
+def compare_rows(
+    competing: pd.DataFrame, label: str, items: Callable[[str], pd.Series | None] = read_items, seed: int = 0
+) -> tuple[Comparison, Outcomes | None, Remark | None]:
+    """`compare` for the rows of the model `label`, and what `read_outcomes` gives; each model has its own random stream."""
+    outcomes, remark = read_outcomes(competing, items)
+    accuracies, stderrs = (competing[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
+    generator = np.random.default_rng(seed_for(seed, f"bootstrap of {label}"))
+    return compare(accuracies, stderrs, outcomes, generator), outcomes, remark
 
 
 @dataclass(frozen=True)

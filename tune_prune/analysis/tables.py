@@ -15,7 +15,7 @@ from tune_prune.records import TrialRecord
 _HEADER = ("", "method", "seq", "n", "ppl", "acc ± se", "kept%", "params")
 _LEGEND = (
     "seq: tokens per calibration sample, n: samples, acc: zero-shot mean, kept%: part of the dense acc",
-    "*: best, ~: not told apart from it (the difference is within two standard errors)",
+    "*: best, ~: not told apart from it (95%, all comparisons together)",
 )
 _MAX_WIDTH = 100
 
