@@ -171,7 +171,7 @@ def _check_complete(study: Study) -> None:
         )
 
 
-def describe(analysis: Analysis, language: str = "en") -> str:
+def describe(analysis: Analysis) -> str:
     """What a person reads on the screen: what was read, what was decided, what to beware of, where it is written."""
     from tune_prune.analysis.wording import say
 
@@ -189,7 +189,7 @@ def describe(analysis: Analysis, language: str = "en") -> str:
         lines.append(f"             and {len(problems) - _SHOWN_PROBLEMS} more, all in report.html")
     for label, found in findings.models.items():
         lines += ["", *_decision(label, found)]
-        lines += [f"warning      {say(remark, language)}" for remark in found.warnings]
+        lines += [f"warning      {say(remark)}" for remark in found.warnings]
     for label in findings.without:
         lines += ["", f"best         {label}: no complete trial"]
     return "\n".join(lines)
@@ -243,7 +243,7 @@ def _main(argv: list[str]) -> None:
             "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
         )
     analysis = analyse(args.folders, args.csv, args.output, args.rule, args.lang, args.seed)
-    print(describe(analysis, args.lang))
+    print(describe(analysis))
     print(f"\nwrote        {args.output}/: {_overview(analysis)}")
     steps = ", ".join(f"{step} {seconds:.1f}" for step, seconds in analysis.seconds.items())
     print(f"took         {time.monotonic() - started:.1f} s ({steps})")
