@@ -36,6 +36,7 @@ import numpy as np
 import pandas as pd
 from bench_common import data_dir, table, write_json
 
+from tune_prune.analysis.load import TASK_ITEMS
 from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.ledger import Ledger
 from tune_prune.racing import Race, even_slices
@@ -45,16 +46,7 @@ from tune_prune.tuning.trainable import TrialSpec
 
 GRID = Path("published_grids", "consolidated_Llama_20", "all_methods_results.csv")
 SLICES = EvaluationProtocol().slices
-# Items of the real tasks, and tokens of one (its choices share their prefix; GPT-2 tokenizer, first 1,500 items of each).
-SIZES = {
-    "boolq": 3270,
-    "piqa": 1838,
-    "hellaswag": 10042,
-    "winogrande": 1267,
-    "arc_easy": 2376,
-    "arc_challenge": 1172,
-    "openbookqa": 500,
-}
+# Tokens of an item of the real tasks (its choices share their prefix; GPT-2 tokenizer, first 1,500 items of each).
 TOKENS = {
     "boolq": 135.6,
     "piqa": 49.4,
@@ -199,7 +191,7 @@ def simulated(
     cross, same = correlations
     for _ in range(count):
         scores = {}
-        for task, size in SIZES.items():
+        for task, size in TASK_ITEMS.items():
             p = grid[f"acc_{task}"].to_numpy()
             # Items are shared, so accuracies differ by chance only as far as outcomes are each configuration's own.
             p = np.clip(p + rng.standard_normal(len(p)) * np.sqrt(p * (1 - p) / size * (1 - same)), 0.01, 0.99)
@@ -236,10 +228,10 @@ def guarantee(count: int, confidence: float, seed: int) -> dict[str, dict[str, f
     """How often the best of 45 configurations would be stopped at any look, by any rival, if no trial were stopped."""
     found: dict[str, dict[str, float]] = {}
     rng = np.random.default_rng(seed)
-    for sizes_name, sizes in (("real sizes", SIZES), ("240 each", dict.fromkeys(SIZES, 240))):
+    for sizes_name, sizes in (("real sizes", TASK_ITEMS), ("240 each", dict.fromkeys(TASK_ITEMS, 240))):
         for case in (equal, opposed):
             populations = [case(sizes, 45, rng) for _ in range(count)]
-            for allocation in ALLOCATIONS if sizes is SIZES else ("proportional",):
+            for allocation in ALLOCATIONS if sizes is TASK_ITEMS else ("proportional",):
                 counts, errors = ALLOCATIONS[allocation](sizes), 0
                 for population in populations:
                     decide, best = race_rule(population, counts, confidence), int(population.means(sizes).argmax())

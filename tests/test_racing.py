@@ -9,19 +9,11 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
+from tune_prune.analysis.load import TASK_ITEMS
 from tune_prune.racing import Race, even_slices
 
 SLICES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 EMBEDDED = {f"task{i}": 240 for i in range(7)}
-REAL = {
-    "boolq": 3270,
-    "piqa": 1838,
-    "hellaswag": 10042,
-    "winogrande": 1267,
-    "arc_easy": 2376,
-    "arc_challenge": 1172,
-    "openbookqa": 500,
-}
 Scores = dict[str, np.ndarray]  # task -> bool [configurations, items]
 
 
@@ -117,8 +109,8 @@ def test_planted_bad_configurations_are_stopped_at_the_first_slice():
     rng = np.random.default_rng(0)
     for sizes, counts in (
         (EMBEDDED, proportional(EMBEDDED)),
-        (REAL, proportional(REAL)),
-        (REAL, even_slices(REAL, SLICES)),
+        (TASK_ITEMS, proportional(TASK_ITEMS)),
+        (TASK_ITEMS, even_slices(TASK_ITEMS, SLICES)),
     ):
         p = np.array([0.8] * 5 + [0.3] * 5)[:, None]
         scores = {task: rng.random((10, n)) < p for task, n in sizes.items()}
@@ -182,11 +174,13 @@ def test_the_best_of_equals_is_not_stopped_more_often_than_said(correlation):
     assert stopped <= 0.05 * runs
 
 
-@pytest.mark.parametrize("counts", [proportional(REAL), even_slices(REAL, SLICES)], ids=["proportional", "even"])
+@pytest.mark.parametrize(
+    "counts", [proportional(TASK_ITEMS), even_slices(TASK_ITEMS, SLICES)], ids=["proportional", "even"]
+)
 def test_wins_that_no_item_has_shown_yet_are_reckoned_with(counts):
     """The trial wins by items of the smallest task, few of which are seen early; its rivals win in the largest at once."""
     rng = np.random.default_rng(6)
-    scores = opposed(REAL, 20, "openbookqa", "hellaswag", rng)
+    scores = opposed(TASK_ITEMS, 20, "openbookqa", "hellaswag", rng)
     runs = 20
     assert sum(stops_of_the_best(shuffled(scores, rng), counts) for _ in range(runs)) <= 0.05 * runs
 
@@ -262,14 +256,14 @@ def test_a_race_that_cannot_be_is_refused():
 
 
 def test_even_slices_hold_their_fraction_as_evenly_as_sizes_allow():
-    counts = even_slices(REAL, SLICES)
-    assert counts[-1] == REAL
+    counts = even_slices(TASK_ITEMS, SLICES)
+    assert counts[-1] == TASK_ITEMS
     for part, seen in zip(SLICES, counts, strict=True):
-        assert sum(seen.values()) == pytest.approx(part * sum(REAL.values()), abs=len(REAL))
+        assert sum(seen.values()) == pytest.approx(part * sum(TASK_ITEMS.values()), abs=len(TASK_ITEMS))
         level = max(seen.values())
-        assert all(n in (REAL[task], level) for task, n in seen.items())
-    assert counts[0] == dict.fromkeys(REAL, 183)
-    assert all(a[t] <= b[t] for a, b in pairwise(counts) for t in REAL)
+        assert all(n in (TASK_ITEMS[task], level) for task, n in seen.items())
+    assert counts[0] == dict.fromkeys(TASK_ITEMS, 183)
+    assert all(a[t] <= b[t] for a, b in pairwise(counts) for t in TASK_ITEMS)
     assert even_slices(EMBEDDED, SLICES) == proportional(EMBEDDED)
     assert even_slices({"t": 30}, (0.1, 1.0)) == [{"t": 3}, {"t": 30}]
     assert even_slices({"a": 1, "b": 2}, (1 / 16, 1.0)) == [{"a": 1, "b": 1}, {"a": 1, "b": 2}]
