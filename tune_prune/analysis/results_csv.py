@@ -64,7 +64,9 @@ def read_results_csv(path: Path, model: str | None) -> ResultsFile:
         rows["success"] = rows["acc_mean"].notna()
     if "pruning_method" not in rows:
         notes.append("it has no pruning_method: the methods are those that output_dir names")
-    rows["pruning_method"] = table.methods(rows)
+    rows["pruning_method"], assumed = table.methods(rows)
+    if assumed:
+        notes.append(f"{assumed} rows name no method, only its knobs: taken for taylor")
     dense = rows["pruning_method"].str.lower().isin(_DENSE)
     baseline = _baseline(rows[dense])
     kept = np.flatnonzero(~dense)
@@ -154,21 +156,23 @@ class _Table:
             raise self.wrong(index, "success", f"{cell!r} is neither True nor False")
         return _BOOLEANS[cell.lower()]
 
-    def methods(self, rows: pd.DataFrame) -> pd.Series:
-        """The method of each row: its column, else the last method that output_dir names beside its knobs."""
+    def methods(self, rows: pd.DataFrame) -> tuple[pd.Series, int]:
+        """The method of each row: its column, else the last method that output_dir names beside its knobs, else, where it names
+        these alone, taylor, as in the first published grids; and the number of the last."""
         given = rows["pruning_method"] if "pruning_method" in rows else [None] * len(rows)
         folders = rows["output_dir"] if "output_dir" in rows else [None] * len(rows)
         methods: list[str] = []
+        assumed = 0
         for index, (method, folder) in enumerate(zip(given, folders, strict=True)):
             if not isinstance(method, str) and isinstance(folder, str):
                 rest = re.sub(r"taylor_(seq_len|num_samples)", "", folder)
                 named = _METHOD.findall(rest)
-                # the first published grids are of the method taylor and do not say so
                 method = named[-1] if named else "taylor" if rest != folder else None
+                assumed += not named and method is not None
             if not isinstance(method, str):
                 raise self.wrong(index, "pruning_method", "it is missing, and output_dir names no method")
             methods.append(method)
-        return pd.Series(methods, index=rows.index, dtype="str")
+        return pd.Series(methods, index=rows.index, dtype="str"), assumed
 
     def knob(self, rows: pd.DataFrame, name: str) -> list[float]:
         given = rows[name] if name in rows else [math.nan] * len(rows)
