@@ -203,7 +203,7 @@ def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(tmp_path, m
             try:
                 (tmp_path / "first").touch(exist_ok=False)
             except FileExistsError:
-                time.sleep(3)  # imports, a model: the second actor comes when the first has long begun
+                time.sleep(1.5)  # imports, a model: the second actor comes when the first has long begun
 
         def step(self):
             time.sleep(0.3)
@@ -212,7 +212,7 @@ def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(tmp_path, m
         def reset_config(self, new_config):
             return True
 
-    specs = specs_of(*(f"key{index}" for index in range(30)))
+    specs = specs_of(*(f"key{index}" for index in range(50)))
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
         with cluster.connected(None, num_cpus=2):
