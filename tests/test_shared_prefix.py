@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tune_prune.evaluation import shared_prefix
-from tune_prune.evaluation.row_scoring import Outcomes, Request, score_requests
+from tune_prune.evaluation import row_scoring, shared_prefix
+from tune_prune.evaluation.row_scoring import Outcomes, Request, score_requests, token_log_probs
 from tune_prune.evaluation.shared_prefix import attention_windows, count_tokens, plan_rows, refusal, score_items
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
@@ -100,6 +100,22 @@ def test_trees_score_as_each_request_alone(variant, tiny, attention, tolerance):
     model = tiny(variant, attn_implementation=attention)
     assert refusal(model) is None
     assert_equal_to_truth(model, assorted_items(), tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equally_likely_tokens_the_first_is_greedy(monkeypatch, dtype):
+    """As argmax, which lm-eval uses, and in parts as in one."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(4, (40, 9), generator=generator).to(dtype)  # ties in almost every row
+    rows, targets = torch.randint(40, (300,), generator=generator), torch.randint(9, (300,), generator=generator)
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    expected = log_probs.argmax(dim=-1)[rows] == targets
+    assert 0 < expected.sum() < (log_probs[rows, targets] == log_probs.amax(dim=-1)[rows]).sum()
+    for elements in (1 << 20, 5 * 9):
+        monkeypatch.setattr(row_scoring, "_SOFTMAX_ELEMENTS", {"cpu": elements})
+        chosen, greedy = token_log_probs(logits, targets, rows)
+        assert torch.equal(greedy, expected)
+        assert torch.equal(chosen, log_probs[rows, targets])
 
 
 def test_greedy_continuations_are_found(tiny):
