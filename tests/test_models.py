@@ -15,11 +15,15 @@ from transformers import PreTrainedTokenizerFast
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import embedded
+from tune_prune.checkpoint import layers
 from tune_prune.errors import UserError
-from tune_prune.models import loading
+from tune_prune.models import loading, weight_files
 from tune_prune.models.catalog import HUB_ALIASES, ModelSource, aliases, resolve
+from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.loading import fingerprint, load_config, load_model, load_tokenizer
+from tune_prune.models.registration import auto_map
+from tune_prune.pruning.groups import PruningPlan
 
 ABSENT = "no-such-organisation/no-such-model"
 
@@ -130,6 +134,14 @@ def test_the_dtype_asked_for_is_the_one_loaded(complete):
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
+def test_weights_begin_where_new_tensors_do(name):
+    """Else a pruned copy in memory and the checkpoint saved from it give other last bits."""
+    model = load_model(resolve(name), torch.float32, "cpu").model
+    assert not [name for name, p in model.named_parameters() if p.data_ptr() % 64]
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # still tied
+
+
 def test_tied_embeddings_are_not_missing(tiny, complete, tmp_path):
     tiny("llama-tied", torch.float32).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -221,6 +233,50 @@ def test_an_unsupported_family_is_refused_before_any_weight_is_read(folder, monk
         load(folder)
 
 
+# --- pruned checkpoints
+
+
+def pruned(model, variant: str):
+    """The model with other widths in every layer, one without attention and one without an MLP, as it is saved."""
+    family = family_of(model.config.model_type)
+    groups = ((0, 2, 3), (1,), (1,), (0, 1, 2, 3)) if "sliding" in variant else ((0, 2, 3), (1,), (), (0, 1, 2, 3))
+    channels = (tuple(range(40)), (), tuple(range(3, 9)), tuple(range(0, 40, 2)))
+    small, _ = layers.compact(model, family, PruningPlan(groups, channels, 0, 0, 1))
+    config = layers.pruned_config(small.config, layers.widths(small, family), 6)
+    config.auto_map = auto_map(family.model_type)
+    return small, layers.build(layers.pruned_class(family.model_type), config, small)
+
+
+def test_a_pruned_checkpoint_of_every_family_loads_as_it_was_saved(tiny, variant, complete, tmp_path):
+    small, saved = pruned(tiny(variant, torch.float32), variant)
+    saved.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(complete / name, tmp_path)
+    source = resolve(str(tmp_path))
+    config = load_config(source)
+    family, geometry = loading.config_geometry(config)
+    weight_files.check(tmp_path, loading.meta_model(config))
+    loaded = load(tmp_path)
+    assert loaded.family is family is family_of(small.config.model_type) and loaded.geometry == geometry
+    assert geometry.kv_heads == (3, 1, 1 if "sliding" in variant else 0, 4) and geometry.mlp_width == (40, 0, 6, 20)
+    assert geometry.total_params == sum(p.numel() for p in small.parameters())
+    assert (
+        loaded.tokenizer("w1 w5 w63")["input_ids"] == load_tokenizer(resolve(str(complete)))("w1 w5 w63")["input_ids"]
+    )
+    tokens = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded.model(tokens).logits, small(tokens).logits)
+
+
+def test_sizes_of_its_own_in_an_ordinary_model_are_another_tools(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"per_layer_config": {"1": {"intermediate_size": 8}}}))
+    with pytest.raises(
+        UserError, match=r"per_layer_config.* not follow in qwen2 models; it was pruned by another tool"
+    ) as error:
+        load(folder)
+    one_sentence(error)
+
+
 # --- the hub
 
 
@@ -296,15 +352,6 @@ def test_large_files_are_hashed_from_first_to_last_byte(tmp_path, monkeypatch):
     path.write_bytes(raw + b"\0")
     marks.add(loading._file_hash(path))
     assert len(marks) == 5
-
-
-def test_a_hub_model_is_its_commit():
-    source = resolve("llama")
-    config = PretrainedConfig()
-    config._commit_hash = "abc"
-    one = fingerprint(source, config)
-    config._commit_hash = "abd"
-    assert fingerprint(source, config) != one
 
 
 def test_a_folder_keeps_its_own_tokenizer_whatever_its_family(tmp_path):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from tune_prune import artifacts, calibration, experiment, inputs, plan_cost, search_space
+from tune_prune.checkpoint import origin
 from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig, trial_key
 from tune_prune.context import data_fingerprint
 from tune_prune.cost_model.estimate import CostEstimate
@@ -24,8 +25,9 @@ from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.cost_model.workload import Workload, memory_of, workload
 from tune_prune.errors import UserError
 from tune_prune.ledger import Ledger
-from tune_prune.models import catalog, loading, weight_files
+from tune_prune.models import catalog, hub, loading, weight_files
 from tune_prune.models.geometry import Geometry
+from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import method_names
 from tune_prune.pruning.selection import budget
 from tune_prune.search_space import SearchSpace
@@ -42,6 +44,8 @@ class SearchSettings:
     search: str | None = None  # grid or optuna; None: as the search space says
     num_trials: int | None = None  # per model, optuna only
     pruning_ratio: float | None = None  # None: the search space's, else 0.2
+    shape: str | None = None  # free, aligned or uniform; None: the search space's, else free
+    align: int | None = None  # N of the aligned shape; None: as suits the model
     revision: str | None = None
     calibration: str | None = None
     data_dir: str | None = None
@@ -71,6 +75,11 @@ class ModelPlan:
     workload: Workload
     memory: MemoryPlan  # of a trial
 
+    @property
+    def shape(self) -> str:
+        """Of all its trials: "free", "aligned-N" or "uniform"."""
+        return self.trials[0][0].shape
+
     def meaning(self) -> dict[str, Any]:
         """What must not change when an experiment goes on."""
         run = self.run
@@ -82,6 +91,7 @@ class ModelPlan:
             "seed": run.seed,
             "dtype": run.dtype,
             "pruning_ratio": self.trials[0][0].pruning_ratio,
+            "shape": self.shape,
         }
 
 
@@ -94,6 +104,7 @@ class Plan:
     search: str  # grid or optuna
     num_trials: int  # per model
     pruning_ratio: float
+    shape: str  # "free", "uniform", "aligned-N", or "aligned" where it has another N for each model
     experiment_dir: Path  # absolute
     models: tuple[ModelPlan, ...]
     recorded: int  # trials of this plan that the ledger already holds as finished
@@ -120,21 +131,26 @@ def make_plan(settings: SearchSettings) -> Plan:
     space = search_space.load(settings.search_space, method_names())
     search = settings.search or space.search
     num_trials = _num_trials(settings, space, search)
-    ratio = _pruning_ratio(settings, space)
+    ratio, shape = _pruning_ratio(settings, space), _shape(settings, space)
     store = artifacts.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifacts.FOLDER)
     with _cluster(settings):
         nodes, gpu_bytes = _nodes(settings)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
-        models = tuple(_plan_model(settings, space, name, ratio, device, store) for name in settings.models)
+        models = tuple(_plan_model(settings, space, name, ratio, shape, device, store) for name in settings.models)
         trial_bytes = max(model.memory.total for model in models)
         resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
         slots = trial_slots(resources, nodes)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         _check_distinct(models)
-        default_name = f"{'+'.join(model.run.label for model in models)}-{ratio * 100:g}-{space.name}" + (
-            f"-limit{settings.limit}" if settings.limit else ""
+        shape = models[0].shape if len({model.shape for model in models}) == 1 else shape
+        default_name = "-".join(
+            [
+                *("+".join(model.run.label for model in models), f"{ratio * 100:g}", space.name),
+                *([] if shape == "free" else [shape]),
+                *([f"limit{settings.limit}"] if settings.limit else []),
+            ]
         )
         folder = experiment.place(settings.storage_path, settings.name, default_name)
         finished = {record.key for record in Ledger(folder / "ledger").records() if record.status != "failed"}
@@ -145,6 +161,7 @@ def make_plan(settings: SearchSettings) -> Plan:
             search=search,
             num_trials=num_trials,
             pruning_ratio=ratio,
+            shape=shape,
             experiment_dir=folder,
             models=models,
             recorded=sum(key in finished for model in models for _, key in model.trials),
@@ -197,30 +214,50 @@ def _pruning_ratio(settings: SearchSettings, space: SearchSpace) -> float:
     return ratio
 
 
+def _shape(settings: SearchSettings, space: SearchSpace) -> str:
+    """The shape asked for; "aligned" without a number where each model gets the N that suits it."""
+    shape = settings.shape or space.shape or "free"
+    if settings.align is None:
+        return shape
+    if not shape.startswith("aligned"):
+        raise UserError(
+            f"--align {settings.align} is for --shape aligned, but the shape is {shape}; leave it out or add --shape aligned"
+        )
+    return shapes.resolve("aligned", settings.align, 0)
+
+
 def _plan_model(
-    settings: SearchSettings, space: SearchSpace, name: str, ratio: float, device: str, store: artifacts.ArtifactStore
+    settings: SearchSettings,
+    space: SearchSpace,
+    name: str,
+    ratio: float,
+    shape: str,
+    device: str,
+    store: artifacts.ArtifactStore,
 ) -> ModelPlan:
     dtype = settings.dtype or ("bfloat16" if device == "cuda" else "float32")
     try:
         source = catalog.resolve(name, settings.revision)
         run = model_run(settings, name, source, dtype)
         config = loading.load_config(source)
+        origin.require_dense(source, config)
         _, geometry = loading.config_geometry(config)
-        target = _target_params(geometry, ratio)
+        shape = shapes.resolve(shape, None, geometry.total_params)
+        target = _target_params(geometry, ratio, shape)
         inputs.check_data(run)
         tokenizer = loading.load_tokenizer(source)
-        inputs.check_calibration(run, source, config, tokenizer, space)
+        inputs.check_calibration(run, source, config, tokenizer, space.seq_len, max(space.num_samples))
         if source.kind != "hub":
             weight_files.check(Path(source.location), loading.meta_model(config))
     except UserError as error:
         if len(settings.models) == 1:
             raise
         raise UserError(f"--model {name}: {error}") from error
-    commit = getattr(config, "_commit_hash", None)
-    if source.kind == "hub" and commit:  # workers load what was planned, whatever the branch says by then
+    commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
+    if commit:  # workers load what was planned, whatever the branch says by then
         run = replace(run, revision=commit)
     fingerprints = loading.fingerprint(source, config), data_fingerprint(run)
-    configs = space.configs(ratio)
+    configs = space.configs(ratio, shape)
     work = workload(run, config, tokenizer, store, fingerprints[0])
     return ModelPlan(
         run=run,
@@ -257,15 +294,15 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
     )
 
 
-def _target_params(geometry: Geometry, ratio: float) -> int:
-    """Parameters to remove, at least one MLP channel."""
-    target = budget(geometry, ratio)
-    smallest = min(geometry.channel_cost)
+def _target_params(geometry: Geometry, ratio: float, shape: str) -> int:
+    """Parameters to remove, at least the smallest part that the shape lets one remove, such as an MLP channel."""
+    target, bounds = budget(geometry, ratio, shape), shapes.reach(geometry, shape)
+    smallest = bounds.smallest
     if target < smallest:
         least = math.ceil(1e6 * smallest / geometry.total_params) / 1e6
         raise UserError(
             f"--pruning-ratio {ratio:g} asks for {target:,} of {geometry.total_params:,} parameters, less than the smallest part "
-            f"that can be removed (an MLP channel, {smallest:,}); ask for at least {least:g}"
+            f"that can be removed ({bounds.smallest_part}, {smallest:,}); ask for at least {least:g}"
         )
     return target
 

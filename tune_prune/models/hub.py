@@ -6,6 +6,8 @@ request with its normal time limit is enough to know.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import huggingface_hub
 from huggingface_hub import constants
 
@@ -20,3 +22,12 @@ def probe(repo: str, file: str, revision: str | None = None, repo_type: str = "m
         return
     url = huggingface_hub.hf_hub_url(repo, file, revision=revision, repo_type=repo_type)
     huggingface_hub.get_hf_file_metadata(url)
+
+
+def commit(repo: str, revision: str | None = None) -> str | None:
+    """The commit that the cache holds of a model under `revision` (branch, tag or commit; None: main); None where its
+    config.json was never fetched.
+
+    From the cache's layout, snapshots/<commit>/: newer transformers no longer tell it."""
+    cached = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
+    return Path(cached).parent.name if isinstance(cached, str) else None

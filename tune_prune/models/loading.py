@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from tune_prune.config import digest
 from tune_prune.errors import UserError
-from tune_prune.models import hub
+from tune_prune.models import hub, registration
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
@@ -32,6 +33,8 @@ from tune_prune.models.geometry import Geometry, read_geometry
 # A weight file up to this size is hashed whole; of a larger one, evenly spaced pieces (seconds instead of minutes).
 WHOLE_HASH_BYTES = 256 * 2**20
 HASHED_PIECES = 64
+
+ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
 # What every family's config says in whole numbers.
 CONFIG_SIZES = (
@@ -66,8 +69,7 @@ class LoadedModel:
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """The model's config; for hub models also pins what was found: `config._commit_hash`. Raises UserError, also for a
-    family that is not supported."""
+    """The model's config. Raises UserError, also for a family that is not supported."""
     where = {"pretrained_model_name_or_path": source.location, "revision": source.revision or "main"}
     try:
         if source.kind == "hub":
@@ -81,13 +83,22 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
         family = family_of(values["model_type"])  # before transformers looks for code to run for an unknown one
+        if values["model_type"].startswith(registration.PREFIX):
+            registration.register()  # ours, so that none of the code in the folder is run
+        elif values.get("per_layer_config"):
+            raise UserError(
+                f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers does "
+                f"not follow in {family.model_type} models; it was pruned by another tool: give the dense model, or a checkpoint "
+                "that tune_prune has written"
+            )
         config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
     except UserError:
         raise
     except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
-        raise _unavailable(source, error, "config.json") from error
+        raise unavailable(source, error, "config.json") from error
+    stated = config.to_dict()  # a pruned config does not give away as an attribute what differs between its layers
     for name in CONFIG_SIZES:
-        size = getattr(config, name, None)
+        size = stated.get(name)
         if not isinstance(size, int) or size < 1:
             raise UserError(
                 f"config.json of {source.location} says {name} {size!r}, but a {family.model_type} model needs a whole number "
@@ -98,19 +109,25 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The model's tokenizer, silent about long texts: whoever tokenises one cuts it into windows. Raises UserError."""
+    tokenizer = original_tokenizer(source)
+    tokenizer.model_max_length = 10**30  # transformers' own value for "no limit"
+    return tokenizer
+
+
+def original_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The model's tokenizer as it came, to be saved with another model. Raises UserError."""
     try:
         tokenizer = _tokenizer_class(source).from_pretrained(
             source.location, revision=source.revision or "main", trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises bare Exceptions, the hub its own kinds
-        raise _unavailable(source, error, "tokenizer") from error
+        raise unavailable(source, error, "tokenizer") from error
     # transformers makes up an empty one where the files are missing
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(
             f"the tokenizer of {source.location} knows no word; tokenizer.json (or tokenizer.model) is missing or empty: "
             "download the model again or point --model at a complete folder"
         )
-    tokenizer.model_max_length = 10**30  # transformers' own value for "no limit"
     return tokenizer
 
 
@@ -134,7 +151,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The model of a config without its memory, on torch's meta device. Raises UserError where it cannot be built."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a modelling file trips over
         raise UserError(
             f"config.json of {config.name_or_path} describes no model that can be built ({_cause(error)}); download the model "
@@ -158,13 +175,19 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
             revision=revision,
             dtype=dtype,
             attn_implementation="sdpa",
+            trust_remote_code=False,
             output_loading_info=True,
             device_map={"": device},  # straight to the device, a tensor at a time: several workers load at once
             ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
         )
         model, report = loaded
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"the weights of {source.location} are a pickle of Python objects, as some pruning tools save them, and unpickling can "
+            "run any code; save that model's weights as safetensors (save_pretrained), or give the dense model"
+        ) from error
     except Exception as error:  # safetensors, torch and the hub each raise their own kinds
-        raise _unavailable(source, error, "weights") from error
+        raise unavailable(source, error, "weights") from error
     finally:
         transformers_logging.set_verbosity(level)
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
@@ -178,7 +201,19 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
             "download the model again or point --model at a complete folder"
         )
     model.eval().requires_grad_(False)
+    _align(model)
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family))
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Move weights on the CPU to addresses such as torch gives to new tensors.
+
+    They come mapped from their file, behind a header of any length, and there matrix products add up in another order: a
+    model that was pruned in memory and the checkpoint saved from it would differ in the last bit.
+    """
+    for p in model.parameters():
+        if p.device.type == "cpu" and p.data_ptr() % ALIGNMENT:
+            p.data = p.data.clone()
 
 
 def fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
@@ -186,8 +221,8 @@ def fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
 
     Folder paths do not count, so that a copy of a model is the same model.
     """
-    commit = getattr(config, "_commit_hash", None)
-    if source.kind == "hub" and commit:
+    commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
+    if commit:
         return digest({"hub": source.location, "commit": commit})
     folder = Path(source.location)
     names = sorted(
@@ -222,8 +257,8 @@ def _cause(error: Exception) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def _unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
-    """One sentence: what could not be had, the cause, and how to get it."""
+def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
+    """One sentence: which part of a model could not be had, the cause, and how to get it."""
     if source.kind != "hub":
         return UserError(
             f"model folder {source.location} cannot be loaded ({part}: {_cause(error)}); check that config, tokenizer and "
