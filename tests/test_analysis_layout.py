@@ -183,8 +183,8 @@ def test_a_model_without_a_complete_trial_is_listed(tmp_path: Path) -> None:
 
 
 def test_folder_names() -> None:
-    def named(label: str, ratio: float, taken: set[str]) -> str:
-        return folder_name(Model(label, pd.DataFrame({"pruning_ratio": [ratio]})), taken)
+    def named(label: str, ratio: float, taken: set[str], shape: str = "free") -> str:
+        return folder_name(Model(label, pd.DataFrame({"pruning_ratio": [ratio], "shape": [shape]})), taken)
 
     taken: set[str] = set()
     assert named("Llama", 0.2, taken) == "Llama_20"
@@ -192,3 +192,7 @@ def test_folder_names() -> None:
     assert named("meta/../Llama 3", 0.29, taken) == "meta-..-Llama-3_29"
     assert named("llama", 0.2, taken) == "llama-2_20"
     assert named("../..", 0.125, taken) == "model_12.5"
+    assert (
+        named("Llama", 0.2, taken, "uniform") == "Llama-uniform_20"
+    )  # an analysis of each shape leaves the others' alone
+    assert named("Llama aligned-64@0.2", 0.2, taken, "aligned-64") == "Llama-aligned-64_20"

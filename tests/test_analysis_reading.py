@@ -364,6 +364,39 @@ def test_ratios_and_divisors_are_kept_apart(tmp_path: Path) -> None:
     assert sum("no record yet" in text for model in models.values() for text in said(model)) == 1  # said once
 
 
+def test_shapes_are_kept_apart(tmp_path: Path) -> None:
+    """Also those of one experiment, and free ones from before there were others."""
+    old = record(NAMES[0], "old")
+    del old.config["shape"]
+    first = experiment(tmp_path / "a", [old, record(NAMES[1], "same", shape="free")])
+    second = experiment(
+        tmp_path / "b", [record(NAMES[0], "c", shape="uniform"), record(NAMES[0], "d", shape="aligned-8")]
+    )
+    models = read_study([first, second], []).models
+    assert {label: (model.shape, list(model.rows["key"])) for label, model in models.items()} == {
+        "tiny free": ("free", ["old", "same"]),
+        "tiny uniform": ("uniform", ["c"]),
+        "tiny aligned-8": ("aligned-8", ["d"]),
+    }
+    assert list(models["tiny uniform"].rows["name"]) == [f"{NAMES[0]}-uniform"]
+    alone = only(experiment(tmp_path / "e", [record(NAMES[0], "f", shape="uniform")]))
+    assert (alone.label, alone.shape, alone.ratio) == ("tiny", "uniform", 0.2)
+
+
+def test_shapes_of_a_results_file(tmp_path: Path) -> None:
+    """Its column says them; where it is missing or empty they are free; and what is none is named by its line."""
+    shapes = ("", "free", "uniform")
+    lines = [f"{shape},{FOLDER.format(16 * 2**i)},0.4,0.2,1,True,taylor" for i, shape in enumerate(shapes)]
+    path = csv(tmp_path, *lines, header=f"shape,{HEADER}")
+    assert list(read_results_csv(path, "M").rows["shape"]) == ["free", "free", "uniform"]
+    models = read_study([], [("M", path)]).models
+    assert {label: len(model.rows) for label, model in models.items()} == {"M free": 2, "M uniform": 1}
+    without = csv(tmp_path, lines[0].removeprefix(","))
+    assert list(read_results_csv(without, "M").rows["shape"]) == ["free"]
+    with pytest.raises(UserError, match="line 2: shape is 'square'"):
+        read_results_csv(csv(tmp_path, f"square{lines[0]}", header=f"shape,{HEADER}"), "M")
+
+
 def test_what_is_no_experiment(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.csv").touch()

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig, canonical_json, digest, seed_for, trial_key
+from tune_prune.config import (
+    EvaluationProtocol,
+    ModelRun,
+    PruningConfig,
+    alignment,
+    canonical_json,
+    digest,
+    seed_for,
+    trial_key,
+)
 from tune_prune.errors import UserError, did_you_mean
 
 CONFIG = PruningConfig("taylor", 64, 128)
@@ -25,6 +35,9 @@ def test_key_depends_on_everything_that_changes_the_result() -> None:
         key(replace(CONFIG, taylor_num_samples=129)),
         key(replace(CONFIG, pruning_ratio=0.3)),
         key(replace(CONFIG, removal_divisor=4)),
+        key(replace(CONFIG, shape="uniform")),
+        key(replace(CONFIG, shape="aligned-64")),
+        key(replace(CONFIG, shape="aligned-32")),
         key(model="m2"),
         key(data="d2"),
         key(run=replace(RUN, seed=1)),
@@ -39,9 +52,30 @@ def test_key_ignores_what_does_not() -> None:
     assert key(run=replace(RUN, label="another name", data_dir="/elsewhere", model="/a/path")) == key()
 
 
-def test_config_survives_a_dictionary() -> None:
-    config = PruningConfig("layerwise", 16, 512, 0.35, 3)
+def test_keys_from_before_there_were_shapes_are_still_theirs() -> None:
+    assert key() == "0fe8cf9ef78002ec"
+    assert trial_key(None, "m", "d", RUN) == "782373c2ea59d1cf"
+
+
+@pytest.mark.parametrize("shape", ["free", "aligned-48", "uniform"])
+def test_config_survives_a_dictionary(shape: str) -> None:
+    config = PruningConfig("layerwise", 16, 512, 0.35, 3, shape)
     assert PruningConfig.from_dict(vars(config) | {"of_a_newer_version": 1}) == config
+
+
+def test_a_config_of_no_shape_is_free() -> None:
+    values = vars(CONFIG).copy()
+    del values["shape"]
+    assert PruningConfig.from_dict(values) == CONFIG and CONFIG.shape == "free"
+
+
+def test_a_name_tells_the_shape_unless_it_is_free() -> None:
+    names = [replace(CONFIG, shape=shape).name for shape in ("free", "aligned-64", "uniform")]
+    assert names == ["taylor-s64-n128", "taylor-s64-n128-aligned-64", "taylor-s64-n128-uniform"]
+
+
+def test_alignment() -> None:
+    assert [alignment(shape) for shape in ("free", "uniform", "aligned-1", "aligned-256")] == [None, None, 1, 256]
 
 
 @pytest.mark.parametrize(("samples", "divisor", "expected"), [(128, 5, 25), (4, 5, 1), (1, 5, 1), (10, 1, 10)])
@@ -61,10 +95,16 @@ def test_num_removal_samples(samples: int, divisor: int, expected: int) -> None:
         ("pruning_ratio", -0.1),
         ("pruning_ratio", float("nan")),
         ("pruning_ratio", True),
+        ("shape", "aligned"),
+        ("shape", "aligned-0"),
+        ("shape", "aligned-064"),
+        ("shape", "aligned-64\n"),
+        ("shape", "Uniform"),
+        ("shape", None),
     ],
 )
 def test_config_bounds_name_field_and_value(field: str, value: object) -> None:
-    with pytest.raises(UserError, match=f"{field} is {value!r}"):
+    with pytest.raises(UserError, match=re.escape(f"{field} is {value!r}")):
         replace(CONFIG, **{field: value})
 
 

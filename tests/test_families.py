@@ -213,3 +213,72 @@ def test_layers_of_different_width_are_read_one_by_one(tiny):
     mlp.gate_proj, mlp.up_proj, mlp.down_proj = (nn.Linear(a, b, bias=False) for a, b in ((32, 8), (32, 8), (8, 32)))
     geometry = read_geometry(model, FAMILIES["llama"])
     assert geometry.mlp_width == (40, 40, 8, 40) and geometry.channel_cost == (96,) * 4
+
+
+class BiasOnly(nn.Module):
+    """What a pruned checkpoint keeps of a projection whose inputs are all gone."""
+
+    def __init__(self, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_parameter("bias", bias)
+
+
+def without(layer: nn.Module, block: str, projection: str) -> None:
+    """Leave of a block no more than the bias that it adds, as pruned checkpoints do."""
+    old, rest = layer.get_submodule(block), nn.Module()
+    rest.register_module(projection, BiasOnly(old.get_submodule(projection).bias))
+    setattr(layer, block, rest)
+
+
+def pruned(model: nn.Module) -> nn.Module:
+    """`model` as a pruned checkpoint: layer 1 without attention, layer 2 without MLP, layer 3 with neither."""
+    layers = model.model.layers
+    for index, block, projection in (
+        (1, "self_attn", "o_proj"),
+        (2, "mlp", "down_proj"),
+        (3, "self_attn", "o_proj"),
+        (3, "mlp", "down_proj"),
+    ):
+        without(layers[index], block, projection)
+    return model
+
+
+def test_a_pruned_checkpoint_may_have_layers_without_attention_or_mlp(tiny, variant):
+    family = FAMILIES[tiny(variant).config.model_type]
+    dense, model = read_geometry(tiny(variant), family), pruned(tiny(variant))
+    with pytest.raises(UserError, match=r"layer 1 of this .* model has no self_attn\.q_proj"):
+        read_geometry(model, family)  # a dense model has all of its parts
+    model.config.model_type = f"tune_prune_{family.model_type}"
+    assert family_of(model.config.model_type) is family
+    geometry = read_geometry(model, family)
+    assert geometry.total_params == sum(p.numel() for p in model.parameters())
+    assert geometry.kv_heads == (4, 0, 4, 0) and geometry.mlp_width == (40, 40, 0, 0)
+    group, channel = dense.group_cost[0], dense.channel_cost[0]
+    assert geometry.group_cost == (group, 0, group, 0) and geometry.channel_cost == (channel, channel, 0, 0)
+    extra = dense.last_group_extra[0]
+    assert geometry.last_group_extra == (extra, 0, extra, 0)
+    assert (geometry.head_dim, geometry.queries_per_kv, geometry.uniform_kv_heads) == (6, 2, ())
+    stays = sum(group + extra for layer in geometry.cache_layers if geometry.kv_heads[layer])
+    assert geometry.prunable_params == 2 * (4 * group + extra) + 80 * channel - stays
+    gone = 2 * (4 * group + extra) + 80 * channel  # what the dense model has more
+    assert dense.total_params - geometry.total_params == gone
+
+
+def test_a_pruned_checkpoint_with_half_an_attention_is_refused(tiny):
+    model = pruned(tiny("llama"))
+    model.config.model_type = "tune_prune_llama"
+    del model.model.layers[0].self_attn.k_proj
+    with pytest.raises(UserError, match=r"layer 0 of this llama model has no self_attn\.k_proj"):
+        check_structure(model, FAMILIES["llama"])
+
+
+def test_linears_are_those_that_a_layer_has(tiny):
+    layers = pruned(tiny("llama-biases")).model.layers
+    found = [set(FAMILIES["llama"].linears(layer)) for layer in layers]
+    attention, mlp = {"query", "key", "value", "output"}, {"gate", "up", "down"}
+    assert found == [attention | mlp, mlp, attention, set()]
+
+
+def test_pruned_checkpoints_of_unknown_families_are_refused():
+    with pytest.raises(UserError, match="'gpt2' is not supported"):
+        family_of("tune_prune_gpt2")

@@ -45,6 +45,32 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "ratio nan": ([*TINY, "--pruning-ratio", "nan"], ["'nan'"]),
     "ratio infeasible": ([*TINY, "--pruning-ratio", "0.95"], ["0.95", "can be removed", "at most 0."]),
     "ratio of less than a channel": ([*TINY, "--pruning-ratio", "1e-9"], ["1e-09", "MLP channel", "at least 0.00"]),
+    "unknown shape": ([*TINY, "--shape", "square"], ["--shape", "'square'", "uniform"]),
+    "shape with its number": ([*TINY, "--shape", "aligned-64"], ["--shape", "'aligned-64'", "aligned"]),
+    "number of no shape": ([*TINY, "--align", "8"], ["--align 8", "--shape aligned", "is free"]),
+    "number of another shape": (
+        [*TINY, "--shape", "uniform", "--align", "8"],
+        ["--align 8", "is uniform", "leave it out"],
+    ),
+    "no multiples": ([*TINY, "--shape", "aligned", "--align", "0"], ["--align", "'0'", "from 1"]),
+    "wide multiples": ([*TINY, "--shape", "aligned", "--align", "65"], ["64 channels", "the 65", "--align 32"]),
+    "beyond aligned": (
+        [*TINY, "--shape", "aligned", "--pruning-ratio", "0.4"],
+        ["only 46,080 can be removed in shape aligned-64", "at most 0.29,", "a smaller --align"],
+    ),
+    "beyond uniform": (
+        [*TINY, "--shape", "uniform", "--pruning-ratio", "0.9"],
+        ["can be removed in shape uniform", "at most 0.6", "--shape aligned"],
+    ),
+    "before aligned": (
+        [*TINY, "--shape", "aligned", "--align", "30", "--pruning-ratio", "0.01"],
+        ["3,840 go in any case in shape aligned-30", "a multiple of 30", "at least 0.0241"],
+    ),
+    "less than aligned": ([*TINY, "--shape", "aligned", "--pruning-ratio", "0.01"], ["a KV group, 3,072", "0.0193"]),
+    "less than uniform": (
+        [*TINY, "--shape", "uniform", "--pruning-ratio", "0.005"],
+        ["an MLP channel of every layer, 960", "at least 0.006"],
+    ),
     "limit 0": ([*TINY, "--limit", "0"], ["--limit", "'0'", "from 1"]),
     "limit of halves": ([*TINY, "--limit", "1.5"], ["--limit", "'1.5'", "whole number"]),
     "negative seed": ([*TINY, "--seed", "-1"], ["--seed", "'-1'", "from 0 to 4294967295"]),
@@ -208,6 +234,7 @@ def test_search_spaces_of_the_user(refusal: Callable[..., str], tmp_path: Path) 
     assert "taylor_seq_len 100000" in sentence(SPACE.replace("[16]", "[100000]"))
     assert "enough for" in sentence(SPACE.replace("[8]", "[1000000]"))
     assert "is 0.2, but" in sentence(f"{SPACE}pruning_ratio: 0.3\n", "--pruning-ratio", "0.2")
+    assert "the shape is uniform" in sentence(f"{SPACE}shape: uniform\n", "--align", "16")
 
 
 def test_all_problems_of_a_search_space_are_listed(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -7,15 +7,20 @@ import contextlib
 import json
 import os
 import re
+import shlex
+import subprocess
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
-from tune_prune import embedded, experiment, search_space
+from tune_prune import embedded, experiment, search, search_space
+from tune_prune.analysis import rerun
+from tune_prune.analysis.load import frame
+from tune_prune.analysis.study import Model
 from tune_prune.context import TrialContext
 from tune_prune.cost_model.estimate import STAGES
 from tune_prune.errors import UserError
@@ -23,6 +28,7 @@ from tune_prune.evaluation.perplexity import TEXT_FILE
 from tune_prune.ledger import Ledger
 from tune_prune.models import catalog, loading
 from tune_prune.preflight import SearchSettings, _check_memory, make_plan
+from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import method_names
 from tune_prune.records import TrialRecord
 from tune_prune.trial import SharedStatistics, prepare
@@ -154,6 +160,7 @@ def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> 
         (("--tasks", "piqa,boolq"), "tasks was boolq,piqa,hellaswag,"),
         (("--pruning-ratio", "0.3"), "pruning_ratio was 0.2, is 0.3"),
         (("--dtype", "bfloat16"), "dtype was float32, is bfloat16"),
+        (("--shape", "uniform"), "shape was free, is uniform"),
         (("--calibration", "other.txt"), "calibration was embedded, is "),
     ],
 )
@@ -168,6 +175,98 @@ def test_changed_meaning_is_refused_with_the_difference(
     assert f"(tiny-llama: {difference}" in sentence and "--name" in sentence
     assert sentence.count(" was ") == 2  # the experiment "was made", and the one thing that changed
     assert (started / experiment.FILE).read_bytes() == before
+
+
+def test_an_experiment_from_before_there_were_shapes_is_of_the_free_one(
+    started: Path, refusal: Callable[..., str], plan_text: Callable[..., str]
+) -> None:
+    about = json.loads((started / experiment.FILE).read_text())
+    assert about["models"]["tiny-llama"]["meaning"].pop("shape") == "free"
+    (started / experiment.FILE).write_text(json.dumps(about))
+    assert "(1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
+    assert "shape was free, is aligned-16" in refusal(
+        *AGAIN, "--shape", "aligned", "--align", "16", "--gpus-per-trial", "0"
+    )
+
+
+SHAPES = {
+    "flag": (
+        "",
+        ("--shape", "uniform"),
+        "uniform",
+        "uniform: one MLP width for all layers, and one of 1, 2, 4 KV groups in each",
+    ),
+    "space": ("uniform", (), "uniform", "uniform: "),
+    "default number": (
+        "",
+        ("--shape", "aligned"),
+        "aligned-64",
+        "aligned: MLP widths in multiples of 64, at least one KV group",
+    ),
+    "number": ("", ("--shape", "aligned", "--align", "16"), "aligned-16", "aligned: MLP widths in multiples of 16, "),
+    "number of the space": ("aligned-32", (), "aligned-32", "aligned: MLP widths in multiples of 32, "),
+    "the flag wins": ("aligned-32", ("--align", "8"), "aligned-8", "aligned: MLP widths in multiples of 8, "),
+    "the flag wins for free": ("uniform", ("--shape", "free"), "free", ""),
+    "free": ("", (), "free", ""),
+}
+
+
+@pytest.mark.parametrize(("in_space", "flags", "shape", "says"), SHAPES.values(), ids=SHAPES)
+def test_plan_of_a_shape(
+    in_space: str, flags: tuple[str, ...], shape: str, says: str, plan_text: Callable[..., str]
+) -> None:
+    text = (search_space.folder() / "smoke.yaml").read_text() + (f"shape: {in_space}\n" if in_space else "")
+    Path("mine.yaml").write_text(text)
+    out = plan_text("--model", "tiny-llama", "--search-space", "mine.yaml", *flags)
+    name = "tiny-llama-20-mine" + ("" if shape == "free" else f"-{shape}")
+    assert f"experiment   ray_results/{name}\n" in out
+    rows = [line for line in out.splitlines() if line.startswith("shape ")]
+    assert [row.startswith(f"shape        {says}") for row in rows] == [True] * (shape != "free")
+    settings = SearchSettings(("tiny-llama",), "mine.yaml", shape=flags[1] if "--shape" in flags else None)
+    if "--align" in flags:
+        settings = replace(settings, align=int(flags[-1]))
+    plan = make_plan(settings)
+    assert {config.shape for config, _ in plan.models[0].trials} == {shape} and plan.shape == shape
+
+
+def test_what_is_removable_depends_on_the_shape(plan_text: Callable[..., str]) -> None:
+    """Of tiny-llama, 5 layers of 4 KV groups of 3,072 and 64 channels of 192 each."""
+    removable = []
+    for flags in ((), ("--shape", "aligned", "--align", "16"), ("--shape", "aligned"), ("--shape", "uniform")):
+        row = next(line for line in plan_text(*TINY, *flags).splitlines() if line.startswith("tiny-llama "))
+        removable.append(int(row.split()[3].replace(",", "")))
+    groups = 5 * 3 * 3072
+    assert removable == [19 * 3072 + 5 * 64 * 192, groups + 5 * 48 * 192, groups, groups + 5 * 63 * 192]
+
+
+@pytest.mark.parametrize("shape", ["free", "aligned-16", "uniform"])
+def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path) -> None:
+    """What the analysis prints to run a configuration again is the same trial."""
+    kind, _, number = shape.partition("-")
+    settings = SearchSettings(("tiny-llama",), "smoke", shape=kind, align=int(number) if number else None, limit=5)
+    (model,) = make_plan(settings).models
+    config, key = model.trials[-1]
+    rows = frame([TrialRecord(key=key, model="tiny-llama", config=asdict(config), status="complete")], tmp_path)
+    text = rerun.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
+    assert text is not None
+    space, again = text.splitlines()
+    subprocess.run(["bash", "-c", space], check=True)
+    args = search.parser().parse_args(shlex.split(again)[3:])
+    assert make_plan(search.settings_from(args)).models[0].trials == ((config, key),)
+
+
+def test_models_of_different_size_get_different_numbers(
+    monkeypatch: pytest.MonkeyPatch, plan_text: Callable[..., str]
+) -> None:
+    monkeypatch.setattr(shapes, "LARGE_PARAMS", 160_000)  # between tiny-llama and tiny-mistral
+    monkeypatch.setattr(shapes, "LARGE_ALIGN", 8)
+    monkeypatch.setattr(shapes, "SMALL_ALIGN", 16)
+    models = ("--model", "tiny-llama", "--model", "tiny-qwen2")
+    out = plan_text(*models, "--search-space", "smoke", "--shape", "aligned")
+    assert "shape        aligned: MLP widths in multiples of 16 (tiny-llama); 8 (tiny-qwen2), at least" in out
+    assert "ray_results/tiny-llama+tiny-qwen2-20-smoke-aligned\n" in out
+    out = plan_text(*models, "--search-space", "smoke", "--shape", "aligned", "--align", "4")
+    assert "multiples of 4, at least" in out and "-smoke-aligned-4\n" in out
 
 
 def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], plan_text: Callable[..., str]) -> None:

@@ -141,6 +141,11 @@ def test_bad_value(tmp_path: Path, name: str, value: str, expected: str) -> None
         ("pruning_ratio", "'0.2'", "pruning_ratio is the text '0.2'; it must be"),
         ("pruning_ratio", "[0.2]", "pruning_ratio is a list; it must be"),
         ("removal_divisor", "0", "removal_divisor is 0; it must be a whole number from 1"),
+        ("shape", "square", "shape is 'square'; known: aligned, aligned-N, free, uniform"),
+        ("shape", "unifrom", "shape is 'unifrom'; did you mean 'uniform'?"),
+        ("shape", "aligned-0", "shape is 'aligned-0'; did you mean 'aligned"),
+        ("shape", "64", "shape is 64; it must be text, e.g. `shape: aligned`"),
+        ("shape", "[free]", "shape is a list; it must be text"),
         ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
         ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'taylor_seq_len'?"),
         ("[a, b]", "3", "unknown key '[...]'; known: method"),
@@ -151,6 +156,18 @@ def test_bad_extra_key(tmp_path: Path, name: str, value: str, expected: str) -> 
     [(line, problem)] = problems(tmp_path, with_value(**{name: value}))
     assert line == LINES["extra"]
     assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize("shape", ["free", "aligned", "aligned-128", "uniform"])
+def test_shape(tmp_path: Path, shape: str) -> None:
+    assert search_space.load(yaml_file(tmp_path, with_value(shape=shape)), METHODS).shape == shape
+
+
+def test_configs_have_the_shape_they_are_asked_for(tmp_path: Path) -> None:
+    space = search_space.load(yaml_file(tmp_path, with_value()), METHODS)
+    assert space.shape is None
+    assert {config.shape for config in space.configs(0.2)} == {"free"}
+    assert {config.shape for config in space.configs(0.2, "aligned-8")} == {"aligned-8"}
 
 
 @pytest.mark.parametrize("ratio", ["0.2", "2e-1", ".2", "0.5"])

@@ -130,6 +130,13 @@ def test_channels_come_back_where_all_are_gone_and_a_group_is_too_much():
     assert plan.removed_params == 20 and plan.kept_groups == ((0, 1),) * 2
 
 
+def test_nothing_comes_back_while_a_channel_stays_that_costs_too_much():
+    g = replace(geometry(mlp=(1, 1), group=60), channel_cost=(10, 50))
+    plan = select(scores([[21, 22], [23, 24]], [[2], [1]]), g, removing(45, g))
+    assert plan.kept_groups == ((0, 1),) * 2 and plan.kept_channels == ((), (0,))
+    assert plan.removed_params == cost_of(plan, g) == 10
+
+
 def random_case(seed: int) -> tuple[Geometry, GroupScores, float]:
     draw = np.random.default_rng(seed)
     layers = int(draw.integers(1, 6))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -25,6 +26,10 @@ ZERO_SHOT_METRIC = {
     "openbookqa": "acc_norm",
 }
 ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
+
+# What a pruned model's layers may look like (docs/methods.md, "Shapes"); in a configuration `aligned` has its number.
+SHAPES = ("free", "aligned", "uniform")
+_SHAPE = re.compile(r"free|aligned-([1-9][0-9]{0,6})|uniform")
 
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
 PROTOCOL_VERSION = 2
@@ -45,6 +50,16 @@ def seed_for(seed: int, purpose: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{purpose}".encode()).digest()[:4], "big")
 
 
+def alignment(shape: str) -> int | None:
+    """The N of shape "aligned-N"; None for "free" and "uniform". Raises UserError for any other text."""
+    match = _SHAPE.fullmatch(shape) if isinstance(shape, str) else None
+    if match is None:
+        raise UserError(
+            f"shape is {shape!r}; it must be free, uniform or aligned-N with a whole number N from 1, e.g. aligned-64"
+        )
+    return int(match[1]) if match[1] else None
+
+
 @dataclass(frozen=True, order=True)
 class PruningConfig:
     """One point of the search: how a model is pruned."""
@@ -54,6 +69,9 @@ class PruningConfig:
     taylor_num_samples: int  # calibration samples for the gradients
     pruning_ratio: float = 0.2  # fraction of ALL parameters to remove
     removal_divisor: int = 5  # removal losses use the first max(1, taylor_num_samples // removal_divisor) samples
+    shape: str = (
+        "free"  # what the layers may look like: "free", "aligned-N" (MLP widths in multiples of N) or "uniform"
+    )
 
     def __post_init__(self) -> None:
         for name, low in (("taylor_seq_len", 2), ("taylor_num_samples", 1), ("removal_divisor", 1)):
@@ -68,6 +86,7 @@ class PruningConfig:
             or not 0 <= ratio < 1
         ):
             raise UserError(f"pruning_ratio is {ratio!r}; it must be at least 0 and below 1, e.g. 0.2 for 20% smaller")
+        alignment(self.shape)
 
     @property
     def num_removal_samples(self) -> int:
@@ -75,8 +94,14 @@ class PruningConfig:
 
     @property
     def name(self) -> str:
-        """Short and readable, e.g. `blockwise-s64-n128`; unique within one pruning ratio."""
-        return f"{self.method}-s{self.taylor_seq_len}-n{self.taylor_num_samples}"
+        """Short and readable, e.g. `blockwise-s64-n128` or, of a shape, `blockwise-s64-n128-aligned-64`; unique within one
+        pruning ratio and removal divisor."""
+        shape = "" if self.shape == "free" else f"-{self.shape}"
+        return f"{self.method}-s{self.taylor_seq_len}-n{self.taylor_num_samples}{shape}"
+
+    def meaning(self) -> dict[str, Any]:
+        """What a key hashes. The free shape is left out: keys from before there were shapes stay what they were."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("shape", "free")}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PruningConfig:
@@ -110,7 +135,7 @@ class ModelRun:
     label: str  # name in tables and file names, e.g. "tiny-llama"
     revision: str | None  # commit asked for (hub models)
     calibration: str  # "embedded", "wikitext2", "c4" or an absolute text file
-    data_dir: str | None  # task and text files in the layout of docs/data.md; None: the hub (or embedded)
+    data_dir: str | None  # task and text files as in docs/data.md; None: the hub (or embedded); "embedded": those
     protocol: EvaluationProtocol
     seed: int
     dtype: str  # "float32" or "bfloat16"
@@ -123,7 +148,7 @@ def trial_key(config: PruningConfig | None, model_fingerprint: str, data_fingerp
     """A trial is its meaning: configuration (None: the dense model), model, data and protocol. Two identical ones are one."""
     return digest(
         {
-            "config": asdict(config) if config else {},
+            "config": config.meaning() if config else {},
             "model": model_fingerprint,
             "data": data_fingerprint,
             "protocol": asdict(run.protocol) | {"version": PROTOCOL_VERSION},

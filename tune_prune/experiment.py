@@ -66,7 +66,8 @@ def check_same_meaning(folder: Path, meanings: Mapping[str, Mapping[str, Any]]) 
 
 
 def _flat(meaning: Mapping[str, Any]) -> dict[str, Any]:
-    return {**meaning, **meaning["protocol"], "protocol": None}
+    # An experiment from before there were shapes is of the free one.
+    return {"shape": "free", **meaning, **meaning["protocol"], "protocol": None}
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -127,6 +128,7 @@ def write(plan: Plan, command: list[str]) -> None:
                     "taylor_num_samples": list(plan.space.num_samples),
                     "pruning_ratio": plan.pruning_ratio,
                     "removal_divisor": plan.space.removal_divisor,
+                    "shape": plan.shape,
                 },
                 "models": models,
                 "versions": {"tune_prune": __version__}

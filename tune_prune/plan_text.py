@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from tune_prune.analysis.cost import duration
+from tune_prune.config import alignment
 from tune_prune.context import uses_embedded_data
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.preflight import Plan
+from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 
 
@@ -40,6 +42,7 @@ def describe(plan: Plan) -> str:
             "",
             f"method {', '.join(space.method)}; seq_len {_list(space.seq_len)}; num_samples {_list(space.num_samples)}",
         ),
+        *_shape(plan),
         ("calibration", f"{shown_path(first.run.calibration)}, seed {first.run.seed}"),
         (
             "evaluation",
@@ -85,7 +88,7 @@ def describe(plan: Plan) -> str:
                 model.run.label,
                 f"{g.total_params:,}",
                 f"{model.target_params:,}",
-                f"{g.prunable_params:,}",
+                f"{shapes.reach(g, model.shape).most:,}",
                 str(g.num_layers),
                 f"{max(g.kv_heads)} x {max(g.group_cost):,}",
                 f"{max(g.mlp_width)} x {max(g.channel_cost):,}",
@@ -94,6 +97,34 @@ def describe(plan: Plan) -> str:
         )
     lines += ["", *_aligned(table), "", *_cost(plan)]
     return "\n".join(lines)
+
+
+def _shape(plan: Plan) -> list[tuple[str, str]]:
+    """What the pruned layers will look like, unless they are free."""
+    if plan.shape == "free":
+        return []
+    if plan.shape == "uniform":
+        by_model = {model.run.label: _list(model.geometry.uniform_kv_heads) for model in plan.models}
+        return [
+            (
+                "shape",
+                f"uniform: one MLP width for all layers, and one of {_by_model('{} KV groups', by_model)} in each",
+            )
+        ]
+    by_model = {model.run.label: str(alignment(model.shape)) for model in plan.models}
+    return [
+        (
+            "shape",
+            f"aligned: MLP widths in multiples of {_by_model('{}', by_model)}, at least one KV group in every layer",
+        )
+    ]
+
+
+def _by_model(text: str, values: Mapping[str, str]) -> str:
+    """`text` with its value filled in; with each model's where they differ."""
+    if len(set(values.values())) == 1:
+        return text.format(next(iter(values.values())))
+    return "; ".join(f"{text.format(value)} ({label})" for label, value in values.items())
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -6,6 +6,7 @@
     taylor_num_samples: [128, 256]            # calibration samples
     pruning_ratio: 0.2                        # optional; fraction of all parameters to remove
     removal_divisor: 5                        # optional; removal losses use the first taylor_num_samples // 5 samples
+    shape: aligned                            # optional; free, aligned, aligned-N (e.g. aligned-128) or uniform
     num_trials: 6                             # search: optuna only
 
 The reader is strict and reports every problem of the file at once, each with its line.
@@ -24,7 +25,7 @@ from typing import Any
 import yaml
 
 import tune_prune
-from tune_prune.config import PruningConfig
+from tune_prune.config import SHAPES, PruningConfig, alignment
 from tune_prune.errors import UserError, did_you_mean
 
 SEARCHES = ("grid", "optuna")
@@ -33,7 +34,7 @@ NUM_SAMPLES_BOUNDS = (1, 1_000_000)
 
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _REQUIRED = ("search", "method", "taylor_seq_len", "taylor_num_samples")
-_OPTIONAL = ("pruning_ratio", "removal_divisor", "num_trials")
+_OPTIONAL = ("pruning_ratio", "removal_divisor", "shape", "num_trials")
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,17 @@ class SearchSpace:
     num_samples: tuple[int, ...]
     pruning_ratio: float | None = None  # None: the command line's
     removal_divisor: int = 5
+    shape: str | None = None  # free, aligned, aligned-N or uniform; None: the command line's
 
     @property
     def size(self) -> int:
         """How many configurations there are."""
         return len(self.method) * len(self.seq_len) * len(self.num_samples)
 
-    def configs(self, pruning_ratio: float) -> tuple[PruningConfig, ...]:
-        """Every configuration at `pruning_ratio`, seq_len outermost: neighbours share their gradient pass."""
+    def configs(self, pruning_ratio: float, shape: str = "free") -> tuple[PruningConfig, ...]:
+        """Every configuration at `pruning_ratio` and `shape`, seq_len outermost: neighbours share their gradient pass."""
         return tuple(
-            PruningConfig(method, seq_len, num_samples, pruning_ratio, self.removal_divisor)
+            PruningConfig(method, seq_len, num_samples, pruning_ratio, self.removal_divisor, shape)
             for seq_len, num_samples, method in product(self.seq_len, self.num_samples, self.method)
         )
 
@@ -125,6 +127,7 @@ class _Reader:
             num_samples=values["taylor_num_samples"],
             pruning_ratio=values.get("pruning_ratio"),
             removal_divisor=values.get("removal_divisor", SearchSpace.removal_divisor),
+            shape=values.get("shape"),
         )
 
     def _error(self) -> UserError:
@@ -200,6 +203,18 @@ class _Reader:
     def _removal_divisor(self, node: yaml.Node) -> int | None:
         return self._integer(node, "removal_divisor", 1, NUM_SAMPLES_BOUNDS[1])
 
+    def _shape(self, node: yaml.Node) -> str | None:
+        text = self._text(node, "shape")
+        if text is None or text in SHAPES:
+            return text
+        try:
+            alignment(text)
+        except UserError:
+            known = did_you_mean(text, (*SHAPES, "aligned-N"))
+            self._problem(node, f"shape is {text!r}; {known}, N a whole number from 1, e.g. aligned-64")
+            return None
+        return text
+
     def _num_trials(self, node: yaml.Node) -> int | None:
         return self._integer(node, "num_trials", 1, None)
 
@@ -261,6 +276,7 @@ _EXAMPLES = {
     "taylor_seq_len": "taylor_seq_len: [64, 128]",
     "taylor_num_samples": "taylor_num_samples: [128, 256]",
     "num_trials": "num_trials: 20",
+    "shape": "shape: aligned",
 }
 
 

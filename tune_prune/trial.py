@@ -129,7 +129,7 @@ class Trial:
         with self._stage("pruning") as report:
             importance = self.importance.groups.per_parameter(loaded.geometry)
             scores = method.scores(Statistics(loaded.geometry, importance, increase, context.run.seed))
-            self.plan = select(scores, loaded.geometry, config.pruning_ratio)
+            self.plan = select(scores, loaded.geometry, config.pruning_ratio, config.shape)
             model = prune(loaded.model, loaded.family, self.plan)
             report.metrics = {
                 "params_count": float(sum(p.numel() for p in model.parameters())),

@@ -55,8 +55,11 @@ def write_layout(findings: Findings, output: Path) -> list[Path]:
 
 
 def folder_name(model: Model, taken: set[str]) -> str:
-    """`<Model>_<percent>` in characters that every file system takes, and not yet in `taken`, to which it is added."""
+    """`<Model>_<percent>`, or `<Model>-<shape>_<percent>` unless that is free, in characters that every file system takes, and
+    not yet in `taken`, to which it is added."""
     label = re.sub(r"[^\w.+-]+", "-", model.label.removesuffix(f"@{model.ratio:g}")).strip("-.") or "model"
+    if model.shape != "free" and not label.endswith(model.shape):
+        label += f"-{model.shape}"
     name = f"{label}_{100 * model.ratio:g}"
     number = 2
     while name.lower() in taken:  # some file systems take upper and lower case for the same

@@ -36,14 +36,14 @@ PUBLISHED_COLUMNS = (
 )
 COLUMNS = (
     *PUBLISHED_COLUMNS,
-    *("removal_divisor", "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
+    *("removal_divisor", "shape", "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
     *("status", "reason", "key", "started_at", "host", "peak_memory_bytes"),
 )
 INTEGERS = (
     *("taylor_seq_len", "taylor_num_samples", "params_count", "extreme_pruning_layers"),
     *("removal_divisor", "peak_memory_bytes"),
 )
-TEXTS = ("model", "pruning_method", "output_dir", "status", "reason", "key", "started_at", "host")
+TEXTS = ("model", "pruning_method", "output_dir", "shape", "status", "reason", "key", "started_at", "host")
 
 
 def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
@@ -80,11 +80,14 @@ def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
 
 
 def typed(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with COLUMNS first, what is missing as NaN (texts: empty), and each column in its one type."""
+    """The rows with COLUMNS first, what is missing as NaN (texts: empty; shape: free, as before there were others), and each
+    column in its one type."""
     rows = rows.reindex(columns=[*COLUMNS, *sorted(set(rows.columns) - set(COLUMNS))])
     numbers = [name for name in COLUMNS if name not in (*TEXTS, *INTEGERS, "success")]
     rows = rows.astype(dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(numbers, "float64") | {"success": "bool"})
-    return rows.assign(**{name: rows[name].astype("str").where(rows[name].notna(), "") for name in TEXTS})
+    texts = {name: rows[name].astype("str").where(rows[name].notna(), "") for name in TEXTS}
+    texts["shape"] = texts["shape"].where(texts["shape"] != "", PruningConfig.shape)
+    return rows.assign(**texts)
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
@@ -114,6 +117,7 @@ def config_of(row: Mapping[str, Any]) -> PruningConfig:
         method=row["pruning_method"],
         taylor_seq_len=int(row["taylor_seq_len"]),
         taylor_num_samples=int(row["taylor_num_samples"]),
+        shape=row["shape"],
         **optional,
     )
 

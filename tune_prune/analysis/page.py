@@ -129,7 +129,8 @@ def _card(index: int, found: ModelFindings) -> Card:
         id=f"model-{index}",
         label=found.model.label,
         facts=f"{len(found.competing)} of {len(found.model.rows)} usable · {kind} · "
-        f"{wording.number(100 * found.model.ratio)}% to remove",
+        f"{wording.number(100 * found.model.ratio)}% to remove"
+        + ("" if found.model.shape == "free" else f" · shape {found.model.shape}"),
         found=found,
         is_most_accurate=bool(best["name"] == top["name"]),
         kept=float(best["acc_mean"] / dense) if dense > 0 else None,

@@ -53,6 +53,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
     removed = [value for entry in found for value in entry.competing["removed_fraction"].dropna()]
     return {
         "ratios": [f"{wording.number(100 * value)}%" for value in sorted({entry.model.ratio for entry in found})],
+        "shapes": sorted({entry.model.shape for entry in found}),
         "removed": list(dict.fromkeys(wording.percent(value) for value in (min(removed), max(removed))))
         if removed
         else [],

@@ -1,7 +1,7 @@
 """Reads everything an analysis is given into one `Study`: experiment folders in any state, published results files.
 
 Nothing is dropped silently: what does not compete, what is missing and what was merged is a `Problem` of its model. A
-model that was measured in two ways (other items, other seed, another ratio) is two models here, named apart.
+model that was measured in two ways (other items, other seed, another ratio or shape) is two models here, named apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tune_prune.config import PruningConfig
 from tune_prune.errors import UserError
 
 _CHECKED = [name for name in PUBLISHED_COLUMNS if name not in (*TEXTS, "success")]
-_Key = tuple[str, str, float, int]  # label, how it was measured, pruning_ratio, removal_divisor
+_Key = tuple[str, str, float, int, str]  # label, how it was measured, pruning_ratio, removal_divisor, shape
 _CONSOLIDATED = re.compile(r"consolidated_(.+)_[\d.]+")
 
 
@@ -83,14 +83,14 @@ def _models(parts: list[Part]) -> dict[str, Model]:
         if part.measured is None:  # taken for like the others of its label
             part.measured = next((p.measured for p in parts if p.label == part.label and p.measured), "unknown")
         divisor = part.rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
-        split = part.rows.groupby([part.rows["pruning_ratio"], divisor])
-        for index, ((ratio, by), rows) in enumerate(split):
+        split = part.rows.groupby([part.rows["pruning_ratio"], divisor, part.rows["shape"]])
+        for index, ((ratio, by, shape), rows) in enumerate(split):
             own = replace(part, rows=rows, problems=part.problems if index == 0 else [])
-            groups.setdefault((part.label, part.measured, float(ratio), int(by)), []).append(own)
+            groups.setdefault((part.label, part.measured, float(ratio), int(by), str(shape)), []).append(own)
     for part in parts:
         if part.rows.empty:  # what is said of it belongs to any other of the same, else it stands alone
             like = [key for key in groups if key[:2] == (part.label, part.measured)]
-            key = like[0] if like else (part.label, str(part.measured), math.nan, 0)
+            key = like[0] if like else (part.label, str(part.measured), math.nan, 0, "")
             groups.setdefault(key, []).append(part)
     order = list(dict.fromkeys(part.label for part in parts))
     models: dict[str, Model] = {}
@@ -107,12 +107,14 @@ def _models(parts: list[Part]) -> dict[str, Model]:
 
 def _label(key: _Key, groups: Mapping[_Key, list[Part]], taken: Mapping[str, Model]) -> str:
     """The label, and what tells this group from the others of that label."""
-    label, measured, ratio, divisor = key
+    label, measured, ratio, divisor, shape = key
     same = [other for other in groups if other[0] == label]
     name = label
     if len({other[1] for other in same}) > 1:
         origin = groups[key][0]
         name += f" ({'csv' if origin.published else origin.origin.resolve().name})"
+    if len({other[4] for other in same if other[1] == measured}) > 1:
+        name += f" {shape}"
     if len({other[2] for other in same if other[1] == measured}) > 1:
         name += f"@{ratio:g}"
     if len({other[3] for other in same if other[1:3] == (measured, ratio)}) > 1:
@@ -151,7 +153,7 @@ def _without_duplicates(label: str, rows: pd.DataFrame, problems: list[Problem])
     """Each configuration once: the first complete one, else the first. The others are named."""
     order = rows.sort_values(
         "success", ascending=False, kind="stable"
-    )  # one model, ratio and divisor: names are configurations
+    )  # one model, ratio, divisor and shape: names are configurations
     first = order.drop_duplicates("name").set_index("name")
     keep = order.index[~order.duplicated("name")].sort_values()
     for _, row in rows.drop(index=keep).iterrows():

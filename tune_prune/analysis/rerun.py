@@ -27,6 +27,8 @@ def command(model: Model, row: Mapping[str, Any]) -> str | None:
         "pruning_ratio": config.pruning_ratio,
         "removal_divisor": config.removal_divisor,
     }
+    if config.shape != "free":
+        space["shape"] = config.shape
     protocol = source["protocol"]
     options = {
         "--model": source["model"],

@@ -237,7 +237,11 @@ def _geometry(findings: Findings, found: ModelFindings) -> dict[str, Any]:
 
 def _ratios(findings: Findings) -> str:
     ratios = {found.model.ratio for found in findings.models.values()}
-    return f" with {wording.number(100 * ratios.pop())}% of all parameters removed" if len(ratios) == 1 else ""
+    shapes = {found.model.shape for found in findings.models.values()}
+    shape = f", shape {shapes.pop()}" if len(shapes) == 1 and shapes != {"free"} else ""
+    return (
+        f" with {wording.number(100 * ratios.pop())}% of all parameters removed{shape}" if len(ratios) == 1 else shape
+    )
 
 
 def _rule_words(rule: str) -> str:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from tune_prune.config import PruningConfig
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -45,6 +47,11 @@ class Model:
     def ratio(self) -> float:
         """The pruning ratio asked for, of most rows; NaN where there are none."""
         return float(self.rows["pruning_ratio"].mode().get(0, math.nan))
+
+    @property
+    def shape(self) -> str:
+        """What the layers may look like after pruning (PruningConfig.shape), of most rows."""
+        return str(self.rows["shape"].mode().get(0, PruningConfig.shape))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# The projections' roles, by the block they belong to.
+ATTENTION = ("query", "key", "value", "output")
+MLP = ("gate", "up", "down")
+
+
 @dataclass(frozen=True)
 class Family:
     """Names of a decoder layer's parts, relative to the layer. Rows of q [K*g*d, H], k and v [K*d, H], gate and up
@@ -40,15 +45,18 @@ class Family:
         str, ...
     ] = ()  # norms over head_dim inside attention: shared by all heads, gone with the last one
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    heads_divide_hidden: bool = False  # its config refuses num_attention_heads that do not divide hidden_size
 
     def projections(self) -> dict[str, str]:
         """Path of each projection inside a layer, by role."""
-        attention = {role: f"{self.attention}.{getattr(self, role)}" for role in ("query", "key", "value", "output")}
-        return attention | {role: f"{self.mlp}.{getattr(self, role)}" for role in ("gate", "up", "down")}
+        attention = {role: f"{self.attention}.{getattr(self, role)}" for role in ATTENTION}
+        return attention | {role: f"{self.mlp}.{getattr(self, role)}" for role in MLP}
 
     def linears(self, layer: nn.Module) -> dict[str, nn.Linear]:
-        """The projections of a decoder layer that passed `check_structure`, by role."""
-        return {role: cast(nn.Linear, layer.get_submodule(path)) for role, path in self.projections().items()}
+        """The projections of a decoder layer that passed `check_structure`, by role; of a pruned checkpoint's layer without
+        attention, or without MLP, those that it has (what is left of a removed block's last projection has no inputs)."""
+        found = {role: _submodule(layer, path) for role, path in self.projections().items()}
+        return {role: module for role, module in found.items() if isinstance(module, nn.Linear) and module.in_features}
 
     def head_dim(self, layer: nn.Module) -> int:
         return cast(int, layer.get_submodule(self.attention).head_dim)
@@ -57,7 +65,7 @@ class Family:
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama"),
+        Family("llama", heads_divide_hidden=True),
         Family("mistral"),
         Family("qwen2"),
         Family("qwen3", head_norms=("q_norm", "k_norm")),
@@ -65,8 +73,14 @@ FAMILIES = {
 }
 
 
+# What stands before the family's name in the model_type of a pruned checkpoint.
+PRUNED_PREFIX = "tune_prune_"
+
+
 def family_of(model_type: str) -> Family:
-    """The row for transformers' `config.model_type`. Raises UserError for a family that is not in the table."""
+    """The row for transformers' `config.model_type`, also of a pruned checkpoint of the family. Raises UserError for a family
+    that is not in the table."""
+    model_type = model_type.removeprefix(PRUNED_PREFIX)
     if model_type not in FAMILIES:
         raise UserError(
             f"model type {model_type!r} is not supported ({did_you_mean(model_type, FAMILIES)}); "
@@ -81,9 +95,17 @@ def decoder_layers(model: nn.Module, family: Family) -> nn.ModuleList:
     return layers
 
 
+def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return layer.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def check_structure(model: PreTrainedModel, family: Family) -> None:
     """Raise UserError unless every decoder layer of `model` looks as the row says: separate linear projections of
-    matching shapes, whole KV groups, and no other parameters than the named norms."""
+    matching shapes, whole KV groups, and no other parameters than the named norms. A pruned checkpoint (model_type
+    tune_prune_...) may have layers of which the attention or the MLP is gone, but for the bias it added."""
     try:
         layers = decoder_layers(model, family)
     except AttributeError:
@@ -91,6 +113,7 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
             f"this {family.model_type} model has no {family.layers}; its layout is not the family's"
         ) from None
     hidden = model.config.hidden_size
+    pruned = model.config.model_type.startswith(PRUNED_PREFIX)
     known = set(family.projections().values()) | set(family.layer_norms)
     known |= {f"{family.attention}.{norm}" for norm in family.head_norms}
     for index, layer in enumerate(layers):
@@ -101,38 +124,62 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
                 f"{where} has {sorted(unknown)[0]!r}, which the {family.model_type} row of models/families.py does not "
                 "name (fused projections and mixtures of experts are not supported)"
             )
-        linear: dict[str, nn.Linear] = {}
-        for role, path in family.projections().items():
-            try:
-                projection = layer.get_submodule(path)
-            except AttributeError:
-                raise UserError(f"{where} has no {path}; its layout is not the family's") from None
-            if not isinstance(projection, nn.Linear):
-                raise UserError(
-                    f"{where}: {path} is a {type(projection).__name__}; only plain linear layers can be pruned"
-                )
-            linear[role] = projection
-        head_dim = family.head_dim(layer)
-        for norm in family.head_norms:
-            size = sum(p.numel() for p in layer.get_submodule(f"{family.attention}.{norm}").parameters())
-            if size != head_dim:
-                raise UserError(
-                    f"{where}: {family.attention}.{norm} has {size} parameters, not the {head_dim} of one head; norms over "
-                    "several heads cannot be pruned"
-                )
-        q, k, v, o = (linear[role] for role in ("query", "key", "value", "output"))
-        fits = (
-            k.out_features == v.out_features
-            and k.out_features % head_dim == 0
-            and k.out_features > 0
-            and q.out_features % k.out_features == 0
-            and o.in_features == q.out_features
-            and linear["gate"].out_features == linear["up"].out_features == linear["down"].in_features
-            and {q.in_features, k.in_features, v.in_features, linear["gate"].in_features, linear["up"].in_features}
-            == {o.out_features, linear["down"].out_features}
-            == {hidden}
-        )
-        if not fits:
+        parts = family.linears(layer)
+        for roles in (ATTENTION, MLP):
+            if pruned and not set(roles) & set(parts):
+                continue
+            for role in roles:
+                path = family.projections()[role]
+                module = _submodule(layer, path)
+                if module is None:
+                    raise UserError(f"{where} has no {path}; its layout is not the family's")
+                if not isinstance(module, nn.Linear):
+                    raise UserError(
+                        f"{where}: {path} is a {type(module).__name__}; only plain linear layers can be pruned"
+                    )
+        if "query" in parts:
+            _check_head_norms(layer, family, where)
+        if not (_attention_fits(layer, family, hidden) and _mlp_fits(parts, hidden)):
             raise UserError(
                 f"{where}: the shapes of its projections do not belong together (already pruned by another tool?)"
             )
+
+
+def _check_head_norms(layer: nn.Module, family: Family, where: str) -> None:
+    head_dim = family.head_dim(layer)
+    for norm in family.head_norms:
+        size = sum(p.numel() for p in layer.get_submodule(f"{family.attention}.{norm}").parameters())
+        if size != head_dim:
+            raise UserError(
+                f"{where}: {family.attention}.{norm} has {size} parameters, not the {head_dim} of one head; norms over "
+                "several heads cannot be pruned"
+            )
+
+
+def _attention_fits(layer: nn.Module, family: Family, hidden: int) -> bool:
+    """Whether q, k, v and o are of whole KV groups on the hidden size; true where the layer has no attention."""
+    parts = family.linears(layer)
+    if "query" not in parts:
+        return True
+    head_dim = family.head_dim(layer)
+    q, k, v, o = (parts[role] for role in ATTENTION)
+    return (
+        k.out_features == v.out_features
+        and k.out_features % head_dim == 0
+        and k.out_features > 0
+        and q.out_features % k.out_features == 0
+        and o.in_features == q.out_features
+        and {q.in_features, k.in_features, v.in_features, o.out_features} == {hidden}
+    )
+
+
+def _mlp_fits(parts: dict[str, nn.Linear], hidden: int) -> bool:
+    """Whether gate, up and down have one width on the hidden size; true where the layer has no MLP."""
+    if "gate" not in parts:
+        return True
+    gate, up, down = (parts[role] for role in MLP)
+    return gate.out_features == up.out_features == down.in_features and {
+        gate.in_features,
+        up.in_features,
+        down.out_features,
+    } == {hidden}

@@ -29,6 +29,7 @@ class Geometry:
     channel_cost: tuple[int, ...]  # one MLP channel: 3H plus its biases
     last_group_extra: tuple[int, ...]  # parameters that go with a layer's last KV group (norms over head_dim)
     cache_layers: tuple[int, ...]  # layers that keep a KV group: the first of each attention type, so always layer 0
+    uniform_kv_heads: tuple[int, ...] = ()  # KV heads that a plain config can state for all layers at once, ascending
 
     @property
     def num_layers(self) -> int:
@@ -52,32 +53,37 @@ class Geometry:
 
 
 def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
-    """The geometry of a (dense) model. Raises UserError where its structure is not the family's."""
+    """The geometry of a model; a pruned checkpoint's layer without attention has 0 KV heads, one without MLP a width of 0, and
+    neither costs anything. Raises UserError where the model's structure is not the family's."""
     check_structure(model, family)
     kv_heads, mlp_width, group_cost, channel_cost, extra = [], [], [], [], []
     head_dim = queries = 0
     for layer in decoder_layers(model, family):
         part = family.linears(layer)
-        head_dim = family.head_dim(layer)
-        k = part["key"].out_features // head_dim
-        queries = part["query"].out_features // part["key"].out_features
-        rows = sum(_row_params(part[role]) for role in ("query", "key", "value"))
-        kv_heads.append(k)
-        group_cost.append((rows + part["output"].weight.numel()) // k)
-        m = part["gate"].out_features
-        mlp_width.append(m)
-        channel_cost.append((_row_params(part["gate"]) + _row_params(part["up"]) + part["down"].weight.numel()) // m)
-        extra.append(
-            sum(
+        k = group = norms = 0
+        if "key" in part:
+            head_dim = family.head_dim(layer)
+            k = part["key"].out_features // head_dim
+            queries = part["query"].out_features // part["key"].out_features
+            rows = sum(_row_params(part[role]) for role in ("query", "key", "value"))
+            group = (rows + part["output"].weight.numel()) // k
+            norms = sum(
                 p.numel()
                 for norm in family.head_norms
                 for p in layer.get_submodule(f"{family.attention}.{norm}").parameters()
             )
-        )
+        m = part["gate"].out_features if "gate" in part else 0
+        columns = _row_params(part["gate"]) + _row_params(part["up"]) + part["down"].weight.numel() if m else 0
+        kv_heads.append(k)
+        group_cost.append(group)
+        extra.append(norms)
+        mlp_width.append(m)
+        channel_cost.append(columns // m if m else 0)
     types = getattr(model.config, "layer_types", None) or ["full_attention"] * len(kv_heads)
+    hidden = model.config.hidden_size
     return Geometry(
         total_params=sum(p.numel() for p in model.parameters()),
-        hidden_size=model.config.hidden_size,
+        hidden_size=hidden,
         head_dim=head_dim,
         queries_per_kv=queries,
         kv_heads=tuple(kv_heads),
@@ -86,6 +92,9 @@ def read_geometry(model: PreTrainedModel, family: Family) -> Geometry:
         channel_cost=tuple(channel_cost),
         last_group_extra=tuple(extra),
         cache_layers=tuple(sorted(types.index(kind) for kind in set(types))),
+        uniform_kv_heads=tuple(
+            k for k in range(1, min(kv_heads) + 1) if not family.heads_divide_hidden or hidden % (k * queries) == 0
+        ),
     )
 
 

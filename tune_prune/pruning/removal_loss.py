@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 from tune_prune.pruning.importance import batch_size, token_losses
-from tune_prune.pruning.surgery import NoAttention
 
 KINDS = ("layer", "attention", "mlp")
 
@@ -48,11 +48,6 @@ class _PassOn(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return hidden_states if self.known is None else self.known
-
-
-class _NoMlp(nn.Module):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden_states)
 
 
 @torch.inference_mode()
@@ -109,7 +104,7 @@ def _without(layers: nn.ModuleList, family: Family, index: int, kind: str, known
         layers[index] = _PassOn(layer)
     else:
         block = getattr(layer, name)
-        setattr(layer, name, NoAttention(None) if kind == "attention" else _NoMlp())
+        setattr(layer, name, RemovedBlock(kind, None))
     try:
         yield
     finally:

@@ -5,41 +5,89 @@
 Selection goes on past a group that does not fit (stopping there would leave a smaller model's worth unremoved). Layer 0
 (and the first layer of any other attention type, see Geometry.cache_layers) keeps at least one KV group. Pure: numbers
 in, plan out; ties are broken by layer, then attention before MLP, then index.
+
+This is the shape `free`. Of the others (pruning/shapes.py) `aligned-N` goes by blocks of N channels where `free` goes by
+channels, after the channels that are too many for multiples of N, and `uniform` by one channel of every layer.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
+from tune_prune.config import alignment
 from tune_prune.errors import UserError
 from tune_prune.models.geometry import Geometry
+from tune_prune.pruning import shapes
 from tune_prune.pruning.groups import GroupScores, PruningPlan
+from tune_prune.pruning.shapes import Kept
 
 
-def budget(geometry: Geometry, pruning_ratio: float) -> int:
-    """Parameters to remove: floor(ratio * all). Raises UserError where the decoder layers do not hold that many."""
-    target = int(pruning_ratio * geometry.total_params)
-    if target > geometry.prunable_params:
-        bound = geometry.prunable_params / geometry.total_params
+def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int:
+    """Parameters to remove: floor(ratio * all). Raises UserError where the decoder layers do not hold that many, and where the
+    shape alone takes more."""
+    total = geometry.total_params
+    target, bounds = int(pruning_ratio * total), shapes.reach(geometry, shape)
+    asked = f"pruning ratio {pruning_ratio} asks for {target:,} of {total:,} parameters, but"
+    instead = (
+        "" if shape == "free" else ", or use a smaller --align" if shape != "uniform" else ", or use --shape aligned"
+    )
+    here = "" if shape == "free" else f" in shape {shape}"
+    if target > bounds.most:
+        bound = _rounded_down(bounds.most / total)
         raise UserError(
-            f"pruning ratio {pruning_ratio} asks for {target:,} of {geometry.total_params:,} parameters, but only "
-            f"{geometry.prunable_params:,} can be removed (embeddings, norms and one KV group of layer 0 stay); "
-            f"ask for at most {int(bound * 1000) / 1000}"
+            f"{asked} only {bounds.most:,} can be removed{here} ({bounds.stays} stay); ask for at most {bound}{instead}"
+        )
+    if target < bounds.least:
+        bound = math.ceil(1e6 * (bounds.least + 1) / total) / 1e6
+        raise UserError(
+            f"{asked} {bounds.least:,} go in any case{here} ({bounds.smallest_part}); ask for at least {bound:g}{instead}"
         )
     return target
 
 
-def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float) -> PruningPlan:
-    """The plan that removes the lowest-scored groups. `scores` must be finite; raises UserError if they are not or if the
-    budget is infeasible."""
-    target = budget(geometry, pruning_ratio)
-    values = [part for pair in zip(scores.attention, scores.mlp, strict=True) for part in pair]
-    flat = np.concatenate(values)
+def _rounded_down(ratio: float) -> float:
+    """To three digits after the point, or to as many as leave something to ask for."""
+    return next((floor for digits in (3, 6, 9) if (floor := int(ratio * 10**digits) / 10**digits) > 0), 0.0)
+
+
+def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float, shape: str = "free") -> PruningPlan:
+    """The plan that removes the lowest-scored groups and leaves layers of that shape. `scores` must be finite; raises UserError
+    if they are not, if the budget is infeasible or if the model cannot take the shape."""
+    target = budget(geometry, pruning_ratio, shape)
+    flat = np.concatenate([*scores.attention, *scores.mlp])
     if not np.isfinite(flat).all():
         raise UserError(
             f"{int((~np.isfinite(flat)).sum())} of {len(flat)} group scores are not finite; the model's gradients overflow "
             "on this calibration text: try a shorter taylor_seq_len, another text or --dtype float32"
         )
+    n = alignment(shape)
+    if n is not None:
+        aligned = shapes.Aligned.of(scores, geometry, n)
+        groups, blocks = _lowest_first(aligned.scores, aligned.geometry, target - aligned.remainder_params)
+        channels = aligned.channels(blocks)
+    elif shape == "uniform":
+        groups, channels = shapes.uniform(scores, geometry, target)
+    else:
+        groups, channels = _lowest_first(scores, geometry, target)
+    return PruningPlan(groups, channels, target, _removed(geometry, groups, channels), geometry.total_params)
+
+
+def _removed(geometry: Geometry, kept_groups: Kept, kept_channels: Kept) -> int:
+    """Parameters that go where these groups and channels stay."""
+    removed = 0
+    for layer, (groups, channels) in enumerate(zip(kept_groups, kept_channels, strict=True)):
+        removed += (geometry.kv_heads[layer] - len(groups)) * geometry.group_cost[layer]
+        removed += (geometry.mlp_width[layer] - len(channels)) * geometry.channel_cost[layer]
+        removed += 0 if groups else geometry.last_group_extra[layer]
+    return removed
+
+
+def _lowest_first(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept, Kept]:
+    """Kept KV groups and MLP channels after removing in ascending score what fits into `target` parameters."""
+    values = [part for pair in zip(scores.attention, scores.mlp, strict=True) for part in pair]
+    flat = np.concatenate(values)
     sizes = [len(part) for part in values]
     blocks = np.repeat(np.arange(len(sizes)), sizes).tolist()  # block 2l: attention of layer l; block 2l + 1: its MLP
     ranked = np.argsort(flat, kind="stable").tolist()
@@ -66,30 +114,25 @@ def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float) -> Pru
         if not is_mlp:
             groups_left[layer] -= 1
 
-    smallest = min(*geometry.channel_cost, *geometry.group_cost)
+    channel = min((c for c, m in zip(geometry.channel_cost, geometry.mlp_width, strict=True) if m), default=math.inf)
+    group = min((c for c, k in zip(geometry.group_cost, geometry.kv_heads, strict=True) if k), default=math.inf)
     for position in ranked:
-        if left < smallest:
+        if left < min(channel, group):
             break
         if cost(position) <= left:
             remove(position)
 
-    # Where another channel would fit, every channel is gone: one more group goes, and the best channels come back for it.
-    if left >= min(geometry.channel_cost):
-        channels = [position for position in ranked if blocks[position] % 2]
+    # Where every channel is gone and another would fit: one more group goes, and the best channels come back for it.
+    channels = [position for position in ranked if blocks[position] % 2]
+    if left >= channel and not keep[channels].any():
         room = left + sum(map(cost, channels))
-        group = next((position for position in ranked if keep[position] and cost(position) <= room), None)
-        if group is not None:
-            remove(group)
+        extra = next((position for position in ranked if keep[position] and cost(position) <= room), None)
+        if extra is not None:
+            remove(extra)
             while left < 0:
                 position = channels.pop()
                 keep[position] = True
                 left += cost(position)
 
     kept = [tuple(np.flatnonzero(mask).tolist()) for mask in np.split(keep, np.cumsum(sizes)[:-1])]
-    return PruningPlan(
-        kept_groups=tuple(kept[0::2]),
-        kept_channels=tuple(kept[1::2]),
-        target_params=target,
-        removed_params=target - left,
-        total_params=geometry.total_params,
-    )
+    return tuple(kept[0::2]), tuple(kept[1::2])

@@ -13,22 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 from tune_prune.pruning.groups import PruningPlan
-
-
-class NoAttention(nn.Module):
-    """What is left of an attention block whose KV groups are all gone: nothing, or the output projection's bias.
-
-    It leaves the cache alone, which is why layer 0 must keep a group (selection.py)."""
-
-    def __init__(self, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.bias = bias
-
-    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-        """hidden_states [batch, time, H] -> what the attention block would add, same shape."""
-        output = torch.zeros_like(hidden_states)
-        return (output if self.bias is None else output + self.bias), None
 
 
 def prune(model: PreTrainedModel, family: Family, plan: PruningPlan) -> PreTrainedModel:
@@ -51,7 +37,7 @@ def _replace_attention(layer: nn.Module, family: Family, groups: tuple[int, ...]
     if len(groups) == kv_heads:
         return
     if not groups:
-        memo[id(layer.get_submodule(family.attention))] = NoAttention(parts["output"].bias)
+        memo[id(layer.get_submodule(family.attention))] = RemovedBlock("attention", parts["output"].bias)
         return
     kv_rows = _members(groups, d)
     q_rows = _members(groups, parts["query"].out_features // kv_heads)
@@ -63,6 +49,9 @@ def _replace_attention(layer: nn.Module, family: Family, groups: tuple[int, ...]
 def _replace_mlp(layer: nn.Module, family: Family, channels: tuple[int, ...], memo: dict[int, object]) -> None:
     parts = family.linears(layer)
     if len(channels) == parts["gate"].out_features:
+        return
+    if not channels:
+        memo[id(layer.get_submodule(family.mlp))] = RemovedBlock("mlp", parts["down"].bias)
         return
     kept = torch.tensor(channels, dtype=torch.long)
     for role in ("gate", "up"):

@@ -122,7 +122,7 @@ class TensorBoardCallback(Callback):
     def _finish(self, trial: RayTrial, status: str) -> None:
         key = trial.config["key"]
         config = self._specs[key].config
-        row = {"status": status, "method": config.method, "seq_len": config.taylor_seq_len}
+        row = {"status": status, "method": config.method, "shape": config.shape, "seq_len": config.taylor_seq_len}
         row |= {"num_samples": config.taylor_num_samples, "ratio": config.pruning_ratio}
         known = _curves(trial.last_result.get("record", {}).get("metrics", {}))
         first = [name for name in ("acc_mean", "ppl") if name in known]  # the table's first columns

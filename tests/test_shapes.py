@@ -1,0 +1,375 @@
+"""Shapes: what layers look like after selection, how exactly the budget is met, and the choice itself, each against every
+possibility written out; and that a model of uniform shape is a plain model of its family."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM
+
+from tests.search_folders import TINY
+from tests.test_selection import cost_of, geometry, one_sentence, removing, scores
+from tests.trials import BLOCKWISE, open_context
+from tune_prune import search
+from tune_prune.config import PruningConfig
+from tune_prune.errors import UserError
+from tune_prune.ledger import Ledger
+from tune_prune.models.families import FAMILIES
+from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.pruning import shapes
+from tune_prune.pruning.groups import GroupScores, PruningPlan
+from tune_prune.pruning.selection import budget, select
+from tune_prune.pruning.surgery import prune
+from tune_prune.trial import run_trial
+
+SHAPES = ("aligned-1", "aligned-3", "aligned-4", "uniform")
+
+
+def random_case(seed: int, tiny: bool = False) -> tuple[Geometry, GroupScores]:
+    """Layers of different widths and costs, as biases and pruning before would make them; few or many ties. Every layer has a
+    KV group and at least 4 channels."""
+    draw = np.random.default_rng(seed)
+    layers = int(draw.integers(1, 4 if tiny else 7))
+    kv = draw.integers(1, 4 if tiny else 9, layers).tolist()
+    mlp = draw.integers(4, 9 if tiny else 60, layers).tolist()
+    if draw.random() < 0.5:  # as dense models are
+        kv, mlp = [kv[0]] * layers, [mlp[0]] * layers
+    g = geometry(kv, mlp, extra=int(draw.choice([0, 12])), other=int(draw.integers(0, 3000)))
+    group, channel = int(draw.integers(5, 400)), int(draw.integers(3, 40))
+    biased = draw.integers(0, 3, layers).tolist() if draw.random() < 0.5 else [0] * layers
+    heads = [k for k in range(1, min(kv) + 1) if k == 1 or draw.random() < 0.8]
+    g = replace(
+        g,
+        group_cost=tuple(group + more for more in biased),
+        channel_cost=tuple(channel + more for more in biased),
+        uniform_kv_heads=tuple(heads),
+    )
+    everything = PruningPlan(((),) * layers, ((),) * layers, 0, 0, 0)
+    g = replace(g, total_params=cost_of(everything, g) + int(draw.integers(0, 3000)))
+    levels = draw.choice([2, 10**6])
+    s = scores([draw.integers(0, levels, k) for k in kv], [draw.integers(0, levels, m) for m in mlp])
+    return g, s
+
+
+def ratios_within(g: Geometry, shape: str, seed: int) -> Iterator[float]:
+    """Ratios whose budgets are the smallest and largest that the shape can reach, and some between."""
+    bounds = shapes.reach(g, shape)
+    for target in (bounds.least, bounds.most, *np.random.default_rng(seed).integers(bounds.least, bounds.most + 1, 3)):
+        yield removing(int(target), g)
+
+
+def widths(g: Geometry, shape: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every (KV groups per layer, channels per layer) of the shape, by its definition."""
+    if shape == "uniform":
+        for k, m in itertools.product(g.uniform_kv_heads, range(1, min(g.mlp_width) + 1)):
+            yield (k,) * g.num_layers, (m,) * g.num_layers
+        return
+    n = int(shape.removeprefix("aligned-"))
+    groups = itertools.product(*(range(1, k + 1) for k in g.kv_heads))
+    channels = list(itertools.product(*(range(n, m + 1, n) for m in g.mlp_width)))
+    for one in groups:
+        for other in channels:
+            yield one, other
+
+
+def removal(g: Geometry, groups: tuple[int, ...], channels: tuple[int, ...]) -> int:
+    return cost_of(
+        PruningPlan(tuple(map(tuple, map(range, groups))), tuple(map(tuple, map(range, channels))), 0, 0, 0), g
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block", range(3))
+def test_random_cases_keep_every_promise(shape: str, block: int) -> None:
+    for seed in range(60 * block, 60 * block + 60):
+        g, s = random_case(seed)
+        for ratio in ratios_within(g, shape, seed):
+            plan = select(s, g, ratio, shape)
+            assert plan.target_params == int(ratio * g.total_params) == budget(g, ratio, shape)
+            assert plan.removed_params == cost_of(plan, g) <= plan.target_params, (seed, ratio)
+            left = plan.target_params - plan.removed_params
+            counts = [(len(a), len(b)) for a, b in zip(plan.kept_groups, plan.kept_channels, strict=True)]
+            assert all(k >= 1 and m >= 1 for k, m in counts), (seed, ratio)
+            if shape == "uniform":
+                assert len(set(counts)) == 1 and counts[0][0] in g.uniform_kv_heads, (seed, ratio)
+            else:
+                n = int(shape.removeprefix("aligned-"))
+                assert all(m % n == 0 for _, m in counts), (seed, ratio)
+                for layer, (k, m) in enumerate(
+                    counts
+                ):  # nothing that may go would still fit, but where a group paid for it
+                    assert k == 1 or left < g.group_cost[layer] or left < n * max(g.channel_cost), (seed, ratio)
+                    assert m == n or left < n * max(g.channel_cost), (seed, ratio)
+            for part, kept in ((s.attention, plan.kept_groups), (s.mlp, plan.kept_channels)):
+                for values, mine in zip(part, kept, strict=True):
+                    assert list(mine) == sorted(set(mine))
+                    gone = sorted(set(range(len(values))) - set(mine))
+                    assert not gone or values[gone].max() <= values[list(mine)].min(), (seed, ratio)
+            assert plan == select(s, g, ratio, shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reach_is_that_of_all_widths_of_the_shape(shape: str) -> None:
+    for seed in range(60):
+        g, _ = random_case(seed, tiny=True)
+        removals = [removal(g, *one) for one in widths(g, shape)]
+        bounds = shapes.reach(g, shape)
+        assert (bounds.least, bounds.most) == (min(removals), max(removals)), seed
+        if bounds.most:
+            assert bounds.smallest == min(params for params in removals if params), seed
+
+
+def test_uniform_is_the_most_important_of_all_pairs_that_meet_the_budget() -> None:
+    """Every pair of widths, and in each layer every choice of that many, by exact sums."""
+    clipped = 0
+    for seed in range(150):
+        g, s = random_case(seed, tiny=True)
+        generator = np.random.default_rng(seed)
+        s = scores([generator.random(k) for k in g.kv_heads], [generator.random(m) for m in g.mlp_width])
+
+        def most(values: np.ndarray, cost: int, count: int) -> Fraction:
+            return max(sum(Fraction(float(v)) * cost for v in some) for some in itertools.combinations(values, count))
+
+        for ratio in ratios_within(g, "uniform", seed):
+            target = int(ratio * g.total_params)
+            best_of: dict[int, tuple[int, int]] = {}  # K -> (missing, M): as near as this K comes
+            for (k, *_), (m, *_) in widths(g, "uniform"):
+                missing = target - removal(g, (k,) * g.num_layers, (m,) * g.num_layers)
+                if missing >= 0:
+                    best_of[k] = min((missing, m), best_of.get(k, (missing, m)))
+            nearest, step = min(missing for missing, _ in best_of.values()), sum(g.channel_cost)
+            near = {k: m for k, (missing, m) in best_of.items() if missing < step or (missing == nearest >= step)}
+            clipped += nearest >= step
+            totals = {
+                (k, m): sum(most(v, c, k) for v, c in zip(s.attention, g.group_cost, strict=True))
+                + sum(most(v, c, m) for v, c in zip(s.mlp, g.channel_cost, strict=True))
+                for k, m in near.items()
+            }
+            plan = select(s, g, ratio, "uniform")
+            pair = len(plan.kept_groups[0]), len(plan.kept_channels[0])
+            assert totals[pair] == max(totals.values()), (seed, ratio)
+            assert plan.target_params - plan.removed_params < step or nearest >= step
+    assert clipped > 0  # a KV group of every layer that costs more than all of the MLPs
+
+
+def test_uniform_may_keep_fewer_groups_where_they_matter_less() -> None:
+    g = replace(geometry(kv=(2, 2), mlp=(30, 30), group=100, channel=10), uniform_kv_heads=(1, 2))
+    channels = [list(range(30))] * 2
+    plan = select(scores([[0, 0.1], [0.1, 0]], channels), g, removing(200, g), "uniform")
+    assert plan.kept_groups == ((1,), (0,)) and plan.kept_channels == (tuple(range(30)),) * 2
+    plan = select(scores([[99, 99.1], [99.1, 99]], channels), g, removing(219, g), "uniform")
+    assert plan.kept_groups == ((0, 1),) * 2 and plan.kept_channels == (tuple(range(10, 30)),) * 2
+    assert plan.removed_params == 200  # a channel of both layers is 20
+    plan = select(scores([[0, 0]] * 2, [[0] * 30] * 2), g, removing(200, g), "uniform")
+    assert plan.kept_groups == ((0, 1),) * 2 and plan.kept_channels == (tuple(range(10, 30)),) * 2  # a tie: more groups
+
+
+def plain_aligned(s: GroupScores, g: Geometry, target: int, n: int) -> tuple[list[set[int]], list[set[int]]]:
+    """The documented walk, a channel at a time and with exact means."""
+    groups = [set(range(k)) for k in g.kv_heads]
+    channels = [set(range(m)) for m in g.mlp_width]
+    candidates: list[tuple[Fraction, int, int, int, list[int]]] = []  # score, layer, attention or MLP, place, members
+    for layer, values in enumerate(s.attention):
+        candidates += [(Fraction(float(v)), layer, 0, i, [i]) for i, v in enumerate(values)]
+    for layer, values in enumerate(s.mlp):
+        ascending = sorted(range(len(values)), key=lambda i, values=values: (values[i], i))
+        while len(ascending) % n:
+            channels[layer].remove(ascending.pop(0))
+            target -= g.channel_cost[layer]
+        for start in range(0, len(ascending) - n, n):
+            members = ascending[start : start + n]
+            mean = sum(Fraction(float(values[i])) for i in members) / n
+            candidates.append((mean, layer, 1, start // n, members))
+    for _, layer, is_mlp, _, members in sorted(candidates):
+        cost = n * g.channel_cost[layer] if is_mlp else g.group_cost[layer]
+        if cost <= target and (is_mlp or len(groups[layer]) > 1):
+            (channels if is_mlp else groups)[layer] -= set(members)
+            target -= cost
+    return groups, channels
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_aligned_walks_as_documented(n: int) -> None:
+    for seed in range(150):
+        g, s = random_case(seed)
+        bounds = shapes.reach(g, f"aligned-{n}")
+        for ratio in (
+            removing((bounds.least + bounds.most) // 2, g),
+            removing((3 * bounds.least + bounds.most) // 4, g),
+        ):
+            plan = select(s, g, ratio, f"aligned-{n}")
+            groups, channels = plain_aligned(s, g, plan.target_params, n)
+            if all(len(kept) == n for kept in channels):
+                continue  # a group may have paid for blocks that came back: the next test
+            assert [set(kept) for kept in plan.kept_groups] == groups, seed
+            assert [set(kept) for kept in plan.kept_channels] == channels, seed
+
+
+def test_aligned_brings_the_best_blocks_back_where_a_group_is_too_much() -> None:
+    g = geometry(kv=(2, 2), mlp=(5, 6), group=100, channel=10)
+    low = scores([[21, 22], [23, 24]], [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]])
+    plan = select(low, g, removing(70 + 95, g), "aligned-2")  # without all that may go of the MLPs, 95 are left
+    assert plan.kept_groups == ((1,), (0, 1)) and plan.removed_params == 150
+    assert plan.kept_channels == ((3, 4), (2, 3, 4, 5))
+    plan = select(low, g, removing(10, g), "aligned-2")
+    assert plan.kept_channels == ((1, 2, 3, 4), (0, 1, 2, 3, 4, 5))  # what makes 5 a multiple, and nothing else
+
+
+def test_budgets_that_a_shape_cannot_reach_are_refused_with_those_that_it_can() -> None:
+    g = replace(geometry(kv=(2, 2), mlp=(5, 6), group=100, channel=10), uniform_kv_heads=(1, 2))  # 1,010 parameters
+    for shape, low, high, stays in (
+        ("aligned-4", 30, 230, "4 MLP channels and one KV group of every layer stay"),
+        ("uniform", 10, 290, "one MLP channel and 1 KV group of every layer stay"),
+    ):
+        bounds = shapes.reach(g, shape)
+        assert (bounds.least, bounds.most) == (low, high)
+        for wrong, words in ((low - 1, "at least"), (high + 1, "at most")):
+            with pytest.raises(UserError) as error:
+                budget(g, removing(wrong, g), shape)
+            text = str(error.value).replace("e.g. ", "")
+            assert "\n" not in text and "of 1,010 parameters, but" in text and shape in text and words in text
+            assert (stays in text) == (words == "at most")
+            bound = float(text.partition(f"ask for {words} ")[2].split(",")[0])
+            assert low <= budget(g, bound, shape) <= high  # what is proposed can be had
+    with pytest.raises(UserError) as error:
+        budget(g, 0.9)
+    assert "one KV group of layer 0, without which cached decoding goes silently wrong" in one_sentence(error)
+
+
+def test_layers_that_cannot_take_a_shape_are_named() -> None:
+    g = geometry(kv=(2, 2), mlp=(60, 30))
+    with pytest.raises(UserError, match=r"layer 1 has 30 channels, fewer than the 64 .*aligned-64.* e\.g\. --align 8"):
+        budget(g, 0.2, "aligned-64")
+    assert budget(g, removing(600, g), "aligned-8") == 600
+    for gone in (geometry(kv=(2, 0)), geometry(mlp=(3, 0))):
+        for shape in ("aligned-1", "uniform"):
+            with pytest.raises(UserError, match=r"layer 1 has no .*--shape free"):
+                budget(gone, 0.1, shape)
+    with pytest.raises(UserError, match="shape is 'square'"):
+        budget(g, 0.2, "square")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", ["aligned-2", "uniform"])
+def test_scores_that_are_no_numbers_are_refused(bad: float, shape: str) -> None:
+    g = replace(geometry(mlp=(4, 4)), uniform_kv_heads=(1, 2))
+    with pytest.raises(UserError, match="1 of 12 group scores are not finite"):
+        select(scores([[1, bad], [1, 2]], [[1, 2, 3, 4]] * 2), g, 0.1, shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "align", "params", "expected"),
+    [
+        ("free", None, 10**10, "free"),
+        ("uniform", None, 10, "uniform"),
+        ("aligned", None, 10**9 - 1, "aligned-64"),
+        ("aligned", None, 10**9, "aligned-256"),
+        ("aligned", 32, 10**10, "aligned-32"),
+        ("aligned-128", None, 10**10, "aligned-128"),
+    ],
+)
+def test_aligned_gets_the_number_that_suits_the_model(
+    shape: str, align: int | None, params: int, expected: str
+) -> None:
+    assert shapes.resolve(shape, align, params) == expected
+
+
+def stock_config(model: torch.nn.Module, g: Geometry, k: int, m: int) -> object:
+    """A plain config of the family with other widths."""
+    config = copy.deepcopy(model.config)
+    values = config.to_dict() | {"num_key_value_heads": k, "num_attention_heads": k * g.queries_per_kv}
+    return type(config)(**values | {"intermediate_size": m, "head_dim": g.head_dim})
+
+
+def test_uniform_kv_heads_are_those_that_a_plain_config_can_state(tiny, variant) -> None:
+    model = tiny(variant)
+    g = read_geometry(model, FAMILIES[model.config.model_type])
+    for k in range(1, 5):
+        if k in g.uniform_kv_heads:
+            stock_config(model, g, k, 8)
+        else:
+            with pytest.raises((ValueError, StrictDataclassError), match="number of attention heads"):
+                stock_config(model, g, k, 8)
+    assert {1, 2, 4} <= set(g.uniform_kv_heads)  # of 8 heads of 6 on 32, in groups of 2
+
+
+def test_a_model_of_uniform_shape_is_a_plain_model_of_its_family(tiny, variant) -> None:
+    """Its weights go into a stock model of these widths, every one of them, and the logits are equal."""
+    model = tiny(variant)
+    family = FAMILIES[model.config.model_type]
+    g = read_geometry(model, family)
+    draw = np.random.default_rng(1)
+    for ratio in (0.15, 0.4):
+        s = scores([draw.random(k) for k in g.kv_heads], [draw.random(m) for m in g.mlp_width])
+        plan = select(s, g, ratio, "uniform")
+        pruned = prune(model, family, plan)
+        config = stock_config(model, g, len(plan.kept_groups[0]), len(plan.kept_channels[0]))
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+        assert type(plain) is type(model)
+        plain.load_state_dict(pruned.state_dict(), strict=True)
+        tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(plain(tokens).logits, pruned(tokens).logits, rtol=0, atol=1e-12)
+        assert plan.removed_params == g.total_params - sum(p.numel() for p in plain.parameters())
+
+
+@pytest.mark.parametrize("shape", ["aligned-16", "uniform"])
+def test_a_trial_prunes_to_its_shape_and_records_it(shape: str, tmp_path: Path) -> None:
+    context = open_context(tmp_path / "artifacts")
+    config = replace(BLOCKWISE, method="taylor", shape=shape)
+    record = run_trial(config, context, tmp_path / "trial")
+    assert record.status == "complete" and PruningConfig.from_dict(record.config) == config
+    assert record.config["shape"] == shape and record.key == context.key(config) != context.key(
+        replace(config, shape="free")
+    )
+    assert_shape(tmp_path / "trial", shape, 64)
+    g = context.loaded.geometry
+    step = 16 * g.channel_cost[0] if shape == "aligned-16" else sum(g.channel_cost)
+    assert 0 <= 0.2 - record.metrics["removed_fraction"] < step / g.total_params
+
+
+def assert_shape(trial: Path, shape: str, dense_width: int) -> None:
+    layers = json.loads((trial / "pruning_comparison.json").read_text())["layers"]
+    groups, channels = ([layer[f"{part}_kept"] for layer in layers] for part in ("kv_groups", "mlp_channels"))
+    assert min(groups) >= 1 and sum(channels) < dense_width * len(layers)
+    if shape == "uniform":
+        assert len(set(groups)) == len(set(channels)) == 1
+    else:
+        assert all(width and width % int(shape.removeprefix("aligned-")) == 0 for width in channels)
+
+
+@pytest.mark.slow  # Ray starts
+@pytest.mark.parametrize(
+    ("flags", "shape"), [(("--shape", "aligned", "--align", "16"), "aligned-16"), (("--shape", "uniform"), "uniform")]
+)
+def test_a_search_of_a_shape(
+    flags: tuple[str, ...],
+    shape: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert search.main([*TINY, *flags, "--limit", "5", "--storage-path", str(tmp_path)]) == 0
+    out, _ = capfd.readouterr()
+    assert f"{tmp_path}/tiny-llama-20-smoke-{shape}-limit5\n" in out and f"-{shape}" in out.partition("best")[2]
+    experiment = tmp_path / f"tiny-llama-20-smoke-{shape}-limit5"
+    records = Ledger(experiment / "ledger").records()
+    assert [record.status for record in records] == ["complete"] * 6
+    for record in records:
+        assert record.config["shape"] == shape
+        assert_shape(experiment / "trials" / record.key, shape, 64)
+    best = json.loads((experiment / "global_best_config.json").read_text())["models"]["tiny-llama"]
+    assert best["shape"] == shape and best["name"].endswith(f"-{shape}")
+    header, *rows = (experiment / "all_methods_results.csv").read_text().splitlines()
+    column = header.split(",").index("shape")
+    assert [row.split(",")[column] for row in rows] == [shape] * 6

@@ -1,0 +1,195 @@
+"""What a pruned model's layers may look like, and which groups go where that is not free (docs/methods.md, "Shapes").
+
+    free        any number of KV groups and MLP channels in each layer; the layers that cached decoding counts by keep a group
+    aligned-N   every MLP width is a multiple of N, at least N; every layer keeps at least one KV group
+    uniform     one number of KV groups and one MLP width for all layers: what a plain config of the family can state
+
+Numbers in, numbers out, and ties go by index, so that all machines choose alike. K KV groups and M MLP channels are counted
+per layer; all costs are in parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tune_prune.config import alignment
+from tune_prune.errors import UserError
+from tune_prune.models.geometry import Geometry
+from tune_prune.pruning.groups import GroupScores
+
+# The N of `aligned` where none is given. Large matrix products and k-quants want multiples of 256, but in a small model that
+# is much of a layer.
+SMALL_ALIGN, LARGE_ALIGN = 64, 256
+LARGE_PARAMS = 10**9
+
+Kept = tuple[tuple[int, ...], ...]  # kept indices per layer, sorted
+
+
+def resolve(shape: str, align: int | None, total_params: int) -> str:
+    """The shape of a configuration for a model of that size: "aligned" gets its number, `align` or the one that suits it."""
+    if shape != "aligned":
+        return shape
+    return f"aligned-{align or (LARGE_ALIGN if total_params >= LARGE_PARAMS else SMALL_ALIGN)}"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a shape lets one remove of a model, in parameters."""
+
+    least: int  # what must go for the shape alone; 0 where the dense model has it
+    most: int
+    stays: str  # what can never go, in words
+    smallest: int  # the smallest removal above 0
+    smallest_part: str  # what that is, in words
+
+
+def reach(geometry: Geometry, shape: str) -> Reach:
+    """The bounds of a budget. Raises UserError where the model has layers that cannot take the shape."""
+    n = alignment(shape)
+    if shape == "free":
+        channels = [
+            (cost, "an MLP channel") for cost, m in zip(geometry.channel_cost, geometry.mlp_width, strict=True) if m
+        ]
+        layers = f"layer{'s' * (len(geometry.cache_layers) > 1)} {', '.join(map(str, geometry.cache_layers))}"
+        stays = f"embeddings, norms and one KV group of {layers}, without which cached decoding goes silently wrong,"
+        return Reach(0, geometry.prunable_params, stays, *min(channels, default=(1, "a parameter")))
+    _check_layers(geometry, n, shape)
+    if n is None:
+        return _uniform_reach(geometry)
+    blocks, remainder = _blocks(geometry, n), _remainder_params(geometry, n)
+    parts = [
+        (cost, f"a block of {n} MLP channels")
+        for cost, m in zip(blocks.channel_cost, blocks.mlp_width, strict=True)
+        if m
+    ]
+    parts += [(cost, "a KV group") for cost, k in zip(blocks.group_cost, blocks.kv_heads, strict=True) if k > 1]
+    if remainder:
+        parts = [(remainder, f"what makes every MLP width a multiple of {n}")]
+    stays = f"embeddings, norms, {n} MLP channels and one KV group of every layer"
+    return Reach(remainder, remainder + blocks.prunable_params, stays, *min(parts, default=(1, "a parameter")))
+
+
+def _check_layers(geometry: Geometry, n: int | None, shape: str) -> None:
+    """Raise UserError where a layer has fewer groups or channels than it must keep."""
+    for layer, (k, m) in enumerate(zip(geometry.kv_heads, geometry.mlp_width, strict=True)):
+        if min(k, m) == 0:
+            part = "MLP channels" if k else "KV groups"
+            raise UserError(
+                f"layer {layer} has no {part}, and shape {shape} keeps some in every layer; use --shape free"
+            )
+    narrowest = min(geometry.mlp_width)
+    if n is not None and narrowest < n:
+        fits = 2 ** max(narrowest.bit_length() - 2, 0)
+        raise UserError(
+            f"the MLP of layer {geometry.mlp_width.index(narrowest)} has {narrowest} channels, fewer than the {n} that every layer "
+            f"keeps in shape {shape}; use a smaller --align, e.g. --align {fits}"
+        )
+
+
+# Aligned: whole blocks of N channels are what MLP channels are in the free shape.
+
+
+def _remainder_params(geometry: Geometry, n: int) -> int:
+    return sum(m % n * cost for m, cost in zip(geometry.mlp_width, geometry.channel_cost, strict=True))
+
+
+def _blocks(geometry: Geometry, n: int) -> Geometry:
+    """The geometry in which an MLP channel is a block of n that may go: all whole blocks but the best of each layer."""
+    return replace(
+        geometry,
+        mlp_width=tuple(m // n - 1 for m in geometry.mlp_width),
+        channel_cost=tuple(n * cost for cost in geometry.channel_cost),
+        cache_layers=tuple(range(geometry.num_layers)),
+    )
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """A selection among blocks of n channels. In each layer the channels ascend by score; the lowest M mod n go in any case,
+    each further n are a block, scored by its mean, and the last block stays."""
+
+    n: int
+    order: tuple[np.ndarray, ...]  # per layer: channels by ascending score [M]
+    scores: GroupScores  # of KV groups, and of the blocks that may go
+    geometry: Geometry  # its MLP channels are these blocks
+    remainder_params: int  # of the channels that go in any case
+
+    @classmethod
+    def of(cls, scores: GroupScores, geometry: Geometry, n: int) -> Aligned:
+        order = tuple(np.argsort(values, kind="stable") for values in scores.mlp)
+        means = tuple(
+            # exactly rounded: a block never scores below one whose channels are all lower, whatever the machine
+            np.array(
+                [math.fsum(block) / n for block in values[ascending][len(values) % n : -n].reshape(-1, n).tolist()]
+            )
+            for values, ascending in zip(scores.mlp, order, strict=True)
+        )
+        return cls(n, order, GroupScores(scores.attention, means), _blocks(geometry, n), _remainder_params(geometry, n))
+
+    def channels(self, kept_blocks: Kept) -> Kept:
+        """The channels of these blocks, and of the last one of each layer."""
+        kept = []
+        for order, blocks in zip(self.order, kept_blocks, strict=True):
+            whole = order[len(order) % self.n :].reshape(-1, self.n)
+            kept.append(tuple(np.sort(whole[[*blocks, -1]], axis=None).tolist()))
+        return tuple(kept)
+
+
+# Uniform: K KV groups and M channels in every layer.
+
+
+def _uniform_removed(geometry: Geometry, k: int, m: int) -> int:
+    groups = sum((have - k) * cost for have, cost in zip(geometry.kv_heads, geometry.group_cost, strict=True))
+    return groups + sum((have - m) * cost for have, cost in zip(geometry.mlp_width, geometry.channel_cost, strict=True))
+
+
+def _uniform_reach(geometry: Geometry) -> Reach:
+    heads, widest, step = geometry.uniform_kv_heads, min(geometry.mlp_width), sum(geometry.channel_cost)
+    least = _uniform_removed(geometry, heads[-1], widest)
+    parts = [(step, "an MLP channel of every layer")] if widest > 1 else []
+    parts += [(_uniform_removed(geometry, k, widest), "KV groups of every layer") for k in heads[-2:-1]]
+    if least:
+        parts = [(least, "what makes all layers alike")]
+    stays = f"embeddings, norms, one MLP channel and {heads[0]} KV group{'s' * (heads[0] > 1)} of every layer"
+    return Reach(least, _uniform_removed(geometry, heads[0], 1), stays, *min(parts, default=(1, "a parameter")))
+
+
+def uniform(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept, Kept]:
+    """Kept KV groups and MLP channels, the same numbers in every layer, each layer its best ones.
+
+    For each K that a plain config can state, M is the smallest width that does not remove more than the target. Of these pairs
+    those count that miss it by less than an MLP channel of every layer (where none does: the nearest), and of them the one
+    that keeps the most importance, the sum of score times cost; a tie goes to more KV groups.
+    `target` must be within `reach`.
+    """
+    step, widest = sum(geometry.channel_cost), min(geometry.mlp_width)
+    pairs: list[tuple[int, int, int]] = []  # parameters missing to the target, K, M
+    for k in geometry.uniform_kv_heads:
+        m = max(1, -((target - _uniform_removed(geometry, k, 0)) // step))
+        if m <= widest:
+            pairs.append((target - _uniform_removed(geometry, k, m), k, m))
+    nearest = min(missing for missing, _, _ in pairs)
+    groups, channels = (
+        tuple(np.argsort(values, kind="stable") for values in part) for part in (scores.attention, scores.mlp)
+    )
+
+    def importance(k: int, m: int) -> float:
+        kept = [
+            (values[ascending[len(ascending) - count :]] * cost).tolist()
+            for part, order, costs, count in (
+                (scores.attention, groups, geometry.group_cost, k),
+                (scores.mlp, channels, geometry.channel_cost, m),
+            )
+            for values, ascending, cost in zip(part, order, costs, strict=True)
+        ]
+        return math.fsum(value for layer in kept for value in layer)
+
+    _, k, m = max((importance(k, m), k, m) for missing, k, m in pairs if missing < max(step, nearest + 1))
+    return _best(groups, k), _best(channels, m)
+
+
+def _best(order: tuple[np.ndarray, ...], count: int) -> Kept:
+    return tuple(tuple(np.sort(ascending[len(ascending) - count :]).tolist()) for ascending in order)
