@@ -1,6 +1,7 @@
 # Everything a fresh machine needs is Python >= 3.11 with pip.
-#   make demo    whole search (45 trials) on an embedded model, its result, and the analysis of it in results/
+#   make demo    whole search (45 trials) on an embedded model, its analysis in results/, its best model in results/tiny-llama-pruned
 #   make test    all tests
+#   make test-oldest   the tests of checkpoints with the oldest packages that pyproject.toml admits, in .venv-oldest
 #   make check   formatting, lint, types and the fast tests
 #   make format  rewrite the code in the project's format
 #   make train   train the embedded models again (about 15 minutes on one core)
@@ -9,16 +10,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+OLDEST := .venv-oldest
+OLDEST_READY := $(OLDEST)/.installed
 
-.PHONY: demo test check format train clean
+.PHONY: demo test test-oldest check format train clean
 
 demo: $(READY)
 	$(BIN)/python -m tune_prune.search --model tiny-llama
 	@echo
 	$(BIN)/python -m tune_prune.analysis ray_results/tiny-llama-20-paper_grid --output results
+	@echo
+	$(BIN)/python -m tune_prune.prune --config ray_results/tiny-llama-20-paper_grid --output results/tiny-llama-pruned --overwrite
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-oldest: $(OLDEST_READY)
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/test_checkpoint_loading.py tests/test_checkpoint_tools.py tests/test_surgery.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -40,5 +48,12 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $(READY)
 
+$(OLDEST_READY): pyproject.toml scripts/oldest_requirements.py
+	@echo "setting up $(OLDEST) with the oldest versions that pyproject.toml admits (a few minutes, once)"
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python scripts/oldest_requirements.py > $(OLDEST)/requirements.txt
+	@$(OLDEST)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $(OLDEST)/requirements.txt
+	@touch $(OLDEST_READY)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

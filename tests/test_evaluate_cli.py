@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tune_prune.__main__
-from tests.search_folders import data_folder, model_folder
+from tests.pruned_checkpoints import FLAGS, change_json, change_weights, measured_checkpoint, open_context
+from tests.search_folders import TINY_FOLDER, data_folder, model_folder
 from tune_prune import evaluate
+from tune_prune.checkpoint.manifest import MANIFEST, read
 from tune_prune.config import EvaluationProtocol, ModelRun
 from tune_prune.context import TrialContext
 from tune_prune.ledger import parse_record
@@ -168,3 +172,190 @@ argv = ["--model", "tiny-llama", "--tasks", "boolq", "--limit", "2", "--device",
 print("exit", tune_prune.evaluate.main(argv))
 """
     assert run_without(("ray", "optuna", "tensorboard"), code).endswith("exit 0\n")
+
+
+# --- pruned checkpoints
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny-llama pruned and measured as a search does it."""
+    return measured_checkpoint(
+        tmp_path_factory.mktemp("checkpoints") / "small", open_context(tmp_path_factory.mktemp("artifacts"))
+    )
+
+
+@pytest.fixture
+def small(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may damage."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "small"))
+
+
+def test_a_pruned_checkpoint_gives_the_numbers_that_its_trial_recorded(
+    small: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for path in small.glob("*.py"):  # the classes are the package's: code from the folder is never run
+        path.write_text("raise SystemExit('code of the checkpoint was run')\n", encoding="utf-8")
+    before = read(small)
+    assert before is not None and before.metrics is not None
+    record = tmp_path / "record.json"
+    assert evaluate.main(["--model", str(small), *FLAGS, "--output", str(record)]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert f"tiny-llama pruned by layerwise-s16-n8, {before.removed_fraction:.1%} of its parameters removed" in out
+    assert "format hf" in out and "on the embedded text" in out
+    after = json.loads(record.read_text(encoding="utf-8"))["metrics"]
+    for name in ("ppl", "acc_boolq", "acc_piqa", "acc_mean", "acc_mean_stderr"):
+        assert after[name] == before.metrics[name]  # float32: to the last bit
+    assert f"recorded {before.metrics['ppl']:.2f}, difference 0\n" in out
+    for row in ("boolq", "piqa", "mean"):
+        accuracy = f"{after[f'acc_{row}']:.4f}"
+        cells = re.search(rf"^{row} +(?:acc\w* +)?(.*)$", out, re.MULTILINE)
+        assert cells, out
+        assert [cells.group(1).split()[i] for i in (0, 2, 3)] == [accuracy, accuracy, "0"]
+    assert "note:" not in out
+
+
+def test_differences_are_shown_and_what_differs_in_the_protocol_is_said(
+    small: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change_json(small / MANIFEST, lambda values: values["metrics"].update(ppl=5.0, acc_boolq=0.25))
+    assert evaluate.main(["--model", str(small), *FLAGS]) == 0
+    out = capfd.readouterr().out
+    ppl = re.search(r"^perplexity ([\d.]+) on .* recorded 5.00, difference (\S+)$", out, re.MULTILINE)
+    assert ppl and float(ppl.group(2)) == pytest.approx(float(ppl.group(1)) - 5, abs=0.01)
+    row = re.search(r"^boolq +acc +([\d.]+) +\S+ +0.2500 +(\S+) ", out, re.MULTILINE)
+    assert row and float(row.group(2)) == pytest.approx(float(row.group(1)) - 0.25, abs=1e-4) and row.group(2)[0] == "+"
+    assert evaluate.main(["--model", str(small), "--tasks", "boolq", "--limit", "5", "--device", "cpu"]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"^boolq +acc +[\d.]+ +[\d.]+ +- +- ", out, re.MULTILINE)
+    assert "note: the recorded accuracies are not compared: they are over at most 20 items a task" in out
+
+
+def test_a_pruned_checkpoint_without_its_manifest(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (small / MANIFEST).unlink()
+    data = data_folder(small.parent / "data")
+    assert evaluate.main(["--model", str(small), *FLAGS, "--data-dir", str(data)]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("small: ") and "recorded" not in out
+
+
+def cut_a_shard(small: Path) -> None:
+    (small / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (small / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def other_family(small: Path) -> None:
+    shutil.copy(TINY_FOLDER.with_name("tiny-qwen2") / "config.json", small / "config.json")
+
+
+def without_manifest(change: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def both(small: Path) -> None:
+        (small / MANIFEST).unlink()
+        change(small)
+
+    return both
+
+
+def widths_of_one_layer(small: Path) -> None:
+    change_json(small / "config.json", lambda values: values["per_layer_config"]["1"].update(intermediate_size=1))
+
+
+def odd_heads(small: Path) -> None:
+    change_json(
+        small / "config.json",
+        lambda values: values["per_layer_config"]["1"].update(num_attention_heads=3, num_key_value_heads=2),
+    )
+
+
+def longer_tensor(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.norm.weight"] = torch.ones(65)
+
+
+def drop_a_tensor(weights: dict[str, torch.Tensor]) -> None:
+    del weights["model.layers.1.mlp.down_proj.weight"]
+
+
+def revived_attention(weights: dict[str, torch.Tensor]) -> None:
+    """A block that the config says is gone."""
+    weights["model.layers.3.self_attn.o_proj.weight"] = torch.zeros(64, 64)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "weights changed": (
+        lambda small: change_weights(small, lambda weights: weights["model.norm.weight"].mul_(2)),
+        ["content of model.safetensors has changed", "copy the whole checkpoint again"],
+    ),
+    "weights wider": (lambda small: change_weights(small, longer_tensor), ["model.safetensors has", "by the manifest"]),
+    "missing shard": (cut_a_shard, ["model-00001-of-00002.safetensors would be loaded", "does not list"]),
+    "missing weights": (lambda small: (small / "model.safetensors").unlink(), ["model.safetensors is missing"]),
+    "another family": (other_family, ["config.json is that of a qwen2 model", "pruned llama"]),
+    "a layer's width": (widths_of_one_layer, ["layer 1 has 1 KV heads and 1 MLP channels by config.json"]),
+    "heads that do not share": (odd_heads, ["config.json", "heads must share evenly"]),
+    "kept groups": (
+        lambda small: change_json(small / MANIFEST, lambda m: m["plan"]["layers"][1].update(kept_groups=[0, 1])),
+        ["tune_prune.json is damaged", "keeps other groups"],
+    ),
+    "manifest cut off": (lambda small: (small / MANIFEST).write_text("{"), ["tune_prune.json is damaged"]),
+    "no manifest, missing shard": (without_manifest(cut_a_shard), ["lacks 1 of 1 weight files", "model-00001"]),
+    "no manifest, missing tensor": (
+        without_manifest(lambda small: change_weights(small, drop_a_tensor)),
+        ["do not fit its config.json", "model.layers.1.mlp.down_proj.weight is missing"],
+    ),
+    "no manifest, another width": (
+        without_manifest(widths_of_one_layer),
+        ["do not fit its config.json", "model.layers.1.mlp."],
+    ),
+    "no manifest, another family": (without_manifest(other_family), ["do not fit its config.json"]),
+    "no manifest, a block too many": (
+        without_manifest(lambda small: change_weights(small, revived_attention)),
+        ["do not fit its config.json", "model.layers.3.self_attn.o_proj.weight is not used"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_checkpoint_is_refused(
+    small: Path, tmp_path: Path, change: Callable[[Path], Any], words: list[str], sentence: Callable[..., str]
+) -> None:
+    change(small)
+    told = sentence("--model", small, *FLAGS, "--data-dir", data_folder(tmp_path / "data"))
+    assert [word for word in words if word not in told] == [], told
+
+
+def test_checkpoints_of_other_tools_are_refused(sentence: Callable[..., str], tmp_path: Path) -> None:
+    per_layer = {"1": {"intermediate_size": 32}}
+    stock = model_folder(tmp_path / "stock", per_layer_config=per_layer)
+    told = sentence("--model", stock)
+    assert "per_layer_config" in told and "pruned by another tool" in told and "give the dense model" in told
+    unknown = model_folder(tmp_path / "unknown", model_type="deci", per_layer_config=per_layer)
+    assert "model type 'deci' is not supported" in sentence("--model", unknown)
+
+    data = data_folder(tmp_path / "data")
+    pickled = model_folder(tmp_path / "pickled")  # LLM-Pruner saves whole objects
+    (pickled / "model.safetensors").unlink()
+    torch.save({"model": torch.nn.Linear(2, 2), "tokenizer": None}, pickled / "pytorch_model.bin")
+    told = sentence("--model", pickled, "--data-dir", data)
+    assert str(pickled) in told and "a pickle of Python objects" in told and "safetensors" in told
+    (pickled / "config.json").unlink()
+    assert "has no config.json" in sentence("--model", pickled)
+
+    narrow = model_folder(tmp_path / "narrow")  # smaller matrices under a dense config
+    name = "model.layers.1.mlp.gate_proj.weight"
+    change_weights(narrow, lambda weights: weights.update({name: weights[name][:8].clone()}))
+    assert f"{name} is [8, 64] instead of [64, 64]" in sentence("--model", narrow, "--data-dir", data)
+
+
+def test_gguf_is_for_llama_cpp(sentence: Callable[..., str], tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    file = folder / "model.gguf"
+    file.write_bytes(b"GGUF")
+    for name in (file, folder):
+        told = sentence("--model", name)
+        assert "GGUF" in told and "llama.cpp" in told and "Hugging Face format" in told
+    dense = model_folder(tmp_path / "dense")
+    (dense / "model.safetensors").rename(dense / "model.gguf")
+    told = sentence("--model", dense, "--data-dir", data_folder(tmp_path / "data"))
+    assert "no weights" in told and "only a GGUF file" in told

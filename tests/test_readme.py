@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,23 @@ def test_every_make_target_named_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?:`|^    )make (\w+)", README, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.slow
+def test_from_the_search_to_the_model(tmp_path: Path) -> None:
+    """The README's way from a search to a generated text, in a fresh folder and fresh processes."""
+    section = README.partition("## Take the model with you")[2].partition("\n## ")[0]
+    commands = re.findall(r"^    python (-m tune_prune\..*)$", section, re.MULTILINE)
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(commands) == 2 and code
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    for arguments in [
+        *map(shlex.split, commands),
+        ["-c", f"{code.group(1)}\nimport sys; assert 'tune_prune' not in sys.modules"],
+    ]:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 10

@@ -10,6 +10,7 @@ from tune_prune.errors import did_you_mean
 COMMANDS = {
     "search": "tune_prune.search",
     "analysis": "tune_prune.analysis.command",
+    "prune": "tune_prune.prune",
     "evaluate": "tune_prune.evaluate",
 }
 

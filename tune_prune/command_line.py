@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from tune_prune.config import SHAPES
 from tune_prune.errors import UserError
 
 
@@ -42,6 +43,22 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on GPUs, else float32)"
+    )
+
+
+def add_shape_flags(group: argparse._ActionsContainer, default: str) -> None:
+    """--shape and --align: what the layers of a pruned model may become; `default` in words."""
+    group.add_argument(
+        "--shape",
+        choices=SHAPES,
+        help="what layers may become: free; aligned: MLP widths in multiples of --align, a KV group in every layer; uniform: the "
+        f"same widths in every layer, a plain checkpoint of the family (default: {default})",
+    )
+    group.add_argument(
+        "--align",
+        type=whole_number(1, 10**6),
+        metavar="N",
+        help="of --shape aligned (default: 64, from 1B parameters on 256)",
     )
 
 
@@ -98,6 +115,13 @@ def seconds(text: str) -> float:
     value = _number(text)
     if not 1 <= value <= 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 1e9, e.g. 3600")
+    return value
+
+
+def gigabytes(text: str) -> float:
+    value = _number(text)
+    if not 0.001 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of gigabytes from 0.001 to 1e6, e.g. 5")
     return value
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 STATISTICS_VERSION = 1  # raise when importance or removal losses change their meaning: cached ones are then not used
 SUITE_VERSION = 1  # the same for the zero-shot requests, as tokens
 
+EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
+
 
 class TrialContext:
     """What all trials of one model share: the dense model, texts, tasks and cached statistics. Loaded once per process;
@@ -217,12 +219,26 @@ def statistic_key(run: ModelRun, model_fingerprint: str, device: str, seq_len: i
 
 
 def uses_embedded_data(run: ModelRun) -> bool:
-    """Whether tasks and perplexity text are the embedded ones: for embedded models without a --data-dir."""
-    return run.data_dir is None and catalog.resolve(run.model).kind == "embedded"
+    """Whether tasks and perplexity text are the embedded ones: for embedded models without a --data-dir, and for what was
+    pruned from one (EMBEDDED_DATA)."""
+    if run.data_dir is None:
+        return catalog.resolve(run.model).kind == "embedded"
+    return run.data_dir == EMBEDDED_DATA
 
 
 def task_source(run: ModelRun) -> task_files.TaskSource:
     return task_files.TaskSource.of(run.data_dir, uses_embedded_data(run))
+
+
+def measured_on(run: ModelRun) -> dict[str, Any]:
+    """What models are measured on, by content and part by part: {"protocol": its version, "text": fingerprint of the
+    perplexity text, "tasks": {task: fingerprint}}. Raises UserError where files cannot be had."""
+    source = task_source(run)
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "text": perplexity.fingerprint(run.data_dir, uses_embedded_data(run)),
+        "tasks": {task: task_files.fingerprint(source, (task,)) for task in run.protocol.tasks},
+    }
 
 
 def data_fingerprint(run: ModelRun) -> str:

@@ -1,7 +1,8 @@
 """Measure any checkpoint as a search measures its trials: `python -m tune_prune.evaluate --model DIR`.
 
 Perplexity and zero-shot accuracies by the search's own protocol, engine and data, in this process and without Ray. The
-numbers equal those of a search's dense baseline.
+numbers of a dense model equal those of a search's baseline, those of a pruned checkpoint its trial's, which are printed beside
+them where they were measured in the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,8 @@ from tune_prune import command_line
 from tune_prune.errors import UserError
 
 if TYPE_CHECKING:
+    from tune_prune.checkpoint.manifest import Manifest
+    from tune_prune.checkpoint.recorded import Recorded
     from tune_prune.config import ModelRun
     from tune_prune.context import TrialContext
     from tune_prune.records import StageReport
@@ -67,7 +71,8 @@ def _main(argv: list[str]) -> None:
 
     import torch  # not before every flag has been read
 
-    from tune_prune.context import TrialContext
+    from tune_prune.checkpoint import recorded
+    from tune_prune.context import TrialContext, measured_on
     from tune_prune.ledger import atomic_write_text, to_json
     from tune_prune.trial import Trial
 
@@ -75,7 +80,7 @@ def _main(argv: list[str]) -> None:
     if args.device == "cuda" and not has_gpu:
         raise UserError("--device is cuda, but torch finds no GPU here; use --device cpu, or leave it out")
     device = ("cuda" if has_gpu else "cpu") if args.device == "auto" else args.device
-    model_run = _checked(args, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    model_run, manifest = _checked(args, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
     # What a search has measured is not asked for: this command measures.
     with tempfile.TemporaryDirectory(prefix="tune_prune_evaluate_") as folder:
         context = TrialContext.open(model_run, folder, device)
@@ -85,15 +90,19 @@ def _main(argv: list[str]) -> None:
             f"{model_run.label}: {geometry.total_params:,} parameters, {geometry.num_layers} layers, {model_run.dtype} on {device}",
             flush=True,
         )
+        if manifest is not None:
+            print(_checkpoint(manifest), flush=True)
         trial = Trial(None, context)
         for report in trial.stages():
             print(_progress(report), flush=True)
         record = trial.record("complete")
-        print(f"\n{_describe(trial, record.metrics)}")
-        for note in record.notes:
+        before = None if manifest is None else recorded.comparable(manifest, model_run, measured_on(model_run))
+        print(f"\n{_describe(trial, record.metrics, before)}")
+        for note in [*record.notes, *(before.notes if before else ())]:
             print(f"note: {note}")
     if output is not None:
-        atomic_write_text(output, to_json(record.to_dict() | {"run": model_run.to_dict()}))
+        known = {} if manifest is None else {"recorded": manifest.metrics}
+        atomic_write_text(output, to_json(record.to_dict() | {"run": model_run.to_dict()} | known))
         print(f"\nrecord       {output}")
 
 
@@ -106,8 +115,12 @@ def _output(asked: str) -> Path:
     return path
 
 
-def _checked(args: argparse.Namespace, dtype: str) -> ModelRun:
-    """The run that the flags ask for, with everything checked that can be without weights. Raises UserError."""
+def _checked(args: argparse.Namespace, dtype: str) -> tuple[ModelRun, Manifest | None]:
+    """The run that the flags ask for and the model's manifest if it has one, with everything checked that can be without
+    loading weights. Raises UserError."""
+    from tune_prune import embedded
+    from tune_prune.checkpoint import origin
+    from tune_prune.context import EMBEDDED_DATA
     from tune_prune.inputs import check_data
     from tune_prune.models import catalog, loading, weight_files
     from tune_prune.preflight import SearchSettings, model_run
@@ -124,12 +137,15 @@ def _checked(args: argparse.Namespace, dtype: str) -> ModelRun:
     source = catalog.resolve(args.model, args.revision)
     run = model_run(settings, args.model, source, dtype)
     config = loading.load_config(source)
+    manifest = origin.verify(source, config)
+    if manifest is not None and run.data_dir is None and manifest.base_name in embedded.MODEL_NAMES:
+        run = replace(run, data_dir=EMBEDDED_DATA)  # what its base was trained for and is measured on
     loading.config_geometry(config)
     loading.load_tokenizer(source)
     check_data(run)
     if source.kind != "hub":
         weight_files.check(Path(source.location), loading.meta_model(config))
-    return run
+    return run, manifest
 
 
 def _check_vocabulary(context: TrialContext) -> None:
@@ -139,6 +155,14 @@ def _check_vocabulary(context: TrialContext) -> None:
             f"the tokenizer of {context.run.label} makes token {largest}, but vocab_size in its config.json is {vocab_size}; use "
             "the model's own tokenizer files"
         )
+
+
+def _checkpoint(manifest: Manifest) -> str:
+    """A line for a pruned checkpoint: what it was made from, and how."""
+    return (
+        f"checkpoint   {manifest.base['label']} pruned by {manifest.pruning_config.name}, {manifest.removed_fraction:.1%} of its "
+        f"parameters removed, format {manifest.format}; config and weights are those that tune_prune.json describes"
+    )
 
 
 def _progress(report: StageReport) -> str:
@@ -155,22 +179,26 @@ def _perplexity(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 100_000 else f"{value:.3g}"
 
 
-def _describe(trial: Trial, metrics: dict[str, float]) -> str:
-    """The result as text for the screen: perplexity, a row per task, what each stage cost."""
+def _describe(trial: Trial, metrics: dict[str, float], before: Recorded | None) -> str:
+    """The result as text for the screen: perplexity, a row per task, what each stage cost. `before`: numbers recorded for a
+    pruned checkpoint, to stand beside the measured ones."""
     from tune_prune.context import uses_embedded_data
     from tune_prune.evaluation.item_scores import metric_of, summarize
 
     context = trial.context
-    rows = [("task", "metric", "accuracy", "stderr", "chance", "items")]
+    beside = () if before is None else ("recorded", "difference")
+    rows = [("task", "metric", "accuracy", "stderr", *beside, "chance", "items")]
     for task in dict.fromkeys(item.task for item in trial.items):
         mine = [item for item in trial.items if item.task == task]
         chance = summarize(mine)["chance_acc_mean"]
         accuracy, stderr = metrics[f"acc_{task}"], metrics[f"acc_{task}_stderr"]
-        rows.append((task, metric_of(task), f"{accuracy:.4f}", _stderr(stderr), f"{chance:.4f}", f"{len(mine):,}"))
+        beside = () if before is None else _beside(accuracy, before.accuracies.get(task))
+        cells = (task, metric_of(task), f"{accuracy:.4f}", _stderr(stderr))
+        rows.append((*cells, *beside, f"{chance:.4f}", f"{len(mine):,}"))
     mean, stderr = metrics["acc_mean"], metrics["acc_mean_stderr"]
-    rows.append(
-        ("mean", "", f"{mean:.4f}", _stderr(stderr), f"{metrics['chance_acc_mean']:.4f}", f"{len(trial.items):,}")
-    )
+    beside = () if before is None else _beside(mean, before.acc_mean)
+    cells = ("mean", "", f"{mean:.4f}", _stderr(stderr))
+    rows.append((*cells, *beside, f"{metrics['chance_acc_mean']:.4f}", f"{len(trial.items):,}"))
 
     costs = [("stage", "tokens", "seconds")]
     for stage in dict.fromkeys(report.stage for report in trial.reports):
@@ -178,15 +206,31 @@ def _describe(trial: Trial, metrics: dict[str, float]) -> str:
         tokens, seconds = sum(report.tokens for report in reports), sum(report.duration_s for report in reports)
         costs.append((stage.replace("_", "-"), f"{tokens:,}", f"{seconds:.1f}"))
     text = "the embedded text" if uses_embedded_data(context.run) else "WikiText-2 test"
+    known = ""
+    if before is not None and before.ppl is not None:
+        known = f"; recorded {_perplexity(before.ppl)}, difference {_difference(metrics['ppl'], before.ppl)}"
     return "\n".join(
         [
-            f"perplexity {_perplexity(metrics['ppl'])} on {text}, windows of {context.perplexity_window:,} tokens",
+            f"perplexity {_perplexity(metrics['ppl'])} on {text}, windows of {context.perplexity_window:,} tokens{known}",
             "",
             *_aligned(rows, left=2),
             "",
             *_aligned(costs, left=1),
         ]
     )
+
+
+def _beside(measured: float, recorded: float | None) -> tuple[str, str]:
+    """The cells "recorded" and "difference"."""
+    return ("-", "-") if recorded is None else (f"{recorded:.4f}", _difference(measured, recorded))
+
+
+def _difference(measured: float, recorded: float) -> str:
+    """0 only where the two are the same number."""
+    if measured == recorded or (math.isnan(measured) and math.isnan(recorded)):
+        return "0"
+    difference = measured - recorded
+    return f"{difference:+.4f}" if 1e-4 <= abs(difference) < 1e5 else f"{difference:+.1e}"
 
 
 def _stderr(value: float) -> str:

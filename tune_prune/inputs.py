@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PretrainedConfig
 
     from tune_prune.models.catalog import ModelSource
-    from tune_prune.search_space import SearchSpace
 
 PERPLEXITY_REPO = "Salesforce/wikitext"  # stands for every data set of the hub when it is asked whether it answers
 
@@ -54,7 +54,7 @@ def check_data(run: ModelRun) -> None:
                 f"the data sets of the Hugging Face hub cannot be reached ({' '.join(str(error).split())}); check the network, or "
                 "use local files: --data-dir DIR (docs/data.md), --calibration FILE"
             ) from error
-    if run.data_dir is not None:
+    if run.data_dir is not None and source.kind == "folder":
         path = Path(run.data_dir) / perplexity.TEXT_FILE
         try:
             text = perplexity.load_text(run.data_dir, False)
@@ -71,15 +71,15 @@ def check_calibration(
     source: ModelSource,
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    space: SearchSpace,
+    seq_lens: Collection[int],
+    num_samples: int,
 ) -> None:
-    """Enough text for the longest and the most samples, which the model and its tokenizer can read. Raises
-    UserError."""
-    longest = max(space.seq_len)
+    """Enough text for `num_samples` of each length, which the model and its tokenizer can read. Raises UserError."""
+    longest = max(seq_lens)
     if longest > config.max_position_embeddings:
         raise UserError(
-            f"taylor_seq_len {longest} of search space {space.name} is beyond the {config.max_position_embeddings} tokens that "
-            f"{source.label} can read; use a search space with shorter ones"
+            f"taylor_seq_len {longest} is beyond the {config.max_position_embeddings} tokens that {source.label} can read; ask for "
+            "shorter ones"
         )
     if run.calibration in calibration.HUB_TEXTS:
         return
@@ -92,8 +92,8 @@ def check_calibration(
                 "perplexity look better than it is: name another text with --calibration"
             )
     tokens = calibration.tokenize(tokenizer, text)
-    for seq_len in space.seq_len:
-        calibration.windows(tokens, seq_len, max(space.num_samples), run.seed)
+    for seq_len in seq_lens:
+        calibration.windows(tokens, seq_len, num_samples, run.seed)
     if int(tokens.max()) >= config.vocab_size:
         raise UserError(
             f"the tokenizer of {source.label} makes token {int(tokens.max())}, but vocab_size in its config.json is "

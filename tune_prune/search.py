@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from tune_prune import command_line
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tune_prune.preflight import Plan, SearchSettings
     from tune_prune.tuning.run import SearchResult
 
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="R",
         help="fraction of ALL parameters to remove (default: 0.2)",
     )
+    command_line.add_shape_flags(what, "as the space says, else free")
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
         "--calibration", type=command_line.text, metavar="TEXT",
@@ -105,7 +108,12 @@ def parser() -> argparse.ArgumentParser:
         "--name",
         type=command_line.text,
         metavar="NAME",
-        help="of the experiment (default: from model, ratio and search space)",
+        help="of the experiment (default: from model, ratio, search space and shape)",
+    )
+    how.add_argument(
+        "--save-best",
+        action="store_true",
+        help="at the end, save each model's best pruned model to best/ in the experiment",
     )
     how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
     return p
@@ -124,6 +132,8 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         search=args.search,
         num_trials=args.num_trials,
         pruning_ratio=args.pruning_ratio,
+        shape=args.shape,
+        align=args.align,
         revision=args.revision,
         calibration=args.calibration,
         data_dir=args.data_dir,
@@ -191,6 +201,17 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
     return result
 
 
+def _save_best(experiment_dir: Path) -> None:
+    """The best configuration of every model as a checkpoint, in place of an earlier one. Raises UserError."""
+    from tune_prune import prune, pruning_order
+    from tune_prune.ledger import parse_json
+
+    for label in parse_json(experiment_dir / pruning_order.BEST)["models"]:
+        order = pruning_order.from_config(str(experiment_dir), label)
+        saved = prune.save(order, experiment_dir / "best" / label, overwrite=True)
+        print(f"{prune.describe(saved)}\n", flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     return command_line.run(lambda: _main(argv))
@@ -214,6 +235,8 @@ def _main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
     folder = shown_path(plan.experiment_dir)
+    if args.save_best:
+        _save_best(plan.experiment_dir)
     failed = result.count("failed")
     print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     print(f"look         tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}")

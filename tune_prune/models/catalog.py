@@ -26,6 +26,8 @@ HUB_ALIASES = {
     "mistral-instruct": "mistralai/Mistral-7B-Instruct-v0.3",
 }
 
+_HUGGING_FACE = "give a checkpoint in Hugging Face format: a folder with config.json and safetensors weights"
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -51,8 +53,12 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
+            if any(path.glob("*.gguf")):
+                raise UserError(f"model folder {name} holds a GGUF file, which is for llama.cpp; {_HUGGING_FACE}")
             raise UserError(f"model folder {name} has no config.json; point --model at a folder in Hugging Face format")
         return ModelSource(path.resolve().name, str(path.resolve()), "folder")
+    if path.is_file() and path.suffix == ".gguf":
+        raise UserError(f"model {name} is a GGUF file, which is for llama.cpp; {_HUGGING_FACE}")
     if path.exists():
         raise UserError(f"model {name} is a file; point --model at the folder that holds its config.json and weights")
     looks_local = name.startswith((".", "~", os.sep)) or name.count("/") > 1

@@ -16,18 +16,19 @@ _AGAIN = "download the model again or point --model at a complete folder"
 def check(folder: Path, model: nn.Module) -> None:
     """Raise UserError unless the weight files of `folder` are undamaged and hold every parameter of `model` (on the meta
     device) in its shape. Of weights that are pickled (.bin) only the existence is checked."""
-    files = _files(folder)
-    if not files and any(folder.glob("pytorch_model*.bin")):
+    found = files(folder)
+    if not found and any(folder.glob("pytorch_model*.bin")):
         return
-    if not files:
-        raise UserError(f"model folder {folder} has no weights (model.safetensors); {_AGAIN}")
-    absent = [path.name for path in files if not path.is_file()]
+    if not found:
+        only = ", only a GGUF file for llama.cpp" if any(folder.glob("*.gguf")) else ""
+        raise UserError(f"model folder {folder} has no weights (model.safetensors){only}; {_AGAIN}")
+    absent = [path.name for path in found if not path.is_file()]
     if absent:
         raise UserError(
-            f"model folder {folder} lacks {len(absent)} of {len(files)} weight files, e.g. {absent[0]}; {_AGAIN}"
+            f"model folder {folder} lacks {len(absent)} of {len(found)} weight files, e.g. {absent[0]}; {_AGAIN}"
         )
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
+    for path in found:
         try:
             with safe_open(path, framework="pt") as tensors:
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
@@ -39,8 +40,8 @@ def check(folder: Path, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():  # tied weights come once
         stored = shapes.get(name, shapes.get(name.removeprefix("model.")))  # some files leave the first name out
         if stored != tuple(parameter.shape):
-            found = "missing" if stored is None else f"{list(stored)} instead of {list(parameter.shape)}"
-            wrong.append(f"{name} is {found}")
+            text = "missing" if stored is None else f"{list(stored)} instead of {list(parameter.shape)}"
+            wrong.append(f"{name} is {text}")
     if wrong:
         raise UserError(
             f"the weights of {folder} do not fit its config.json: {len(wrong)} tensors are missing or of another shape, e.g. "
@@ -48,8 +49,9 @@ def check(folder: Path, model: nn.Module) -> None:
         )
 
 
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would read."""
+def files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers would read, be they there or not. Raises UserError for an index that says
+    nothing."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file() or not index.is_file():
         return [whole] if whole.is_file() else []

@@ -1,0 +1,257 @@
+"""Tokenizers in GGUF files: what is written, whether scores merge as merges do, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+from tests.gguf_reading import File, pruned
+from tune_prune import embedded
+from tune_prune.checkpoint import gguf_vocab
+from tune_prune.checkpoint.gguf_file import write_gguf
+from tune_prune.checkpoint.gguf_vocab import read_vocabulary
+from tune_prune.errors import UserError
+from tune_prune.models.families import FAMILIES
+
+
+def byte_level(pre: pre_tokenizers.PreTokenizer, ignore_merges: bool = False) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "t"), ("Ġt", "h"), ("2", "0")]
+    texts = [*alphabet, *(left + right for left, right in merges), "<|end|>"]
+    tokenizer = Tokenizer(BPE({text: i for i, text in enumerate(texts)}, merges, ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = pre
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    return tokenizer
+
+
+def sentence_pieces(merges: Sequence[tuple[str, str]], more: Sequence[str] = ()) -> Tokenizer:
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehimnst", *more]
+    texts += dict.fromkeys(left + right for left, right in merges)
+    vocabulary = {text: i for i, text in enumerate(texts)}
+    tokenizer = Tokenizer(BPE(vocabulary, list(merges), unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    frame = {"single": "<s> $A", "pair": "<s> $A $B", "special_tokens": [("<s>", 1)]}
+    tokenizer.post_processor = processors.TemplateProcessing(**frame)
+    return tokenizer
+
+
+def split(regex: str) -> pre_tokenizers.PreTokenizer:
+    parts = [pre_tokenizers.Split(Regex(regex), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    return pre_tokenizers.Sequence(parts)
+
+
+PRE: dict[str, tuple[pre_tokenizers.PreTokenizer, bool]] = {
+    "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False),
+    "llama-bpe": (split(gguf_vocab.LLAMA3_SPLIT), True),
+    "smaug-bpe": (split(gguf_vocab.LLAMA3_SPLIT), False),
+    "qwen2": (split(gguf_vocab.QWEN2_SPLIT), False),
+    "tekken": (split(gguf_vocab.TEKKEN_SPLIT), True),
+    "smollm": (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+        False,
+    ),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., Path]:
+    def run(tokenizer: Tokenizer, **special: Any) -> Path:
+        folder = tmp_path / "tokenizer"
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+        return folder
+
+    return run
+
+
+def test_every_known_split_is_tested():
+    assert set(PRE) == set(gguf_vocab.PRE_TOKENIZERS.values())
+    assert len(PRE) == len(gguf_vocab.PRE_TOKENIZERS)
+
+
+def test_the_splits_are_those_of_the_families(tmp_path: Path):
+    """Qwen2's as transformers builds it, and all as their regular expressions cut a text."""
+    Qwen2Tokenizer(vocab={"a": 0, "<|endoftext|>": 1}, merges=[]).save_pretrained(tmp_path)
+    assert read_vocabulary(tmp_path, 2).pre == "qwen2"
+    cut = {
+        name: [piece for piece, _ in pre.pre_tokenize_str("It's 2024 McDonald\n x")] for name, (pre, _) in PRE.items()
+    }
+    assert cut["gpt-2"] == ["It", "'s", "Ġ2024", "ĠMcDonald", "Ċ", "Ġx"]
+    assert cut["llama-bpe"] == ["It", "'s", "Ġ", "202", "4", "ĠMcDonald", "Ċ", "Ġx"]
+    assert cut["qwen2"] == ["It", "'s", "Ġ", "2", "0", "2", "4", "ĠMcDonald", "Ċ", "Ġx"]
+    assert cut["tekken"] == ["It", "'s", "Ġ", "2", "0", "2", "4", "ĠMc", "Donald", "Ċ", "Ġx"]
+    assert cut["smollm"] == ["It", "'s", "Ġ", "2", "0", "2", "4", "ĠMcDonald", "Ċ", "Ġx"]
+
+
+@pytest.mark.parametrize("name", PRE)
+def test_byte_level_vocabulary_in_the_file(name: str, saved: Callable[..., Path], tmp_path: Path):
+    pre, ignore_merges = PRE[name]
+    folder = saved(byte_level(pre, ignore_merges), eos_token="<|end|>", chat_template="{{ messages }}")
+    path = tmp_path / "model.gguf"
+    notes = write_gguf(pruned("llama", vocab_size=270), FAMILIES["llama"], folder, path)
+    meta = File(path).meta
+    assert not [note for note in notes if "tokenizer" in note]
+    assert (meta["tokenizer.ggml.model"], meta["tokenizer.ggml.pre"]) == ("gpt2", name)
+    assert meta["tokenizer.ggml.merges"] == ["t h", "th e", "Ġ t", "Ġt h", "2 0"]
+    tokens = meta["tokenizer.ggml.tokens"]
+    assert tokens[256:] == [
+        "th",
+        "the",
+        "Ġt",
+        "Ġth",
+        "20",
+        "<|end|>",
+        "<tool>",
+        *(f"[PAD{i}]" for i in range(263, 270)),
+    ]
+    kinds = [gguf.TokenType(kind).name for kind in meta["tokenizer.ggml.token_type"]]
+    assert kinds == ["NORMAL"] * 261 + ["CONTROL", "USER_DEFINED"] + ["UNUSED"] * 7
+    assert meta["tokenizer.ggml.eos_token_id"] == 261 and "tokenizer.ggml.bos_token_id" not in meta
+    assert not meta["tokenizer.ggml.add_bos_token"] and not meta["tokenizer.ggml.add_eos_token"]
+    assert meta["tokenizer.chat_template"] == "{{ messages }}"
+    assert "tokenizer.ggml.scores" not in meta
+
+
+def spm(vocabulary: gguf_vocab.Vocabulary, text: str) -> list[int]:
+    """Ids by llama.cpp's rule for model "llama": merge the neighbours whose union has the best score, the leftmost first."""
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    symbols = list(((" " if vocabulary.add_space_prefix else "") + text).replace(" ", "▁"))
+    while True:
+        unions = [left + right for left, right in itertools.pairwise(symbols)]
+        known = [(vocabulary.scores[ids[union]], -at) for at, union in enumerate(unions) if union in ids]
+        if not known:
+            break
+        at = -max(known)[1]
+        symbols[at : at + 2] = [unions[at]]
+    pieces = [[ids[s]] if s in ids else [ids[f"<0x{byte:02X}>"] for byte in s.encode()] for s in symbols]
+    return [vocabulary.special["bos"]] * vocabulary.add_bos + [i for piece in pieces for i in piece]
+
+
+MERGES = [
+    ("t", "h"),
+    ("▁", "th"),
+    ("▁t", "h"),
+    ("▁", "t"),
+    ("a", "n"),
+    ("an", "d"),
+    ("n", "d"),
+    ("a", "nd"),
+    ("th", "e"),
+]
+# as sentencepiece gives them: all ways to one token stand together
+GROUPED = [
+    ("t", "h"),
+    ("▁", "t"),
+    ("▁", "th"),
+    ("▁t", "h"),
+    ("n", "d"),
+    ("a", "n"),
+    ("an", "d"),
+    ("a", "nd"),
+    ("th", "e"),
+]
+GROUPED += [("▁th", "e"), ("▁", "the"), ("i", "s"), ("a", "t")]
+
+
+def test_scores_merge_as_the_merges_do(saved: Callable[..., Path], tmp_path: Path):
+    tokenizer = sentence_pieces(GROUPED)
+    folder = saved(tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    vocabulary = read_vocabulary(folder, 300)
+    assert (vocabulary.model, vocabulary.add_bos, vocabulary.add_space_prefix) == ("llama", True, True)
+    for text in ("the theme and ends", "that isn't athe  hand", "naïve ths", "ath atat"):
+        assert spm(vocabulary, text) == tokenizer.encode(text).ids, text
+    path = tmp_path / "model.gguf"
+    write_gguf(pruned("llama", vocab_size=300), FAMILIES["llama"], folder, path)
+    meta = File(path).meta
+    assert meta["tokenizer.ggml.model"] == "llama" and meta["tokenizer.ggml.add_bos_token"]
+    assert meta["tokenizer.ggml.scores"] == vocabulary.scores
+    kinds = [gguf.TokenType(kind).name for kind in meta["tokenizer.ggml.token_type"]]
+    assert kinds[:4] == ["UNKNOWN", "CONTROL", "CONTROL", "BYTE"] and kinds[258:260] == ["BYTE", "NORMAL"]
+    assert [meta[f"tokenizer.ggml.{name}_token_id"] for name in ("unknown", "bos", "eos")] == [0, 1, 2]
+
+
+def test_spaces_before_a_text(saved: Callable[..., Path]):
+    special = {"bos_token": "<s>", "unk_token": "<unk>"}
+    tokenizer = sentence_pieces(GROUPED)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    assert read_vocabulary(saved(tokenizer, **special), 300).add_space_prefix is False
+    tokenizer.normalizer = None  # type: ignore[assignment]
+    for scheme, prefix in (("first", True), ("always", True), ("never", False)):
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        assert read_vocabulary(saved(tokenizer, **special), 300).add_space_prefix is prefix
+
+
+def refused_tokenizers() -> dict[str, tuple[Tokenizer, str]]:
+    gpt2 = PRE["gpt-2"][0]
+    prefix = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))
+    lowercase, framed, metaspace = byte_level(gpt2), byte_level(gpt2), sentence_pieces(GROUPED)
+    lowercase.normalizer = normalizers.Lowercase()
+    framed.post_processor = processors.TemplateProcessing(single="$A <tool>", special_tokens=[("<tool>", 262)])
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
+    parts = [
+        pre_tokenizers.Split(Regex(gguf_vocab.QWEN2_SPLIT), "removed"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
+    dropping = pre_tokenizers.Sequence(parts)
+    missing = Tokenizer(BPE({"<unk>": 0, "<0x00>": 1, "a": 2}, [], unk_token="<unk>", byte_fallback=True))
+    missing.normalizer = normalizers.Replace(" ", "▁")
+    return {
+        "another split": (
+            byte_level(split(r"\p{L}+|\p{N}")),
+            r"pre-tokenizer is .*Split.*none of those known here \(gpt-2",
+        ),
+        "a split that drops": (byte_level(dropping), r"pre-tokenizer is .*Removed.*none of those known here"),
+        "known split, other merging": (
+            byte_level(gpt2, ignore_merges=True),
+            r"with ignore_merges True, none of those known",
+        ),
+        "a space in front": (prefix, r"pre-tokenizer is .*\"add_prefix_space\": true"),
+        "a normalizer": (lowercase, "its normalizer is Lowercase"),
+        "another frame": (framed, r"frames a text as \['a', '<tool>'\]; llama.cpp can add bos_token"),
+        "words apart": (metaspace, r"its pre-tokenizer .*Metaspace.*it knows spaces as ▁ only"),
+        "no bytes": (missing, r"no token for 255 of the 256 bytes \(<0x01> first\)"),
+        "merges apart": (sentence_pieces(MERGES), r"its merges of 'and' do not stand together \(ranks 5 and 7\)"),
+        "a pair left out": (
+            sentence_pieces([("t", "h"), ("th", "e")], more=["he"]),
+            "it never merges 'h' and 'e', though 'he' is a token",
+        ),
+    }
+
+
+@pytest.mark.parametrize("what", refused_tokenizers())
+def test_tokenizers_that_split_otherwise_are_refused(what: str, saved: Callable[..., Path]):
+    tokenizer, message = refused_tokenizers()[what]
+    special = {"bos_token": "<s>"} if tokenizer.token_to_id("<s>") is not None else {}
+    with pytest.raises(UserError, match=message):
+        read_vocabulary(saved(tokenizer, **special), 300)
+
+
+def test_nfc_is_noted(saved: Callable[..., Path]):
+    tokenizer = byte_level(PRE["qwen2"][0])
+    tokenizer.normalizer = normalizers.NFC()
+    vocabulary = read_vocabulary(saved(tokenizer), 263)
+    assert vocabulary.pre == "qwen2" and "NFC" in vocabulary.notes[0]
+
+
+def test_more_tokens_than_rows_are_refused(saved: Callable[..., Path]):
+    folder = saved(byte_level(PRE["gpt-2"][0]))
+    assert len(read_vocabulary(folder, 263).tokens) == 263
+    with pytest.raises(UserError, match="has 263 tokens, the model's embedding 262 rows"):
+        read_vocabulary(folder, 262)
+
+
+@pytest.mark.parametrize("name", embedded.MODEL_NAMES)
+def test_embedded_models_go_without_a_tokenizer(name: str):
+    folder = Path(embedded.__file__).parent / "models" / name
+    rows = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocabulary = read_vocabulary(folder, rows)
+    assert vocabulary.model == "none" and "takes and gives token ids, not text" in vocabulary.notes[0]

@@ -1,0 +1,413 @@
+"""tune_prune.json: read back exactly, refused where it is damaged, and held against the config and weights beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.pruned_checkpoints import (
+    PROTOCOL,
+    TRIAL,
+    change_json,
+    change_weights,
+    measured_checkpoint,
+    open_context,
+    plan_of,
+    record_files,
+    save,
+)
+from tests.search_folders import TINY_FOLDER
+from tune_prune.checkpoint import manifest, origin, recorded
+from tune_prune.checkpoint.manifest import MANIFEST, Manifest
+from tune_prune.config import ModelRun
+from tune_prune.context import EMBEDDED_DATA, TrialContext
+from tune_prune.errors import UserError
+from tune_prune.evaluation.item_scores import items_table
+from tune_prune.models import loading
+from tune_prune.models.catalog import ModelSource, resolve
+from tune_prune.trial import Trial
+
+ALL_GROUPS, ALL_CHANNELS = tuple(range(4)), tuple(range(64))
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> TrialContext:
+    return open_context(tmp_path_factory.mktemp("artifacts"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(context: TrialContext, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return measured_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", context)
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may damage."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "small"))
+
+
+def known(folder: Path) -> Manifest:
+    found = manifest.read(folder)
+    assert found is not None
+    return found
+
+
+def refused(folder: Path) -> str:
+    """The sentence with which the files of a checkpoint are refused."""
+    with pytest.raises(UserError) as error:
+        origin.verify(resolve(str(folder)), loading.load_config(resolve(str(folder))))
+    text = str(error.value)
+    assert "\n" not in text and not text.endswith(".") and len(text) < 500
+    return text
+
+
+# --- reading and writing
+
+
+def test_it_comes_back_as_it_was_written(checkpoint: Path, tmp_path: Path) -> None:
+    before = replace(
+        known(checkpoint),
+        metrics={"ppl": math.inf, "acc_mean": 0.1 + 0.2, "acc_mean_stderr": None},
+        baseline={"ppl": 1e-300, "acc_mean_stderr": None},
+        speed={"dense": {"prefill_tokens_per_s": 1.5}},
+    )
+    manifest.write(tmp_path, before)
+    after = known(tmp_path)
+    assert after == before
+    assert after.pruning_plan == before.pruning_plan and after.run == before.run
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
+    assert manifest.read(tmp_path / "elsewhere") is None
+
+
+def test_what_could_not_be_read_is_not_written(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="format is 'pickle'"):
+        manifest.write(tmp_path, replace(known(checkpoint), format="pickle"))
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_it_says_of_the_search(checkpoint: Path, context: TrialContext) -> None:
+    about = known(checkpoint)
+    assert about.run == context.run and about.pruning_config.method == "layerwise" and about.base_name == "tiny-llama"
+    assert about.removed_fraction == about.pruning_plan.removed_params / context.loaded.geometry.total_params
+    assert about.params == context.loaded.geometry.total_params - about.pruning_plan.removed_params
+
+
+def put(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    """An edit that sets the field at `path`; value ...: takes it out."""
+
+    def change(values: Any) -> None:
+        for name in path[:-1]:
+            values = values[name]
+        if value is ...:
+            del values[path[-1]]
+        else:
+            values[path[-1]] = value
+
+    return change
+
+
+DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "newer": (put("schema_version", value=2), "schema_version is 2"),
+    "no version": (put("schema_version", value=...), "schema_version is missing"),
+    "format": (put("format", value="pickle"), "format is 'pickle'; it must be one of hf, hf-padded, gguf"),
+    "base a text": (put("base", value="tiny-llama"), "base is 'tiny-llama'; it must be an object"),
+    "no label": (put("base", "label", value=""), "base.label is ''"),
+    "revision a number": (put("base", "revision", value=3), "base.revision is 3"),
+    "params a text": (put("base", "params", value="many"), "base.params is 'many'"),
+    "params a bool": (put("params", value=True), "params is True"),
+    "no parameters": (put("params", value=0), "params is 0; it must be a whole number of at least 1"),
+    "other base size": (put("base", "params", value=7), "base.params says 7"),
+    "no layers": (put("plan", "layers", value={}), "plan.layers is {}"),
+    "a layer too many": (put("base", "layers", value=6), "plan.layers has 5 layers, base.layers says 6"),
+    "groups of text": (put("plan", "layers", 1, "kept_groups", value=["0"]), "plan.layers[1].kept_groups is ['0']"),
+    "groups twice": (put("plan", "layers", 1, "kept_groups", value=[1, 1]), "plan.layers[1].kept_groups is [1, 1]"),
+    "negative group": (put("plan", "layers", 0, "kept_groups", value=[-1, 2]), "plan.layers[0].kept_groups"),
+    "dropped but kept": (put("dropped_layers", value=[2]), "dropped_layers names layer 2"),
+    "dropped outside": (put("dropped_layers", value=[5]), "dropped_layers is [5]; it must be a list of growing whole"),
+    "no file": (put("files", value={}), "files is empty"),
+    "file elsewhere": (put("files", value={"../x": {"bytes": 1, "sha256": "0"}}), "files names '../x'"),
+    "no digest": (put("files", "model.safetensors", "sha256", value=None), "files.model.safetensors.sha256 is None"),
+    "no pruned sizes": (put("sizes", "pruned", value=...), "sizes.pruned is missing"),
+    "size a fraction": (put("sizes", "dense", "params", value=1.5), "sizes.dense.params is 1.5"),
+    "method a number": (put("config", "method", value=1), "config.method is 1"),
+    "no seq_len": (put("config", "taylor_seq_len", value=...), "config.taylor_seq_len is missing"),
+    "ratio 2": (put("config", "pruning_ratio", value=2), "pruning_ratio is 2"),
+    "accuracy a text": (put("metrics", "acc_mean", value="high"), "metrics.acc_mean is 'high'"),
+    "metrics a list": (put("metrics", value=[1]), "metrics is [1]"),
+    "tasks a text": (put("source", "protocol", "tasks", value="boolq"), "source.protocol.tasks is 'boolq'"),
+    "no dtype": (put("source", "dtype", value=...), "source.dtype is missing"),
+    "text a number": (put("measured_on", "text", value=1), "measured_on.text is 1"),
+    "version a number": (put("versions", "tune_prune", value=1), "versions.tune_prune is 1"),
+    "no date": (put("created", value="yesterday"), "created is 'yesterday'; it must be an ISO date"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_one_is_refused_by_file_and_field(
+    folder: Path, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    change_json(folder / MANIFEST, change)
+    text = refused(folder)
+    assert said in text and str(folder / MANIFEST) in text
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000], ids=lambda content: repr(content[:3])
+)
+def test_a_file_that_is_no_manifest_is_refused(folder: Path, content: bytes) -> None:
+    (folder / MANIFEST).write_bytes(content)
+    assert str(folder / MANIFEST) in refused(folder)
+
+
+def test_other_kept_groups_are_noticed(folder: Path) -> None:
+    """As many as before, so that no shape tells."""
+    groups = known(folder).pruning_plan.kept_groups
+    layer = next(index for index, kept in enumerate(groups) if 0 < len(kept) < 4)
+    others = sorted(set(ALL_GROUPS) - set(groups[layer]))[:1] + list(groups[layer][1:])
+    change_json(folder / MANIFEST, put("plan", "layers", layer, "kept_groups", value=sorted(others)))
+    assert "keeps other groups" in refused(folder)
+
+
+def test_every_item_of_the_trial_comes_back_exactly(checkpoint: Path, tmp_path: Path) -> None:
+    again = Trial(None, open_context(tmp_path / "artifacts", str(checkpoint), EMBEDDED_DATA))
+    for _ in again.stages():
+        pass
+    before = pyarrow.parquet.read_table(checkpoint.with_name(TRIAL) / "items.parquet")
+    after = items_table(again.items)
+    assert after.num_rows == 40 and after.equals(before)  # log-likelihoods too, to the last bit
+
+
+# --- against the files
+
+
+def test_the_files_that_were_saved_are_accepted(checkpoint: Path) -> None:
+    source = resolve(str(checkpoint))
+    assert origin.verify(source, loading.load_config(source)) == known(checkpoint)
+    dense = resolve("tiny-llama")
+    assert origin.verify(dense, loading.load_config(dense)) is None
+
+
+def flip_last_byte(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def widen(folder: Path) -> None:
+    name = "model.layers.1.mlp.gate_proj.weight"
+    change_weights(folder, lambda weights: weights.update({name: torch.cat([weights[name], weights[name][:1]])}))
+
+
+def split(folder: Path) -> list[str]:
+    """The weights in two shards, as large models have them; their names."""
+    weights = load_file(folder / "model.safetensors")
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    shard_of = {tensor: names[index % 2] for index, tensor in enumerate(sorted(weights))}
+    for name in names:
+        mine = {tensor: weights[tensor] for tensor in weights if shard_of[tensor] == name}
+        save_file(mine, folder / name, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shard_of}))
+    (folder / "model.safetensors").unlink()
+    record_files(folder)
+    return names
+
+
+def test_a_changed_byte(folder: Path) -> None:
+    flip_last_byte(folder)
+    assert "the content of model.safetensors has changed" in refused(folder)
+
+
+def test_a_tensor_of_another_width(folder: Path) -> None:
+    widen(folder)
+    assert re.search(r"model.safetensors has [\d,]+ bytes, [\d,]+ by the manifest", refused(folder))
+
+
+def test_missing_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "weight file model.safetensors is missing" in refused(folder)
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    _, second = split(folder)
+    source = resolve(str(folder))
+    assert origin.verify(source, loading.load_config(source)) is not None
+    (folder / second).unlink()
+    assert f"weight file {second} is missing" in refused(folder)
+
+
+def test_weights_that_the_manifest_does_not_know_would_be_loaded_first(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "another")
+    split(folder)
+    (folder / "another").rename(folder / "model.safetensors")
+    assert "model.safetensors would be loaded, which the manifest does not list" in refused(folder)
+
+
+def per_layer(index: int, **sizes: int) -> Callable[[dict[str, Any]], None]:
+    return lambda values: values["per_layer_config"][str(index)].update(sizes)
+
+
+OTHER_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "another family": (put("model_type", value="tune_prune_qwen2"), "config.json is that of a tune_prune_qwen2 model"),
+    "the dense config": (
+        lambda values: (values.clear(), values.update(json.loads((TINY_FOLDER / "config.json").read_text()))),
+        "MLP channels by config.json",
+    ),
+    "fewer layers": (
+        lambda values: (values.update(num_hidden_layers=4), values["per_layer_config"].pop("4")),
+        "config.json has 4 layers, the manifest 5",
+    ),
+    "another width": (per_layer(1, intermediate_size=63), "layer 1 has"),
+    "more heads": (per_layer(1, num_attention_heads=16, num_key_value_heads=8), "layer 1 has 8 KV heads"),
+    "another vocabulary": (put("vocab_size", value=552), "parameters, the manifest"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
+def test_a_config_of_another_model(folder: Path, change: Callable[[dict[str, Any]], None], said: str) -> None:
+    change_json(folder / "config.json", change)
+    text = refused(folder)
+    assert said in text and "is not the one that its tune_prune.json describes" in text
+
+
+def test_dropped_layers_are_left_out_of_the_comparison(context: TrialContext, tmp_path: Path) -> None:
+    groups = [(0, 2), (), ALL_GROUPS, (), (1, 2, 3)]
+    channels = [ALL_CHANNELS, (), tuple(range(5, 50)), tuple(range(8)), ALL_CHANNELS]
+    folder = save(tmp_path / "ck", context, plan_of(context, groups, channels))
+    source = resolve(str(folder))
+    about = origin.verify(source, loading.load_config(source))
+    assert about is not None and about.dropped_layers == [1] and about.saved_layers == (0, 2, 3, 4)
+    geometry = loading.load_model(source, torch.float32, "cpu").geometry
+    assert geometry.kv_heads == (2, 4, 0, 3) and geometry.mlp_width == (64, 45, 8, 64)
+    change_json(folder / "config.json", per_layer(2, intermediate_size=9))
+    assert "layer 2 has 0 KV heads and 9 MLP channels by config.json, 0 and 8 by the manifest" in refused(folder)
+
+
+def test_uniform_and_padded_checkpoints_are_ordinary_models(context: TrialContext, tmp_path: Path) -> None:
+    uniform = plan_of(context, [(0, 3), (1, 2), (0, 1), (2, 3), (1, 3)], [tuple(range(i, i + 40)) for i in range(5)])
+    uneven = plan_of(context, [(0, 3), (1,), (), (2, 3), (1, 3)], [tuple(range(8 * i)) for i in range(1, 6)])
+    for name, fmt, plan, widths in (("u", "hf", uniform, (2, 40)), ("p", "hf-padded", uneven, (2, 40))):
+        folder = save(tmp_path / name, context, plan, fmt)
+        source = resolve(str(folder))
+        config = loading.load_config(source)
+        assert config.model_type == "llama"
+        assert origin.verify(source, config) == known(folder)
+        geometry = loading.load_model(source, torch.float32, "cpu").geometry
+        assert geometry.kv_heads == widths[:1] * 5 and geometry.mlp_width == widths[1:] * 5
+        with pytest.raises(UserError, match="already pruned"):
+            origin.require_dense(source, config)
+        change_json(folder / "config.json", put("intermediate_size", value=39))
+        assert "39 MLP channels by config.json" in refused(folder)
+
+
+# --- the hub
+
+
+@pytest.fixture
+def on_the_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelSource, Path]:
+    """The checkpoint as the hub's cache holds it once it was downloaded, and the folder of that."""
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--someone--small" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(folder, snapshot)
+    (cache / "models--someone--small" / "refs").mkdir()
+    (cache / "models--someone--small" / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    return resolve("someone/small"), snapshot
+
+
+def test_a_checkpoint_of_the_hub(on_the_hub: tuple[ModelSource, Path], checkpoint: Path) -> None:
+    source, snapshot = on_the_hub
+    config = loading.load_config(source)
+    assert origin.verify(source, config) == known(checkpoint)
+    loaded = loading.load_model(source, torch.float32, "cpu")
+    assert loaded.geometry.total_params == known(checkpoint).params
+    flip_last_byte(snapshot)
+    with pytest.raises(UserError, match=r"the content of model\.safetensors has changed"):
+        origin.verify(source, config)
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="someone/small cannot be had from the Hugging Face hub"):
+        origin.verify(source, config)
+    (snapshot / MANIFEST).unlink()
+    assert origin.verify(source, config) is None
+
+
+# --- a search starts from a dense model
+
+
+@pytest.mark.usefixtures("nothing_created")
+def test_a_search_on_a_pruned_checkpoint_names_the_dense_model(folder: Path, refusal: Callable[..., str]) -> None:
+    argv = ("--model", folder, "--search-space", "smoke", "--pruning-ratio", "0.2")
+    removed = f"{known(folder).removed_fraction:.1%} of tiny-llama"
+    told = refusal(*argv)
+    assert "small is already pruned" in told and removed in told and "--model tiny-llama" in told
+    (folder / MANIFEST).unlink()
+    told = refusal(*argv)
+    assert "already pruned (model type tune_prune_llama)" in told
+
+
+# --- recorded numbers
+
+
+MEASURED_ON = {"protocol": 2, "text": "t", "tasks": {"boolq": "b", "piqa": "p"}}
+METRICS = {"ppl": 9.0, "acc_mean": 0.5, "acc_boolq": 0.6, "acc_piqa": 0.4}
+RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, PROTOCOL, 0, "float32")
+
+
+def compared(about: Manifest, run: ModelRun = RUN, **changes: Any) -> recorded.Recorded:
+    return recorded.comparable(about, run, MEASURED_ON | changes)
+
+
+@pytest.fixture
+def about(checkpoint: Path) -> Manifest:
+    return replace(known(checkpoint), metrics=dict(METRICS), measured_on=MEASURED_ON, source=RUN.to_dict())
+
+
+def test_numbers_measured_in_the_same_way_are_compared(about: Manifest) -> None:
+    expected = recorded.Recorded(9.0, {"boolq": 0.6, "piqa": 0.4}, 0.5, ())
+    assert compared(about) == expected
+    other_order = replace(RUN, seed=3, protocol=replace(PROTOCOL, slices=(1.0,), seed=3, tasks=("piqa", "boolq")))
+    assert compared(about, other_order, tasks={"piqa": "p", "boolq": "b"}) == expected
+
+
+def test_each_difference_takes_out_what_it_touches_and_is_said(about: Manifest) -> None:
+    boolq_piqa = {"boolq": 0.6, "piqa": 0.4}
+    other = compared(about, text="u")
+    assert (other.ppl, other.accuracies, other.acc_mean) == (None, boolq_piqa, 0.5) and "another text" in other.notes[0]
+    window = compared(about, replace(RUN, protocol=replace(PROTOCOL, perplexity_window=64)))
+    assert (window.ppl, window.acc_mean) == (None, 0.5) and "windows have 2,048 tokens, these 64" in window.notes[0]
+    limit = compared(about, replace(RUN, protocol=replace(PROTOCOL, limit=None)))
+    assert (limit.ppl, limit.accuracies, limit.acc_mean) == (9.0, {}, None) and "--limit 20" in limit.notes[0]
+    task = compared(about, tasks={"boolq": "b", "piqa": "other"})
+    assert (task.accuracies, task.acc_mean) == ({"boolq": 0.6}, None)
+    assert "piqa is not compared" in task.notes[0] and "mean is not compared" in task.notes[1]
+    fewer = compared(about, tasks={"boolq": "b"})
+    assert (fewer.accuracies, fewer.acc_mean) == ({"boolq": 0.6}, None) and "over boolq, piqa" in fewer.notes[0]
+    more = compared(about, tasks=MEASURED_ON["tasks"] | {"arc_easy": "a"})
+    assert (more.accuracies, more.acc_mean) == (boolq_piqa, None) and "arc_easy was not recorded" in more.notes[0]
+    dtype = compared(about, replace(RUN, dtype="bfloat16"))
+    assert (dtype.ppl, dtype.acc_mean) == (9.0, 0.5) and "recorded in float32, measured in bfloat16" in dtype.notes[0]
+
+
+def test_where_nothing_can_be_compared(about: Manifest) -> None:
+    empty = (None, {}, None)
+    for changed, run_changes, said in (
+        (replace(about, metrics=None), {}, "no recorded numbers"),
+        (replace(about, source=None), {}, "how the recorded numbers were measured is not recorded"),
+        (replace(about, measured_on=None), {}, "how the recorded numbers were measured is not recorded"),
+        (about, {"protocol": 3}, "version 2 of the protocol, these by 3"),
+    ):
+        found = compared(changed, **run_changes)
+        assert (found.ppl, found.accuracies, found.acc_mean) == empty
+        assert len(found.notes) == 1 and said in found.notes[0]

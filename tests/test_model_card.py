@@ -1,0 +1,369 @@
+"""The model card: every number of the manifest with the right digits, loading lines that load, a picture of what was kept."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.image import imread
+
+from tune_prune import embedded, prune
+from tune_prune.checkpoint import manifest as manifests
+from tune_prune.checkpoint.card import layers_figure, render, write_card
+from tune_prune.checkpoint.manifest import Manifest
+from tune_prune.checkpoint.numbers import accuracy, escaped, perplexity, short_bytes, short_count
+from tune_prune.checkpoint.sizes import Sizes
+from tune_prune.checkpoint.speed import Speed
+from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.models.geometry import Geometry
+from tune_prune.pruning.groups import PruningPlan
+
+HUB_ID = "meta-llama/Meta-Llama-3-8B"
+DENSE = Sizes(8_030_261_248, 16_060_522_496, 131_072, 7_504_658_432)
+PRUNED = Sizes(6_424_211_456, 12_848_422_912, 104_448, 5_898_608_640)
+FILES = {
+    "model-00001-of-00002.safetensors": {"bytes": 9_974_246_912, "sha256": "a" * 64},
+    "model-00002-of-00002.safetensors": {"bytes": 2_874_250_000, "sha256": "b" * 64},
+}
+SPEED = {
+    "dense": Speed(24_512.3, 61.52, 16_532_111_222, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
+    "pruned": Speed(30_640.4, 76.9, 13_225_688_978, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
+}
+METRICS: dict[str, float | None] = {
+    "ppl": 10.2345,
+    "acc_mean": 0.63124,
+    "acc_mean_stderr": 0.00611,
+    "chance_acc_mean": 0.357,
+    "grad_mean_ratio": 3.0,
+    **{f"acc_{task}": 0.6 + place / 100 for place, task in enumerate(ZERO_SHOT_TASKS)},
+    **{f"acc_{task}_stderr": 0.0123 for task in ZERO_SHOT_TASKS},
+}
+BASELINE: dict[str, float | None] = {
+    "ppl": 6.137,
+    "acc_mean": 0.7021,
+    "acc_mean_stderr": 0.0058,
+    **{f"acc_{task}": 0.8 for task in ZERO_SHOT_TASKS},
+    **{f"acc_{task}_stderr": 0.0111 for task in ZERO_SHOT_TASKS},
+}
+RUN = ModelRun(
+    HUB_ID,
+    "llama",
+    None,
+    "/home/me/text/wiki.train.txt",
+    "/home/me/data",
+    EvaluationProtocol(limit=1500),
+    3,
+    "bfloat16",
+)
+# Layer by layer, of 4 groups and 10 channels: whole, a part, no attention, no MLP, dropped, a part.
+GROUPS = ((0, 1, 2, 3), (1, 3), (), (0,), (), (1, 2, 3))
+CHANNELS = (tuple(range(10)), (2, 3, 7), tuple(range(9)), (), (), (5,))
+PLAN = PruningPlan(GROUPS, CHANNELS, 1_606_052_249, 1_606_049_792, DENSE.params)
+
+
+def geometry(layers: int = 6, kv_heads: int = 4, width: int = 10) -> Geometry:
+    each = ((kv_heads,) * layers, (width,) * layers, (10,) * layers, (3,) * layers, (0,) * layers)
+    return Geometry(DENSE.params, 32, 4, 2, *each, (0,))
+
+
+GEOMETRY = geometry()
+
+
+def manifest(**changed: Any) -> Manifest:
+    """The manifest of a pruned Llama of six layers; `changed` are fields."""
+    fields: dict[str, Any] = {
+        "format": "hf",
+        "base": {
+            "model": HUB_ID,
+            "label": "llama",
+            "revision": "8cde5ca",
+            "fingerprint": "0123456789abcdef",
+            "model_type": "llama",
+            "params": DENSE.params,
+            "layers": 6,
+        },
+        "config": asdict(PruningConfig("blockwise", 64, 1256)),
+        "source": RUN.to_dict(),
+        "plan": PLAN.to_dict(),
+        "dropped_layers": [4],
+        "params": PRUNED.params,
+        "files": FILES,
+        "sizes": {"dense": DENSE.to_dict(), "pruned": PRUNED.to_dict()},
+        "metrics": METRICS,
+        "baseline": BASELINE,
+        "speed": {name: one.to_dict() for name, one in SPEED.items()},
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0", "tune_prune": "0.1.0"},
+        "created": "2026-11-21",
+    }
+    return Manifest(**(fields | changed))
+
+
+def card(tmp_path: Path, saved_config: dict[str, Any] | None = None, **changed: Any) -> str:
+    """The card's text, for a checkpoint with that config.json."""
+    if saved_config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(saved_config))
+    return render(tmp_path, manifest(**changed), GEOMETRY)
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    _, matter, _ = text.split("---\n", 2)
+    return yaml.safe_load(matter)
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table below a heading, without its head; every row must have as many as the head."""
+    section = re.split(r"^## ", text, flags=re.MULTILINE)
+    (body,) = [part for part in section if part.startswith(f"{heading}\n")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in body.splitlines() if line.startswith("| ")
+    ]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    return rows[1:]
+
+
+def code(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_front_matter(tmp_path: Path) -> None:
+    assert front_matter(card(tmp_path)) == {
+        "base_model": HUB_ID,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["pruned", "structured-pruning", "tune_prune", "llama"],
+    }
+    local = front_matter(card(tmp_path, base=manifest().base | {"model": "my_llama", "label": "my_llama"}))
+    assert "base_model" not in local
+    gguf = front_matter(card(tmp_path, format="gguf", files={"llama-pruned.gguf": FILES[next(iter(FILES))]}))
+    assert "library_name" not in gguf and gguf["tags"][-1] == "gguf"
+
+
+def test_first_sentence_says_what_it_is(tmp_path: Path) -> None:
+    text = card(tmp_path)
+    assert "\n# Meta-Llama-3-8B, pruned by 20.0%\n" in text
+    assert f"[{HUB_ID}](https://huggingface.co/{HUB_ID}) with **20.0% of its parameters removed**" in text
+    assert "8.03B parameters became 6.42B." in text
+    local = card(tmp_path, base=manifest().base | {"model": "my <model>", "label": "my <model>"})
+    assert r"# my \<model\>, pruned by 20.0%" in local and "huggingface.co" not in local
+
+
+def test_quality_has_every_number_with_its_error(tmp_path: Path) -> None:
+    rows = table(card(tmp_path), "Quality")
+    assert rows[0] == ["Perplexity (lower is better)", "6.14", "10.23", "× 1.67"]
+    assert rows[1] == ["**Mean accuracy**", ".7021 ± .0058", ".6312 ± .0061", "89.9%"]
+    assert [row[0] for row in rows[2:]] == [
+        "boolq (acc)", "piqa (acc_norm)", "hellaswag (acc_norm)", "winogrande (acc)", "arc_easy (acc_norm)",
+        "arc_challenge (acc_norm)", "openbookqa (acc_norm)",
+    ]  # fmt: skip
+    assert rows[3] == ["piqa (acc_norm)", ".8000 ± .0111", ".6100 ± .0123", "76.2%"]
+    text = card(tmp_path)
+    assert "in bfloat16" in text and "raw WikiText-2 test split, in windows of at most 2,048 tokens" in text
+    assert "the first 1,500 items of each of lm-eval's zero-shot tasks (chance: .3570 on average)" in text
+
+
+def test_numbers_of_an_embedded_model_are_said_to_be_such(tmp_path: Path) -> None:
+    run = RUN.to_dict() | {"model": "tiny-llama", "data_dir": None, "calibration": "embedded"}
+    base = manifest().base | {"model": "tiny-llama", "label": "tiny-llama", "revision": None}
+    text = card(tmp_path, base=base, source=run | {"protocol": asdict(EvaluationProtocol())})
+    assert "perplexity on the perplexity text embedded in tune_prune" in text
+    assert "accuracy on all items of each of the tasks embedded in tune_prune" in text
+    assert "1,256 samples of 64 tokens of the text embedded in tune_prune, seed 3" in text
+    assert "WikiText" not in text and "revision" not in text
+
+
+def test_what_is_not_known_has_a_dash(tmp_path: Path) -> None:
+    metrics = {"ppl": 3e7, "acc_mean": 0.5, "acc_mean_stderr": None, "acc_mine": 0.25, "acc_mine_stderr": None}
+    rows = table(card(tmp_path, metrics=metrics, baseline=None, source=None), "Quality")
+    assert rows == [
+        ["Perplexity (lower is better)", "–", "3e+07", "–"],
+        ["**Mean accuracy**", "–", ".5000", "–"],
+        ["mine (acc)", "–", ".2500", "–"],
+    ]
+    broken = table(card(tmp_path, metrics={"ppl": float("inf")}, baseline={"ppl": 5.0}), "Quality")
+    assert broken == [["Perplexity (lower is better)", "5.00", "inf", "–"]]
+
+
+def test_nothing_measured_is_said_and_nothing_claimed(tmp_path: Path) -> None:
+    text = card(tmp_path, metrics=None, baseline=None, source=None, speed=None)
+    assert "**not measured**" in text and "python -m tune_prune.evaluate --model FOLDER" in text
+    assert not re.search(r"## Speed|±|wiki|seed|Its scores", text, flags=re.IGNORECASE)
+
+
+def test_sizes_and_speeds(tmp_path: Path) -> None:
+    text = card(tmp_path)
+    assert table(text, "Size") == [
+        ["Parameters", "8,030,261,248", "6,424,211,456", "80.0%"],
+        ["On disk", "16.1 GB", "12.8 GB", "80.0%"],
+        ["KV cache per token", "131,072 B", "104,448 B", "79.7%"],
+        ["Multiply-accumulates per token", "7,504,658,432", "5,898,608,640", "78.6%"],
+    ]
+    assert table(text, "Speed") == [
+        ["Prefill, tokens/s", "24,512", "30,640", "× 1.25"],
+        ["Decode, tokens/s", "61.5", "76.9", "× 1.25"],
+        ["Peak memory", "16.5 GB", "13.2 GB", "× 0.80"],
+    ]
+    assert "prompt of 480 tokens, 32 new tokens, batch size 2, median of 7, bfloat16 on NVIDIA H200" in text
+
+
+def test_padding_is_told_apart_from_what_is_left(tmp_path: Path) -> None:
+    padded = Sizes(7_000_000_000, 14_000_000_000, 131_072, 6_500_000_000)
+    sizes = manifest().sizes | {"padded": padded.to_dict()}
+    text = card(tmp_path, {"model_type": "llama"}, format="hf-padded", sizes=sizes, params=padded.params)
+    assert table(text, "Size")[0] == ["Parameters", "8,030,261,248", "7,000,000,000", "87.2%"]
+    assert "Without the zeros the pruned model has 6,424,211,456 parameters (80.0%)." in text
+    assert "measured without the zeros" in text
+    assert "not masked" not in text and "zeros" not in card(tmp_path)
+
+
+def test_how_it_was_made(tmp_path: Path) -> None:
+    text = card(tmp_path)
+    assert dict(table(text, "How it was made")) == {
+        "Base model": f"`{HUB_ID}`, revision `8cde5ca`, fingerprint `0123456789abcdef`",
+        "Method": "`blockwise`",
+        "Calibration": "1,256 samples of 64 tokens of `wiki.train.txt`, seed 3",
+        "Shape": "`free`",
+        "Parameters removed": "20.0% asked, 20.00% reached (1,606,049,792 of 8,030,261,248)",
+        "Layers": "5 of 6; dropped: 4; without attention: 2; without MLP: 3",
+    }
+    assert "Made on 2026-11-21 with torch 2.13.0, transformers 5.23.0, tune_prune 0.1.0." in text
+    assert "/home/me" not in text  # a card is for publishing
+
+
+@pytest.mark.parametrize("shape", ["free", "aligned-64", "uniform"])
+def test_the_command_makes_the_same_configuration(tmp_path: Path, shape: str) -> None:
+    config = PruningConfig("layerwise", 32, 128, 0.25, shape=shape)
+    text = card(tmp_path, {"dtype": "bfloat16"}, config=asdict(config), format="hf-padded")
+    program, _, _, *words = shlex.split(code(text, "sh")[-1].replace("\\\n", " "))
+    assert program == "python"
+    args = prune.parser().parse_args(words)
+    made = args.method, args.seq_len, args.num_samples, args.pruning_ratio
+    assert made == ("layerwise", 32, 128, 0.25)
+    assert args.shape == shape.partition("-")[0]
+    assert str(args.align or "") == shape.partition("-")[2]
+    assert (args.model, args.revision, args.calibration, args.seed) == (HUB_ID, "8cde5ca", "wiki.train.txt", 3)
+    assert (args.dtype, args.format) == ("bfloat16", "hf-padded")
+
+
+def test_loading_lines_of_each_format(tmp_path: Path) -> None:
+    first, second = code(card(tmp_path, {"auto_map": {"AutoConfig": "a.B"}}), "python")
+    assert "trust_remote_code=True" in first and second.startswith("import tune_prune")
+    (plain,) = code(card(tmp_path, {"model_type": "llama"}), "python")
+    assert "trust_remote_code" not in plain and "tune_prune" not in plain
+    (tmp_path / "config.json").unlink()
+    gguf = card(tmp_path, format="gguf", files={"my llama.gguf": FILES[next(iter(FILES))]})
+    assert code(gguf, "python") == []
+    assert shlex.split(code(gguf, "sh")[0])[:3] == ["llama-cli", "-m", "my llama.gguf"]
+    assert "before it was written as GGUF" in gguf
+
+
+def test_loading_lines_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(embedded.model_dir("tiny-llama"), tmp_path, dirs_exist_ok=True)
+    write_card(tmp_path, manifest(), GEOMETRY)
+    (lines,) = code((tmp_path / "README.md").read_text(encoding="utf-8"), "python")
+    monkeypatch.chdir(tmp_path)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(lines, "README.md", "exec"), {})
+    assert " a " in printed.getvalue()  # the prompt; its other words are not in this model's vocabulary
+    assert len(printed.getvalue().split()) > 40
+
+
+def test_written_files_are_those_of_the_manifest_that_is_read(tmp_path: Path) -> None:
+    written = manifest()
+    manifests.write(tmp_path, written)
+    again = manifests.read(tmp_path)
+    assert again is not None
+    write_card(tmp_path, written, GEOMETRY)
+    assert sorted(os.listdir(tmp_path)) == ["README.md", "layers.png", manifests.MANIFEST]
+    first = {name: (tmp_path / name).read_bytes() for name in ("README.md", "layers.png")}
+    write_card(tmp_path, again, GEOMETRY)
+    assert first == {name: (tmp_path / name).read_bytes() for name in first}
+    text = first["README.md"].decode()
+    assert "](layers.png)" in text
+    assert not re.search(r"\n\n\n|[ \t]\n|\{\{|\}\}|None|nan", text)
+    for heading, following in itertools.pairwise(text.splitlines()):
+        assert not heading.startswith("#") or following == ""
+
+
+def bars(axes: Axes, label: str) -> dict[float, float]:
+    """Height of each bar by its middle."""
+    containers = [container for container in axes.containers if container.get_label() == label]
+    return {
+        round(bar.get_x() + bar.get_width() / 2, 6): bar.get_height()
+        for container in containers
+        for bar in container.patches
+    }
+
+
+def test_picture_has_a_bar_for_what_every_layer_kept(tmp_path: Path) -> None:
+    figure = layers_figure(manifest(), GEOMETRY)
+    upper, lower = figure.axes
+    assert bars(upper, "kept") == dict(enumerate([1.0, 0.5, 0.0, 0.25, 0.0, 0.75]))
+    assert bars(lower, "kept") == dict(enumerate([1.0, 0.3, 0.9, 0.0, 0.0, 0.1]))
+    for axes in (upper, lower):
+        assert axes.get_ylim() == (0, 1)
+        assert bars(axes, "whole layer dropped") == {4.0: 1.0}
+    assert [axes.get_title(loc="left") or axes.get_title() for axes in (upper, lower)] == [
+        "KV groups: 41.7% kept",
+        "MLP channels: 38.3% kept",
+    ]
+    legend = [text.get_text() for text in upper.get_legend().get_texts()]
+    assert legend == ["removed", "whole layer dropped"]
+    whole = layers_figure(manifest(dropped_layers=[]), GEOMETRY)
+    assert [text.get_text() for text in whole.axes[0].get_legend().get_texts()] == ["removed"]
+    said = card(tmp_path)
+    assert "KV groups kept: 41.7% in all, from 0.0% (layer 2) to 100.0% (layer 0)" in said
+    assert "MLP channels kept: 38.3% in all, from 0.0% (layer 3) to 100.0% (layer 0)." in said
+
+
+@pytest.mark.parametrize(("layers", "width"), [(6, 5.42), (80, 10.0)])
+def test_picture_is_readable_for_few_and_many_layers(tmp_path: Path, layers: int, width: float) -> None:
+    kept = tuple(tuple(range(1 + layer % 8)) for layer in range(layers))
+    plan = PruningPlan(kept, kept, 1, 1, DENSE.params)
+    about = manifest(plan=plan.to_dict(), base=manifest().base | {"layers": layers}, dropped_layers=[])
+    shape = geometry(layers, kv_heads=8, width=9)
+    write_card(tmp_path, about, shape)
+    pixels = imread(tmp_path / "layers.png")
+    assert pixels.shape[:2] == (512, round(160 * width))
+    assert len(np.unique(pixels.reshape(-1, 4), axis=0)) > 20
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    assert (edge[:, :3] == 1).all(), "cut at its edge"
+    figure = layers_figure(about, shape)
+    figure.draw_without_rendering()
+    shown = [label for label in figure.axes[1].get_xticklabels() if 0 <= label.get_position()[0] < layers]
+    boxes = [label.get_window_extent() for label in shown]
+    assert len(shown) >= min(layers, 10)
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+
+
+def test_numbers_in_words() -> None:
+    assert [short_count(n) for n in (999, 1000, 38_176, 999_499, 999_500, 8_030_261_248)] == [
+        "999", "1.00k", "38.2k", "999k", "1.00M", "8.03B",
+    ]  # fmt: skip
+    assert [short_bytes(n) for n in (0, 131_072, 12_848_422_912, 99_949_999, 99_950_000)] == [
+        "0 B", "131 kB", "12.8 GB", "99.9 MB", "100 MB",
+    ]  # fmt: skip
+    assert accuracy({"acc": 1.0, "acc_stderr": 0.0}, "acc") == "1.0000 ± .0000"
+    assert accuracy({"acc": "nan"}, "acc") == "–"
+    assert [perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
+    assert escaped("a|b_c*[`<#") == r"a\|b_c\*\[\`\<\#"
+
+
+@pytest.fixture(autouse=True)
+def _the_users_style_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib as mpl
+
+    for name, value in {"font.size": 30, "axes.facecolor": "grey", "savefig.dpi": 30}.items():
+        monkeypatch.setitem(mpl.rcParams, name, value)

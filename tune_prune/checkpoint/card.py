@@ -1,0 +1,329 @@
+"""The model card of a checkpoint: README.md with its numbers and how to load it, layers.png with what each layer kept.
+
+Everything is taken from the manifest (and from config.json, whether it needs classes of its own). What was not measured is
+said to be so. Paths on the machine that made the checkpoint stay out: the card is for publishing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+import jinja2
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from tune_prune import embedded
+from tune_prune.checkpoint.manifest import Manifest
+from tune_prune.checkpoint.numbers import (
+    UNKNOWN,
+    accuracy,
+    escaped,
+    fraction,
+    kept,
+    metric,
+    perplexity,
+    short_bytes,
+    short_count,
+)
+from tune_prune.checkpoint.sizes import Sizes
+from tune_prune.checkpoint.speed import Speed, conditions, rate
+from tune_prune.config import ZERO_SHOT_METRIC
+from tune_prune.ledger import atomic_write_bytes, atomic_write_text
+from tune_prune.models.geometry import Geometry
+
+CARD, PICTURE = "README.md", "layers.png"
+TEMPLATES = Path(__file__).parent / "templates"
+_DPI = 160
+# Okabe and Ito's colours, which people with any common colour blindness can tell apart (Color Universal Design, 2008).
+_ORANGE, _BLUE, _GONE, _GREY = "#e69f00", "#0072b2", "#e4e4e4", "#666666"
+
+
+def write_card(folder: Path, manifest: Manifest, geometry: Geometry) -> None:
+    """Write README.md and layers.png into the checkpoint `folder`, each atomically; older ones are replaced. `geometry` is the
+    dense model's: the manifest says what was kept, not of how much."""
+    with matplotlib.style.context(_STYLE, after_reset=True):
+        content = io.BytesIO()
+        layers_figure(manifest, geometry).savefig(content, format="png", dpi=_DPI, metadata={"Software": None})
+    atomic_write_bytes(folder / PICTURE, content.getvalue())
+    atomic_write_text(folder / CARD, render(folder, manifest, geometry))
+
+
+def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
+    """The text of README.md."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # Markdown
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "int": "{:,}".format,
+        "percent": "{:.1%}".format,
+        "quoted": shlex.quote,
+        "short": short_count,
+        "bytes": short_bytes,
+        "share": kept,
+    }
+    hub_id = base_hub_id(manifest)
+    name = hub_id or manifest.base["label"]
+    padded = "padded" in manifest.sizes
+    text = environment.get_template("model_card.md.jinja").render(
+        base=manifest.base,
+        base_link=f"[{name}](https://huggingface.co/{name})" if hub_id else escaped(name),
+        command=command_line(folder, manifest),
+        created=manifest.created[:10],
+        dense=Sizes.from_dict(manifest.sizes["dense"]),
+        disk_bytes=sum(file["bytes"] for file in manifest.files.values()),
+        files=manifest.files,
+        format=manifest.format,
+        notes=manifest.notes,
+        hub_id=hub_id,
+        measured_on=_measured_on(manifest),
+        own_classes="auto_map" in _saved_config(folder),  # names classes that lie beside it
+        padded=padded,
+        saved=Sizes.from_dict(manifest.sizes["padded" if padded else "pruned"]),
+        picture_text=picture_text(manifest, geometry),
+        plan=manifest.plan,
+        pruned=Sizes.from_dict(manifest.sizes["pruned"]),
+        quality=_quality(manifest),
+        settings=_settings(manifest),
+        speed=_speed(manifest),
+        title=escaped(name.rpartition("/")[2]),
+        versions=", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
+    )
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def base_hub_id(manifest: Manifest) -> str | None:
+    """The dense model's id on the Hugging Face hub; None for a folder or an embedded model, which the manifest has by label."""
+    model = manifest.base["model"]
+    return model if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model) else None
+
+
+def command_line(folder: Path, manifest: Manifest) -> str:
+    """The command that makes this checkpoint again, in lines. A local folder is named without its place."""
+    base, config, source = manifest.base, manifest.config, manifest.source or {}
+    shape, _, multiple = config.get("shape", "free").partition("-")
+    flags = {
+        "model": _public(base["model"]),
+        "revision": base["revision"] if base_hub_id(manifest) else None,
+        "method": config["method"],
+        "seq-len": config["taylor_seq_len"],
+        "num-samples": config["taylor_num_samples"],
+        "pruning-ratio": config["pruning_ratio"],
+        "shape": shape,
+        "align": multiple or None,
+        "calibration": _public(source.get("calibration")),
+        "seed": source.get("seed"),
+        "dtype": _saved_config(folder).get("dtype"),
+        "format": manifest.format if manifest.format != "hf" else None,
+        "output": "DIR",
+    }
+    words = [f"--{name} {shlex.quote(str(value))}" for name, value in flags.items() if value is not None]
+    lines = [" ".join(words[start : start + 4]) for start in range(0, len(words), 4)]
+    return " \\\n    ".join(["python -m tune_prune.prune", *lines])
+
+
+def _saved_config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's config.json; a GGUF file has none."""
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _quality(manifest: Manifest) -> list[dict[str, str]]:
+    """The rows of what was measured, this model's and the dense one's; none where nothing was."""
+    if manifest.metrics is None:
+        return []
+    dense, pruned = manifest.baseline or {}, manifest.metrics
+    tasks = [name for name in pruned if name.startswith("acc_") and not name.endswith("_stderr") and name != "acc_mean"]
+    known = [f"acc_{task}" for task in ZERO_SHOT_METRIC]  # in the paper's order, others behind them
+    tasks.sort(key=lambda name: (known.index(name) if name in known else len(known), name))
+    rows = []
+    if "ppl" in pruned:
+        before, after = metric(dense, "ppl"), metric(pruned, "ppl")
+        ratio = UNKNOWN if before is None or after is None or not math.isfinite(after / before) else after / before
+        rows.append(_row("Perplexity (lower is better)", perplexity(before), perplexity(after), ratio))
+    for name in [*(["acc_mean"] if "acc_mean" in pruned else []), *tasks]:
+        task = name.removeprefix("acc_")
+        title = "**Mean accuracy**" if name == "acc_mean" else f"{escaped(task)} ({ZERO_SHOT_METRIC.get(task, 'acc')})"
+        share = kept(metric(pruned, name), metric(dense, name))
+        rows.append(_row(title, accuracy(dense, name), accuracy(pruned, name), share))
+    return rows
+
+
+def _row(name: str, dense: str, pruned: str, kept: str | float) -> dict[str, str]:
+    return {
+        "name": name,
+        "dense": dense,
+        "pruned": pruned,
+        "kept": kept if isinstance(kept, str) else f"× {kept:.2f}",
+    }
+
+
+def _measured_on(manifest: Manifest) -> str:
+    """What the recorded numbers were measured on, as far as the manifest knows, in sentences."""
+    source = manifest.source
+    if source is None:
+        return "Measured by tune_prune."
+    protocol = source["protocol"]
+    own_data = source["data_dir"] is None and source["model"] in embedded.MODEL_NAMES
+    text = "the perplexity text embedded in tune_prune" if own_data else "the raw WikiText-2 test split"
+    count = "all items" if protocol["limit"] is None else f"the first {protocol['limit']:,} items"
+    tasks = "the tasks embedded in tune_prune" if own_data else "lm-eval's zero-shot tasks"
+    chance = metric(manifest.metrics or {}, "chance_acc_mean")
+    said = (
+        f"Measured by tune_prune in {source['dtype']}: perplexity on {text}, in windows of at most "
+        f"{protocol['perplexity_window']:,} tokens; accuracy on {count} of each of {tasks}"
+    )
+    return f"{said}." if chance is None else f"{said} (chance: {fraction(chance)} on average)."
+
+
+def _speed(manifest: Manifest) -> dict[str, Any] | None:
+    if manifest.speed is None:
+        return None
+    this = "padded" if "padded" in manifest.speed else "pruned"
+    dense, pruned = (Speed.from_dict(manifest.speed[name]) for name in ("dense", this))
+    values = (
+        ("Prefill, tokens/s", dense.prefill_tokens_per_s, pruned.prefill_tokens_per_s, rate),
+        ("Decode, tokens/s", dense.decode_tokens_per_s, pruned.decode_tokens_per_s, rate),
+        ("Peak memory", dense.peak_memory_bytes, pruned.peak_memory_bytes, short_bytes),
+    )
+    rows = [
+        {"name": name, "dense": form(before), "pruned": form(after), "ratio": f"× {after / before:.2f}"}
+        for name, before, after, form in values
+    ]
+    said = f"Both measured by PyTorch in one run, taking turns: {conditions(pruned)}."
+    if "padded" in manifest.sizes and this == "pruned":
+        said += " This model was measured without the zeros."
+    elif manifest.format == "gguf":
+        said += " This model was measured before it was written as GGUF."
+    return {"rows": rows, "said": said}
+
+
+def _settings(manifest: Manifest) -> list[tuple[str, str]]:
+    """What made the checkpoint, as rows of name and value."""
+    base, config, plan, source = manifest.base, manifest.config, manifest.plan, manifest.source
+    name = base_hub_id(manifest) or _public(base["model"])
+    revision = f", revision `{base['revision']}`" if base["revision"] else ""
+    dropped = manifest.dropped_layers
+    layers = f"{base['layers'] - len(dropped)} of {base['layers']}"
+    if dropped:
+        layers += f"; dropped: {', '.join(map(str, dropped))}"
+    kept_parts = manifest.pruning_plan
+    for block, left in (("attention", kept_parts.kept_groups), ("MLP", kept_parts.kept_channels)):
+        gone = [str(layer) for layer, part in enumerate(left) if not part and layer not in dropped]
+        layers += f"; without {block}: {', '.join(gone)}" if gone else ""
+    rows = [
+        ("Base model", f"`{name}`{revision}, fingerprint `{base['fingerprint']}`"),
+        ("Method", f"`{config['method']}`"),
+        ("Calibration", f"{config['taylor_num_samples']:,} samples of {config['taylor_seq_len']:,} tokens"),
+        ("Shape", f"`{config.get('shape', 'free')}`"),
+        (
+            "Parameters removed",
+            f"{config['pruning_ratio']:.1%} asked, {plan['removed_fraction']:.2%} reached "
+            f"({plan['removed_params']:,} of {plan['total_params']:,})",
+        ),
+        ("Layers", layers),
+    ]
+    if source is not None:
+        rows[2] = ("Calibration", f"{rows[2][1]} of {_calibration_text(source['calibration'])}, seed {source['seed']}")
+    return rows
+
+
+def _calibration_text(calibration: str) -> str:
+    known = {
+        "embedded": "the text embedded in tune_prune",
+        "wikitext2": "WikiText-2 train",
+        "c4": "C4 train",
+    }
+    return known.get(calibration) or f"`{_public(calibration)}`"
+
+
+def _public(name: str | None) -> str | None:
+    """A name without the place of a file or folder on the machine that was used."""
+    return PurePath(name).name if name is not None and PurePath(name).is_absolute() else name
+
+
+# The picture.
+
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "hatch.linewidth": 0.6,
+    "text.parse_math": False,
+}
+
+_DROPPED: dict[str, Any] = {"facecolor": "white", "edgecolor": _GREY, "hatch": "////", "linewidth": 0.6}
+
+
+def layer_counts(manifest: Manifest, geometry: Geometry) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Kept and dense counts [layers of the dense model] of KV groups and of MLP channels."""
+    plan = manifest.pruning_plan
+    return {
+        "KV groups": (np.array([*map(len, plan.kept_groups)]), np.array(geometry.kv_heads)),
+        "MLP channels": (np.array([*map(len, plan.kept_channels)]), np.array(geometry.mlp_width)),
+    }
+
+
+def picture_text(manifest: Manifest, geometry: Geometry) -> str:
+    """What layers.png shows, in words: for those who cannot see it."""
+    said = []
+    for name, (left, dense) in layer_counts(manifest, geometry).items():
+        shares = left / dense
+        said.append(
+            f"{name} kept: {left.sum() / dense.sum():.1%} in all, from {shares.min():.1%} (layer {shares.argmin()}) to "
+            f"{shares.max():.1%} (layer {shares.argmax()})"
+        )
+    return "; ".join(said) + "."
+
+
+def layers_figure(manifest: Manifest, geometry: Geometry) -> Figure:
+    """A bar per layer of the dense model: the share of its KV groups (above) and MLP channels (below) that was kept."""
+    counts = layer_counts(manifest, geometry)
+    figure = Figure(figsize=(min(10.0, 5.0 + 0.07 * geometry.num_layers), 3.2), layout="constrained")
+    panels = figure.subplots(2, sharex=True)
+    for axes, (name, (left, dense)), colour in zip(panels, counts.items(), (_ORANGE, _BLUE), strict=True):
+        _draw(axes, left / dense, colour, manifest.dropped_layers)
+        axes.set_title(f"{name}: {left.sum() / dense.sum():.1%} kept")
+    panels[1].set_xlabel("Layer of the dense model")
+    handles = [Patch(facecolor=_GONE, label="removed")]
+    if manifest.dropped_layers:
+        handles.append(Patch(**_DROPPED, label="whole layer dropped"))
+    panels[0].legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, borderpad=0)
+    return figure
+
+
+def _draw(axes: Axes, shares: np.ndarray, colour: str, dropped: Sequence[int]) -> None:
+    layers = np.arange(len(shares))
+    axes.bar(layers, 1.0, 0.8, color=_GONE, label="removed")
+    axes.bar(layers, shares, 0.8, color=colour, label="kept")
+    if dropped:
+        axes.bar(list(dropped), 1.0, 0.8, **_DROPPED, label="whole layer dropped")
+    axes.set_ylim(0, 1)
+    axes.set_xlim(-0.6, len(shares) - 0.4)
+    axes.set_yticks([0, 0.5, 1])
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(16, integer=True, steps=[1, 2, 4, 5, 8, 10]))

@@ -1,0 +1,160 @@
+"""Which of llama.cpp's architectures can say a pruned model, and a refusal where none can.
+
+    architecture   layers may differ        models
+    llama          no                       Llama, Mistral
+    qwen2          no, heads fill H         Qwen2
+    qwen3          no                       Qwen3 without biases
+    deci           yes                      Llama, Mistral and Qwen2, with all their biases
+    openelm        yes                      Qwen3 without biases, with tied embeddings
+
+Source: llama.cpp, src/models/{llama,qwen2,qwen3,deci,openelm}.cpp and load_hparams in src/llama-model.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tune_prune.checkpoint.layers import widths
+from tune_prune.errors import UserError
+from tune_prune.models.families import Family, decoder_layers
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a graph of llama.cpp can say."""
+
+    name: str
+    per_layer: bool = False  # layers of different widths, or without a block
+    biases: frozenset[str] = frozenset()  # projections that may have one
+    square: bool = False  # query heads must fill the hidden size
+    pairs: bool = False  # rotates rows 2i and 2i+1 of a head; else i and i + d/2, as transformers does
+    frequencies: bool = False  # reads a factor for each rotary frequency
+    fused: bool = False  # q, k and v are one matrix
+    tied: bool = False  # the embedding is the output head
+
+
+_ALL = frozenset({"query", "key", "value", "output", "gate", "up", "down"})
+_LLAMA = Architecture("llama", biases=_ALL, pairs=True, frequencies=True)
+_DECI = Architecture("deci", per_layer=True, biases=_ALL, pairs=True, frequencies=True)
+_QWEN2 = Architecture("qwen2", biases=frozenset({"query", "key", "value"}), square=True)
+_QWEN3 = Architecture("qwen3")
+_OPENELM = Architecture("openelm", per_layer=True, fused=True, tied=True)
+
+# In order of preference, by the family's model type.
+ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
+    "llama": (_LLAMA, _DECI),
+    "mistral": (_LLAMA, _DECI),
+    "qwen2": (_QWEN2, _DECI),
+    "qwen3": (_QWEN3, _OPENELM),
+}
+
+# Rotary parameters that llama.cpp has as constants in these architectures.
+_FIXED_ROPE = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
+_ONE_WIDTH = "has one width for all layers"
+
+
+def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
+    """The first architecture of the family that can say `model` (of the family's own class, its layers cut or all alike).
+    Raises UserError where none can, with every reason, and ValueError where the first layer has no attention."""
+    if not widths(model, family)[0].kv_heads:
+        raise ValueError("the first layer has no attention: llama.cpp would read the head size and the cache there")
+    _check_config(model.config)
+    _check_parameters(model, family)
+    reasons = []
+    uniform_helps = False
+    for architecture in ARCHITECTURES[family.model_type]:
+        problems = list(_problems(architecture, model, family))
+        if not problems:
+            return architecture
+        reasons.append(f"architecture {architecture.name} {' and '.join(problems)}")
+        uniform_helps |= problems == [_ONE_WIDTH]
+    raise _refusal("; ".join(reasons), "search with --shape uniform, or " if uniform_helps else "")
+
+
+def embedding(model: PreTrainedModel) -> torch.Tensor:
+    """[vocabulary, H]"""
+    return cast(torch.Tensor, model.get_input_embeddings().weight)
+
+
+def head(model: PreTrainedModel) -> torch.Tensor:
+    """[vocabulary, H]"""
+    return cast(torch.Tensor, model.get_output_embeddings().weight)
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    return head(model) is embedding(model)
+
+
+def parameter(module: nn.Module, path: str) -> torch.Tensor | None:
+    """A parameter by its path, or None where it, or the module that would have it, is not there."""
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return cast("torch.Tensor | None", found)
+
+
+def _refusal(reason: str, first: str = "") -> UserError:
+    return UserError(
+        f"llama.cpp cannot represent this model: {reason}; {first}save the model with --format hf or --format hf-padded"
+    )
+
+
+def _check_config(config: PretrainedConfig) -> None:
+    """Raise UserError for what no graph of these architectures computes."""
+    if config.hidden_act != "silu":
+        raise _refusal(f"hidden_act is {config.hidden_act!r}, its graphs know 'silu' only")
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if window is not None and slides and window < config.max_position_embeddings:
+        raise _refusal(
+            f"sliding_window is {window}, less than max_position_embeddings ({config.max_position_embeddings}), and its "
+            "graphs for this family attend to everything"
+        )
+    rope: dict[str, Any] = config.rope_parameters
+    known = ("default", "linear", "llama3", "yarn")
+    if rope["rope_type"] not in known:
+        raise _refusal(f"rope_type is {rope['rope_type']!r}, its graphs for this family know {', '.join(known)}")
+    for key, value in _FIXED_ROPE.items():
+        if rope.get(key) not in (None, value):
+            raise _refusal(f"{key} of rope_parameters is {rope[key]}, its graphs for this family know {value} only")
+
+
+def _check_parameters(model: PreTrainedModel, family: Family) -> None:
+    """Raise UserError where the model has a parameter for which there is no place in any of these architectures."""
+    known = {*family.projections().values(), *family.layer_norms}
+    known |= {f"{family.attention}.{norm}" for norm in family.head_norms}
+    for index, layer in enumerate(decoder_layers(model, family)):
+        for name, _ in layer.named_parameters():
+            if name.rpartition(".")[0] not in known:
+                raise _refusal(f"it has no place for the parameter {name!r} of layer {index}")
+    if parameter(model.get_output_embeddings(), "bias") is not None:
+        raise _refusal("it has no place for the bias of the output head")
+
+
+def _problems(architecture: Architecture, model: PreTrainedModel, family: Family) -> Iterator[str]:
+    """Why the architecture cannot say the model: clauses that follow its name."""
+    sizes = widths(model, family)
+    layers = decoder_layers(model, family)
+    if not architecture.per_layer and (len(set(sizes)) > 1 or sizes[0].skip):
+        yield _ONE_WIDTH
+    queries = sizes[0].heads * family.head_dim(layers[0])
+    if architecture.square and queries != model.config.hidden_size:
+        yield f"wants query heads that fill the hidden size ({queries} of {model.config.hidden_size})"
+    if architecture.tied and not is_tied(model):
+        yield "has no output head of its own (tie_word_embeddings is false)"
+    biased = {
+        role
+        for layer in layers
+        for role, path in family.projections().items()
+        if parameter(layer, f"{path}.bias") is not None
+    }
+    if biased - architecture.biases:
+        yield f"has no place for biases of {', '.join(sorted(biased - architecture.biases))} projections"
+    if model.config.rope_parameters["rope_type"] == "llama3" and not architecture.frequencies:
+        yield "does not read the frequency factors of rope_type 'llama3'"

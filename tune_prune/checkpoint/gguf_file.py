@@ -1,0 +1,293 @@
+"""A pruned model as one GGUF file for llama.cpp.
+
+What llama.cpp's graphs lack is written so that the logits stay the same (float32, prompts and token by token: within 2e-5 of
+transformers in llama-cpp-python 0.3.36, that is llama.cpp 0c1e57098):
+- deci drops what attention adds in a layer without MLP, so such a layer gets an MLP of 32 channels of zeros;
+- deci has no place for the output bias of attention that is gone: the MLP before it adds the bias instead;
+- openelm needs both blocks in every layer: one head of zeros, or 32 channels of zeros, stand in;
+- llama and deci rotate neighbouring rows of a head, transformers rows half a head apart: rows of q and k change places.
+
+Sizes: H hidden, K KV heads, g query heads per KV head, d head dim, M MLP channels; matrices are [out, in], as in torch.
+Norms and biases are float32 always. llama-quantize wants rows (the M columns of down, the K*g*d of o) of whole blocks: of 256
+for K-quants, which otherwise become larger types, and of 32 for the others, else the matrix stays F16; write_gguf says so.
+
+Sources: github.com/ggml-org/ggml, docs/gguf.md; llama.cpp as gguf_architecture.py says, and src/llama-quant.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import gguf
+import numpy as np
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tune_prune.checkpoint.gguf_architecture import (
+    Architecture,
+    choose_architecture,
+    embedding,
+    head,
+    is_tied,
+    parameter,
+)
+from tune_prune.checkpoint.gguf_vocab import read_vocabulary
+from tune_prune.checkpoint.layers import LayerWidths, widths
+from tune_prune.errors import UserError, did_you_mean
+from tune_prune.models.families import Family, decoder_layers
+
+_FLOATS = {
+    "f16": (torch.float16, gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bf16": (torch.bfloat16, gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "f32": (torch.float32, gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+}
+DTYPES = tuple(_FLOATS)
+STAND_IN = 32  # channels of an MLP of zeros: one block of llama.cpp's quantised types
+_NAMES = {
+    "query": "attn_q",
+    "key": "attn_k",
+    "value": "attn_v",
+    "output": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the file: `sources` stacked by rows, put together when it is written."""
+
+    name: str
+    sources: tuple[torch.Tensor, ...]  # of the same number of columns
+    pair_heads: int = 0  # over 0: so many heads, of which row i and row i + d/2 become neighbours
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Raises UserError where a weight is too large for `dtype`."""
+        stacked = torch.cat([source.detach().cpu() for source in self.sources])
+        if self.pair_heads:  # [heads, 2 halves, d/2, ...] -> [heads, d/2, 2, ...]
+            stacked = stacked.unflatten(0, (self.pair_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        values = stacked.to(dtype).contiguous()
+        if not torch.isfinite(values).all():
+            raise UserError(
+                f"{self.name} has weights up to {stacked.abs().max().item():.3g}, and {dtype} ends at "
+                f"{torch.finfo(dtype).max:.3g}: write the GGUF file in bf16 or f32"
+            )
+        return values
+
+
+def write_gguf(
+    model: PreTrainedModel,
+    family: Family,
+    tokenizer_dir: Path,
+    path: Path,
+    dtype: str = "f16",
+    name: str = "tune_prune",
+) -> tuple[str, ...]:
+    """Write `model` with the tokenizer of the folder `tokenizer_dir` to `path`, and return what a user should know about
+    the file, a sentence each.
+
+    `model` is of the family's own class, its layers cut by layers.compact or all alike; widths are read off its modules.
+    `dtype` is that of the matrices, one of DTYPES; `name` is what llama.cpp shows. Takes the memory of one tensor. A file
+    that is there is replaced once the new one is complete. Raises UserError for what llama.cpp cannot represent.
+    """
+    if dtype not in _FLOATS:
+        raise UserError(f"GGUF files hold no {dtype!r} here ({did_you_mean(dtype, _FLOATS)})")
+    torch_dtype, ggml_type, file_type = _FLOATS[dtype]
+    architecture = choose_architecture(model, family)
+    vocabulary = read_vocabulary(tokenizer_dir, embedding(model).shape[0])
+    sizes = widths(model, family)
+    tensors = list(_tensors(model, family, architecture, sizes))
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    writer = gguf.GGUFWriter(unfinished, architecture.name)
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_sizes(writer, model, family, architecture, sizes)
+    _add_rope(writer, model.config)
+    vocabulary.add_to(writer)
+    for tensor in tensors:
+        matrix = len(tensor.shape) > 1
+        size = math.prod(tensor.shape) * (torch_dtype.itemsize if matrix else 4)
+        kind = ggml_type if matrix else gguf.GGMLQuantizationType.F32
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            values = tensor.values(torch_dtype if len(tensor.shape) > 1 else torch.float32)
+            # numpy has no bfloat16, but its bits
+            writer.write_tensor_data((values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy())
+        writer.close()
+        unfinished.replace(path)
+    finally:
+        writer.close()
+        unfinished.unlink(missing_ok=True)
+    return (*_notes(model, family, architecture, sizes), *vocabulary.notes)
+
+
+def _add_sizes(
+    writer: gguf.GGUFWriter,
+    model: PreTrainedModel,
+    family: Family,
+    architecture: Architecture,
+    sizes: Sequence[LayerWidths],
+) -> None:
+    head_dim = family.head_dim(decoder_layers(model, family)[0])
+    stand_in = int(architecture.fused)  # heads where attention is gone
+    per_layer = {
+        "head_count": [size.heads or stand_in for size in sizes],
+        "head_count_kv": [size.kv_heads or stand_in for size in sizes],
+        "feed_forward_length": [size.channels or STAND_IN for size in sizes],
+    }
+    for key, values in per_layer.items():
+        getattr(writer, f"add_{key}")(values if architecture.per_layer else values[0])
+    writer.add_block_count(len(sizes))
+    writer.add_vocab_size(embedding(model).shape[0])
+    writer.add_context_length(model.config.max_position_embeddings)
+    writer.add_embedding_length(model.config.hidden_size)
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+
+
+def _add_rope(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+    """Rotary embedding, but for rope_type 'llama3', which is a tensor (`_frequencies`)."""
+    rope: dict[str, Any] = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        _, scaling = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        factor = rope["factor"] or config.max_position_embeddings / rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(scaling / (1 + 0.1 * math.log(factor)))  # llama.cpp multiplies by the rest
+
+
+def _frequencies(config: PretrainedConfig) -> torch.Tensor:
+    """What divides each rotary frequency under rope_type 'llama3': [d/2]."""
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
+    return config.rope_parameters["rope_theta"] ** -exponents / scaled.double()
+
+
+def _tensors(
+    model: PreTrainedModel, family: Family, architecture: Architecture, sizes: Sequence[LayerWidths]
+) -> Iterator[_Tensor]:
+    """Every tensor of the file, in order."""
+    layers = decoder_layers(model, family)
+    norm = model.get_submodule(f"{family.layers.rpartition('.')[0]}.norm")
+    yield _Tensor("token_embd.weight", (embedding(model),))
+    yield _Tensor("output_norm.weight", (cast(torch.Tensor, norm.weight),))
+    if not is_tied(model):
+        yield _Tensor("output.weight", (head(model),))
+    if model.config.rope_parameters["rope_type"] == "llama3":
+        yield _Tensor("rope_freqs.weight", (_frequencies(model.config),))
+    for index, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
+        behind = layers[index + 1] if index + 1 < len(layers) and not sizes[index + 1].kv_heads else None
+        if size.kv_heads:
+            attention = _attention(layer, family, architecture, size)
+        else:
+            attention = _no_attention(layer, family, architecture, family.head_dim(layers[0]))
+        for tensor in (*attention, *_mlp(layer, behind, family, size)):
+            yield _Tensor(f"blk.{index}.{tensor.name}", tensor.sources, tensor.pair_heads)
+
+
+def _attention(layer: nn.Module, family: Family, architecture: Architecture, size: LayerWidths) -> Iterator[_Tensor]:
+    yield _norm("attn_norm", layer, family.layer_norms[0])
+    linear = _linears(layer, family, ("query", "key", "value", "output"))
+    if architecture.fused:
+        yield _Tensor("attn_qkv.weight", tuple(linear.pop(role).weight for role in ("query", "key", "value")))
+    heads = {"query": size.heads, "key": size.kv_heads} if architecture.pairs else {}
+    for role, projection in linear.items():
+        yield from _projection(role, projection, heads.get(role, 0))
+    for name in family.head_norms:
+        yield _norm(f"attn_{name}", layer, f"{family.attention}.{name}")
+
+
+def _no_attention(layer: nn.Module, family: Family, architecture: Architecture, head_dim: int) -> Iterator[_Tensor]:
+    """Nothing, or one head of zeros."""
+    if not architecture.fused:
+        return
+    norm = _norm("attn_norm", layer, family.layer_norms[0])
+    yield norm
+    (like,) = norm.sources
+    yield _Tensor("attn_qkv.weight", (like.new_zeros(3 * head_dim, len(like)),))
+    yield _Tensor("attn_output.weight", (like.new_zeros(len(like), head_dim),))
+    for name in family.head_norms:
+        yield _Tensor(f"attn_{name}.weight", (like.new_ones(head_dim),))
+
+
+def _mlp(layer: nn.Module, behind: nn.Module | None, family: Family, size: LayerWidths) -> Iterator[_Tensor]:
+    """`behind` is the next layer if its attention is gone: this MLP adds the output bias that may be left of that."""
+    norm = _norm("ffn_norm", layer, family.layer_norms[1])
+    yield norm
+    if size.channels:
+        linear = _linears(layer, family, ("gate", "up", "down"))
+        yield from _projection("gate", linear["gate"])
+        yield from _projection("up", linear["up"])
+        yield _Tensor("ffn_down.weight", (linear["down"].weight,))
+    else:
+        (like,) = norm.sources
+        rows = like.new_zeros(STAND_IN, len(like))
+        yield _Tensor("ffn_gate.weight", (rows,))
+        yield _Tensor("ffn_up.weight", (rows,))
+        yield _Tensor("ffn_down.weight", (rows.T,))
+    paths = family.projections()
+    biases = [parameter(layer, f"{paths['down']}.bias")]
+    biases += [parameter(behind, f"{paths['output']}.bias")] if behind is not None else []
+    added = [bias.detach().float() for bias in biases if bias is not None]
+    if added:
+        yield _Tensor("ffn_down.bias", (torch.stack(added).sum(0),))
+
+
+def _norm(name: str, layer: nn.Module, path: str) -> _Tensor:
+    return _Tensor(f"{name}.weight", (cast(torch.Tensor, layer.get_submodule(path).weight),))
+
+
+def _linears(layer: nn.Module, family: Family, roles: Sequence[str]) -> dict[str, nn.Linear]:
+    paths = family.projections()
+    return {role: cast(nn.Linear, layer.get_submodule(paths[role])) for role in roles}
+
+
+def _projection(role: str, linear: nn.Linear, pair_heads: int = 0) -> Iterator[_Tensor]:
+    yield _Tensor(f"{_NAMES[role]}.weight", (linear.weight,), pair_heads)
+    if linear.bias is not None:
+        yield _Tensor(f"{_NAMES[role]}.bias", (linear.bias,), pair_heads)
+
+
+def _notes(
+    model: PreTrainedModel, family: Family, architecture: Architecture, sizes: Sequence[LayerWidths]
+) -> Iterator[str]:
+    yield f"GGUF architecture {architecture.name}"
+    gone = {"an MLP": f"{STAND_IN} channels"} | ({"attention": "one head"} if architecture.fused else {})
+    for what, stand_in in gone.items():
+        layers = [str(i) for i, size in enumerate(sizes) if not (size.channels if what == "an MLP" else size.kv_heads)]
+        if layers:
+            yield f"layers without {what} ({', '.join(layers)}) hold {stand_in} of zeros, as llama.cpp needs one there"
+    biases = (parameter(layer, f"{family.projections()['query']}.bias") for layer in decoder_layers(model, family))
+    if any(bias is not None and len(bias) != model.config.hidden_size for bias in biases):
+        yield "biases of q are not as long as the hidden size: llama-cpp-python 0.3.36 reads that, 0.3.9 refuses the file"
+    head_dim = family.head_dim(decoder_layers(model, family)[0])
+    rows = {"MLPs": [size.channels for size in sizes], "attention blocks": [size.heads * head_dim for size in sizes]}
+    for block, effect in ((256, "become larger types under K-quants"), (32, "stay F16 in every quantised file")):
+        for what, lengths in rows.items():
+            odd = sum(1 for length in lengths if length % block)
+            if odd and model.config.hidden_size % block == 0:  # else the dense model has the same trouble everywhere
+                hint = f" (--shape aligned-{block} avoids it)" if what == "MLPs" else ""
+                yield f"{odd} of {len(sizes)} {what} are no multiple of {block} wide: their last matrices {effect}{hint}"

@@ -1,0 +1,158 @@
+"""What is left of a model's layers: widths, layers that are dropped, and the configs that say so.
+
+A layer that has lost both its blocks passes its input on, so it is dropped and those behind it are renumbered; unless
+biases of its last projections remain, which it still adds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.pruned import modeling_tune_prune
+from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, RemovedBlock
+from tune_prune.models.registration import STEMS, auto_map, register
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.surgery import prune
+
+
+@dataclass(frozen=True)
+class LayerWidths:
+    """Sizes of one layer; 0 where the block is gone."""
+
+    heads: int  # query heads
+    kv_heads: int
+    channels: int  # of the MLP
+
+    @property
+    def skip(self) -> list[str]:
+        """Names of the blocks that are gone, as configs say it."""
+        return [kind for kind, size in zip(BLOCKS, (self.kv_heads, self.channels), strict=True) if not size]
+
+
+def compact(model: PreTrainedModel, family: Family, plan: PruningPlan) -> tuple[PreTrainedModel, list[int]]:
+    """The pruned copy of the dense `model` without its empty layers, and their numbers in the dense model. It shares
+    every untouched tensor with `model`. Raises ValueError if the plan is for another model."""
+    pruned = prune(model, family, plan)
+    layers = decoder_layers(pruned, family)
+    dropped = [index for index, layer in enumerate(layers) if not any(True for _ in _outputs(layer, family))]
+    if dropped:
+        kept = [index for index in range(len(layers)) if index not in dropped]
+        parent = cast(Any, pruned.get_submodule(family.layers.rpartition(".")[0]))
+        setattr(parent, family.layers.rpartition(".")[2], nn.ModuleList(layers[index] for index in kept))
+        for number, index in enumerate(kept):
+            attention = layers[index].get_submodule(family.attention)
+            if not isinstance(attention, RemovedBlock):
+                cast(Any, attention).layer_idx = number  # its place in the cache
+        kinds = getattr(pruned.config, "layer_types", None)
+        pruned.config.num_hidden_layers = len(kept)
+        if kinds is not None:
+            pruned.config.layer_types = [kinds[index] for index in kept]
+    return pruned, dropped
+
+
+def _outputs(layer: nn.Module, family: Family) -> Sequence[nn.Parameter]:
+    """The parameters by which a layer adds anything to what it passes on."""
+    return [p for name in (family.attention, family.mlp) for p in layer.get_submodule(name).parameters()]
+
+
+def widths(model: PreTrainedModel, family: Family) -> tuple[LayerWidths, ...]:
+    """The sizes of every layer, read off its modules."""
+    found = []
+    for layer in decoder_layers(model, family):
+        attention, mlp = (layer.get_submodule(name) for name in (family.attention, family.mlp))
+        heads = kv_heads = channels = 0
+        if not isinstance(attention, RemovedBlock):
+            head_dim = family.head_dim(layer)
+            heads = cast(nn.Linear, attention.get_submodule(family.query)).out_features // head_dim
+            kv_heads = cast(nn.Linear, attention.get_submodule(family.key)).out_features // head_dim
+        if not isinstance(mlp, RemovedBlock):
+            channels = cast(nn.Linear, mlp.get_submodule(family.gate)).out_features
+        found.append(LayerWidths(heads, kv_heads, channels))
+    return tuple(found)
+
+
+def is_uniform(sizes: Sequence[LayerWidths], stock_kv_heads: Sequence[int]) -> bool:
+    """Whether the family's own config can say these sizes. `stock_kv_heads`: numbers of KV heads that it can say."""
+    return len(set(sizes)) == 1 and not sizes[0].skip and sizes[0].kv_heads in stock_kv_heads
+
+
+def stock_config(config: PretrainedConfig, size: LayerWidths, head_dim: int) -> PretrainedConfig:
+    """A config of the dense family in which every layer has that size."""
+    fields = _plain(config) | {
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "intermediate_size": size.channels,
+        "head_dim": head_dim,
+    }
+    return type(config).from_dict(fields)
+
+
+def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_dim: int) -> PretrainedConfig:
+    """The config of a checkpoint whose layers differ: the dense family's fields at their old values, and what each layer
+    has instead. The family's own class fails on such a checkpoint when it is forced on it, by what is done here for those
+    that lost whole blocks: tensors of the wrong shape raise, but missing ones it would fill with random numbers."""
+    per_kv = next(size.heads // size.kv_heads for size in sizes if size.kv_heads)
+    per_layer: dict[str, dict[str, Any]] = {}
+    for index, size in enumerate(sizes):
+        own: dict[str, Any] = {"skip": size.skip} if size.skip else {}
+        # A removed block states the smallest sizes: from 5.16 on transformers refuses stock classes layers of unequal sizes.
+        kv_heads, channels = size.kv_heads or 1, size.channels or 1
+        own |= {
+            "num_attention_heads": kv_heads * per_kv,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": channels,
+        }
+        per_layer[str(index)] = own
+    fields = _plain(config) | {
+        "head_dim": head_dim,
+        "per_layer_config": per_layer,
+        "auto_map": auto_map(config.model_type),
+    }
+    dense = (config.num_key_value_heads, config.intermediate_size)
+    if all(size.kv_heads in (0, dense[0]) and size.channels in (0, dense[1]) for size in sizes) and any(
+        size.skip for size in sizes
+    ):  # every tensor that is left would fit
+        fields["num_key_value_heads"] = dense[0] + 1
+        fields["num_attention_heads"] = (dense[0] + 1) * per_kv
+    return cast(Any, pruned_class(config.model_type).config_class).from_dict(fields)
+
+
+def pruned_class(model_type: str) -> type[PreTrainedModel]:
+    """The class of pruned checkpoints of a dense family."""
+    register()  # its files are saved with its models
+    return getattr(modeling_tune_prune, f"Pruned{STEMS[model_type]}ForCausalLM")
+
+
+def _plain(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of a config without what it says about its own class and origin."""
+    fields = copy.deepcopy(config.to_dict())
+    for name in ("model_type", "architectures", "auto_map", "_name_or_path", "transformers_version"):
+        fields.pop(name, None)
+    return fields
+
+
+def build(model_class: type[PreTrainedModel], config: PretrainedConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """A model of `model_class` with the parameters of `model` itself, not copies. Raises RuntimeError where names or
+    shapes differ."""
+    with torch.device("meta"):
+        built = cast(PreTrainedModel, cast(Any, model_class)._from_config(config, dtype=model.dtype))
+    built.load_state_dict(model.state_dict(), strict=True, assign=True)
+    take_buffers(built, model)
+    built.tie_weights()
+    built.generation_config = copy.deepcopy(model.generation_config)
+    return built.eval()
+
+
+def take_buffers(built: nn.Module, model: nn.Module) -> None:
+    """Give `built`, made on the meta device, the buffers of `model`: no state dict has them (rotary frequencies)."""
+    for name, buffer in model.named_buffers():
+        parent, _, own = name.rpartition(".")
+        setattr(built.get_submodule(parent), own, buffer)

@@ -1,0 +1,60 @@
+"""A model whose layers differ, as one of the family's own class: every layer padded with zeros to the widest.
+
+A KV group of zeros attends to zeros, and an MLP channel of zeros multiplies them, so both add nothing: the logits are
+the same. What is lost is part of the smaller size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tune_prune.checkpoint.layers import LayerWidths, stock_config, take_buffers, widths
+from tune_prune.models.families import Family, decoder_layers
+
+
+def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], head_dim: int) -> PreTrainedModel:
+    """The padded copy of `model` (layers.compact), of the class of the dense family.
+
+    `stock_kv_heads` are the numbers of KV heads that the family's config can say; the smallest that is enough is taken.
+    """
+    sizes = widths(model, family)
+    per_kv = next(size.heads // size.kv_heads for size in sizes if size.kv_heads)  # the first layer always has some
+    kv_heads = min(count for count in stock_kv_heads if count >= max(size.kv_heads for size in sizes))
+    channels = max(1, *(size.channels for size in sizes))
+    config = stock_config(model.config, LayerWidths(kv_heads * per_kv, kv_heads, channels), head_dim)
+    with torch.device("meta"):
+        padded = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    own = model.state_dict()
+    state = {}
+    norms = {f"{family.attention}.{norm}" for norm in family.head_norms}
+    for name, parameter in padded.state_dict().items():
+        absent = torch.ones if any(f"{norm}." in name for norm in norms) else torch.zeros  # norms of no head: any value
+        state[name] = _padded(own, name, parameter, absent, model.device)
+    padded.load_state_dict(state, strict=True, assign=True)
+    take_buffers(padded, model)
+    padded.tie_weights()
+    padded.generation_config = model.generation_config
+    _check_nothing_lost(model, padded, family)
+    return padded.eval()
+
+
+def _padded(
+    own: Mapping[str, torch.Tensor], name: str, like: torch.Tensor, absent: object, device: torch.device
+) -> torch.Tensor:
+    found = own.get(name)
+    if found is not None and found.shape == like.shape:
+        return found
+    full = absent(like.shape, dtype=like.dtype, device=device)  # type: ignore[operator]
+    if found is not None:
+        full[tuple(slice(size) for size in found.shape)] = found
+    return full
+
+
+def _check_nothing_lost(model: PreTrainedModel, padded: nn.Module, family: Family) -> None:
+    assert len(decoder_layers(model, family)) == len(decoder_layers(padded, family))
+    lost = model.state_dict().keys() - padded.state_dict().keys()
+    assert not lost, f"the padded model has no place for {sorted(lost)}"

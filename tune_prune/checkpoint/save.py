@@ -1,0 +1,254 @@
+"""Write a pruned model into a folder that loads elsewhere, whole or not at all.
+
+    hf         safetensors with the family's tensor names. Layers of one width: the family's own model type, no code needed.
+               Else an own model type, per_layer_config and the two class files of models/pruned.
+    hf-padded  the family's own model type, every layer padded with zeros to the widest
+    gguf       one file for llama.cpp (gguf_file)
+
+Beside the weights: tokenizer, generation config, manifest and model card.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tune_prune import __version__
+from tune_prune.checkpoint import card, layers, manifest, padded, speed
+from tune_prune.checkpoint.manifest import Manifest
+from tune_prune.checkpoint.sizes import Sizes, sizes
+from tune_prune.errors import UserError
+from tune_prune.models import loading, weight_files
+from tune_prune.models.registration import auto_map
+from tune_prune.pruning.groups import PruningPlan
+
+Format = Literal["hf", "hf-padded", "gguf"]
+FORMATS: tuple[Format, ...] = ("hf", "hf-padded", "gguf")
+SHARD_BYTES = 5 * 10**9
+RECORDED_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is known about a pruned model besides its weights; `metrics` and `baseline` as in the ledger's records."""
+
+    config: Mapping[str, Any]  # PruningConfig as a dict
+    source: Mapping[str, Any] | None  # ModelRun as a dict: what the metrics were measured on
+    metrics: Mapping[str, float] | None
+    measured_on: Mapping[str, Any] | None  # of the metrics: context.measured_on
+    baseline: Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk and how its size compares."""
+
+    folder: Path
+    manifest: Manifest
+    rows: Mapping[str, Sizes]  # dense, pruned and, where it differs, what the file holds
+    disk_bytes: Mapping[str, int]
+    notes: tuple[str, ...]
+
+
+def save_checkpoint(
+    dense: loading.LoadedModel,
+    plan: PruningPlan,
+    origin: Origin,
+    folder: Path,
+    fmt: Format = "hf",
+    *,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    measure_speed: bool = False,
+) -> Saved:
+    """Prune `dense` by `plan` and write the result to `folder` in the dtype of `dense`.
+
+    Everything is written to a folder beside it, which is renamed at the end. Raises UserError where `folder` exists (with
+    `overwrite`: unless it is a checkpoint of this program), where the plan is for another model, or where the format cannot
+    hold the model.
+    """
+    check_folder(folder, overwrite)
+    geometry, family = dense.geometry, dense.family
+    _check_plan(plan, dense)
+    pruned, dropped = layers.compact(dense.model, family, plan)
+    rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
+    with _renamed_at_the_end(folder) as work:
+        notes: tuple[str, ...] = ()
+        if fmt == "gguf":
+            model = pruned
+            notes = _write_gguf(dense, pruned, work)
+        else:
+            model = _as_saved(dense, pruned, fmt)
+            _write_hf(dense, model, work, shard_bytes)
+            if fmt == "hf-padded":
+                rows["padded"] = sizes(model, family)
+        measured = speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
+        about = Manifest(
+            format=fmt,
+            base=_base(dense),
+            config=dict(origin.config),
+            source=dict(origin.source) if origin.source is not None else None,
+            plan=plan.to_dict(),
+            dropped_layers=dropped,
+            params=rows["padded" if "padded" in rows else "pruned"].params,
+            files=_files(work),
+            sizes={name: size.to_dict() for name, size in rows.items()},
+            metrics=dict(origin.metrics) if origin.metrics is not None else None,
+            measured_on=dict(origin.measured_on) if origin.measured_on is not None else None,
+            baseline=dict(origin.baseline) if origin.baseline is not None else None,
+            notes=list(notes),
+            speed={name: one.to_dict() for name, one in measured.items()} if measured is not None else None,
+            versions={"tune_prune": __version__}
+            | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
+            created=datetime.now(UTC).date().isoformat(),
+        )
+        manifest.write(work, about)
+        card.write_card(work, about, geometry)
+    disk = sum(file["bytes"] for file in about.files.values())
+    return Saved(folder, about, rows, {"dense": rows["dense"].weight_bytes, [*rows][-1]: disk}, notes)
+
+
+def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
+    """Raise UserError unless the plan is one for this model that leaves a model which works."""
+    geometry, label = dense.geometry, dense.source.label
+    if len(plan.kept_groups) != geometry.num_layers or plan.total_params != geometry.total_params:
+        raise UserError(
+            f"the plan is for a model of {len(plan.kept_groups)} layers and {plan.total_params:,} parameters, but {label} has "
+            f"{geometry.num_layers} and {geometry.total_params:,}; name the model that was searched"
+        )
+    for layer in range(geometry.num_layers):
+        for what, kept, size in (
+            ("KV groups", plan.kept_groups[layer], geometry.kv_heads[layer]),
+            ("MLP channels", plan.kept_channels[layer], geometry.mlp_width[layer]),
+        ):
+            if list(kept) != sorted(set(kept)) or not set(kept) <= set(range(size)):
+                raise UserError(
+                    f"the plan keeps {what} in layer {layer} that {label} does not have, or one twice (it has 0 to {size - 1}); "
+                    "restore the plan from a copy, or delete it to have it found again"
+                )
+        if layer in geometry.cache_layers and not plan.kept_groups[layer]:
+            raise UserError(
+                f"the plan removes all attention of layer {layer}; a KV group must stay there, because transformers, vLLM and "
+                "llama.cpp measure the length of the cache in it and decode silently wrong without: keep one"
+            )
+
+
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Raise UserError unless a checkpoint may be written to `folder`; creates nothing."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"--output {folder} exists and is not a folder; name one that does not exist yet")
+    parent = next(path for path in folder.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"--output {folder} cannot be made: {parent} is not a folder that can be written to")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise UserError(f"--output {folder} exists; name another folder, or replace it with --overwrite")
+    if not (folder / manifest.MANIFEST).is_file():
+        raise UserError(
+            f"--output {folder} has no {manifest.MANIFEST}, so it is no checkpoint of this program and is not replaced; name "
+            "another folder"
+        )
+
+
+@contextmanager
+def _renamed_at_the_end(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its place when all went well, and is removed otherwise."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        yield work
+        if folder.exists():
+            old = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+            folder.rename(old)
+            work.rename(folder)
+            shutil.rmtree(old)
+        else:
+            work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _as_saved(dense: loading.LoadedModel, pruned: PreTrainedModel, fmt: Format) -> PreTrainedModel:
+    """The model as its files describe it: of the family's own class where that can say it."""
+    geometry, family = dense.geometry, dense.family
+    found = layers.widths(pruned, family)
+    if layers.is_uniform(found, geometry.uniform_kv_heads):
+        config = layers.stock_config(pruned.config, found[0], geometry.head_dim)
+        return layers.build(type(dense.model), config, pruned)
+    if fmt == "hf-padded":
+        return padded.pad(pruned, family, geometry.uniform_kv_heads, geometry.head_dim)
+    config = layers.pruned_config(pruned.config, found, geometry.head_dim)
+    config.auto_map = auto_map(family.model_type)
+    return layers.build(layers.pruned_class(family.model_type), config, pruned)
+
+
+def _write_hf(dense: loading.LoadedModel, model: PreTrainedModel, folder: Path, shard_bytes: int) -> None:
+    model.save_pretrained(folder, max_shard_size=shard_bytes)  # takes the class files along where there are any
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o666 & ~_umask())  # safetensors writes them for their owner alone
+    _write_tokenizer(dense, folder, stock="auto_map" not in model.config.to_dict())
+    with torch.device("meta"):
+        again = AutoModelForCausalLM.from_config(model.config)
+    weight_files.check(folder, again)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> None:
+    """The base model's tokenizer as it came. An own model type drops a reference to code that it may carry: AutoTokenizer
+    would look for that code here."""
+    loading.original_tokenizer(dense.source).save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not stock and values.pop("auto_map", None) is not None:
+        path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_gguf(dense: loading.LoadedModel, pruned: PreTrainedModel, folder: Path) -> tuple[str, ...]:
+    from tune_prune.checkpoint import gguf_file  # its library is needed for this format only
+
+    dtype = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dense.model.dtype]
+    tokenizer = folder / "tokenizer"
+    loading.original_tokenizer(dense.source).save_pretrained(tokenizer)
+    name = f"{dense.source.label}-pruned"
+    try:
+        return tuple(gguf_file.write_gguf(pruned, dense.family, tokenizer, folder / f"{name}.gguf", dtype, name=name))
+    finally:
+        shutil.rmtree(tokenizer)
+
+
+def _base(dense: loading.LoadedModel) -> dict[str, Any]:
+    source = dense.source
+    return {
+        "model": source.location if source.kind == "hub" else source.label,
+        "label": source.label,
+        "revision": source.revision,
+        "fingerprint": loading.fingerprint(source, dense.model.config),
+        "model_type": dense.family.model_type,
+        "params": dense.geometry.total_params,
+        "layers": dense.geometry.num_layers,
+    }
+
+
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of the weight files."""
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf")]
+    return {path.name: manifest.file_entry(path) for path in paths}

@@ -1,0 +1,226 @@
+"""How fast models are, side by side: prefill and decode in tokens per second, and the most memory each takes.
+
+Seconds of different runs do not compare, on a machine that others use or that gets warm. So all models are measured in
+one run and take turns: every round measures each of them once, the first round is a warm-up that does not count, and a
+result is the median over the other rounds.
+
+A turn is a prompt of random tokens (the same for all models), then greedy decoding with the cache:
+
+    prefill     one forward pass over the prompt, with logits of its last position only, as generate() makes it
+    decode      `new_tokens` forward passes of one token each. They are called one by one: generate() would add its own
+                bookkeeping, which costs small models as much as their arithmetic and is the same for dense and pruned
+
+Tokens per second are those of the whole batch. Peak memory is what the model alone would need, though others are loaded
+beside it (a pruned copy in memory even shares tensors with its dense model): the bytes of its weights, and the most that
+was alive at once beyond what was there before the turn. On a GPU torch's allocator tells; on a CPU every tensor is
+followed from the operation that made it to its end, as the resident set says little there: freed memory stays in it. What
+an operation takes and gives back within itself is seen on the GPU only.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from tune_prune.checkpoint.sizes import aligned
+from tune_prune.errors import UserError
+
+SEED = 0  # of the prompt
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One model's speed, and how it was measured."""
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    peak_memory_bytes: int
+    prompt_tokens: int  # really used: a model's position limit shortens what was asked
+    new_tokens: int
+    batch_size: int
+    repeats: int  # rounds whose median this is
+    dtype: str  # e.g. bfloat16
+    device: str  # the GPU's name, or "CPU, 2 threads"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Speed:
+        """Raises KeyError where a field is missing."""
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class _Turn:
+    prefill_s: float
+    decode_s: float
+    peak_bytes: int | None  # beyond what was there before; None where this turn did not measure it
+
+
+def measure(
+    models: Mapping[str, PreTrainedModel],
+    prompt_tokens: int = 512,
+    new_tokens: int = 64,
+    batch_size: int = 1,
+    repeats: int = 5,
+) -> dict[str, Speed]:
+    """The speed of each of `models`, which are loaded, in eval mode and take the same tokens, by name.
+
+    Where prompt and new tokens go beyond max_position_embeddings, the prompt is shortened (and new tokens to half of the
+    positions). Raises UserError for a model with room for less than a prompt and a new token, ValueError for a number
+    below 1.
+    """
+    if min(prompt_tokens, new_tokens, batch_size, repeats) < 1:
+        raise ValueError(f"{prompt_tokens=}, {new_tokens=}, {batch_size=} and {repeats=} must be at least 1")
+    prompt_tokens, new_tokens = _within(
+        min(int(model.config.max_position_embeddings) for model in models.values()), prompt_tokens, new_tokens
+    )
+    vocabulary = min(int(model.config.vocab_size) for model in models.values())
+    prompt = torch.randint(vocabulary, (batch_size, prompt_tokens), generator=torch.Generator().manual_seed(SEED))
+    turns: dict[str, list[_Turn]] = {name: [] for name in models}
+    for round_number in range(1 + repeats):
+        for name, model in models.items():
+            turns[name].append(_turn(model, prompt, new_tokens, warm_up=round_number == 0))
+    return {
+        name: Speed(
+            prefill_tokens_per_s=prompt.numel() / statistics.median(turn.prefill_s for turn in turns[name][1:]),
+            decode_tokens_per_s=batch_size * new_tokens / statistics.median(turn.decode_s for turn in turns[name][1:]),
+            peak_memory_bytes=_weight_bytes(model) + max(turn.peak_bytes or 0 for turn in turns[name]),
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            batch_size=batch_size,
+            repeats=repeats,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=_device_name(model.device),
+        )
+        for name, model in models.items()
+    }
+
+
+def _within(limit: int, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+    """Prompt and new tokens that a model of `limit` positions has room for."""
+    if limit < 2:
+        raise UserError(
+            f"max_position_embeddings is {limit}, but a prompt and a new token take 2; leave --measure out for this model"
+        )
+    if prompt_tokens + new_tokens > limit:
+        new_tokens = min(new_tokens, limit // 2)
+        prompt_tokens = min(prompt_tokens, limit - new_tokens)
+    return prompt_tokens, new_tokens
+
+
+def _turn(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, warm_up: bool) -> _Turn:
+    """One prefill of `prompt` [batch, time] and `new_tokens` steps. On a CPU memory is followed in the warm-up, as that takes
+    time; on a GPU after it, when the libraries' workspaces are there."""
+    device = model.device
+    prompt = prompt.to(device)
+    on_gpu = device.type == "cuda"
+    if warm_up and not on_gpu:
+        with _LiveTensors((*model.parameters(), *model.buffers(), prompt)) as live:
+            return _Turn(*_seconds(model, prompt, new_tokens), live.peak_bytes)
+    if warm_up or not on_gpu:
+        return _Turn(*_seconds(model, prompt, new_tokens), None)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    seconds = _seconds(model, prompt, new_tokens)
+    return _Turn(*seconds, torch.cuda.max_memory_allocated(device) - before)
+
+
+@torch.inference_mode()
+def _seconds(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+    """Of the prefill, and of all decoding steps. The model makes the cache that its layers need (a DynamicCache)."""
+    started = _now(model.device)
+    output = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+    prefilled = _now(model.device)
+    for _ in range(new_tokens):
+        token = output.logits[:, -1:].argmax(dim=-1)  # [batch, 1]
+        output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+    return prefilled - started, _now(model.device) - prefilled
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class _LiveTensors(TorchDispatchMode):
+    """Follows every tensor that is made while it is active: `now_bytes` of them are alive, `peak_bytes` were at most.
+
+    Views and changes in place are no new memory. `known` tensors were there before."""
+
+    def __init__(self, known: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+        self._alive = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor.untyped_storage())
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if size and address not in self._alive:
+            self._alive.add(address)
+            self.now_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+            weakref.finalize(storage, self._freed, address, size)
+
+    def _freed(self, address: int, size: int) -> None:
+        self._alive.discard(address)
+        self.now_bytes -= size
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    """Of every distinct parameter."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device.type.upper()}, {threads} thread{'s' * (threads != 1)}"
+
+
+def speed_table(rows: Mapping[str, Speed]) -> str:
+    """The speeds of several models in aligned columns, each number with its ratio to the first row's (the dense model), and
+    a line that says what was measured."""
+    names = list(rows)
+    first = rows[names[0]]
+    table = [["", *names]]
+    for title, values in (
+        ("prefill tokens/s", [rows[name].prefill_tokens_per_s for name in names]),
+        ("decode tokens/s", [rows[name].decode_tokens_per_s for name in names]),
+        ("peak memory bytes", [rows[name].peak_memory_bytes for name in names]),
+    ):
+        table.append([title, *(rate(value) for value in values)])
+        table.append(["", *(f"{value / values[0]:.2f}x" for value in values)])
+    return "\n".join([*aligned([list(row) for row in zip(*table, strict=True)]), conditions(first)])
+
+
+def rate(value: float) -> str:
+    """A measured number with what is worth printing: 12,345, 123, 12.3."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def conditions(speed: Speed) -> str:
+    """How a speed was measured, as one line."""
+    return (
+        f"prompt of {speed.prompt_tokens:,} tokens, {speed.new_tokens:,} new tokens, batch size {speed.batch_size}, "
+        f"median of {speed.repeats}, {speed.dtype} on {speed.device}"
+    )

@@ -1,0 +1,200 @@
+"""Turn a configuration into a pruned model on disk: `python -m tune_prune.prune --config global_best_config.json --output DIR`.
+
+The configuration comes from a search, with its plan of what to keep where the trial's folder is still there, or straight
+from flags. No Ray, and no evaluation: `python -m tune_prune.evaluate --model DIR` does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tune_prune import command_line
+from tune_prune.errors import UserError
+
+if TYPE_CHECKING:
+    from tune_prune.checkpoint.save import Format, Saved
+    from tune_prune.pruning_order import Order
+
+FROM_FLAGS = (
+    *("method", "seq_len", "num_samples", "pruning_ratio", "removal_divisor", "shape", "align"),
+    *("calibration", "data_dir", "seed"),
+)
+CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
+NEEDED = ("model", "method", "seq_len", "num_samples")  # where there is no --config
+
+
+def parser() -> argparse.ArgumentParser:
+    p = command_line.Parser(
+        prog="python -m tune_prune.prune",
+        description="Prune a language model by one configuration and save it as a checkpoint that loads elsewhere.",
+        epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",
+    )
+    p.add_argument(
+        "--output", type=command_line.text, required=True, metavar="DIR", help="folder to write, which must not exist"
+    )
+    what = p.add_argument_group("what is made: the best configuration of a search, or one by flags")
+    what.add_argument(
+        "--config", type=command_line.text, metavar="FILE",
+        help="global_best_config.json of a search, best_config.json of an analysis, or the experiment's folder",
+    )  # fmt: skip
+    what.add_argument(
+        "--model", type=command_line.text, metavar="NAME",
+        help="alias, hub id or local folder; with --config, which of its models (default: the only one)",
+    )  # fmt: skip
+    what.add_argument(
+        "--base", type=command_line.text, metavar="DIR",
+        help="with --config: where the dense model is now (default: where it was searched)",
+    )  # fmt: skip
+    what.add_argument("--revision", type=command_line.text, metavar="REV", help="of a hub model (default: main)")
+    what.add_argument("--method", type=command_line.text, metavar="NAME", help="taylor, layerwise, blockwise or random")
+    what.add_argument("--seq-len", type=command_line.whole_number(2, 131_072), metavar="T", help="tokens per sample")
+    what.add_argument(
+        "--num-samples", type=command_line.whole_number(1, 1_000_000), metavar="N", help="calibration samples"
+    )
+    what.add_argument(
+        "--pruning-ratio", type=command_line.ratio, metavar="R", help="fraction of ALL parameters (default: 0.2)"
+    )
+    what.add_argument(
+        "--removal-divisor", type=command_line.whole_number(1, 1_000_000), metavar="D",
+        help="removal losses use the first N/D samples (default: 5)",
+    )  # fmt: skip
+    command_line.add_shape_flags(what, "free")
+    what.add_argument(
+        "--calibration", type=command_line.text, metavar="TEXT", help="embedded, wikitext2, c4 or a text file"
+    )
+    what.add_argument(
+        "--data-dir", type=command_line.text, metavar="DIR", help="texts for machines without a hub (docs/data.md)"
+    )
+    what.add_argument("--seed", type=command_line.whole_number(0, 2**32 - 1), metavar="S", help="(default: 0)")
+    how = p.add_argument_group("how it is saved")
+    how.add_argument(
+        "--format", choices=("hf", "hf-padded", "gguf"), default="hf",
+        help="hf: layers as they are; hf-padded: zeros up to the widest layer, the family's own class; gguf: for llama.cpp "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    how.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the saved weights (default: the base model's own)",
+    )
+    how.add_argument(
+        "--shard-gb", type=command_line.gigabytes, default=5.0, metavar="GB", help="largest weight file (default: 5)"
+    )
+    how.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier checkpoint of this program at --output"
+    )
+    how.add_argument(
+        "--measure", action="store_true", help="measure tokens/s and memory, dense beside pruned, and record them"
+    )
+    how.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where it runs (default: a GPU if there is one)",
+    )
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return command_line.run(lambda: _main(argv))
+
+
+def _main(argv: list[str]) -> None:
+    args = parser().parse_args(argv)
+    _check_flags(args)
+
+    from tune_prune import pruning_order  # imports torch: not before every flag has been read
+    from tune_prune.checkpoint.save import check_folder
+
+    folder = Path(args.output).expanduser().absolute()
+    check_folder(folder, args.overwrite)
+    if args.config is not None:
+        order = pruning_order.from_config(args.config, args.model, args.base, args.revision)
+    else:
+        order = pruning_order.from_flags(args)
+    saved = save(
+        order,
+        folder,
+        args.format,
+        device=args.device,
+        dtype=args.dtype,
+        overwrite=args.overwrite,
+        shard_bytes=round(args.shard_gb * 1e9),
+        measure_speed=args.measure,
+    )
+    print(describe(saved))
+
+
+def save(
+    order: Order, folder: Path, fmt: Format = "hf", device: str = "auto", dtype: str | None = None, **options: Any
+) -> Saved:
+    """Carry out an order, saying what is done. `options` as in `save_checkpoint`. Raises UserError."""
+    from tune_prune import pruning_order
+    from tune_prune.checkpoint.save import save_checkpoint
+
+    print(f"{order.run.label}: {order.config.name}, {order.config.pruning_ratio:.0%} of all parameters", flush=True)
+    dense, plan, how = pruning_order.carry_out(order, device, dtype)
+    removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters go ({plan.removed_fraction:.2%})"
+    print(f"plan         {how}: {removed}", flush=True)
+    return save_checkpoint(dense, plan, order.origin(), folder, fmt, **options)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that do not go together."""
+    given = [name for name in FROM_FLAGS if getattr(args, name) is not None]
+    if args.config is not None:
+        if given:
+            raise UserError(
+                f"{_flag(given[0])} does not go with --config, which says it already; leave one of them out"
+            )
+        return
+    if args.base is not None:
+        raise UserError(f"--base {args.base} is for --config; name the model with --model")
+    missing = [_flag(name) for name in NEEDED if getattr(args, name) is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is missing; name a search's result with --config, or give all of "
+            f"{', '.join(map(_flag, NEEDED))}"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def describe(saved: Saved) -> str:
+    """What was saved, for the screen: sizes beside the dense model's, speeds where measured, and the next command."""
+    from tune_prune.checkpoint import sizes, speed
+    from tune_prune.checkpoint.manifest import MANIFEST
+    from tune_prune.plan_text import shown_path
+
+    about, folder = saved.manifest, saved.folder
+    lines = ["", sizes.size_table(saved.rows, saved.disk_bytes)]
+    if "padded" in saved.rows:
+        dense, pruned, padded = (saved.rows[name].params for name in ("dense", "pruned", "padded"))
+        stays = (dense - padded) / max(1, dense - pruned)
+        lines += ["", f"padding      {padded - pruned:,} zeros; {stays:.0%} of what pruning removed stays removed"]
+    if about.speed is not None:
+        lines += ["", speed.speed_table({name: speed.Speed.from_dict(values) for name, values in about.speed.items()})]
+    if about.dropped_layers:
+        lines += ["", f"dropped      layers {', '.join(map(str, about.dropped_layers))}, which had lost both blocks"]
+    lines += [f"note: {note}" for note in saved.notes]
+    lines += ["", f"saved        {shown_path(folder)}/: {', '.join(about.files)}, README.md, {MANIFEST}"]
+    if about.format == "gguf":
+        lines += [f"load         llama-cli -m {shlex.quote(str(shown_path(folder / next(iter(about.files)))))}"]
+    else:
+        code = ", trust_remote_code=True" if (folder / CODE).is_file() else ""
+        lines += [
+            f'load         AutoModelForCausalLM.from_pretrained("{shown_path(folder)}"{code})',
+            f"check        python -m tune_prune.evaluate --model {shlex.quote(str(shown_path(folder)))}",
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""What `prune` is asked for: a model, a configuration, and what a search already knows about it.
+
+From a search comes the plan of what to keep (trials/<key>/pruning_plan.json), which is then carried out as it was
+measured. Without it, the same steps as in a trial find it again: calibration, scores, selection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tune_prune import artifacts, inputs
+from tune_prune.checkpoint import origin
+from tune_prune.checkpoint.save import Origin
+from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.context import TrialContext, data_fingerprint, measured_on
+from tune_prune.errors import UserError
+from tune_prune.ledger import parse_json
+from tune_prune.models import catalog, loading
+from tune_prune.models.loading import LoadedModel
+from tune_prune.pruning import selection, shapes
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.methods import load_method
+from tune_prune.trial import Trial
+
+BEST = "global_best_config.json"
+PLAN = "pruning_plan.json"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One configuration of one model. Without a search, only the first two are known."""
+
+    run: ModelRun
+    config: PruningConfig
+    source: Mapping[str, Any] | None = None  # the run of the search, as it was recorded
+    plan: PruningPlan | None = None
+    plan_file: Path | None = None
+    fingerprint: str | None = None  # of the model that was searched
+    metrics: Mapping[str, float] | None = None
+    measured_on: Mapping[str, Any] | None = None  # context.measured_on, where the data are still those of the search
+    baseline: Mapping[str, float] | None = None
+    artifact_dir: Path | None = None  # where statistics may already be
+
+    def origin(self) -> Origin:
+        return Origin(asdict(self.config), self.source, self.metrics, self.measured_on, self.baseline)
+
+
+def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> Order:
+    """The best configuration that a search (global_best_config.json, or its folder) or an analysis (best_config.json) names.
+
+    `label` says which model of several; `base` and `revision` where that model is, if not where it was searched. Raises
+    UserError.
+    """
+    path = Path(asked).expanduser()
+    path = path / BEST if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"--config {asked} does not exist; name the {BEST} that a search has written, or its folder")
+    try:
+        values = parse_json(path)
+        entries = values["models"] if "models" in values else {values["model"]: values}
+        entry = _chosen(entries, label, path)
+        config = PruningConfig.from_dict(entry)
+        source = entry["source"]
+        run = None if source is None else run_from_dict(source)
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{path} names no configuration of a search ({cause}); give the {BEST} that a search has written, or all of --model, "
+            "--method, --seq-len and --num-samples"
+        ) from error
+    if run is None:
+        raise UserError(
+            f"{path} does not say which model was searched (it comes from a results file); give --model, --method "
+            f"{config.method}, --seq-len {config.taylor_seq_len} and --num-samples {config.taylor_num_samples} instead"
+        )
+    trial = _trial_folder(path, entry.get("output_dir"))
+    known = _known(trial, entry, run)
+    if base is not None or revision is not None:
+        run = _moved(run, base, revision)
+    return Order(run, config, source=source, artifact_dir=_artifacts(trial, path), **known)
+
+
+def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
+    if label is None and len(entries) == 1:
+        return next(iter(entries.values()))
+    if label is None or label not in entries:
+        what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} models"
+        raise UserError(f"{what}; choose one with --model: {', '.join(entries) or 'it has none with a complete trial'}")
+    return entries[label]
+
+
+def run_from_dict(values: Mapping[str, Any]) -> ModelRun:
+    """The inverse of ModelRun.to_dict. Raises KeyError, TypeError or UserError."""
+    stated = dict(values["protocol"])
+    protocol = EvaluationProtocol(**stated | {name: tuple(stated[name]) for name in ("tasks", "slices")})
+    return ModelRun(**{f.name: values[f.name] for f in fields(ModelRun)} | {"protocol": protocol})
+
+
+def _moved(run: ModelRun, base: str | None, revision: str | None) -> ModelRun:
+    source = catalog.resolve(base or run.model, revision or run.revision)
+    return replace(
+        run, model=source.location if source.kind == "folder" else base or run.model, revision=source.revision
+    )
+
+
+def _trial_folder(path: Path, recorded: Any) -> Path | None:
+    """The trial's folder, named relative to the file or absolutely; None where it is not there."""
+    folder = path.parent / recorded if isinstance(recorded, str) else None
+    return folder.resolve() if folder is not None and folder.is_dir() else None
+
+
+def _artifacts(trial: Path | None, path: Path) -> Path | None:
+    experiment = trial.parents[1] if trial is not None else path.resolve().parent
+    folder = experiment.parent / artifacts.FOLDER
+    return folder if folder.is_dir() else None
+
+
+def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[str, Any]:
+    """Plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else from the entry."""
+    known: dict[str, Any] = {"metrics": _metrics(entry), "baseline": _baseline(entry.get("baseline"))}
+    if trial is None:
+        return known
+    experiment = trial.parents[1]
+    if (trial / PLAN).is_file():
+        try:
+            known |= {"plan": PruningPlan.from_dict(parse_json(trial / PLAN)), "plan_file": trial / PLAN}
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{trial / PLAN} holds no plan ({error!r}); delete it to have it found again") from error
+    meaning = _part(experiment / "experiment.json", "models", run.label, "meaning") or {}
+    found = {
+        "fingerprint": meaning.get("model"),
+        "metrics": _part(experiment / "ledger" / f"{trial.name}.json", "metrics"),
+        "baseline": _part(experiment / "baseline.json", run.label, "metrics"),
+        "measured_on": _same_data(run, meaning.get("data")),
+    }
+    return known | {name: value for name, value in found.items() if value is not None}
+
+
+def _part(path: Path, *names: str) -> Any:
+    """What stands in a JSON file under those names; None where there is no such thing."""
+    value: Any = parse_json(path) if path.is_file() else None
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _same_data(run: ModelRun, recorded: str | None) -> dict[str, Any] | None:
+    """What the search measured on, part by part; None where its files are not there any more, or not the same."""
+    try:
+        return measured_on(run) if recorded is not None and data_fingerprint(run) == recorded else None
+    except UserError:  # then the checkpoint is saved without, and `evaluate` says that it cannot compare
+        return None
+
+
+def _metrics(entry: Mapping[str, Any]) -> dict[str, float]:
+    """The measurements that the entry itself holds, named as in the ledger."""
+    found = {name: entry[name] for name in ("ppl", "acc_mean", "acc_mean_stderr", "removed_fraction") if name in entry}
+    for task, values in (entry.get("tasks") or {}).items():
+        found |= {f"acc_{task}": values["acc"], f"acc_{task}_stderr": values["stderr"]}
+    return found
+
+
+def _baseline(values: Mapping[str, Any] | None) -> dict[str, float] | None:
+    return (
+        None
+        if values is None
+        else {name: values[name] for name in ("ppl", "acc_mean", "acc_mean_stderr") if name in values}
+    )
+
+
+def from_flags(args: argparse.Namespace) -> Order:
+    """The configuration that the flags of prune.py name. Raises UserError."""
+    from tune_prune.preflight import SearchSettings, model_run
+
+    load_method(args.method)
+    source = catalog.resolve(args.model, args.revision)
+    settings = SearchSettings(
+        models=(args.model,),
+        revision=args.revision,
+        calibration=args.calibration,
+        data_dir=args.data_dir,
+        seed=args.seed or 0,
+    )
+    run = model_run(settings, args.model, source, "bfloat16" if torch.cuda.is_available() else "float32")
+    model_config = loading.load_config(source)
+    origin.require_dense(source, model_config)
+    _, geometry = loading.config_geometry(model_config)
+    tokenizer = loading.load_tokenizer(source)
+    inputs.check_calibration(run, source, model_config, tokenizer, (args.seq_len,), args.num_samples)
+    if args.align is not None and args.shape != "aligned":
+        raise UserError(f"--align {args.align} is for --shape aligned; leave it out or add --shape aligned")
+    shape = shapes.resolve(args.shape or "free", args.align, geometry.total_params)
+    ratio = 0.2 if args.pruning_ratio is None else args.pruning_ratio
+    divisor = PruningConfig.removal_divisor if args.removal_divisor is None else args.removal_divisor
+    config = PruningConfig(args.method, args.seq_len, args.num_samples, ratio, divisor, shape)
+    selection.budget(geometry, ratio, shape)
+    shared = Path("ray_results") / artifacts.FOLDER
+    return Order(run, config, source=run.to_dict(), artifact_dir=shared.absolute() if shared.is_dir() else None)
+
+
+def carry_out(order: Order, device: str, dtype: str | None) -> tuple[LoadedModel, PruningPlan, str]:
+    """The dense model in `dtype` (None: its own) on `device`, the plan, and in words where that comes from. Raises
+    UserError where the model cannot be had or is not the one that was searched."""
+    device = _device(device)
+    source = catalog.resolve(order.run.model, order.run.revision)
+    config = loading.load_config(source)
+    origin.require_dense(source, config)
+    found = loading.fingerprint(source, config)
+    if order.fingerprint is not None and found != order.fingerprint:
+        raise UserError(
+            f"{source.location} is not the model that was searched (its files have another content); give that one with --base, "
+            "or search again"
+        )
+    wanted = getattr(torch, dtype) if dtype else (getattr(config, "dtype", None) or torch.float32)
+    if order.plan is not None:
+        return loading.load_model(source, wanted, device), order.plan, f"as searched ({order.plan_file})"
+    with ExitStack() as stack:
+        folder = order.artifact_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="tune_prune_"))
+        context = TrialContext.open(order.run, folder, device)
+        trial = Trial(order.config, context)
+        for report in trial.stages():
+            print(f"{report.stage:<12} {report.tokens:,} tokens, {report.duration_s:.1f} s", flush=True)
+            if trial.plan is not None:
+                break
+    assert trial.plan is not None
+    loaded = context.loaded
+    if loaded.model.dtype != wanted:
+        del context, trial.context  # before the weights are loaded again
+        loaded = loading.load_model(source, wanted, device)
+    return loaded, trial.plan, f"found here (calibration: {order.run.calibration})"
+
+
+def _device(asked: str) -> str:
+    has_gpu = torch.cuda.is_available()
+    if asked == "cuda" and not has_gpu:
+        raise UserError("--device is cuda, but torch finds no GPU here; use --device cpu, or leave it out")
+    return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
