@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tune_prune.config import ZERO_SHOT_TASKS
 
@@ -179,13 +180,29 @@ def test_random_models_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch,
     made = common.subject("0.05M", tmp_path)
     sizes = common.sizes_of(made.run())
     assert 0.04e6 < sizes["layer_params"] < 0.06e6
-    for name, (hidden, layers, heads, kv_heads, channels) in common.SIZES.items():
+    for name, (hidden, layers, heads, kv_heads, channels, _) in common.SIZES.items():
         head = hidden // heads
         params = layers * (2 * hidden * head * (heads + kv_heads) + 3 * hidden * channels)
         assert hidden % heads == heads % kv_heads == 0
-        assert 0.9 <= params / (float(name.removesuffix("M")) * 1e6) <= 1.1, (name, params)
+        assert 0.9 <= params / (float(name.partition("M")[0]) * 1e6) <= 1.1, (name, params)
     again = common.random_model(tmp_path / "again", *common.SIZES["0.05M"])
     assert (again / "model.safetensors").read_bytes() == (Path(made.location) / "model.safetensors").read_bytes()
+
+
+@needs_data
+def test_a_cut_vocabulary_is_the_beginning_of_the_whole_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    common = importlib.import_module("bench_common")
+    whole, cut = (
+        AutoTokenizer.from_pretrained(common.random_model(tmp_path / str(size), 48, 2, 4, 2, 128, size))
+        for size in (None, 1000)
+    )
+    assert (len(whole), len(cut)) == (50_257, 1000)
+    text = "Structured pruning takes out whole parts.\n\nDéjà vu – 42!"
+    assert cut.decode(cut(text)["input_ids"]) == text
+    assert len(cut(text)["input_ids"]) > len(whole(text)["input_ids"])
+    pieces = {token: index for token, index in whole.get_vocab().items() if index < 999}
+    assert cut.get_vocab() == pieces | {common.END: 999}
 
 
 @needs_data
