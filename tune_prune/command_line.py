@@ -46,6 +46,16 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_device_flag(group: argparse._ActionsContainer) -> None:
+    """--device, for `models.loading.pick_device`."""
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where it runs (default: a GPU if there is one)",
+    )
+
+
 def add_shape_flags(group: argparse._ActionsContainer, default: str) -> None:
     """--shape and --align: what the layers of a pruned model may become; `default` in words."""
     group.add_argument(

@@ -48,10 +48,8 @@ class TrialContext:
     @classmethod
     def open(cls, run: ModelRun, artifact_dir: str | Path, device: str = "auto") -> TrialContext:
         """Load the model of `run`. Raises UserError where it cannot be had."""
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         source = catalog.resolve(run.model, run.revision)
-        loaded = loading.load_model(source, getattr(torch, run.dtype), device)
+        loaded = loading.load_model(source, getattr(torch, run.dtype), loading.pick_device(device))
         return cls(run, loaded, ArtifactStore(artifact_dir))
 
     def key(self, config: PruningConfig | None) -> str:

@@ -50,12 +50,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="of the order of the items (default: 0)",
     )
-    p.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where it runs (default: a GPU if there is one)",
-    )
+    command_line.add_device_flag(p)
     p.add_argument("--output", type=command_line.text, metavar="FILE", help="write the record as JSON, too")
     return p
 
@@ -69,17 +64,13 @@ def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     output = None if args.output is None else _output(args.output)
 
-    import torch  # not before every flag has been read
-
-    from tune_prune.checkpoint import recorded
+    from tune_prune.checkpoint import recorded  # imports torch: not before every flag has been read
     from tune_prune.context import TrialContext, measured_on
     from tune_prune.ledger import atomic_write_text, to_json
+    from tune_prune.models import loading
     from tune_prune.trial import Trial
 
-    has_gpu = torch.cuda.is_available()
-    if args.device == "cuda" and not has_gpu:
-        raise UserError("--device is cuda, but torch finds no GPU here; use --device cpu, or leave it out")
-    device = ("cuda" if has_gpu else "cpu") if args.device == "auto" else args.device
+    device = loading.pick_device(args.device)
     model_run, manifest = _checked(args, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
     # What a search has measured is not asked for: this command measures.
     with tempfile.TemporaryDirectory(prefix="tune_prune_evaluate_") as folder:

@@ -90,12 +90,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--measure", action="store_true", help="measure tokens/s and memory, dense beside pruned, and record them"
     )
-    how.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where it runs (default: a GPU if there is one)",
-    )
+    command_line.add_device_flag(how)
     return p
 
 

@@ -211,7 +211,7 @@ def from_flags(args: argparse.Namespace) -> Order:
 def carry_out(order: Order, device: str, dtype: str | None) -> tuple[LoadedModel, PruningPlan, str]:
     """The dense model in `dtype` (None: its own) on `device`, the plan, and in words where that comes from. Raises
     UserError where the model cannot be had or is not the one that was searched."""
-    device = _device(device)
+    device = loading.pick_device(device)
     source = catalog.resolve(order.run.model, order.run.revision)
     config = loading.load_config(source)
     origin.require_dense(source, config)
@@ -238,10 +238,3 @@ def carry_out(order: Order, device: str, dtype: str | None) -> tuple[LoadedModel
         del context, trial.context  # before the weights are loaded again
         loaded = loading.load_model(source, wanted, device)
     return loaded, trial.plan, f"found here (calibration: {order.run.calibration})"
-
-
-def _device(asked: str) -> str:
-    has_gpu = torch.cuda.is_available()
-    if asked == "cuda" and not has_gpu:
-        raise UserError("--device is cuda, but torch finds no GPU here; use --device cpu, or leave it out")
-    return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked

@@ -68,6 +68,14 @@ class LoadedModel:
         return int(self.model.config.max_position_embeddings)
 
 
+def pick_device(asked: str) -> str:
+    """The device that --device means: auto, cpu or cuda. Raises UserError for a GPU that is not there."""
+    has_gpu = torch.cuda.is_available()
+    if asked == "cuda" and not has_gpu:
+        raise UserError("--device is cuda, but torch finds no GPU here; use --device cpu, or leave it out")
+    return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
+
+
 def load_config(source: ModelSource) -> PretrainedConfig:
     """The model's config. Raises UserError, also for a family that is not supported."""
     where = {"pretrained_model_name_or_path": source.location, "revision": source.revision or "main"}
