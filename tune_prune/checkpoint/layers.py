@@ -97,19 +97,14 @@ def stock_config(config: PretrainedConfig, size: LayerWidths, head_dim: int) -> 
 
 def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_dim: int) -> PretrainedConfig:
     """The config of a checkpoint whose layers differ: the dense family's fields at their old values, and what each layer
-    has instead. The family's own class fails on such a checkpoint when it is forced on it, by what is done here for those
-    that lost whole blocks: tensors of the wrong shape raise, but missing ones it would fill with random numbers."""
-    per_kv = next(size.heads // size.kv_heads for size in sizes if size.kv_heads)
+    has instead."""
     per_layer: dict[str, dict[str, Any]] = {}
     for index, size in enumerate(sizes):
         own: dict[str, Any] = {"skip": size.skip} if size.skip else {}
-        # A removed block states the smallest sizes: from 5.16 on transformers refuses stock classes layers of unequal sizes.
-        kv_heads, channels = size.kv_heads or 1, size.channels or 1
-        own |= {
-            "num_attention_heads": kv_heads * per_kv,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": channels,
-        }
+        if size.kv_heads:
+            own |= {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads}
+        if size.channels:
+            own |= {"intermediate_size": size.channels}
         per_layer[str(index)] = own
     fields = _plain(config) | {
         "head_dim": head_dim,
@@ -117,11 +112,11 @@ def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_d
         "auto_map": auto_map(config.model_type),
     }
     dense = (config.num_key_value_heads, config.intermediate_size)
-    if all(size.kv_heads in (0, dense[0]) and size.channels in (0, dense[1]) for size in sizes) and any(
-        size.skip for size in sizes
-    ):  # every tensor that is left would fit
-        fields["num_key_value_heads"] = dense[0] + 1
-        fields["num_attention_heads"] = (dense[0] + 1) * per_kv
+    if all(size.kv_heads in (0, dense[0]) and size.channels in (0, dense[1]) for size in sizes):
+        # Whole blocks are gone and nothing else. The family's own class, forced on the checkpoint, raises where a tensor does
+        # not fit, but fills one that it misses with random numbers: so nothing may fit the sizes that it reads.
+        per_kv = config.num_attention_heads // dense[0]
+        fields |= {"num_attention_heads": (dense[0] + 1) * per_kv, "num_key_value_heads": dense[0] + 1}
     return cast(Any, pruned_class(config.model_type).config_class).from_dict(fields)
 
 

@@ -29,8 +29,9 @@ from tune_prune.checkpoint import card, layers, manifest, padded, speed
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.checkpoint.sizes import Sizes, sizes
 from tune_prune.errors import UserError
-from tune_prune.models import loading, weight_files
-from tune_prune.models.registration import auto_map
+from tune_prune.models import hub, loading, weight_files
+from tune_prune.models.families import Family
+from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
 
 Format = Literal["hf", "hf-padded", "gguf"]
@@ -89,7 +90,7 @@ def save_checkpoint(
             model = pruned
             notes = _write_gguf(dense, pruned, work)
         else:
-            model = _as_saved(dense, pruned, fmt)
+            model = as_saved(dense.model, pruned, family, geometry, fmt)
             _write_hf(dense, model, work, shard_bytes)
             if fmt == "hf-padded":
                 rows["padded"] = sizes(model, family)
@@ -182,17 +183,18 @@ def _renamed_at_the_end(folder: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _as_saved(dense: loading.LoadedModel, pruned: PreTrainedModel, fmt: Format) -> PreTrainedModel:
-    """The model as its files describe it: of the family's own class where that can say it."""
-    geometry, family = dense.geometry, dense.family
+def as_saved(
+    dense: PreTrainedModel, pruned: PreTrainedModel, family: Family, geometry: Geometry, fmt: Format
+) -> PreTrainedModel:
+    """The pruned model (layers.compact) as its files describe it: of the class of `dense` where that can say it, else padded
+    or of an own class. `geometry` is that of `dense`."""
     found = layers.widths(pruned, family)
     if layers.is_uniform(found, geometry.uniform_kv_heads):
         config = layers.stock_config(pruned.config, found[0], geometry.head_dim)
-        return layers.build(type(dense.model), config, pruned)
+        return layers.build(type(dense), config, pruned)
     if fmt == "hf-padded":
         return padded.pad(pruned, family, geometry.uniform_kv_heads, geometry.head_dim)
     config = layers.pruned_config(pruned.config, found, geometry.head_dim)
-    config.auto_map = auto_map(family.model_type)
     return layers.build(layers.pruned_class(family.model_type), config, pruned)
 
 
@@ -240,7 +242,7 @@ def _base(dense: loading.LoadedModel) -> dict[str, Any]:
     return {
         "model": source.location if source.kind == "hub" else source.label,
         "label": source.label,
-        "revision": source.revision,
+        "revision": hub.commit(source.location, source.revision) if source.kind == "hub" else None,
         "fingerprint": loading.fingerprint(source, dense.model.config),
         "model_type": dense.family.model_type,
         "params": dense.geometry.total_params,

@@ -1,0 +1,252 @@
+"""Checkpoints of pruned models load as any other: with their own class files in a process that has nothing else, or with
+`import tune_prune`; and what they give equals the dense model in which the removed columns are zero (test_surgery)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.checkpoints import (
+    FLOAT32_TOLERANCE,
+    PADDED,
+    SHAPES,
+    STOCK,
+    THOROUGH,
+    Case,
+    as_saved,
+    read_alone,
+    write_cases,
+)
+from tests.conftest import VARIANTS, build_tiny
+from tests.test_surgery import tokens
+from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
+
+NAMES = ("different in every layer", "attention of a middle layer", "both of a middle layer")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> dict[str, Case]:
+    return write_cases(folder)
+
+
+@pytest.fixture(scope="module")
+def remote(cases: dict[str, Case], folder: Path) -> dict[str, Any]:
+    """What a process found that trusts the checkpoints' code and never imports tune_prune."""
+    return read_alone(cases, folder / "modules", "remote")
+
+
+@pytest.fixture(scope="module")
+def registered(cases: dict[str, Case], folder: Path) -> dict[str, Any]:
+    """What a process found that trusts no code, before `import tune_prune` and after it."""
+    return read_alone(cases, folder / "no_modules", "registered")
+
+
+def of(variant: str, found: dict[str, Any], measure: str) -> Iterator[tuple[str, Any]]:
+    """Name and finding of the cases of a variant for which `measure` was taken."""
+    chosen = [(name, one[measure]) for name, one in found.items() if name.startswith(f"{variant}/") and measure in one]
+    assert len(chosen) in (len(THOROUGH), len(SHAPES) + len(PADDED))
+    yield from chosen
+
+
+@pytest.mark.parametrize("how", ["remote", "registered"])
+def test_reloaded_logits_are_those_of_the_masked_dense_model(variant, how, request):
+    found = request.getfixturevalue(how)
+    for measure in ("sdpa", "eager", "left padding", "decoder"):
+        for name, error in of(variant, found, measure):
+            assert error <= FLOAT32_TOLERANCE, f"{name}: {measure}"
+    for name, kernels in of(variant, found, "kernels"):
+        assert kernels == ["sdpa", "eager"], name
+
+
+@pytest.mark.parametrize("how", ["remote", "registered"])
+def test_decoding_token_by_token_equals_the_whole_forward_pass(variant, how, request):
+    for measure in ("dynamic cache", "static cache"):
+        for name, error in of(variant, request.getfixturevalue(how), measure):
+            assert error <= FLOAT32_TOLERANCE, f"{name}: {measure}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["remote", "registered"])
+def test_generation_chooses_the_best_tokens_of_the_masked_dense_model(variant, how, cases, request):
+    for name, generated in of(variant, request.getfixturevalue(how), "generated"):
+        assert generated["dynamic"] == generated["static"], name
+        for prompt, new, start in zip(tokens(), generated["dynamic"], (4, 0), strict=True):
+            ids = torch.cat([prompt[start:], torch.tensor(new)])  # the first row was padded on the left
+            logits = cases[name].truth(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, -len(new) - 1 : -1]
+            chosen = logits[range(len(new)), new]
+            assert len(new) == 5 and (logits.max(1).values - chosen).max() <= FLOAT32_TOLERANCE, name
+
+
+def test_no_key_is_missing_and_the_parameters_are_those_of_the_plan(variant, remote, cases):
+    for name, keys in of(variant, remote, "keys"):
+        assert keys == [], name
+        plan = cases[name].plan
+        if not cases[name].padded:
+            # a plan counts what its groups hold; a layer that is dropped takes its two norms along
+            dropped = 2 * 32 * (4 - remote[name]["layers"])
+            assert remote[name]["params"] == plan.total_params - plan.removed_params - dropped, name
+
+
+def test_saved_again_it_is_the_same_model(variant, remote):
+    for name, error in of(variant, remote, "saved again"):
+        assert error <= FLOAT32_TOLERANCE, name
+
+
+def test_in_bfloat16_the_logits_are_near(variant, remote):
+    for name, dtype in of(variant, remote, "dtype"):
+        assert dtype == "torch.float32", name
+    for name, (dtype, error) in of(variant, remote, "bfloat16"):
+        assert dtype == "torch.bfloat16" and 0 < error < 0.2, name
+
+
+def test_each_way_takes_the_classes_that_it_should(cases, remote, registered, folder):
+    for name, case in cases.items():
+        assert case.stock == (name.split("/")[1] in STOCK or case.padded)
+        stock = "transformers.models."
+        assert remote[name]["module"].startswith(stock if case.stock else "transformers_modules."), name
+        if "module" in registered[name]:
+            assert registered[name]["module"].startswith(stock if case.stock else "tune_prune.models.pruned."), name
+        assert (case.folder / "modeling_tune_prune.py").exists() != case.stock
+    assert list((folder / "modules").rglob("modeling_tune_prune.py"))
+    assert not list((folder / "no_modules").rglob("*tune_prune*"))
+
+
+def test_without_its_classes_a_checkpoint_fails_to_load(cases, registered):
+    for name, case in cases.items():
+        found = registered[name]
+        if case.stock:
+            assert found["nobody knows it"] == found["refused"] == found["stock class"] == "", name
+        else:
+            for how in ("nobody knows it", "refused"):
+                assert found[how].startswith("ValueError") and "trust_remote_code" in found[how], name
+            # the family's own class would fill what it misses with random numbers: its shapes or sizes must not fit
+            assert found["stock class"].partition(":")[0] in (
+                "RuntimeError",
+                "AmbiguousGlobalPerLayerAttributeError",
+                "StrictDataclassClassValidationError",
+            ), name
+
+
+def test_the_config_says_what_each_layer_is(cases):
+    values = json.loads((cases["qwen2-sliding/different in every layer"].folder / "config.json").read_text("utf-8"))
+    own = [(4, 2, 14), (2, 1, 1), (6, 3, 20), (2, 1, 40)]
+    dense = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
+    assert dense.items() <= values.items() and values["head_dim"] == 6 and values["model_type"] == "tune_prune_qwen2"
+    layers = [dense | values["per_layer_config"][str(index)] for index in range(4)]
+    assert [tuple(layer[name] for name in dense) for layer in layers] == own
+    assert {name: path.rpartition(".")[2] for name, path in values["auto_map"].items()} == {
+        "AutoConfig": "PrunedQwen2Config",
+        "AutoModel": "PrunedQwen2Model",
+        "AutoModelForCausalLM": "PrunedQwen2ForCausalLM",
+    }
+    dropped = json.loads((cases["qwen2-sliding/both of a middle layer"].folder / "config.json").read_text("utf-8"))
+    assert dropped["num_hidden_layers"] == 3
+    assert dropped["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
+
+
+def load(case: Case, **how: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(case.folder, **how)
+
+
+def error(model: torch.nn.Module, case: Case) -> float:
+    with torch.no_grad():
+        expected = case.truth(input_ids=tokens()).logits
+        return (model(input_ids=tokens()).logits - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_is_saved_is_a_model_that_runs(cases, padded):
+    for variant in VARIANTS:
+        case = cases[f"{variant}/both of a middle layer" + "/padded" * padded]
+        model = as_saved(build_tiny(variant, torch.float32), case.plan, padded)
+        assert error(model, case) <= FLOAT32_TOLERANCE, variant
+        assert (type(model).__module__ == type(case.truth).__module__) == padded
+
+
+@pytest.mark.parametrize("shape", NAMES)
+def test_beams_are_the_same_with_every_cache(cases, shape):
+    model = load(cases[f"mistral-sliding/{shape}"])
+    ids = tokens(rows=2, length=7)
+
+    def told(**how: Any) -> torch.Tensor:
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            num_beams=3,
+            do_sample=False,
+            pad_token_id=0,
+            **how,
+        )
+
+    without = told(use_cache=False)
+    assert torch.equal(told(), without)
+    assert torch.equal(told(cache_implementation="static"), without)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-biases-tied"])
+def test_tied_embeddings_stay_tied(cases, name):
+    model = load(cases[f"{name}/both of a middle layer"])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.resize_token_embeddings(70)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.out_features == 70
+
+
+def test_a_removed_block_keeps_its_bias_and_nothing_else(cases):
+    shape = "both of a middle layer"
+    layer = load(cases[f"llama-biases/{shape}"]).model.layers[1]
+    for name, block in (("self_attn.o_proj", layer.self_attn), ("mlp.down_proj", layer.mlp)):
+        assert isinstance(block, RemovedBlock)
+        assert sum(p.numel() for p in block.parameters()) == 32
+        bias = cases[f"llama-biases/{shape}"].truth.model.layers[1].get_submodule(name).bias
+        assert torch.equal(layer.get_submodule(name).bias, bias) and bias.abs().min() > 0
+    assert list(load(cases["llama/attention of a middle layer"]).model.layers[1].self_attn.parameters()) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-biases-tied"])
+@pytest.mark.parametrize("shape", NAMES)
+def test_a_device_map_spreads_it_over_memory_and_disk(cases, name, shape, tmp_path):
+    case = cases[f"{name}/{shape}"]
+    assert error(load(case, device_map={"": "cpu"}), case) <= FLOAT32_TOLERANCE
+
+    total = sum(p.numel() * p.element_size() for p in load(case).parameters())
+    spread = load(case, device_map="auto", max_memory={"cpu": int(0.7 * total)}, offload_folder=tmp_path)
+    places = spread.hf_device_map
+    assert set(places.values()) == {"cpu", "disk"}
+    assert all(place.count(".") <= 2 for place in places), "a layer was torn apart"
+    assert any(p.device.type == "meta" for p in spread.parameters())
+    assert error(spread, case) <= FLOAT32_TOLERANCE
+
+
+def test_weights_in_many_files_load(tmp_path, cases):
+    case = cases["llama-biases/both of a middle layer"]
+    load(case).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and error(model, case) <= FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_parameter_can_be_trained(cases, checkpointing):
+    model = load(cases["llama-biases/different in every layer"]).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_a_new_model_of_a_config_is_initialised(cases):
+    model = AutoModelForCausalLM.from_config(load(cases["qwen3/attention of a middle layer"]).config)
+    assert model.model.layers[2].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert torch.equal(model.model.layers[3].self_attn.q_norm.weight, torch.ones(6))
