@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from pathlib import Path
@@ -57,21 +58,53 @@ def test_equals_a_plain_loop(model, num_tokens, window):
 
 
 def test_a_broken_model_has_a_broken_perplexity(model):
-    class Broken(torch.nn.Module):
+    class Head(torch.nn.Module):
         def __init__(self, value: float) -> None:
             super().__init__()
-            self.config, self.value = model.config, value
-            self.device = torch.device("cpu")
+            self.value = value
 
-        def forward(self, input_ids, use_cache):
-            logits = torch.zeros(*input_ids.shape, 50)
+        def forward(self, hidden):
+            logits = torch.zeros(*hidden.shape[:-1], 50)
             logits[..., 0] = self.value
-            return type("Output", (), {"logits": logits})
+            return logits
+
+    def broken(value: float) -> LlamaForCausalLM:
+        other = copy.deepcopy(model)
+        other.set_output_embeddings(Head(value))
+        return other
 
     tokens = torch.arange(1, 41)
-    assert math.isnan(perplexity(Broken(math.nan), tokens, 16).ppl)
-    far = perplexity(Broken(1000.0), tokens, 16)
+    assert math.isnan(perplexity(broken(math.nan), tokens, 16).ppl)
+    far = perplexity(broken(1000.0), tokens, 16)
     assert (far.mean_loss, far.ppl) == (1000.0, math.inf)
+
+
+def test_logits_are_made_a_part_at_a_time_unless_the_model_changes_them(model, monkeypatch):
+    """The largest piece of logits is what is held at once; a model that caps them is asked for its own."""
+
+    class Capped(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = 3 * torch.tanh(output.logits / 3)
+            return output
+
+    capped = Capped(model.config).eval()
+    capped.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, 50, (96,), generator=torch.Generator().manual_seed(1))
+    for asked in (model, capped):
+        expected = sum(
+            cross_entropy(asked(part[None]).logits[0, :-1], part[1:], reduction="sum").item()
+            for part in tokens.split(32)
+        )
+        for elements in (1 << 20, 50 * 7, 1):
+            monkeypatch.setattr("tune_prune.evaluation.perplexity._AT_ONCE", {"cpu": elements})
+            sizes = []
+            head = asked.get_output_embeddings()
+            watch = head.register_forward_hook(lambda _, __, logits, sizes=sizes: sizes.append(logits[..., 0].numel()))
+            result = perplexity(asked, tokens, 32, batch_size=1)
+            watch.remove()
+            assert result.mean_loss == pytest.approx(expected / 93, abs=1e-6)
+            assert max(sizes) == (31 if asked is capped else min(31, max(2, elements // 50)))
 
 
 @pytest.mark.parametrize(

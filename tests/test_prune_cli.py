@@ -132,8 +132,11 @@ def test_what_a_search_saves_and_says(searched: Searched) -> None:
 
 
 @pytest.mark.slow
-def test_evaluate_prints_the_recorded_numbers_beside_its_own(searched: Searched) -> None:
-    done = run("--model", searched.folder / "best" / "tiny-mistral", "--limit", "20", module="evaluate")
+def test_the_printed_check_prints_the_recorded_numbers_beside_its_own(searched: Searched) -> None:
+    folder = searched.folder / "best" / "tiny-mistral"
+    line = next(line for line in searched.printed.splitlines() if line.startswith("check ") and str(folder) in line)
+    assert line.split()[1:4] == ["python", "-m", "tune_prune.evaluate"]
+    done = run(*line.split()[4:], module="evaluate")
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^(\w+) +acc\w* +(\d\.\d{4}) +\S+ +(\d\.\d{4}) +(\S+) ", done.stdout, re.MULTILINE)
     assert len(rows) == 7
@@ -240,8 +243,11 @@ def test_from_flags_and_shapes(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]) -> None:
     out = tmp_path / "out"
-    argv = ["--model", "tiny-llama", *FLAGS, "--output", str(out), "--dtype", "bfloat16", "--shard-gb", "0.001"]
+    argv = ["--model", "tiny-llama", *FLAGS, "--output", str(out), "--dtype", "bfloat16", "--shard-gb", "0.0001"]
     assert prune.main(argv) == 0
+    shards = [path.name for path in out.glob("model-*.safetensors")]
+    assert len(shards) > 1 and (out / "model.safetensors.index.json").is_file()
+    assert sorted(json.loads((out / MANIFEST).read_text(encoding="utf-8"))["files"]) == sorted(shards)
     first = (out / MANIFEST).read_bytes()
     assert {tensor.dtype for tensor in AutoModelForCausalLM.from_pretrained(out, dtype="auto").parameters()} == {
         torch.bfloat16

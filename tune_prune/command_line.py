@@ -130,8 +130,8 @@ def seconds(text: str) -> float:
 
 def gigabytes(text: str) -> float:
     value = _number(text)
-    if not 0.001 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of gigabytes from 0.001 to 1e6, e.g. 5")
+    if not 0.0001 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of gigabytes from 0.0001 to 1e6, e.g. 5")
     return value
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tune_prune import command_line
+from tune_prune.config import ZERO_SHOT_TASKS
 from tune_prune.errors import UserError
 
 if TYPE_CHECKING:
+    from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.checkpoint.save import Format, Saved
     from tune_prune.pruning_order import Order
 
@@ -186,9 +188,20 @@ def describe(saved: Saved) -> str:
         code = ", trust_remote_code=True" if (folder / CODE).is_file() else ""
         lines += [
             f'load         AutoModelForCausalLM.from_pretrained("{shown_path(folder)}"{code})',
-            f"check        python -m tune_prune.evaluate --model {shlex.quote(str(shown_path(folder)))}",
+            f"check        {shlex.join(evaluation(str(shown_path(folder)), about))}",
         ]
     return "\n".join(lines)
+
+
+def evaluation(folder: str, about: Manifest) -> list[str]:
+    """The command that measures a checkpoint on what its recorded numbers were measured on."""
+    command = ["python", "-m", "tune_prune.evaluate", "--model", folder]
+    run = about.run
+    if run is None or about.metrics is None:
+        return command
+    for flag, value in (("--data-dir", run.data_dir), ("--limit", run.protocol.limit)):
+        command += [flag, str(value)] if value is not None else []
+    return command + (["--tasks", ",".join(run.protocol.tasks)] if run.protocol.tasks != ZERO_SHOT_TASKS else [])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
 # Logits of one forward pass on a CPU (24 MB in float32): from 32 MB on, the C library asks the system for new pages at
 # every pass, and touching them costs as much as a third of the head.
-_CPU_LOGITS = 6 << 20
+CPU_LOGITS = 6 << 20
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def score_rows(
     """
     rows = sorted(rows, key=lambda row: -len(row.tokens))
     budget = batch_tokens or default_batch_tokens(model)
-    most_scored = _CPU_LOGITS // _vocabulary(model) if model.device.type == "cpu" else budget
+    most_scored = CPU_LOGITS // _vocabulary(model) if model.device.type == "cpu" else budget
     start = 0
     with torch.inference_mode():
         while start < len(rows):
