@@ -278,17 +278,21 @@ def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():
 @pytest.mark.parametrize(("stage", "vocab"), [("taylor", 8000), ("copies", 2000), ("evaluation", 8000)])
 def test_planned_memory_is_what_a_fresh_process_takes(stage, vocab):
     """Measured <= planned <= 1.5 x measured for the tensors of a gradient pass, by the peak of the resident set; evaluation
-    takes more or less of what the allocator has kept, up to half."""
-    answer = subprocess.run(
-        [sys.executable, "-c", MEASURE_MEMORY, stage, str(vocab)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
-    measured, planned = map(int, answer.stdout.split())
+    takes more or less of what the allocator has kept, up to half, so that its largest of three runs counts."""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", MEASURE_MEMORY, stage, str(vocab)],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        for _ in range(3 if stage == "evaluation" else 1)
+    ]
+    assert all(run.returncode == 0 for run in runs), [run.stderr for run in runs]
+    measured = max(int(run.stdout.split()[0]) for run in runs)
+    planned = int(runs[0].stdout.split()[1])
     assert measured <= planned <= (2.0 if stage == "evaluation" else 1.5) * measured
 
 

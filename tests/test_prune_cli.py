@@ -241,6 +241,37 @@ def test_from_flags_and_shapes(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "trust_remote_code" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=["default", "llama3"],
+)
+def test_a_plain_config_has_the_names_of_transformers_4(rope: dict[str, Any], tmp_path: Path) -> None:
+    base, out = model_folder(tmp_path / "base", rope_parameters=rope), tmp_path / "out"
+    argv = ["--model", str(base), *FLAGS, "--calibration", "embedded", "--shape", "uniform", "--output", str(out)]
+    assert prune.main(argv) == 0
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert (config["rope_theta"], config["torch_dtype"]) == (5e5, "float32")
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    assert config["rope_scaling"] == (scaling if rope["rope_type"] == "llama3" else None)
+    again = load(out)
+    assert again.config.rope_parameters == rope
+    del config["rope_theta"], config["rope_scaling"], config["torch_dtype"]
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ids = torch.arange(300)[None]
+    assert torch.equal(again(ids).logits, load(out)(ids).logits)
+
+
 def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]) -> None:
     out = tmp_path / "out"
     argv = ["--model", "tiny-llama", *FLAGS, "--output", str(out), "--dtype", "bfloat16", "--shard-gb", "0.0001"]

@@ -200,12 +200,26 @@ def as_saved(
 
 def _write_hf(dense: loading.LoadedModel, model: PreTrainedModel, folder: Path, shard_bytes: int) -> None:
     model.save_pretrained(folder, max_shard_size=shard_bytes)  # takes the class files along where there are any
+    if type(model) is type(dense.model):
+        _add_older_names(folder / "config.json")
     for path in folder.glob("*.safetensors"):
         path.chmod(0o666 & ~_umask())  # safetensors writes them for their owner alone
     _write_tokenizer(dense, folder, stock="auto_map" not in model.config.to_dict())
     with torch.device("meta"):
         again = AutoModelForCausalLM.from_config(model.config)
     weight_files.check(folder, again)
+
+
+def _add_older_names(path: Path) -> None:
+    """Say what transformers 5 has renamed under the names of before, too: whatever reads the family's configs without it would
+    take rope_theta for its default and go silently wrong. transformers 5 reads both."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["torch_dtype"] = values["dtype"]
+    rope = dict(values.get("rope_parameters") or {})
+    if "rope_theta" in rope:  # one for all layers
+        values["rope_theta"] = rope.pop("rope_theta")
+        values["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _umask() -> int:

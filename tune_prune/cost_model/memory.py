@@ -26,8 +26,8 @@ from tune_prune.pruning.importance import batch_size
 PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
 BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # of zero-shot rows
 SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
-LOGIT_ELEMENTS = 2**28  # of a perplexity batch
-LOSS_ELEMENTS = 2**26  # whose losses are taken at once, in float32
+LOGIT_ELEMENTS = 2**28  # of a perplexity batch, as if they were all there at once
+LOSS_ELEMENTS = {"cpu": 6 * 2**20, "cuda": 2**26}  # logits that are made at once, with their losses in float32
 SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
 FLOAT32 = 4
 FRAGMENTATION = 1.2  # of what an allocator holds over what the tensors of a pass take
@@ -90,10 +90,9 @@ def plan_memory(
     inner = itemsize * (max(3 * m, 6 * q) + 3 * h) + FLOAT32 * 2 * h
     rows = max(1, min(8, LOGIT_ELEMENTS // (window * vocab), text_tokens // window))
     positions = rows * window
-    logits = positions * itemsize * vocab
-    # Small blocks of the layers are not given back while the logits are there.
-    losses = 2 * FLOAT32 * min(LOSS_ELEMENTS, window * vocab)
-    perplexity = max(positions * inner, logits + losses) + positions * inner // 2
+    at_once = min(window, max(1, LOSS_ELEMENTS[device] // vocab))  # positions whose logits are there at a time
+    # They come when the layers are done, but the allocator has kept some of the layers' blocks.
+    perplexity = positions * inner + at_once * vocab * (itemsize + 2 * FLOAT32) // 2
     tokens = max(BATCH_TOKENS[device], longest_row)
     scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
     masks = tokens * longest_row * (8 + 4 + itemsize)  # made from distances in int64
