@@ -232,6 +232,8 @@ def test_from_flags_and_shapes(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         own_type = json.loads((out / "config.json").read_text(encoding="utf-8"))["model_type"]
         assert own_type == ("llama" if shape == "uniform" else "tune_prune_llama")
         assert (out / "modeling_tune_prune.py").is_file() == (shape != "uniform")
+        named = json.loads((out / "tokenizer_config.json").read_text(encoding="utf-8"))["tokenizer_class"]
+        assert named == "PreTrainedTokenizerFast"  # by its name in transformers 4
         tokenizer = AutoTokenizer.from_pretrained(out)
         assert len(tokenizer) == len(AutoTokenizer.from_pretrained(embedded.model_dir("tiny-llama")))
         assert model.generate(**tokenizer("the", return_tensors="pt"), max_new_tokens=3).shape[1] > 3

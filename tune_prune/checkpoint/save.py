@@ -234,8 +234,11 @@ def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> N
     loading.original_tokenizer(dense.source).save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
-    if not stock and values.pop("auto_map", None) is not None:
-        path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not stock:
+        values.pop("auto_map", None)
+    if values.get("tokenizer_class") == "TokenizersBackend":
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"  # its name in transformers 4, which 5 knows, too
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_gguf(dense: loading.LoadedModel, pruned: PreTrainedModel, folder: Path) -> tuple[str, ...]:
