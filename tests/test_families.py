@@ -13,6 +13,7 @@ from tune_prune.errors import UserError
 from tune_prune.models.families import FAMILIES, Family, check_structure, decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.loading import config_geometry
+from tune_prune.models.registration import STEMS
 from tune_prune.pruning.selection import budget
 
 TINY = {
@@ -282,3 +283,7 @@ def test_linears_are_those_that_a_layer_has(tiny):
 def test_pruned_checkpoints_of_unknown_families_are_refused():
     with pytest.raises(UserError, match="'gpt2' is not supported"):
         family_of("tune_prune_gpt2")
+
+
+def test_the_pruned_models_of_every_family_have_classes():
+    assert set(STEMS) == set(FAMILIES)
