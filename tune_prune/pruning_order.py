@@ -25,6 +25,7 @@ from tune_prune.errors import UserError
 from tune_prune.ledger import parse_json
 from tune_prune.models import catalog, loading
 from tune_prune.models.loading import LoadedModel
+from tune_prune.plan_text import shown_path
 from tune_prune.pruning import selection, shapes
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
@@ -222,8 +223,8 @@ def carry_out(order: Order, device: str, dtype: str | None) -> tuple[LoadedModel
             "or search again"
         )
     wanted = getattr(torch, dtype) if dtype else (getattr(config, "dtype", None) or torch.float32)
-    if order.plan is not None:
-        return loading.load_model(source, wanted, device), order.plan, f"as searched ({order.plan_file})"
+    if order.plan is not None and order.plan_file is not None:
+        return loading.load_model(source, wanted, device), order.plan, f"as searched ({shown_path(order.plan_file)})"
     with ExitStack() as stack:
         folder = order.artifact_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="tune_prune_"))
         context = TrialContext.open(order.run, folder, device)
