@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.pruned_checkpoints import (
-    PROTOCOL,
     TRIAL,
     change_json,
     change_weights,
@@ -29,9 +28,8 @@ from tests.pruned_checkpoints import (
     save,
 )
 from tests.search_folders import TINY_FOLDER
-from tune_prune.checkpoint import manifest, origin, recorded
+from tune_prune.checkpoint import manifest, origin
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
-from tune_prune.config import ModelRun
 from tune_prune.context import EMBEDDED_DATA, TrialContext
 from tune_prune.errors import UserError
 from tune_prune.evaluation.item_scores import items_table
@@ -355,59 +353,3 @@ def test_a_search_on_a_pruned_checkpoint_names_the_dense_model(folder: Path, ref
     (folder / MANIFEST).unlink()
     told = refusal(*argv)
     assert "already pruned (model type tune_prune_llama)" in told
-
-
-# --- recorded numbers
-
-
-MEASURED_ON = {"protocol": 2, "text": "t", "tasks": {"boolq": "b", "piqa": "p"}}
-METRICS = {"ppl": 9.0, "acc_mean": 0.5, "acc_boolq": 0.6, "acc_piqa": 0.4}
-RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, PROTOCOL, 0, "float32")
-
-
-def compared(about: Manifest, run: ModelRun = RUN, **changes: Any) -> recorded.Recorded:
-    return recorded.comparable(about, run, MEASURED_ON | changes)
-
-
-@pytest.fixture
-def about(checkpoint: Path) -> Manifest:
-    return replace(known(checkpoint), metrics=dict(METRICS), measured_on=MEASURED_ON, source=RUN.to_dict())
-
-
-def test_numbers_measured_in_the_same_way_are_compared(about: Manifest) -> None:
-    expected = recorded.Recorded(9.0, {"boolq": 0.6, "piqa": 0.4}, 0.5, ())
-    assert compared(about) == expected
-    other_order = replace(RUN, seed=3, protocol=replace(PROTOCOL, slices=(1.0,), seed=3, tasks=("piqa", "boolq")))
-    assert compared(about, other_order, tasks={"piqa": "p", "boolq": "b"}) == expected
-
-
-def test_each_difference_takes_out_what_it_touches_and_is_said(about: Manifest) -> None:
-    boolq_piqa = {"boolq": 0.6, "piqa": 0.4}
-    other = compared(about, text="u")
-    assert (other.ppl, other.accuracies, other.acc_mean) == (None, boolq_piqa, 0.5) and "another text" in other.notes[0]
-    window = compared(about, replace(RUN, protocol=replace(PROTOCOL, perplexity_window=64)))
-    assert (window.ppl, window.acc_mean) == (None, 0.5) and "windows have 2,048 tokens, these 64" in window.notes[0]
-    limit = compared(about, replace(RUN, protocol=replace(PROTOCOL, limit=None)))
-    assert (limit.ppl, limit.accuracies, limit.acc_mean) == (9.0, {}, None) and "--limit 20" in limit.notes[0]
-    task = compared(about, tasks={"boolq": "b", "piqa": "other"})
-    assert (task.accuracies, task.acc_mean) == ({"boolq": 0.6}, None)
-    assert "piqa is not compared" in task.notes[0] and "mean is not compared" in task.notes[1]
-    fewer = compared(about, tasks={"boolq": "b"})
-    assert (fewer.accuracies, fewer.acc_mean) == ({"boolq": 0.6}, None) and "over boolq, piqa" in fewer.notes[0]
-    more = compared(about, tasks=MEASURED_ON["tasks"] | {"arc_easy": "a"})
-    assert (more.accuracies, more.acc_mean) == (boolq_piqa, None) and "arc_easy was not recorded" in more.notes[0]
-    dtype = compared(about, replace(RUN, dtype="bfloat16"))
-    assert (dtype.ppl, dtype.acc_mean) == (9.0, 0.5) and "recorded in float32, measured in bfloat16" in dtype.notes[0]
-
-
-def test_where_nothing_can_be_compared(about: Manifest) -> None:
-    empty = (None, {}, None)
-    for changed, run_changes, said in (
-        (replace(about, metrics=None), {}, "no recorded numbers"),
-        (replace(about, source=None), {}, "how the recorded numbers were measured is not recorded"),
-        (replace(about, measured_on=None), {}, "how the recorded numbers were measured is not recorded"),
-        (about, {"protocol": 3}, "version 2 of the protocol, these by 3"),
-    ):
-        found = compared(changed, **run_changes)
-        assert (found.ppl, found.accuracies, found.acc_mean) == empty
-        assert len(found.notes) == 1 and said in found.notes[0]

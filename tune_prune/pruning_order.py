@@ -10,7 +10,7 @@ import argparse
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 
 from tune_prune import artifacts, inputs
 from tune_prune.checkpoint import origin
+from tune_prune.checkpoint.manifest import run_from_dict
 from tune_prune.checkpoint.save import Origin
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.config import ModelRun, PruningConfig
 from tune_prune.context import TrialContext, data_fingerprint, measured_on
 from tune_prune.errors import UserError
 from tune_prune.ledger import parse_json
@@ -98,13 +99,6 @@ def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[s
         what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} models"
         raise UserError(f"{what}; choose one with --model: {', '.join(entries) or 'it has none with a complete trial'}")
     return entries[label]
-
-
-def run_from_dict(values: Mapping[str, Any]) -> ModelRun:
-    """The inverse of ModelRun.to_dict. Raises KeyError, TypeError or UserError."""
-    stated = dict(values["protocol"])
-    protocol = EvaluationProtocol(**stated | {name: tuple(stated[name]) for name in ("tasks", "slices")})
-    return ModelRun(**{f.name: values[f.name] for f in fields(ModelRun)} | {"protocol": protocol})
 
 
 def _moved(run: ModelRun, base: str | None, revision: str | None) -> ModelRun:

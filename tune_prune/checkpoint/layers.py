@@ -42,7 +42,7 @@ def compact(model: PreTrainedModel, family: Family, plan: PruningPlan) -> tuple[
     every untouched tensor with `model`. Raises ValueError if the plan is for another model."""
     pruned = prune(model, family, plan)
     layers = decoder_layers(pruned, family)
-    dropped = [index for index, layer in enumerate(layers) if not any(True for _ in _outputs(layer, family))]
+    dropped = [index for index, layer in enumerate(layers) if not _outputs(layer, family)]
     if dropped:
         kept = [index for index in range(len(layers)) if index not in dropped]
         parent = cast(Any, pruned.get_submodule(family.layers.rpartition(".")[0]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +69,7 @@ class Manifest:
     @property
     def run(self) -> ModelRun | None:
         """What the search measured with; None where the numbers are not a search's."""
-        return None if self.source is None else _run(Fields(self.source, "source"))
+        return None if self.source is None else run_from_dict(self.source)
 
     @property
     def base_name(self) -> str:
@@ -107,7 +108,7 @@ class Manifest:
                 raise ValueError(f"dropped_layers names layer {layer}, of which plan.layers[{layer}] keeps a part")
         source, measured_on = top.object_or_none("source"), top.object_or_none("measured_on")
         if source is not None:
-            _run(source)
+            run_from_dict(source.values)
         if measured_on is not None:
             measured_on.whole("protocol")
             measured_on.text("text")
@@ -272,7 +273,9 @@ def _sizes(sizes: Fields) -> dict[str, dict[str, int]]:
     return {name: {field: row.whole(field) for field in _SIZES} for name, row in rows.items()}
 
 
-def _run(source: Fields) -> ModelRun:
+def run_from_dict(values: Mapping[str, Any]) -> ModelRun:
+    """The inverse of ModelRun.to_dict, also after `to_json`. Raises ValueError that names the field."""
+    source = Fields(values, "source")
     protocol = source.object("protocol")
     tasks, slices = protocol.any("tasks"), protocol.any("slices")
     if not isinstance(tasks, (list, tuple)) or not all(isinstance(task, str) for task in tasks):

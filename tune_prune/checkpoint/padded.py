@@ -6,7 +6,7 @@ the same. What is lost is part of the smaller size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -32,8 +32,8 @@ def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], h
     state = {}
     norms = {f"{family.attention}.{norm}" for norm in family.head_norms}
     for name, parameter in padded.state_dict().items():
-        absent = torch.ones if any(f"{norm}." in name for norm in norms) else torch.zeros  # norms of no head: any value
-        state[name] = _padded(own, name, parameter, absent, model.device)
+        filler = 1.0 if any(f"{norm}." in name for norm in norms) else 0.0  # norms of no head: any value
+        state[name] = _padded(own.get(name), parameter, filler, model.device)
     padded.load_state_dict(state, strict=True, assign=True)
     take_buffers(padded, model)
     padded.tie_weights()
@@ -42,13 +42,11 @@ def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], h
     return padded.eval()
 
 
-def _padded(
-    own: Mapping[str, torch.Tensor], name: str, like: torch.Tensor, absent: object, device: torch.device
-) -> torch.Tensor:
-    found = own.get(name)
+def _padded(found: torch.Tensor | None, like: torch.Tensor, filler: float, device: torch.device) -> torch.Tensor:
+    """`found`, filled up to the shape of `like`."""
     if found is not None and found.shape == like.shape:
         return found
-    full = absent(like.shape, dtype=like.dtype, device=device)  # type: ignore[operator]
+    full = torch.full(like.shape, filler, dtype=like.dtype, device=device)
     if found is not None:
         full[tuple(slice(size) for size in found.shape)] = found
     return full
