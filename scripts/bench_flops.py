@@ -99,8 +99,8 @@ def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, 
     """Tokens, operations, seconds of each stage of the dense model, and its operators by their share of the time."""
     run = one.run(limit=limit)
     loaded = loading.load_model(catalog.resolve(run.model), torch.float32, "cpu")
-    model, family, vocab = loaded.model, loaded.family, loaded.model.config.vocab_size
-    arithmetic = Arithmetic.of(loaded.geometry, vocab)
+    model, family = loaded.model, loaded.family
+    arithmetic = Arithmetic.of(loaded.geometry, model.config.vocab_size)
     text = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
     windows = calibration.windows(text, seq_len, samples, run.seed)
     few = windows[: max(1, samples // 5)]
@@ -110,7 +110,6 @@ def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, 
     items = zero_shot_tokens(loaded.tokenizer, run.protocol, task_source(run)).rows
     assert items is not None, "tasks of the benchmarks are files"
     everything = (*items.plain, *items.trees)
-    scored = sum(len(np.unique(row.scored)) for row in everything)
 
     calls: dict[str, Callable[[], Any]] = {
         "importance": lambda: taylor(model, family, windows, [samples]),
@@ -129,10 +128,12 @@ def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, 
         "removal": arithmetic.removal(len(few), seq_len, KINDS),
         "perplexity": arithmetic.forward(len(reported), min(window, len(reported))),
         # every row has its own length, so its own attention
-        "zero_shot": sum(arithmetic.forward(len(row.tokens), len(row.tokens), 0) for row in everything)
-        + arithmetic.head(scored),
+        "zero_shot": sum(
+            arithmetic.forward(len(row.tokens), len(row.tokens), len(np.unique(row.scored))) for row in everything
+        ),
     }
-    assert samples <= batch_size(seq_len, vocab) or samples % batch_size(seq_len, vocab) == 0, "a batch would run twice"
+    step = batch_size(seq_len, "cpu")
+    assert samples <= step or samples % step == 0, "a batch would run twice"
     for call in calls.values():
         call()  # the first time includes what torch sets up
     square = products()

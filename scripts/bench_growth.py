@@ -121,7 +121,7 @@ def predict(run: ModelRun, configs: list[PruningConfig], folder: Path) -> CostEs
         ModelWork(
             label=run.label,
             arithmetic=Arithmetic.of(geometry, config.vocab_size),
-            vocab_size=config.vocab_size,
+            device="cpu",
             weight_bytes=0,
             speed=speed,
             passes=by_seq_len(configs) if baseline is False else {},

@@ -30,8 +30,9 @@ from tune_prune import calibration, search_space
 from tune_prune.config import PruningConfig
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers
+from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.loading import LoadedModel
-from tune_prune.pruning.importance import Importance, batch_size, taylor, token_losses
+from tune_prune.pruning.importance import Importance, batch_size, taylor
 from tune_prune.pruning.methods import load_method, method_names
 from tune_prune.pruning.removal_loss import removal_losses
 
@@ -133,20 +134,21 @@ def _removal_passes(
 @torch.inference_mode()
 def naive_removal_losses(loaded: LoadedModel, windows: torch.Tensor, kinds: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Losses in nats [layers, samples] without each block, one whole forward pass for every layer, and the dense one."""
+    losses = NextTokenLosses(loaded.model)
     parts: dict[str, list[np.ndarray]] = {kind: [] for kind in ("dense", *kinds)}
-    for batch in windows.split(batch_size(windows.shape[1], loaded.model.config.vocab_size)):
-        parts["dense"].append(_losses(loaded, batch)[None])
+    for batch in windows.split(batch_size(windows.shape[1], loaded.model.device.type)):
+        parts["dense"].append(_means(losses(batch))[None])
         for kind in kinds:
             rows = []
             for layer in decoder_layers(loaded.model, loaded.family):
                 with _without(loaded, layer, kind):
-                    rows.append(_losses(loaded, batch))
+                    rows.append(_means(losses(batch)))
             parts[kind].append(np.stack(rows))
     return {kind: np.concatenate(arrays, axis=1) for kind, arrays in parts.items()}
 
 
-def _losses(loaded: LoadedModel, batch: torch.Tensor) -> np.ndarray:
-    return token_losses(loaded.model(input_ids=batch, use_cache=False).logits, batch).double().numpy()
+def _means(losses: torch.Tensor) -> np.ndarray:
+    return losses.mean(dim=1).double().numpy()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,13 +25,15 @@ from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.memory import MemoryPlan, needs_copy, plan_memory
 from tune_prune.cost_model.speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, Speed, SpeedRequest, _Bench, measure
 from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
+from tune_prune.evaluation.row_scoring import Request, score_requests
 from tune_prune.evaluation.task_files import TaskSource
 from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
+from tune_prune.models.head import NextTokenLosses
 from tune_prune.pruning import importance
-from tune_prune.pruning.importance import taylor, token_losses
+from tune_prune.pruning.importance import taylor
 from tune_prune.pruning.removal_loss import KINDS, removal_losses
 from tune_prune.trial import SharedStatistics
 
@@ -66,8 +69,9 @@ def test_forward_and_gradient_operations_are_those_that_torch_counts():
     for layer in layers:
         for linear in LLAMA.linears(layer).values():
             linear.requires_grad_(True)
+    losses = NextTokenLosses(model)
     with FlopCounterMode(display=False) as counter:
-        token_losses(model(input_ids=ids, use_cache=False).logits, ids).sum().backward()
+        losses.backward(ids)
     first = LLAMA.linears(layers[0])  # nobody asks for the gradient of the embeddings
     needless = 2 * ROWS * LENGTH * sum(first[role].weight.numel() for role in ("query", "key", "value"))
     gradient = arithmetic.gradient(ROWS * LENGTH, LENGTH) + 3 * unseen(arithmetic, arithmetic.layers)
@@ -78,19 +82,36 @@ def test_forward_and_gradient_operations_are_those_that_torch_counts():
 def test_removal_operations_are_those_that_torch_counts(kinds):
     model, arithmetic = eager_llama()
     ids = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
+    with FlopCounterMode(display=False) as probe:
+        NextTokenLosses(model)
     with FlopCounterMode(display=False) as counter:
         removal_losses(model, LLAMA, ids, kinds)
     layers = arithmetic.layers
     behind = layers * (layers - 1) / 2
     attentions = layers + sum(behind + (layers if kind == "mlp" else 0) for kind in kinds)
     removal = arithmetic.removal(ROWS, LENGTH, kinds) + unseen(arithmetic, attentions)
-    assert counter.get_total_flops() == pytest.approx(removal, rel=ROTATIONS)
+    assert counter.get_total_flops() - probe.get_total_flops() == pytest.approx(removal, rel=ROTATIONS)
+
+
+def test_zero_shot_operations_are_those_that_torch_counts():
+    """Of the last layer, the output projection and the MLP run at the scored positions only."""
+    model, arithmetic = eager_llama()
+    generator = np.random.default_rng(0)
+    requests = [
+        Request(generator.integers(64, size=LENGTH), generator.integers(64, size=length)) for length in (3, 1, 5)
+    ]
+    with FlopCounterMode(display=False) as counter:
+        score_requests(model, requests)
+    forward = arithmetic.forward(ROWS * LENGTH, LENGTH, scored=9) + unseen(arithmetic, arithmetic.layers)
+    assert counter.get_total_flops() == pytest.approx(forward, rel=ROTATIONS)
 
 
 def test_head_counts_where_it_is_asked_and_pruning_shrinks_the_rest():
     _, arithmetic = eager_llama()
     head = 2 * 64 * 32  # vocabulary x hidden size of conftest's models
-    assert arithmetic.forward(10, 5, scored=4) == arithmetic.forward(10, 5, scored=0) + 4 * head
+    assert arithmetic.forward(10, 5) == arithmetic.all_layers(10, 5) + 10 * head == arithmetic.forward(10, 5, scored=10)
+    last = 2 * (arithmetic.mlp_weights + arithmetic.output_weights) / arithmetic.layers
+    assert arithmetic.forward(10, 5, scored=4) == pytest.approx(arithmetic.forward(10, 5) - 6 * (head + last))
     half = arithmetic.pruned(arithmetic.projection_weights // 2)
     assert half.forward(10, 5, scored=0) == pytest.approx(arithmetic.forward(10, 5, scored=0) / 2)
     assert half.head(7) == arithmetic.head(7)
@@ -98,15 +119,16 @@ def test_head_counts_where_it_is_asked_and_pruning_shrinks_the_rest():
 
 @pytest.mark.parametrize("wanted", [(8,), (3,), (3, 8), (2, 3, 7), (4, 8, 16), (1, 5, 10), (4, 6), (2, 4), (3, 4)])
 def test_samples_and_copies_of_a_gradient_pass(wanted, monkeypatch):
-    monkeypatch.setattr(importance, "batch_size", lambda seq_len, vocab_size: 4)
+    monkeypatch.setattr(importance, "batch_size", lambda seq_len, device: 4)
     copies = []
     original = importance._Accumulator.copy
     monkeypatch.setattr(importance._Accumulator, "copy", lambda self: copies.append(1) or original(self))
     model = build_tiny("llama")
     seen = []
-    model.register_forward_pre_hook(lambda _, args, given: seen.append(len(given["input_ids"])), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True)
     taylor(model, LLAMA, torch.randint(64, (16, 4)), wanted)
-    assert gradient_samples(wanted, 4) == sum(seen)
+    assert seen.pop(0) == (1, 2)  # the probe for a head that comes last
+    assert gradient_samples(wanted, 4) == sum(samples for samples, _ in seen)
     assert needs_copy(wanted, 4) == bool(copies)
 
 
@@ -176,8 +198,8 @@ SPEED = Speed(Line(1.0, 0.0), Line(4.0, 0.0), head=0.5, head_gradient=2.0, snaps
 def work(**changes) -> ModelWork:
     values = {
         "label": "m",
-        "arithmetic": Arithmetic(2, 600, 400, 0, 100),
-        "vocab_size": 100,
+        "arithmetic": Arithmetic(2, 600, 400, 0, 100, 0),
+        "device": "cpu",
         "weight_bytes": 0,
         "speed": SPEED,
         "passes": {8: SharedStatistics((4, 16), {"layer": 3})},
@@ -206,7 +228,7 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     assert stages["perplexity"].seconds == pytest.approx(50 * (1 + 3 * 0.8) + 4 * 50 * 0.5)
     suite = 5 + 10
     assert stages["zero_shot"].seconds == pytest.approx(3 * (40 * (1 + 3 * 0.8) + 4 * 20 * 0.5) + suite)
-    assert stages["zero_shot"].flops == pytest.approx(40 * 2000 * (1 + 3 * 0.8) + 4 * 20 * 200)
+    assert stages["zero_shot"].flops == pytest.approx((40 * 2000 - 20 * 400) * (1 + 3 * 0.8) + 4 * 20 * 200)
     stored = estimate([work(zero_shot=replace(work().zero_shot, exact=True))], slots=1, gpus=0)
     assert stored.stages()[-1].seconds == pytest.approx(stages["zero_shot"].seconds - suite)
     total = sum(stage.seconds for stage in cost.stages())

@@ -97,14 +97,14 @@ def test_logits_are_made_a_part_at_a_time_unless_the_model_changes_them(model, m
             for part in tokens.split(32)
         )
         for elements in (1 << 20, 50 * 7, 1):
-            monkeypatch.setattr("tune_prune.evaluation.perplexity._AT_ONCE", {"cpu": elements})
+            monkeypatch.setattr("tune_prune.models.head.LOGITS_AT_ONCE", {"cpu": elements})
             sizes = []
             head = asked.get_output_embeddings()
             watch = head.register_forward_hook(lambda _, __, logits, sizes=sizes: sizes.append(logits[..., 0].numel()))
             result = perplexity(asked, tokens, 32, batch_size=1)
             watch.remove()
             assert result.mean_loss == pytest.approx(expected / 93, abs=1e-6)
-            assert max(sizes) == (31 if asked is capped else min(31, max(2, elements // 50)))
+            assert max(sizes) == (32 if asked is capped else min(31, max(2, elements // 50)))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tune_prune.models.families import FAMILIES, Family
-from tune_prune.pruning import importance, removal_loss
-from tune_prune.pruning.importance import token_losses
+from tune_prune.models.head import NextTokenLosses
+from tune_prune.pruning import importance
 from tune_prune.pruning.removal_loss import KINDS, RemovalLosses, removal_losses
 
 SEQ_LEN = 12  # longer than the sliding window of the variants that have one
@@ -26,7 +27,7 @@ def windows(count: int = 3) -> torch.Tensor:
 def losses_of(model: nn.Module, samples: torch.Tensor) -> np.ndarray:
     """One sample at a time, so that the batches of the code under test are checked too."""
     return np.array(
-        [token_losses(model(input_ids=row[None], use_cache=False).logits, row[None]).item() for row in samples]
+        [F.cross_entropy(model(input_ids=row[None], use_cache=False).logits[0, :-1], row[1:]).item() for row in samples]
     )
 
 
@@ -77,7 +78,7 @@ def test_an_embedding_that_is_scaled_is_scaled_once():
 def test_batching_does_not_matter(tiny, monkeypatch):
     model, samples = tiny("qwen2-sliding"), windows(5)
     whole = removal_losses(model, FAMILIES["qwen2"], samples, KINDS)
-    monkeypatch.setattr(importance, "BATCH_TOKENS", 2 * SEQ_LEN)
+    monkeypatch.setattr(importance, "BATCH_TOKENS", {"cpu": 2 * SEQ_LEN})
     batched = removal_losses(model, FAMILIES["qwen2"], samples, KINDS)
     np.testing.assert_allclose(batched.dense, whole.dense, atol=1e-12)
     for kind in KINDS:
@@ -113,13 +114,15 @@ def test_the_model_is_restored(tiny, monkeypatch, failing_call):
     weights = {name: p.clone() for name, p in model.named_parameters()}
     before = losses_of(model, windows())
 
-    def fail_at_last(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    original = NextTokenLosses.__call__
+
+    def fail_at_last(losses: NextTokenLosses, batch: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         if len(calls) - 1 == failing_call:
             raise RuntimeError("out of memory")
-        return token_losses(logits, batch)
+        return original(losses, batch)
 
-    monkeypatch.setattr(removal_loss, "token_losses", fail_at_last)
+    monkeypatch.setattr(NextTokenLosses, "__call__", fail_at_last)
     if failing_call is None:
         removal_losses(model, FAMILIES["qwen3"], windows(), KINDS)
         assert len(calls) == 1 + 3 * 4

@@ -30,7 +30,7 @@ from tune_prune.pruning.removal_loss import RemovalLosses, removal_losses
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-STATISTICS_VERSION = 1  # raise when importance or removal losses change their meaning: cached ones are then not used
+STATISTICS_VERSION = 2  # raise when importance or removal losses change their meaning: cached ones are then not used
 SUITE_VERSION = 1  # the same for the zero-shot requests, as tokens
 
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one

@@ -38,7 +38,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
             ModelWork(
                 label=model.run.label,
                 arithmetic=Arithmetic.of(model.geometry, model.workload.config.vocab_size),
-                vocab_size=model.workload.config.vocab_size,
+                device=device,
                 weight_bytes=model.memory.weights,
                 speed=speed,
                 passes=dict(list(passes.items())[: max(0, trials)]),  # an adaptive trial visits one seq_len at most

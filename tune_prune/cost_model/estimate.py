@@ -39,7 +39,7 @@ class ModelWork:
 
     label: str
     arithmetic: Arithmetic
-    vocab_size: int
+    device: str  # cpu or cuda
     weight_bytes: int
     speed: Speed
     passes: Mapping[int, SharedStatistics]  # by seq_len, for the statistics that are not cached
@@ -177,7 +177,7 @@ def _passes(work: ModelWork, seq_len: int, shared: SharedStatistics) -> list[Sta
     speed, arithmetic = work.speed, work.arithmetic
     stages = []
     if shared.num_samples:
-        samples = gradient_samples(shared.num_samples, batch_size(seq_len, work.vocab_size))
+        samples = gradient_samples(shared.num_samples, batch_size(seq_len, work.device))
         tokens = samples * seq_len
         seconds = tokens * (speed.gradient(seq_len) + speed.head_gradient) + len(shared.num_samples) * speed.snapshot
         flops = arithmetic.gradient(tokens, seq_len)
@@ -187,8 +187,8 @@ def _passes(work: ModelWork, seq_len: int, shared: SharedStatistics) -> list[Sta
         tokens = samples * seq_len
         heads = 1 + len(shared.removals) * arithmetic.layers
         flops = arithmetic.removal(samples, seq_len, shared.removals)
-        layers = flops - heads * arithmetic.head(tokens)
-        whole = arithmetic.forward(tokens, seq_len, scored=0)
+        layers = flops - heads * arithmetic.head(tokens - samples)
+        whole = arithmetic.all_layers(tokens, seq_len)
         seconds = tokens * (layers / whole * speed.forward(seq_len) + heads * speed.head)
         stages.append(StageCost("removal", 1, heads * tokens, flops, seconds))
     return stages
@@ -213,7 +213,7 @@ def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
     zero_shot, speed = work.zero_shot, work.speed
 
     def seconds(count: int, row_length: float, scored: int) -> float:
-        share = arithmetic.forward(count, row_length, 0) / work.arithmetic.forward(count, row_length, 0)
+        share = arithmetic.all_layers(count, row_length) / work.arithmetic.all_layers(count, row_length)
         return count * share * speed.forward(row_length) + scored * speed.head
 
     return [

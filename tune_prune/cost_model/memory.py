@@ -3,7 +3,7 @@
 A worker holds the dense model all the time. Beside it stands the larger of two things:
 
     gradient pass   float32 sums of the projections' gradients (twice where a snapshot falls inside a batch), what every
-                    layer saves for its backward pass, and logits with what their log-softmax leaves
+                    layer saves for its backward pass, and a part of the logits with what their log-softmax leaves
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
                     windows or zero-shot rows
 
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
 
+from tune_prune.evaluation.perplexity import windows_at_once
+from tune_prune.evaluation.row_scoring import default_batch_tokens
 from tune_prune.models.geometry import Geometry
+from tune_prune.models.head import LOGITS_AT_ONCE
 from tune_prune.pruning.importance import batch_size
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
 PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
-BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # of zero-shot rows
 SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
-LOGIT_ELEMENTS = 2**28  # of a perplexity batch, as if they were all there at once
-LOSS_ELEMENTS = {"cpu": 6 * 2**20, "cuda": 2**26}  # logits that are made at once, with their losses in float32
 SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
 FLOAT32 = 4
 FRAGMENTATION = 1.2  # of what an allocator holds over what the tensors of a pass take
@@ -79,21 +79,21 @@ def plan_memory(
 
     saved = geometry.num_layers * (itemsize * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h)
     backward = itemsize * (3 * h + 4 * q + 4 * m)  # gradients inside one layer
-    scores = max(4 * FLOAT32 * vocab, itemsize * vocab + backward)  # logits, their log-softmax and two gradients
     gradient = accumulators = 0
     for seq_len, wanted in snapshots.items():
-        samples = min(batch_size(seq_len, vocab), max(wanted))
-        gradient = max(gradient, seq_len * samples * (saved + scores) + 2 * largest * itemsize)
-        copies = 2 if needs_copy(wanted, batch_size(seq_len, vocab)) else 1
+        tokens = seq_len * min(batch_size(seq_len, device), max(wanted))
+        # Logits, their log-softmax and two gradients of a part; they are gone before the first layer's backward pass.
+        scores = min(LOGITS_AT_ONCE[device], tokens * vocab) * (itemsize + 3 * FLOAT32)
+        gradient = max(gradient, tokens * saved + max(scores, tokens * backward) + 2 * largest * itemsize)
+        copies = 2 if needs_copy(wanted, batch_size(seq_len, device)) else 1
         accumulators = max(accumulators, copies * projections * max(FLOAT32, itemsize))
 
     inner = itemsize * (max(3 * m, 6 * q) + 3 * h) + FLOAT32 * 2 * h
-    rows = max(1, min(8, LOGIT_ELEMENTS // (window * vocab), text_tokens // window))
-    positions = rows * window
-    at_once = min(window, max(1, LOSS_ELEMENTS[device] // vocab))  # positions whose logits are there at a time
+    positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
+    at_once = min(positions, max(1, LOGITS_AT_ONCE[device] // vocab))  # positions whose logits are there at a time
     # They come when the layers are done, but the allocator has kept some of the layers' blocks.
     perplexity = positions * inner + at_once * vocab * (itemsize + 2 * FLOAT32) // 2
-    tokens = max(BATCH_TOKENS[device], longest_row)
+    tokens = max(default_batch_tokens(config, device), longest_row)
     scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
     masks = tokens * longest_row * (8 + 4 + itemsize)  # made from distances in int64
     zero_shot = tokens * inner + masks + scored * vocab * itemsize

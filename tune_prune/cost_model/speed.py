@@ -96,7 +96,8 @@ class _Bench:
         self.weights = asked.projection_weights / built.projection_weights
         self.queries = asked.query_width / built.query_width
         self.head_share = asked.head_weights / built.head_weights
-        self.batch_tokens = default_batch_tokens(self.model)
+        self.batch_tokens = default_batch_tokens(self.model.config, request.device)
+        self.gradient_tokens = BATCH_TOKENS[request.device]
         self.generator = torch.Generator().manual_seed(0)
 
     def speed(self) -> Speed:
@@ -104,10 +105,10 @@ class _Bench:
         for layer in decoder_layers(self.model, self.family):
             for linear in self.family.linears(layer).values():
                 linear.requires_grad_(True)
-        gradient = self._line(self._gradient, BATCH_TOKENS)
+        gradient = self._line(self._gradient, self.gradient_tokens)
         self.model.requires_grad_(False)
         head = self._steady(self._head, self.batch_tokens) * self.head_share
-        head_gradient = self._steady(self._head_gradient, BATCH_TOKENS) * self.head_share
+        head_gradient = self._steady(self._head_gradient, self.gradient_tokens) * self.head_share
         window = self._tokens(1, 2)
         snapshot = self._seconds(lambda: taylor(self.model, self.family, window, [1])) * self.weights
         return Speed(forward, gradient, head, head_gradient, snapshot, self._engine(forward, head))

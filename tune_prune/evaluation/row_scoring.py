@@ -9,23 +9,22 @@ Legend: R rows of a batch, T tokens of its longest row, P scored positions of a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tune_prune.evaluation.scored_positions import only_at
+from tune_prune.models.head import LOGITS_AT_ONCE
 
 log = logging.getLogger(__name__)
 
 # Float32 log-softmax elements held at once (256 MiB on a GPU), so that a 150k vocabulary does not set the peak memory.
 _SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
-# Logits of one forward pass on a CPU (24 MB in float32): from 32 MB on, the C library asks the system for new pages at
-# every pass, and touching them costs as much as a third of the head.
-CPU_LOGITS = 6 << 20
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,11 @@ class Outcomes:
 ExtraInputs = Callable[[PreTrainedModel, Sequence[Row], int], dict[str, Any]]
 
 
-def default_batch_tokens(model: PreTrainedModel) -> int:
-    """Tokens per forward pass: a GPU wants large batches, a CPU ones whose activations stay in its caches."""
-    return 16384 if model.device.type == "cuda" else 1024
+def default_batch_tokens(config: PretrainedConfig, device: str) -> int:
+    """Tokens per forward pass on "cpu" or "cuda": a GPU wants large batches, a CPU ones whose activations stay in its caches."""
+    if device == "cuda":
+        return 16384
+    return 1024 if config.hidden_size < 256 else 512
 
 
 def plain_rows(requests: Sequence[Request], indices: Iterable[int] | None = None) -> list[Row]:
@@ -110,8 +111,8 @@ def score_rows(
     raises what the allocator raises where not even one row fits.
     """
     rows = sorted(rows, key=lambda row: -len(row.tokens))
-    budget = batch_tokens or default_batch_tokens(model)
-    most_scored = CPU_LOGITS // _vocabulary(model) if model.device.type == "cpu" else budget
+    budget = batch_tokens or default_batch_tokens(model.config, model.device.type)
+    most_scored = LOGITS_AT_ONCE["cpu"] // _vocabulary(model) if model.device.type == "cpu" else budget
     start = 0
     with torch.inference_mode():
         while start < len(rows):
@@ -160,7 +161,7 @@ def _score_batch(
     targets = np.concatenate([row.targets for row in batch])
     # Plain rows need no mask: padding stands right of every real token, where causal attention never looks.
     extra = extra_inputs(model, batch, width) if extra_inputs else {}
-    with _head_only_at(model, torch.from_numpy(positions).to(device)):
+    with only_at(model, torch.from_numpy(positions).to(device)):
         logits = model(input_ids=torch.from_numpy(input_ids).to(device), use_cache=False, **extra).logits[0]  # [P, V]
     chosen, exact = token_log_probs(
         logits, torch.from_numpy(targets.astype(np.int64)).to(device), torch.from_numpy(where).to(device)
@@ -207,17 +208,3 @@ def token_log_probs(logits: Tensor, targets: Tensor, rows: Tensor | None = None)
         (top,) = torch.nonzero(chosen[here] == log_probs.amax(dim=-1)[own], as_tuple=True)
         likeliest[here[top]] = log_probs[own[top]].argmax(dim=-1) == wanted[top]
     return chosen, likeliest
-
-
-@contextmanager
-def _head_only_at(model: PreTrainedModel, positions: Tensor) -> Iterator[None]:
-    """Within it the model computes logits [1, P, V] at flat `positions` [P] of its rows only.
-
-    A hook in front of the head, because what a family does to its logits afterwards (soft caps, scales) must stay.
-    """
-    head = model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1)[positions][None],))
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.evaluation.row_scoring import Outcomes, Request, Row, pad, plain_rows, score_rows
+from tune_prune.evaluation.tree_attention import in_blocks
 
 # An input joins the row of the one before it, in alphabetical order, if they share this fraction of its tokens. Less is
 # not worth it: the mask costs 2% of the time at a hidden size of 512 and up to a third at 64, where attention is most of
@@ -94,7 +95,8 @@ def score_planned(model: PreTrainedModel, rows: Rows, batch_tokens: int | None =
     """`score_items` of what was planned before."""
     outcomes = Outcomes.blank(rows.num_requests)
     score_rows(model, rows.plain, outcomes, batch_tokens)
-    score_rows(model, rows.trees, outcomes, batch_tokens, tree_inputs)
+    with in_blocks(model):
+        score_rows(model, rows.trees, outcomes, batch_tokens, tree_inputs)
     return outcomes
 
 

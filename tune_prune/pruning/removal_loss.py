@@ -19,8 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
-from tune_prune.pruning.importance import batch_size, token_losses
+from tune_prune.pruning.importance import batch_size
 
 KINDS = ("layer", "attention", "mlp")
 
@@ -60,19 +61,18 @@ def removal_losses(
     """
     kinds = tuple(dict.fromkeys(kinds))
     layers = decoder_layers(model, family)
+    losses = NextTokenLosses(model)
     dense: list[np.ndarray] = []
     removed: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
-    for batch in windows.split(batch_size(windows.shape[1], model.config.vocab_size)):
+    for batch in windows.split(batch_size(windows.shape[1], model.device.type)):
         batch = batch.to(model.device)
         with _recorded_inputs(layers) as inputs:
-            logits = model(input_ids=batch, use_cache=False).logits
-        dense.append(_float64(token_losses(logits, batch)))
+            dense.append(_means(losses(batch)))
         for kind in kinds:
             rows = []
             for index in range(len(layers)):
                 with _without(layers, family, index, kind, inputs[index]):
-                    logits = model(input_ids=batch, use_cache=False).logits
-                rows.append(_float64(token_losses(logits, batch)))
+                    rows.append(_means(losses(batch)))
             removed[kind].append(np.stack(rows))
     return RemovalLosses(
         np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()}
@@ -114,5 +114,6 @@ def _without(layers: nn.ModuleList, family: Family, index: int, kind: str, known
             setattr(layer, name, block)
 
 
-def _float64(losses: torch.Tensor) -> np.ndarray:
-    return losses.double().cpu().numpy()
+def _means(losses: torch.Tensor) -> np.ndarray:
+    """Of each sample, float64."""
+    return losses.mean(dim=1).double().cpu().numpy()

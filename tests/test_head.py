@@ -1,0 +1,86 @@
+"""Losses with the head in parts, against logits made whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+from tune_prune.models import head
+from tune_prune.models.head import NextTokenLosses
+
+IDS = torch.randint(64, (3, 11), generator=torch.Generator().manual_seed(4))
+
+
+class Scaled(LlamaForCausalLM):
+    """Changes its logits behind the head."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 3 * torch.tanh(output.logits / 3)
+        return output
+
+
+def scaled(model):
+    other = Scaled(model.config).to(model.dtype).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def by_hand(model, ids):
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), ids[:, 1:].flatten(),
+                           reduction="none").view(len(ids), -1)  # fmt: skip
+
+
+@pytest.mark.parametrize("elements", [1 << 20, 64 * 7, 1], ids=["whole", "seven positions", "one position"])
+def test_losses_and_gradients_in_parts_are_those_of_the_whole(variant, tiny, monkeypatch, elements):
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", {"cpu": elements})
+    model = tiny(variant)
+    weights = [layer.mlp.down_proj.weight.requires_grad_(True) for layer in model.model.layers]
+    losses = NextTokenLosses(model)
+    assert losses.separate
+    torch.testing.assert_close(losses(IDS), by_hand(model, IDS), rtol=0, atol=1e-12)
+    expected = torch.autograd.grad(by_hand(model, IDS).mean(dim=1).sum(), weights)
+    losses.backward(IDS)
+    for weight, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_no_more_logits_than_allowed_are_made_and_none_at_a_sample_s_end(tiny, monkeypatch):
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", {"cpu": 64 * 7})
+    model = tiny("llama")
+    losses = NextTokenLosses(model)
+    sizes = []
+    model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(logits[..., 0].numel()))
+    losses(IDS)
+    assert sizes == [0, 7, 7, 7, 7, 2]  # 3 samples of 10 predictions
+    sizes.clear()
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(True)
+    losses.backward(IDS)
+    assert sizes == [0, 7, 7, 7, 7, 2]
+
+
+def test_logits_that_change_behind_the_head_are_made_whole(tiny):
+    model = scaled(tiny("llama"))
+    weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
+    losses = NextTokenLosses(model)
+    assert not losses.separate
+    torch.testing.assert_close(losses(IDS), by_hand(model, IDS), rtol=0, atol=1e-12)
+    (expected,) = torch.autograd.grad(by_hand(model, IDS).mean(dim=1).sum(), weight)
+    losses.backward(IDS)
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-10, atol=1e-14)
+    assert (NextTokenLosses(tiny("llama"))(IDS) - losses(IDS)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, scaled], ids=["in parts", "whole"])
+def test_losses_of_bfloat16_logits_are_taken_in_float32(tiny, change):
+    model = change(tiny("llama", dtype=torch.bfloat16))
+    found = NextTokenLosses(model)(IDS)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, by_hand(model, IDS), rtol=0, atol=1e-6)
+    coarse = F.cross_entropy(model(input_ids=IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), reduction="none")
+    assert (coarse.float().view(3, -1) - found).abs().max() > 1e-3
