@@ -19,10 +19,10 @@ from tune_prune.models.head import NextTokenLosses
 
 TEXT_FILE = Path("text") / "wikitext2-raw.test.txt"
 
-_LOGIT_ELEMENTS = (
-    1 << 28
-)  # of a batch, where they are all there at once: a window of 2048 tokens at a vocabulary of 131k
-_CPU_ELEMENTS = 1 << 20  # hidden states of a batch that stay in a CPU's caches, with what the layers make of them
+# Logits of a batch, where they are all there at once: a window of 2048 tokens at a vocabulary of 131k.
+_LOGIT_ELEMENTS = 1 << 28
+# Hidden states of a batch that stay in a CPU's caches, with what the layers make of them.
+_CPU_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,14 @@ class NextTokenLosses:
         targets = samples[:, 1:]
         if self.separate:
             hidden = _hidden_states(self.model, samples)[:, :-1].flatten(0, 1)
-            parts = zip(hidden.split(self.step), targets.flatten().split(self.step), strict=True)
-            losses = [_losses(self._logits(part), wanted) for part, wanted in parts]
-        else:
-            logits = self.model(input_ids=samples, use_cache=False).logits
-            # Row by row: all at once would be a copy of every logit.
-            losses = [_losses(row[:-1], wanted) for row, wanted in zip(logits, targets, strict=True)]
+            logits = (self._logits(part) for part in hidden.split(self.step))
+            losses = [
+                _losses(part, wanted) for part, wanted in zip(logits, targets.flatten().split(self.step), strict=True)
+            ]
+        else:  # their softmax at least is taken in parts
+            rows = zip(self.model(input_ids=samples, use_cache=False).logits, targets, strict=True)
+            parts = (zip(row[:-1].split(self.step), wanted.split(self.step), strict=True) for row, wanted in rows)
+            losses = [_losses(part, wanted) for row in parts for part, wanted in row]
         return torch.cat(losses).view(targets.shape)
 
     @torch.enable_grad()
