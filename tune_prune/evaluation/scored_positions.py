@@ -1,7 +1,7 @@
 """The last layer's position-wise parts and the head, run only where a continuation is scored.
 
 No token sees another behind the last layer's attention, so its output projection, its MLP and the head are needed at scored
-positions alone: a third of all, of the seven tasks. With 8 layers that is a twelfth of a forward pass, with 32 a fiftieth.
+positions alone: a third of all, of the seven tasks. With 8 layers that saves 7% of a forward pass, with 32 layers 2%.
 
 Legend: R rows of T tokens, P scored positions, H hidden size.
 """
