@@ -14,19 +14,8 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tune_prune.errors import UserError
-from tune_prune.models.families import Family, decoder_layers, family_of
+from tune_prune.models.families import decoder_layers, known_family
 from tune_prune.models.head import head_input
-
-
-def known_family(model: PreTrainedModel) -> Family | None:
-    """The row of the model's family; None where there is none, or where the model does not look like it."""
-    try:
-        family = family_of(model.config.model_type)
-        decoder_layers(model, family)
-    except (UserError, AttributeError):
-        return None
-    return family
 
 
 @contextmanager

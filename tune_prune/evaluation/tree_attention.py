@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from tune_prune.evaluation.scored_positions import known_family
-from tune_prune.models.families import decoder_layers
+from tune_prune.models.families import decoder_layers, known_family
 
 NAME = "tune_prune_tree"
 SHORTEST_BLOCK = 32

@@ -95,6 +95,16 @@ def decoder_layers(model: nn.Module, family: Family) -> nn.ModuleList:
     return layers
 
 
+def known_family(model: PreTrainedModel) -> Family | None:
+    """The row of the model's family; None where there is none, or where the model does not look like it."""
+    try:
+        family = family_of(model.config.model_type)
+        decoder_layers(model, family)
+    except (UserError, AttributeError):
+        return None
+    return family
+
+
 def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
     try:
         return layer.get_submodule(path)
