@@ -1,12 +1,10 @@
 """The cost model against independent truths: torch's own count of operations, the rows that the passes really run, lm-eval's
-requests, sums done by hand, and for memory what the operating system says of a fresh process."""
+requests, and sums done by hand."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model import tokens
 from tune_prune.cost_model.estimate import ModelWork, estimate, gradient_samples
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.memory import MemoryPlan, needs_copy, plan_memory
+from tune_prune.cost_model.memory import needs_copy
 from tune_prune.cost_model.speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, Speed, SpeedRequest, _Bench, measure
 from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
 from tune_prune.evaluation.row_scoring import Request, score_requests
@@ -294,80 +292,6 @@ def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():
     assert built * bench.weights == 32 * 218_103_808
     assert layers[0].self_attn.head_dim == 128
     assert bench.model.lm_head.weight.numel() * bench.head_share == 32_000 * 4096
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "vocab"), [("taylor", 8000), ("copies", 2000), ("evaluation", 8000)])
-def test_planned_memory_is_what_a_fresh_process_takes(stage, vocab):
-    """Measured <= planned <= 1.5 x measured for the tensors of a gradient pass, by the peak of the resident set; evaluation
-    takes more or less of what the allocator has kept, up to half, so that its largest of three runs counts."""
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", MEASURE_MEMORY, stage, str(vocab)],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        for _ in range(3 if stage == "evaluation" else 1)
-    ]
-    assert all(run.returncode == 0 for run in runs), [run.stderr for run in runs]
-    measured = max(int(run.stdout.split()[0]) for run in runs)
-    planned = int(runs[0].stdout.split()[1])
-    assert measured <= planned <= (2.0 if stage == "evaluation" else 1.5) * measured
-
-
-MEASURE_MEMORY = """
-import re, sys
-from pathlib import Path
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
-from tune_prune.cost_model.memory import plan_memory
-from tune_prune.evaluation.perplexity import perplexity
-from tune_prune.models.families import family_of
-from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.importance import taylor
-
-def resident(name):
-    return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-torch.set_num_threads(1)
-stage, vocab = sys.argv[1], int(sys.argv[2])
-config = LlamaConfig(vocab_size=vocab, hidden_size=384, intermediate_size=1024, num_hidden_layers=4,
-                     num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=512)
-model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-family = family_of("llama")
-geometry = read_geometry(model, family)
-snapshots = [5, 20] if stage == "copies" else [20]
-plan = plan_memory(geometry, config, 4, "cpu", {256: snapshots}, 0, 512, 8 * 512, 64)
-windows = torch.randint(vocab, (20, 256))
-taylor(model, family, windows[:1, :4], [1])  # what torch itself takes at its first use
-before = resident("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-if stage == "evaluation":
-    perplexity(model, torch.randint(vocab, (8 * 512,)), 512)
-    planned = plan.evaluation_activations
-else:
-    taylor(model, family, windows, snapshots)
-    planned = plan.accumulators + plan.gradient_activations
-print(resident("VmHWM") - before, planned)
-"""
-
-
-def test_memory_adds_up_for_a_7b_model_on_a_gpu():
-    """Mistral-7B in bfloat16: the weights' published size, float32 sums of all projections, and the larger of two phases."""
-    config = MistralConfig()
-    _, geometry = loading.config_geometry(config)
-    plan = plan_memory(geometry, config, 2, "cuda", {512: (256,)}, 0, 2048, 300_000, 600)
-    assert plan.weights == 2 * 7_241_732_096
-    assert plan.accumulators == 4 * 32 * 218_103_808
-    assert plan.pruned == 2 * 32 * 218_103_808
-    assert plan.total == plan.process + plan.weights + plan.accumulators + plan.gradient_activations
-    twice = plan_memory(geometry, config, 2, "cuda", {512: (3, 5, 256)}, 0, 2048, 300_000, 600)
-    assert twice.accumulators == 2 * plan.accumulators
-    evaluation = MemoryPlan(1, 2, 3, 4, 50, 60)
-    assert evaluation.total == 1 + 2 + 50 + 60
 
 
 def test_a_starved_machine_gives_no_negative_speed(monkeypatch, tiny_llama):
