@@ -5,8 +5,12 @@
 
 The search is `python -m tune_prune.search` on a fresh folder: preparation, dense baseline, trials and tables, from start to
 end of its process. The published way runs every trial in a process of its own that imports everything, loads the model, makes
-its own gradient pass, for layerwise and blockwise one forward pass without each layer or block, prunes, and evaluates with
-lm-eval's HFLM; no baseline. As many processes as CPUs run at once, one thread each, as the search's trials do.
+its own passes as the published code makes them (published_way.py), prunes, and evaluates with lm-eval's HFLM; no baseline. As
+many processes as CPUs run at once, one thread each, as the search's trials do.
+
+The published code measures removals that a method does not use, in plain transformers calls. What of the gain is sharing alone
+is told, too: each published trial makes its passes once more, uncounted, with the search's kernels and batches and only the
+removals that it uses, and a second ratio takes the seconds of those.
 
 With a `--limit` the perplexity text is cut to the same share; the gradient passes stay whole, so they weigh more than with
 all items.
@@ -42,8 +46,11 @@ from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.ledger import Ledger, atomic_write_text, to_json
 from tune_prune.pruning.methods import load_method, method_names
+from tune_prune.pruning.removal_loss import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
+# Of a published trial, in their order.
+PARTS = ("start and imports", "load", "gradients", "removal", "unused removal", "pruning", "perplexity", "zero_shot")
 
 
 def run_search(subject: Subject, args: argparse.Namespace, storage: Path) -> tuple[float, dict[str, dict[str, float]]]:
@@ -67,7 +74,7 @@ def run_search(subject: Subject, args: argparse.Namespace, storage: Path) -> tup
 def run_published(
     subject: Subject, configs: list[PruningConfig], args: argparse.Namespace, work: Path
 ) -> list[dict[str, Any]]:
-    """What each trial gave and its process's seconds; as many at once as there are slots."""
+    """What each trial gave and the seconds of its parts; as many at once as there are slots."""
     work.mkdir()
 
     def one(config: PruningConfig) -> dict[str, Any]:
@@ -78,8 +85,10 @@ def run_published(
         _call([sys.executable, __file__, "--published-trial", str(order)])
         seconds = time.perf_counter() - started
         found = json.loads((work / config.name / "result.json").read_text(encoding="utf-8"))
-        found["parts"]["start and imports"] = seconds - sum(found["parts"].values())
-        return found | {"config": config.name, "seconds": seconds}
+        found["parts"]["start and imports"] = (
+            seconds - sum(found["parts"].values()) - sum(found["own_kernels"].values())
+        )
+        return found | {"config": config.name}
 
     with ThreadPoolExecutor(args.slots) as pool:
         return list(pool.map(one, configs))
@@ -97,7 +106,8 @@ def _call(command: list[str]) -> None:
 
 def published_trial(order: dict[str, Any]) -> None:
     """One trial, with nothing kept from another and nothing kept for another."""
-    started = time.perf_counter()
+    marks = {"": time.perf_counter()}
+    import published_way
     from bench_lm_eval import write_definitions
     from bench_passes import naive_removal_losses
     from lm_eval.evaluator import simple_evaluate
@@ -119,26 +129,30 @@ def published_trial(order: dict[str, Any]) -> None:
     loaded = loading.load_model(catalog.resolve(run.model), torch.float32, "cpu")
     text = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
     windows = calibration.windows(text, config.taylor_seq_len, config.taylor_num_samples, run.seed)
-    marks = {"load": time.perf_counter()}
+    few = config.num_removal_samples
+    marks["load"] = time.perf_counter()
 
-    importance = taylor(loaded.model, loaded.family, windows, [config.taylor_num_samples])[config.taylor_num_samples]
+    groups = published_way.gradient_pass(loaded, windows)
     marks["gradients"] = time.perf_counter()
     method, increase = load_method(config.method), {}
     if method.removals:
-        few = config.num_removal_samples
-        losses = naive_removal_losses(loaded, windows[:few], method.removals)
+        losses = published_way.removal_passes(loaded, windows[:few], method.removals)
         removal = RemovalLosses(losses.pop("dense")[0], losses)
         increase = {kind: removal.increase(kind, few).clip(min=LOSS_FLOOR) for kind in method.removals}
     marks["removal"] = time.perf_counter()
-    scores = importance.groups.per_parameter(loaded.geometry)
+    if method.removals:
+        published_way.removal_passes(loaded, windows[:few], unused_removals(method.removals))
+    marks["unused removal"] = time.perf_counter()
     plan = select(
-        method.scores(Statistics(loaded.geometry, scores, increase, run.seed)), loaded.geometry, config.pruning_ratio
+        method.scores(Statistics(loaded.geometry, groups.per_parameter(loaded.geometry), increase, run.seed)),
+        loaded.geometry,
+        config.pruning_ratio,
     )
     model = prune(loaded.model, loaded.family, plan)
     marks["pruning"] = time.perf_counter()
     held_out = calibration.tokenize(loaded.tokenizer, perplexity.load_text(run.data_dir, uses_embedded_data(run)))
     window = min(run.protocol.perplexity_window, loaded.max_length)
-    ppl = perplexity.perplexity(model, held_out, window).ppl
+    ppl = published_way.perplexity(model, held_out, window)
     marks["perplexity"] = time.perf_counter()
     lm = HFLM(
         pretrained=model,
@@ -157,8 +171,27 @@ def published_trial(order: dict[str, Any]) -> None:
     )["results"]
     marks["zero_shot"] = time.perf_counter()
     accuracies = {f"acc_{name}": results[f"own_{name}"][f"{metric_of(name)},none"] for name in tasks}
-    parts = dict(zip(marks, (after - before for before, after in pairwise([started, *marks.values()])), strict=True))
-    atomic_write_text(folder / "result.json", to_json({"metrics": accuracies | {"ppl": ppl}, "parts": parts}))
+
+    again = {"": time.perf_counter()}
+    taylor(loaded.model, loaded.family, windows, [config.taylor_num_samples])
+    again["gradients"] = time.perf_counter()
+    if method.removals:
+        naive_removal_losses(loaded, windows[:few], method.removals)
+    again["removal"] = time.perf_counter()
+    perplexity.perplexity(model, held_out, window)
+    again["perplexity"] = time.perf_counter()
+    values = {"metrics": accuracies | {"ppl": ppl}, "parts": _between(marks), "own_kernels": _between(again)}
+    atomic_write_text(folder / "result.json", to_json(values))
+
+
+def _between(marks: dict[str, float]) -> dict[str, float]:
+    """Seconds up to each mark since the one before."""
+    seconds = [after - before for before, after in pairwise(marks.values())]
+    return dict(zip(list(marks)[1:], seconds, strict=True))
+
+
+def unused_removals(used: Sequence[str]) -> tuple[str, ...]:
+    return tuple(kind for kind in KINDS if kind not in used)
 
 
 def differences(published: list[dict[str, Any]], search: dict[str, dict[str, float]]) -> list[str]:
@@ -175,14 +208,26 @@ def differences(published: list[dict[str, Any]], search: dict[str, dict[str, flo
 
 
 def pass_tokens(configs: Sequence[PruningConfig], num_layers: int) -> dict[str, float]:
-    """Tokens that a mean published trial forwards for its gradients and, once a left-out part, for its removals."""
-    gradients = sum(c.taylor_seq_len * c.taylor_num_samples for c in configs)
-    removal = sum(
-        c.taylor_seq_len * c.num_removal_samples * (1 + num_layers * len(removals))
-        for c in configs
-        if (removals := load_method(c.method).removals)
-    )
-    return {"gradients": gradients / len(configs), "removal": removal / len(configs)}
+    """Tokens that a mean published trial forwards in each of its passes, once for every removal."""
+    tokens = {"gradients": 0, "removal": 0, "unused removal": 0}
+    for config in configs:
+        tokens["gradients"] += config.taylor_seq_len * config.taylor_num_samples
+        if used := load_method(config.method).removals:
+            once = config.taylor_seq_len * config.num_removal_samples
+            tokens["removal"] += once * (1 + num_layers * len(used))
+            tokens["unused removal"] += once * (1 + num_layers * len(unused_removals(used)))
+    return {name: total / len(configs) for name, total in tokens.items()}
+
+
+def mean_parts(trials: list[dict[str, Any]], scale: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a mean trial's parts, the published way and, with the same names, with the search's kernels."""
+
+    def mean(name: str) -> dict[str, float]:
+        parts = {part: sum(trial[name][part] for trial in trials) / len(trials) for part in trials[0][name]}
+        return {part: seconds * scale.get(part, 1.0) for part, seconds in parts.items()}
+
+    parts = mean("parts")
+    return parts, parts | mean("own_kernels") | {"unused removal": 0.0}
 
 
 def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -195,15 +240,18 @@ def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str,
     sizes = sizes_of(subject.run())
     whole, part_of_it = (pass_tokens(those, sizes["layers"]) for those in (configs, sample))
     scale = {name: tokens / part_of_it[name] for name, tokens in whole.items() if part_of_it[name]}
-    searches, trials = [], []
+    searches, trials, own = [], [], []
     for repeat in range(args.repeats):
         seconds, metrics = run_search(subject, args, work / f"{subject.name}-search-{repeat}")
         published = run_published(subject, sample, args, work / f"{subject.name}-published-{repeat}")
         searches.append(seconds)
-        means = {name: sum(t["parts"][name] for t in published) / count for name in published[0]["parts"]}
-        trials.append({name: seconds * scale.get(name, 1.0) for name, seconds in means.items()})
+        parts, parts_own = mean_parts(published, scale)
+        trials.append(parts)
+        own.append(parts_own)
     search_seconds = statistics.median(searches)
-    published_seconds = statistics.median(sum(trial.values()) for trial in trials) * len(configs) / args.slots
+    published_seconds, own_seconds = (
+        statistics.median(sum(parts.values()) for parts in those) * len(configs) / args.slots for those in (trials, own)
+    )
     return {
         "model": subject.name,
         **sizes,
@@ -212,8 +260,12 @@ def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str,
         "slots": args.slots,
         "search_seconds": search_seconds,
         "published_seconds": published_seconds,
+        "own_kernels_seconds": own_seconds,
         "ratio": published_seconds / search_seconds,
+        "own_kernels_ratio": own_seconds / search_seconds,
+        "search_seconds_of_each": searches,
         "parts": trials[-1],
+        "own_kernels_parts": own[-1],
         "mismatches": differences(published, metrics),
     }
 
@@ -221,17 +273,23 @@ def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str,
 def report(result: dict[str, Any]) -> str:
     count, trials = result["published_trials_run"], result["trials"]
     how = "all of them run" if count == trials else f"scaled up from {count} of them"
-    rows = [
-        ("", "trials", "seconds", "seconds a trial"),
-        ("search", trials, result["search_seconds"], result["search_seconds"] / trials),
-        (f"published way, {how}", trials, result["published_seconds"], result["published_seconds"] / trials),
-    ]
-    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in result["parts"].items())
+    rows = [("", "trials", "seconds", "seconds a trial", "of the search")]
+    for name, key in (
+        ("search", "search_seconds"),
+        (f"published way, {how}", "published_seconds"),
+        ("the same with the search's kernels", "own_kernels_seconds"),
+    ):
+        seconds = result[key]
+        rows.append((name, trials, seconds, seconds / trials, f"{seconds / result['search_seconds']:.1f}x"))
+    parts = [("seconds of a mean trial", "published way", "search's kernels")]
+    parts += [(name, result["parts"][name], result["own_kernels_parts"][name]) for name in PARTS]
     lines = [
         f"{result['model']}: {result['layer_params'] / 1e6:.2f}M parameters in layers, {result['params'] / 1e6:.2f}M in all, "
         f"{result['slots']} processes at once",
         table(rows),
-        f"{result['ratio']:.1f}x less time; seconds of a mean published trial: {parts}",
+        "",
+        table(parts),
+        "",
         f"accuracies that differ: {len(result['mismatches'])} in {count} trials",
         *result["mismatches"],
     ]

@@ -141,7 +141,7 @@ def naive_removal_losses(loaded: LoadedModel, windows: torch.Tensor, kinds: tupl
         for kind in kinds:
             rows = []
             for layer in decoder_layers(loaded.model, loaded.family):
-                with _without(loaded, layer, kind):
+                with without_block(loaded, layer, kind):
                     rows.append(_means(losses(batch)))
             parts[kind].append(np.stack(rows))
     return {kind: np.concatenate(arrays, axis=1) for kind, arrays in parts.items()}
@@ -152,7 +152,7 @@ def _means(losses: torch.Tensor) -> np.ndarray:
 
 
 @contextmanager
-def _without(loaded: LoadedModel, layer: torch.nn.Module, kind: str) -> Iterator[None]:
+def without_block(loaded: LoadedModel, layer: torch.nn.Module, kind: str) -> Iterator[None]:
     """`layer` without its block of that kind, which is not run; everything else is."""
     family = loaded.family
     name = {"layer": None, "attention": family.attention, "mlp": family.mlp}[kind]

@@ -11,10 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tune_prune.config import ZERO_SHOT_TASKS
+from tune_prune.evaluation.perplexity import perplexity
+from tune_prune.models import catalog
+from tune_prune.models.loading import load_model
+from tune_prune.pruning.importance import taylor
+from tune_prune.pruning.removal_loss import KINDS, removal_losses
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
@@ -115,6 +122,31 @@ def test_grid(bench: Callable[..., dict[str, Any]]) -> None:
     assert model["mismatches"] == []
     assert positive(model["search_seconds"], model["published_seconds"], *model["parts"].values())
     assert model["ratio"] == pytest.approx(model["published_seconds"] / model["search_seconds"])
+    assert model["own_kernels_parts"].keys() == model["parts"].keys()
+    assert model["own_kernels_parts"]["unused removal"] == 0
+    for part in ("load", "pruning", "zero_shot", "start and imports"):  # what both ways do alike is measured once
+        assert model["own_kernels_parts"][part] == model["parts"][part]
+
+
+def test_the_published_way_finds_what_the_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importance, removal losses and perplexity of the published loops, which the grid's benchmark times."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    way = importlib.import_module("published_way")
+    loaded = load_model(catalog.resolve("tiny-qwen2"), torch.float32, "cpu")  # its projections have biases
+    windows = torch.randint(loaded.model.config.vocab_size, (11, 12), generator=torch.Generator().manual_seed(5))
+    groups, own = way.gradient_pass(loaded, windows), taylor(loaded.model, loaded.family, windows, [11])[11].groups
+    for published, searched in zip((*groups.attention, *groups.mlp), (*own.attention, *own.mlp), strict=True):
+        np.testing.assert_allclose(published, searched, rtol=1e-4)
+    assert not any(p.requires_grad or p.grad is not None for p in loaded.model.parameters())
+    losses, removal = (
+        way.removal_passes(loaded, windows, KINDS),
+        removal_losses(loaded.model, loaded.family, windows, KINDS),
+    )
+    np.testing.assert_allclose(losses.pop("dense")[0], removal.dense, rtol=1e-5)
+    for kind in KINDS:
+        np.testing.assert_allclose(losses[kind], removal.removed[kind], rtol=1e-5)
+    text = windows.flatten()[:101]  # its last window has one token, which counts nowhere
+    assert way.perplexity(loaded.model, text, 20) == pytest.approx(perplexity(loaded.model, text, 20).ppl, rel=1e-5)
 
 
 def test_grid_tells_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ pass, so the snapshot for n equals, bit for bit, a pass over n samples alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -149,27 +149,9 @@ class _Accumulator:
 
     @torch.no_grad()
     def importance(self, num_samples: int) -> Importance:
-        attention, mlp, stats = [], [], []
-        for layer, part in zip(decoder_layers(self.model, self.family), self.parts, strict=True):
-            kv_heads = part["key"].out_features // self.family.head_dim(layer)
-            by_row = sum(
-                self._salience(part[role], 0, num_samples).view(kv_heads, -1).sum(1)
-                for role in ("query", "key", "value")
-            )
-            by_column = self._salience(part["output"], 1, num_samples).view(kv_heads, -1).sum(1)
-            attention.append(_numpy(by_row + by_column))
-            rows = self._salience(part["gate"], 0, num_samples) + self._salience(part["up"], 0, num_samples)
-            mlp.append(_numpy(rows + self._salience(part["down"], 1, num_samples)))
-            stats.append(self._layer_statistics(part, num_samples))
-        return Importance(num_samples, GroupScores(tuple(attention), tuple(mlp)), LayerGradients(*np.array(stats).T))
-
-    def _salience(self, linear: nn.Linear, side: int, num_samples: int) -> torch.Tensor:
-        """sum |w * G| over each row (side 0, with its bias) or column (side 1) of a projection."""
-        gradient = self.sums[linear.weight] / num_samples
-        total = (linear.weight * gradient).abs().sum(1 - side)
-        if side == 0 and linear.bias is not None:
-            total += (linear.bias * self.sums[linear.bias] / num_samples).abs()
-        return total
+        groups = group_scores(self.model, self.family, lambda p: self.sums[p] / num_samples)
+        stats = [self._layer_statistics(part, num_samples) for part in self.parts]
+        return Importance(num_samples, groups, LayerGradients(*np.array(stats).T))
 
     def _layer_statistics(self, part: dict[str, nn.Linear], num_samples: int) -> tuple[float, float, float, float]:
         count, absolute, plain, squares, largest = 0, 0.0, 0.0, 0.0, 0.0
@@ -182,6 +164,31 @@ class _Accumulator:
             largest = max(largest, gradient.abs().max().item())
         mean = plain / count
         return absolute / count, math.sqrt(squares), math.sqrt(max(0.0, squares / count - mean**2)), largest
+
+
+@torch.no_grad()
+def group_scores(
+    model: PreTrainedModel, family: Family, gradient: Callable[[torch.Tensor], torch.Tensor]
+) -> GroupScores:
+    """I(group) of every group; `gradient` gives G of a projection's weight or bias, in its shape."""
+
+    def salience(linear: nn.Linear, side: int) -> torch.Tensor:
+        """sum |w * G| over each row (side 0, with its bias) or column (side 1) of a projection."""
+        total = (linear.weight * gradient(linear.weight)).abs().sum(1 - side)
+        if side == 0 and linear.bias is not None:
+            total += (linear.bias * gradient(linear.bias)).abs()
+        return total
+
+    attention, mlp = [], []
+    for layer in decoder_layers(model, family):
+        part = family.linears(layer)
+        kv_heads = part["key"].out_features // family.head_dim(layer)
+        by_row = sum(salience(part[role], 0).view(kv_heads, -1).sum(1) for role in ("query", "key", "value"))
+        by_column = salience(part["output"], 1).view(kv_heads, -1).sum(1)
+        attention.append(_numpy(by_row + by_column))
+        rows = salience(part["gate"], 0) + salience(part["up"], 0)
+        mlp.append(_numpy(rows + salience(part["down"], 1)))
+    return GroupScores(tuple(attention), tuple(mlp))
 
 
 def _members(linear: nn.Linear, role: str) -> list[torch.Tensor]:

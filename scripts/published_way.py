@@ -1,0 +1,76 @@
+"""The passes of one trial as the published search's code makes them, in plain transformers calls.
+
+Source: github.com/song17122328/llama-pruning, `run_global_pruning.py`, `core/importance/layer_analyzer.py` and
+`evaluation/metrics`. A gradient pass takes batches of 8 samples through `model(ids, labels=ids)` and `backward`, for every
+parameter of the model. Where a method asks for removal losses, those of layers and those of both blocks are taken, whichever
+it uses, text by text, each by one whole forward pass. Perplexity goes window by window.
+
+Left out of it, to its advantage: the statistics of all gradients after every batch, a second perplexity text, saving and
+loading the pruned model in between. Changed, so that the results can be compared: float32 weights, the calibration windows
+of this project, and a removed block that adds nothing, where that code returns the block's input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from bench_passes import without_block
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tune_prune.models.families import decoder_layers
+from tune_prune.models.loading import LoadedModel
+from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.importance import group_scores
+
+GRADIENT_BATCH = 8  # samples, the default of the published code
+
+
+def gradient_pass(loaded: LoadedModel, windows: Tensor) -> GroupScores:
+    """I(group) from all `windows` [samples, seq_len]."""
+    model = loaded.model.requires_grad_(True)
+    for batch in windows.split(GRADIENT_BATCH):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        (loss * (len(batch) / len(windows))).backward()
+    scores = group_scores(model, loaded.family, _gradient)
+    model.zero_grad(set_to_none=True)
+    model.requires_grad_(False)
+    return scores
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@torch.no_grad()
+def removal_passes(loaded: LoadedModel, windows: Tensor, kinds: Sequence[str]) -> dict[str, np.ndarray]:
+    """Losses in nats [layers, samples] without each block of `kinds`, and of the dense model [1, samples] as "dense"."""
+
+    def losses() -> list[float]:
+        return [_loss(loaded.model, sample[None]) for sample in windows]
+
+    found = {"dense": np.array([losses()])}
+    for kind in kinds:
+        rows = []
+        for layer in decoder_layers(loaded.model, loaded.family):
+            with without_block(loaded, layer, kind):
+                rows.append(losses())
+        found[kind] = np.array(rows)
+    return found
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, tokens: Tensor, window: int) -> float:
+    """Of `tokens` [N] in windows of `window` tokens, the last one shorter; every predicted token counts the same."""
+    windows = [part[None] for part in tokens.split(window) if len(part) > 1]
+    counts = [part.shape[1] - 1 for part in windows]
+    total = sum(_loss(model, part) * count for part, count in zip(windows, counts, strict=True))
+    return math.exp(total / sum(counts))
+
+
+def _loss(model: PreTrainedModel, sample: Tensor) -> float:
+    return model(input_ids=sample, labels=sample, use_cache=False).loss.item()
