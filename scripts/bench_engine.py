@@ -4,7 +4,8 @@
     python scripts/bench_engine.py --model 20M --limit 0            whole task files, more than an hour on two cores
 
 Both score the same requests of lm-eval's task definitions, on the CPU with the same threads; HFLM takes its softmax in
-float32, as ours does, and for every task the batch size of `--batch-sizes` that was fastest on a part of its items.
+float32, as ours does, and for every task the batch size of `--batch-sizes` that was fastest on a part of its items. HFLM holds
+all logits of a batch, more than once: 64 of piqa's longest rows at a vocabulary of 50k are more than 24 GB.
 
 tokens    forwarded, on whole files: HFLM's without padding (equal inputs count once, as HFLM does it), and with the padding
           of the batches that were timed; ours without padding, choices sharing their prefix or scored one by one
