@@ -305,7 +305,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--tasks", type=lambda text: tuple(text.split(",")), default=ZERO_SHOT_TASKS, metavar="A,B")
     p.add_argument("--search-space", default="paper_grid", metavar="NAME_OR_YAML", help="(default: %(default)s)")
     p.add_argument("--pruning-ratio", type=float, default=0.2, metavar="R")
-    p.add_argument("--batch-size", type=int, default=16, metavar="N", help="of HFLM (default: %(default)s)")
+    p.add_argument(
+        "--batch-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="of HFLM, bench_engine.py finds its best (default: %(default)s)",
+    )
     p.add_argument("--slots", type=int, default=os.cpu_count(), metavar="N", help="processes at once (default: CPUs)")
     p.add_argument("--published-trial", type=Path, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
