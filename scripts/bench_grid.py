@@ -8,9 +8,9 @@ end of its process. The published way runs every trial in a process of its own t
 its own passes as the published code makes them (published_way.py), prunes, and evaluates with lm-eval's HFLM; no baseline. As
 many processes as CPUs run at once, one thread each, as the search's trials do.
 
-The published code measures removals that a method does not use, in plain transformers calls. What of the gain is sharing alone
-is told, too: each published trial makes its passes once more, uncounted, with the search's kernels and batches and only the
-removals that it uses, and a second ratio takes the seconds of those.
+That code calls plain transformers and measures removals that its method does not use. What is gained by sharing and by the engine
+alone is told, too: each published trial makes its passes once more, uncounted, with the search's kernels and batches and
+only the removals that it uses, and a second ratio takes the seconds of those.
 
 With a `--limit` the perplexity text is cut to the same share; the gradient passes stay whole, so they weigh more than with
 all items.

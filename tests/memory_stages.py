@@ -1,5 +1,5 @@
-"""Stages of a trial whose memory is measured: `python -m tests.memory_stages taylor 8000` prints the bytes by which the
-resident set of its fresh process grows at most."""
+"""Stages of a trial whose memory is measured: `python -m tests.memory_stages taylor` prints the bytes by which the resident
+set of its fresh process grows at most."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def build(name: str) -> Stage:
 
 
 def _resident(name: str) -> int:
+    """Bytes of this process that the system tells under `name`."""
     return 1024 * int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
 
 

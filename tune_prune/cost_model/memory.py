@@ -32,9 +32,8 @@ SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-
 FLOAT32 = 4
 # What an allocator holds over what is counted of a gradient pass's tensors: on a CPU 0.97 to 1.26 in 24 fresh processes.
 FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
-EVALUATION_SLACK = (
-    1.2  # the same of an evaluation, whose plan already counts layers and logits as if they stood together
-)
+# The same of an evaluation, where layers and logits are counted as if they stood there together.
+EVALUATION_SLACK = 1.2
 
 
 @dataclass(frozen=True)
