@@ -24,15 +24,15 @@ import torch
 from bench_common import Subject, benchmark_parser, median_times, sizes_of, subject, table, write_json
 from torch.profiler import ProfilerActivity, profile
 
-from tune_prune import calibration
-from tune_prune.context import task_source, uses_embedded_data
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.tokens import SAMPLED_ITEMS, zero_shot_tokens
+from tune_prune.data import calibration
 from tune_prune.evaluation import perplexity
-from tune_prune.evaluation.shared_prefix import score_planned
+from tune_prune.evaluation.engine.prefix_trees import score_planned
 from tune_prune.models import catalog, loading
-from tune_prune.pruning.importance import batch_size, taylor
-from tune_prune.pruning.removal_loss import removal_losses
+from tune_prune.pruning.statistics.block_removal import removal_losses
+from tune_prune.pruning.statistics.taylor import batch_size, taylor
+from tune_prune.trial.context import task_source, uses_embedded_data
 
 PEAK_SIZES = (512, 1024, 2048)
 KINDS = ("layer", "attention", "mlp")

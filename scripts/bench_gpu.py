@@ -25,14 +25,14 @@ import torch
 from bench_common import benchmark_parser, median_times, table, write_json
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
+from tune_prune.evaluation.engine.prefix_trees import count_tokens, refusal, score_items
+from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
-from tune_prune.evaluation.row_scoring import Request
-from tune_prune.evaluation.shared_prefix import count_tokens, refusal, score_items
 from tune_prune.models.families import Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
-from tune_prune.pruning.importance import Importance, taylor
-from tune_prune.pruning.removal_loss import KINDS, removal_losses
 from tune_prune.pruning.selection import select
+from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
+from tune_prune.pruning.statistics.taylor import Importance, taylor
 from tune_prune.pruning.surgery import prune
 
 HFLM_ROWS = 64

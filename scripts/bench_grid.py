@@ -41,12 +41,13 @@ from typing import Any
 import torch
 from bench_common import Subject, benchmark_parser, sizes_of, subject, table, write_json
 
-from tune_prune import calibration, search_space
-from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.ledger import Ledger, atomic_write_text, to_json
+from tune_prune.data import calibration
 from tune_prune.evaluation.item_scores import metric_of
-from tune_prune.ledger import Ledger, atomic_write_text, to_json
+from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
-from tune_prune.pruning.removal_loss import KINDS
+from tune_prune.pruning.statistics.block_removal import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of a published trial, in their order.
@@ -113,14 +114,14 @@ def published_trial(order: dict[str, Any]) -> None:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    from tune_prune.context import task_source, uses_embedded_data
     from tune_prune.evaluation import perplexity
     from tune_prune.models import catalog, loading
-    from tune_prune.pruning.importance import taylor
     from tune_prune.pruning.methods import LOSS_FLOOR, Statistics
-    from tune_prune.pruning.removal_loss import RemovalLosses
     from tune_prune.pruning.selection import select
+    from tune_prune.pruning.statistics.block_removal import RemovalLosses
+    from tune_prune.pruning.statistics.taylor import taylor
     from tune_prune.pruning.surgery import prune
+    from tune_prune.trial.context import task_source, uses_embedded_data
 
     torch.set_num_threads(1)
     config, folder = PruningConfig.from_dict(order["config"]), Path(order["folder"])

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from bench_common import Subject, benchmark_parser, sizes_of, subject, table, write_json
 
-from tune_prune.artifacts import ArtifactStore
-from tune_prune.config import ModelRun, PruningConfig
-from tune_prune.context import TrialContext
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.speed import SpeedRequest, measure
 from tune_prune.cost_model.workload import by_seq_len, workload
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.selection import budget
-from tune_prune.trial import prepare, run_trial
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import prepare, run_trial
 
 STAGES = ("importance", "removal", "perplexity", "zero_shot")
 RATIO = 0.2

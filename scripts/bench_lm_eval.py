@@ -14,7 +14,7 @@ from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from tune_prune.evaluation.task_files import TaskSource, task_files
+from tune_prune.data.task_files import TaskSource, task_files
 
 
 def write_definitions(source: TaskSource, tasks: tuple[str, ...], folder: Path) -> TaskManager:

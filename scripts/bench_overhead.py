@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from bench_common import Subject, benchmark_parser, sizes_of, subject, table, timed, write_json
 from bench_grid import run_search
 
-from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig
-from tune_prune.context import TrialContext
-from tune_prune.ledger import Ledger, PassLog, parse_json
-from tune_prune.trial import SharedStatistics, prepare, run_trial
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.ledger import Ledger, PassLog, parse_json
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import SharedStatistics, prepare, run_trial
 
 METHODS = ("taylor", "layerwise", "blockwise")
 MEMORY_AFTER = (10, 50, 100, 200)  # trials

@@ -26,15 +26,16 @@ import numpy as np
 import torch
 from bench_common import Subject, benchmark_parser, median_times, sizes_of, subject, table, write_json
 
-from tune_prune import calibration, search_space
-from tune_prune.config import PruningConfig
+from tune_prune.core.config import PruningConfig
+from tune_prune.data import calibration
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.loading import LoadedModel
-from tune_prune.pruning.importance import Importance, batch_size, taylor
+from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
-from tune_prune.pruning.removal_loss import removal_losses
+from tune_prune.pruning.statistics.block_removal import removal_losses
+from tune_prune.pruning.statistics.taylor import Importance, batch_size, taylor
 
 
 def measure(subject: Subject, configs: list[PruningConfig], repeats: int) -> dict[str, Any]:

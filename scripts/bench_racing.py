@@ -13,7 +13,7 @@
    misses items of its own in the smallest task, the best misses as many per cent of the largest one.
 3. A finished experiment (--experiment): the outcomes in its trials/*/items.parquet go through the same rules.
 
-Both rules are the program's own: tune_prune.racing.Race and tune_prune.tuning.scheduler.AshaPerModel (Ray's ASHA). Slices
+Both rules are the program's own: tune_prune.tuning.stopping.racing.Race and, in schedulers.py beside it, AshaPerModel (Ray's ASHA). Slices
 are `proportional` (a slice takes its fraction of each task) or `even` (racing.even_slices). Tokens count the zero-shot items
 only. A winner is `told apart` from the exhaustive one if it is worse by more than 2 paired standard errors on all items.
 """
@@ -36,12 +36,12 @@ import numpy as np
 import pandas as pd
 from bench_common import data_dir, table, write_json
 
-from tune_prune.analysis.load import TASK_ITEMS
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.ledger import Ledger
-from tune_prune.racing import Race, even_slices
-from tune_prune.tuning.race import read_outcomes
-from tune_prune.tuning.scheduler import AshaPerModel
+from tune_prune.analysis.input.load import TASK_ITEMS
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.ledger import Ledger
+from tune_prune.tuning.stopping.race import read_outcomes
+from tune_prune.tuning.stopping.racing import Race, even_slices
+from tune_prune.tuning.stopping.schedulers import AshaPerModel
 from tune_prune.tuning.trainable import TrialSpec
 
 GRID = Path("published_grids", "consolidated_Llama_20", "all_methods_results.csv")

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from tune_prune.models.families import decoder_layers
 from tune_prune.models.loading import LoadedModel
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.importance import group_scores
+from tune_prune.pruning.statistics.taylor import group_scores
 
 GRADIENT_BATCH = 8  # samples, the default of the published code
 

@@ -19,12 +19,12 @@ import pandas as pd
 import pytest
 from scipy.special import ndtri
 
-from tune_prune.analysis.compute import find
-from tune_prune.analysis.findings import Findings
-from tune_prune.analysis.reading import read_study
-from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig, digest
-from tune_prune.ledger import Ledger, atomic_write_text, to_json
-from tune_prune.records import TrialRecord
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.statistics.compute import find
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig, digest
+from tune_prune.core.ledger import Ledger, atomic_write_text, to_json
+from tune_prune.core.records import TrialRecord
 
 LAYERS, GROUPS, CHANNELS, PARAMS = 4, 4, 64, 100_000
 SEQ_LENS, SAMPLES = (16, 64, 256), (128, 512)

@@ -17,7 +17,7 @@ from tune_prune.cost_model.memory import MemoryPlan, plan_memory
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.importance import taylor
+from tune_prune.pruning.statistics.taylor import taylor
 
 STAGES = {"taylor": 8000, "copies": 2000, "evaluation": 8000}  # with the vocabulary of the model
 

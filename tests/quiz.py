@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.suite import ZeroShotSuite
-from tune_prune.evaluation.task_files import TaskSource
 
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 QUIZ_DEFINITION = """\

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.findings import published_folder, simulated_study
-from tune_prune.analysis import command, compute, findings, wording
-from tune_prune.analysis.reading import read_study
+from tune_prune.analysis import command
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.render import wording
+from tune_prune.analysis.statistics import compute, findings
 
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "datasets", "optuna")
 

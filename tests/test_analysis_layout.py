@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from tests.findings import published_findings, simulated_findings
-from tune_prune.analysis import load
+from tune_prune.analysis.input import load
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.layout import folder_name, write_layout
-from tune_prune.analysis.reading import read_study
-from tune_prune.analysis.study import Model
-from tune_prune.config import PruningConfig
+from tune_prune.core.config import PruningConfig
 
 ITEMS = 30
 PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")

@@ -13,21 +13,21 @@ import pandas as pd
 import pytest
 
 from tests.findings import published_folder
-from tune_prune.analysis import load
 from tune_prune.analysis.export import write_views
-from tune_prune.analysis.reading import read_study
-from tune_prune.analysis.results_csv import read_results_csv
-from tune_prune.analysis.study import Model
-from tune_prune.config import (
+from tune_prune.analysis.input import load
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input.results_csv import read_results_csv
+from tune_prune.analysis.input.study import Model
+from tune_prune.core.config import (
     ZERO_SHOT_TASKS,
     EvaluationProtocol,
     ModelRun,
     PruningConfig,
     trial_key,
 )
-from tune_prune.errors import UserError
-from tune_prune.ledger import Ledger, atomic_write_text, to_json
-from tune_prune.records import TrialRecord
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger, atomic_write_text, to_json
+from tune_prune.core.records import TrialRecord
 
 NAMES = ("taylor-s16-n8", "taylor-s32-n8", "blockwise-s16-n8")
 

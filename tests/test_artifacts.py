@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tune_prune.artifacts import ArtifactStore
+from tune_prune.core.artifact_cache import ArtifactStore
 
 KEY = {"model": "abc", "seq_len": 16, "nested": {"b": 1, "a": [1, 2]}}
 ARRAYS = {"scores": np.linspace(0, 1, 50), "empty": np.empty((0, 3)), "odd": np.array([np.nan, np.inf, -0.0])}

@@ -16,12 +16,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tune_prune.config import ZERO_SHOT_TASKS
+from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models import catalog
 from tune_prune.models.loading import load_model
-from tune_prune.pruning.importance import taylor
-from tune_prune.pruning.removal_loss import KINDS, removal_losses
+from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
+from tune_prune.pruning.statistics.taylor import taylor
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))

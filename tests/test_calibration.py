@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tune_prune import calibration, embedded
-from tune_prune.calibration import fingerprint, load_text, resolve, tokenize, windows
-from tune_prune.errors import UserError
+from tune_prune import embedded
+from tune_prune.core.errors import UserError
+from tune_prune.data import calibration
+from tune_prune.data.calibration import fingerprint, load_text, resolve, tokenize, windows
 
 TOKENS = torch.arange(1000)  # every token is its own position
 

@@ -16,8 +16,8 @@ from tests.checkpoints import FLOAT32_TOLERANCE, alone, write_case
 from tests.pruned_checkpoints import measured_checkpoint, open_context
 from tests.test_surgery import tokens
 from tune_prune import evaluate
-from tune_prune.config import ZERO_SHOT_METRIC
-from tune_prune.evaluation.task_files import TaskSource
+from tune_prune.core.config import ZERO_SHOT_METRIC
+from tune_prune.data.task_files import TaskSource
 
 ADAPTED = [
     ("llama-biases", "both of a middle layer", ["q_proj", "v_proj", "down_proj"]),

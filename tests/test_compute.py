@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 
 from tests.findings import METHODS, published_findings, simulated_findings, simulated_study, true_accuracy
-from tune_prune.analysis.compute import find
 from tune_prune.analysis.export import cross_model_comparison
-from tune_prune.analysis.findings import RULES, Findings, ModelFindings
-from tune_prune.analysis.load import config_of, difference, read_items
-from tune_prune.analysis.reading import read_study
-from tune_prune.analysis.study import Study
-from tune_prune.errors import UserError
+from tune_prune.analysis.input.load import config_of, difference, read_items
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input.study import Study
+from tune_prune.analysis.statistics.compute import find
+from tune_prune.analysis.statistics.findings import RULES, Findings, ModelFindings
+from tune_prune.core.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tune_prune.config import (
+from tune_prune.core.config import (
     EvaluationProtocol,
     ModelRun,
     PruningConfig,
@@ -17,7 +17,7 @@ from tune_prune.config import (
     seed_for,
     trial_key,
 )
-from tune_prune.errors import UserError, did_you_mean
+from tune_prune.core.errors import UserError, did_you_mean
 
 CONFIG = PruningConfig("taylor", 64, 128)
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), seed=0, dtype="float32")

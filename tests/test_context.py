@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
-from tune_prune import calibration
-from tune_prune.config import EvaluationProtocol, PruningConfig
-from tune_prune.context import TrialContext
+from tune_prune.core.config import EvaluationProtocol, PruningConfig
+from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.data import calibration
 from tune_prune.evaluation import perplexity
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.importance import taylor
-from tune_prune.pruning.removal_loss import removal_losses
+from tune_prune.pruning.statistics.block_removal import removal_losses
+from tune_prune.pruning.statistics.taylor import taylor
 from tune_prune.pruning.surgery import prune
-from tune_prune.records import StageReport, TrialRecord
-from tune_prune.trial import SharedStatistics, Trial, prepare, run_trial
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import SharedStatistics, Trial, prepare, run_trial
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tune_prune.analysis.cost import cost_line, duration, totals, write_cost
-from tune_prune.records import TrialRecord
+from tune_prune.core.records import TrialRecord
 
 
 def stage(name: str, seconds: float, tokens: int) -> dict[str, object]:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2TokenizerFast, MistralConfig
 
 from tests.conftest import build_tiny
-from tune_prune.config import EvaluationProtocol
+from tune_prune.core.config import EvaluationProtocol
 from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model import tokens
 from tune_prune.cost_model.estimate import ModelWork, estimate, gradient_samples
@@ -23,17 +23,17 @@ from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.memory import needs_copy
 from tune_prune.cost_model.speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, Speed, SpeedRequest, _Bench, measure
 from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
-from tune_prune.evaluation.row_scoring import Request, score_requests
-from tune_prune.evaluation.task_files import TaskSource
+from tune_prune.data.task_files import TaskSource
+from tune_prune.evaluation.engine.rows import Request, score_requests
 from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.head import NextTokenLosses
-from tune_prune.pruning import importance
-from tune_prune.pruning.importance import taylor
-from tune_prune.pruning.removal_loss import KINDS, removal_losses
-from tune_prune.trial import SharedStatistics
+from tune_prune.pruning.statistics import taylor as taylor_module
+from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
+from tune_prune.pruning.statistics.taylor import taylor
+from tune_prune.trial.trial import SharedStatistics
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", ROOT.parent / "shared" / "data"))
@@ -117,10 +117,10 @@ def test_head_counts_where_it_is_asked_and_pruning_shrinks_the_rest():
 
 @pytest.mark.parametrize("wanted", [(8,), (3,), (3, 8), (2, 3, 7), (4, 8, 16), (1, 5, 10), (4, 6), (2, 4), (3, 4)])
 def test_samples_and_copies_of_a_gradient_pass(wanted, monkeypatch):
-    monkeypatch.setattr(importance, "batch_size", lambda seq_len, device: 4)
+    monkeypatch.setattr(taylor_module, "batch_size", lambda seq_len, device: 4)
     copies = []
-    original = importance._Accumulator.copy
-    monkeypatch.setattr(importance._Accumulator, "copy", lambda self: copies.append(1) or original(self))
+    original = taylor_module._Accumulator.copy
+    monkeypatch.setattr(taylor_module._Accumulator, "copy", lambda self: copies.append(1) or original(self))
     model = build_tiny("llama")
     seen = []
     model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True)

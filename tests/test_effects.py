@@ -16,10 +16,10 @@ from scipy import stats
 from statsmodels.formula.api import ols
 
 from tests.findings import published_folder
-from tune_prune.analysis import effects
-from tune_prune.analysis.findings import Remark
-from tune_prune.analysis.load import ranked
-from tune_prune.analysis.reading import read_study
+from tune_prune.analysis.input.load import ranked
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.statistics import effects
+from tune_prune.analysis.statistics.findings import Remark
 
 METHODS = ("taylor", "layerwise", "blockwise")
 SEQ_LENS = (16, 32, 64, 128, 256)

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tune_prune import embedded
-from tune_prune.config import ZERO_SHOT_TASKS
+from tune_prune.core.config import ZERO_SHOT_TASKS
+from tune_prune.core.errors import UserError
 from tune_prune.embedded import corpus, items, world
-from tune_prune.errors import UserError
 
 REAL_FIELDS = {
     "boolq": {"question", "passage", "answer"},

@@ -17,11 +17,11 @@ from tests.pruned_checkpoints import FLAGS, change_json, change_weights, measure
 from tests.search_folders import TINY_FOLDER, data_folder, model_folder
 from tune_prune import evaluate
 from tune_prune.checkpoint.manifest import MANIFEST, read
-from tune_prune.config import EvaluationProtocol, ModelRun
-from tune_prune.context import TrialContext
-from tune_prune.ledger import parse_record
-from tune_prune.records import TrialRecord
-from tune_prune.trial import run_trial
+from tune_prune.core.config import EvaluationProtocol, ModelRun
+from tune_prune.core.ledger import parse_record
+from tune_prune.core.records import TrialRecord
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import run_trial
 
 TINY = ("--model", "tiny-llama")
 STAGES = ("perplexity", "zero_shot")

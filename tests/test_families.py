@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES, Family, check_structure, decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.loading import config_geometry

@@ -21,11 +21,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
-from tune_prune.analysis import figure_style, figures
-from tune_prune.analysis.compute import find
-from tune_prune.analysis.findings import Findings, ModelFindings
-from tune_prune.analysis.load import config_name, typed
-from tune_prune.analysis.study import Model, Study
+from tune_prune.analysis.figures import figure_style, figures
+from tune_prune.analysis.input.load import config_name, typed
+from tune_prune.analysis.input.study import Model, Study
+from tune_prune.analysis.statistics.compute import find
+from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 
 LOST = "layerwise-s16-n128"
 

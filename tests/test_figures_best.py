@@ -16,9 +16,9 @@ from matplotlib.image import imread
 from matplotlib.lines import Line2D
 
 from tests.findings import simulated_findings
-from tune_prune.analysis import figure_style, figures, figures_best
-from tune_prune.analysis.findings import Findings
-from tune_prune.errors import UserError
+from tune_prune.analysis.figures import figure_style, figures, figures_best
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.core.errors import UserError
 
 
 @pytest.fixture(scope="module")

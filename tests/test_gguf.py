@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.conftest import build_tiny
 from tests.gguf_reading import HEAD_DIM, HIDDEN, QUERIES_PER_KV, SHAPES, File, G, M, family_of, llama_cpp, pruned
-from tune_prune.checkpoint.gguf_architecture import ARCHITECTURES, choose_architecture
-from tune_prune.checkpoint.gguf_file import write_gguf
+from tune_prune.checkpoint.gguf.architecture import ARCHITECTURES, choose_architecture
+from tune_prune.checkpoint.gguf.gguf_file import write_gguf
 from tune_prune.checkpoint.layers import compact
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.pruning.groups import PruningPlan
 

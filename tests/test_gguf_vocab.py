@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from tests.gguf_reading import File, pruned
 from tune_prune import embedded
-from tune_prune.checkpoint import gguf_vocab
-from tune_prune.checkpoint.gguf_file import write_gguf
-from tune_prune.checkpoint.gguf_vocab import read_vocabulary
-from tune_prune.errors import UserError
+from tune_prune.checkpoint.gguf import gguf_vocab
+from tune_prune.checkpoint.gguf.gguf_file import write_gguf
+from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
+from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning import importance as module
 from tune_prune.pruning.diagnostics import (
     extreme_pruning_layers,
     gradient_diagnosis,
@@ -22,8 +21,9 @@ from tune_prune.pruning.diagnostics import (
     pruning_comparison,
 )
 from tune_prune.pruning.groups import GroupScores, PruningPlan
-from tune_prune.pruning.importance import Importance, LayerGradients, batch_size, taylor
 from tune_prune.pruning.selection import select
+from tune_prune.pruning.statistics import taylor as module
+from tune_prune.pruning.statistics.taylor import Importance, LayerGradients, batch_size, taylor
 
 SEQ_LEN = 9
 

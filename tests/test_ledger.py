@@ -13,10 +13,10 @@ from pprint import pformat
 import numpy as np
 import pytest
 
-from tune_prune import ledger
-from tune_prune.errors import UserError
-from tune_prune.ledger import Ledger
-from tune_prune.records import TrialRecord
+from tune_prune.core import ledger
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import TrialRecord
 
 RECORD = TrialRecord(
     key="0f",

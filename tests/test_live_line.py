@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
-from tune_prune.records import StageReport, TrialRecord
-from tune_prune.trial import SharedStatistics
-from tune_prune.tuning.live_line import LiveLine, TimeLeft
-from tune_prune.tuning.prepare import Prepared, PrepareJob
+from tune_prune.trial.trial import SharedStatistics
+from tune_prune.tuning.preparation import Prepared, PrepareJob
+from tune_prune.tuning.progress import LiveLine, TimeLeft
 from tune_prune.tuning.worker import TrialSpec
 
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning import methods
 from tune_prune.pruning.groups import GroupScores

@@ -22,12 +22,12 @@ from matplotlib.image import imread
 
 from tune_prune import embedded, prune
 from tune_prune.checkpoint import manifest as manifests
-from tune_prune.checkpoint.card import layers_figure, render, write_card
+from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, perplexity, short_bytes, short_count
+from tune_prune.checkpoint.card.model_card import layers_figure, render, write_card
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.checkpoint.numbers import accuracy, escaped, perplexity, short_bytes, short_count
 from tune_prune.checkpoint.sizes import Sizes
 from tune_prune.checkpoint.speed import Speed
-from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
 

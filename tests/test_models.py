@@ -16,7 +16,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import embedded
 from tune_prune.checkpoint import layers
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models import loading, weight_files
 from tune_prune.models.catalog import HUB_ALIASES, ModelSource, aliases, resolve
 from tune_prune.models.families import family_of

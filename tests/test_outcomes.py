@@ -11,9 +11,9 @@ import pytest
 from scipy import stats
 
 from tests.findings import simulated_scores
-from tune_prune.analysis.load import paired_difference
-from tune_prune.analysis.outcomes import Comparison, Outcomes, compare, cross_fit, read_outcomes
-from tune_prune.errors import UserError
+from tune_prune.analysis.input.load import paired_difference
+from tune_prune.analysis.statistics.outcomes import Comparison, Outcomes, compare, cross_fit, read_outcomes
+from tune_prune.core.errors import UserError
 
 K = 45
 TASKS = {"easy": 0.1, "hard": 0.0}  # above the configuration's accuracy

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.findings import published_findings, simulated_study
-from tune_prune.analysis import page, wording
-from tune_prune.analysis.compute import find
-from tune_prune.analysis.findings import Findings, Remark
-from tune_prune.analysis.reading import read_study
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.render import page, wording
+from tune_prune.analysis.statistics.compute import find
+from tune_prune.analysis.statistics.findings import Findings, Remark
 
 HOSTILE = "<script>alert(1)</script>"
 HOSTILE_REASON = "\"><img src=x onerror='alert(1)'> & {{ 7 * 7 }}"

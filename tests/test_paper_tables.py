@@ -14,12 +14,12 @@ import pandas as pd
 import pytest
 
 from tests.findings import published_findings, simulated_findings
-from tune_prune.analysis.compute import find
-from tune_prune.analysis.findings import Findings
-from tune_prune.analysis.latex import escape, latex_table
-from tune_prune.analysis.paper_tables import PaperTable, tables, write_paragraphs, write_tables
-from tune_prune.analysis.reading import read_study
-from tune_prune.config import ZERO_SHOT_TASKS
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.render.latex import escape, latex_table
+from tune_prune.analysis.statistics.compute import find
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.tables.paper_tables import PaperTable, tables, write_paragraphs, write_tables
+from tune_prune.core.config import ZERO_SHOT_TASKS
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|The methods differ\b|\bcorrelates\b|\bloses\b"
 NASTY = r'100% of C:\tmp_x & {y} #1 [a] ~ ^ $5 "q" <b> | *z* --x -1.5 é 模'

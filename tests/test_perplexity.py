@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.evaluation.perplexity import load_text, perplexity
 
 LIMIT = 32

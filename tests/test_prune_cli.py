@@ -87,9 +87,9 @@ import json, sys
 from pathlib import Path
 import pyarrow.parquet, torch
 torch.set_num_threads(1)
-from tune_prune.config import EvaluationProtocol, ModelRun
-from tune_prune.context import EMBEDDED_DATA, TrialContext
-from tune_prune.trial import Trial
+from tune_prune.core.config import EvaluationProtocol, ModelRun
+from tune_prune.trial.context import EMBEDDED_DATA, TrialContext
+from tune_prune.trial.trial import Trial
 experiment = Path(sys.argv[1])
 for label, best in json.loads((experiment / "global_best_config.json").read_text())["models"].items():
     protocol = EvaluationProtocol(limit=20)
@@ -300,7 +300,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def broken(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("tune_prune.checkpoint.card.write_card", broken)
+    monkeypatch.setattr("tune_prune.checkpoint.card.model_card.write_card", broken)
     with pytest.raises(OSError, match="disk full"):
         prune.main(["--model", "tiny-llama", *FLAGS, "--output", str(tmp_path / "deep" / "out")])
     assert [path.name for path in (tmp_path / "deep").iterdir()] == []

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ray.tune.search import Searcher
 
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.tuning.prepare import prepare_jobs
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.tuning.preparation import prepare_jobs
 from tune_prune.tuning.queue import StopAtFailure, WorkQueue
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.worker import TrialSpec

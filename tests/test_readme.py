@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune import evaluate, search, search_space
+from tune_prune import evaluate, search
 from tune_prune.analysis import command
 from tune_prune.models.catalog import HUB_ALIASES, aliases, resolve
 from tune_prune.models.families import FAMILIES
+from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
 
 ROOT = Path(__file__).parents[1]

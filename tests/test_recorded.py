@@ -10,7 +10,7 @@ import pytest
 from tests.pruned_checkpoints import PROTOCOL
 from tune_prune.checkpoint import recorded
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.config import ModelRun
+from tune_prune.core.config import ModelRun
 
 MEASURED_ON = {"protocol": 2, "text": "t", "tasks": {"boolq": "b", "piqa": "p"}}
 METRICS = {"ppl": 9.0, "acc_mean": 0.5, "acc_boolq": 0.6, "acc_piqa": 0.4}

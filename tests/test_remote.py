@@ -6,8 +6,8 @@ import tempfile
 
 import pytest
 
-from tune_prune.tuning import cluster, remote
-from tune_prune.tuning.resources import TrialResources
+from tune_prune.tuning.ray_cluster import cluster, remote
+from tune_prune.tuning.ray_cluster.resources import TrialResources
 
 pytestmark = pytest.mark.slow  # starts Ray
 

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
-from tune_prune.analysis.findings import Findings
-from tune_prune.analysis.plain_text import COLUMNS, table, width, wrap
-from tune_prune.analysis.report_text import SHOWN_PROBLEMS, report, write_report
-from tune_prune.analysis.wording import LANGUAGES, acc, percent, points, say
-from tune_prune.errors import UserError
+from tune_prune.analysis.render.plain_text import COLUMNS, table, width, wrap
+from tune_prune.analysis.render.report_text import SHOWN_PROBLEMS, report, write_report
+from tune_prune.analysis.render.wording import LANGUAGES, acc, percent, points, say
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.core.errors import UserError
 
 NUMBER = re.compile(r"(?<![A-Za-z0-9_.])-?\d*\.?\d+(?![A-Za-z0-9_])")
 

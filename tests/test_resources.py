@@ -2,8 +2,14 @@
 
 import pytest
 
-from tune_prune.errors import UserError
-from tune_prune.tuning.resources import TrialResources, parse_amount, plan_resources, trial_slots, trials_per_gpu
+from tune_prune.core.errors import UserError
+from tune_prune.tuning.ray_cluster.resources import (
+    TrialResources,
+    parse_amount,
+    plan_resources,
+    trial_slots,
+    trials_per_gpu,
+)
 
 GIB = 2**30
 

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tune_prune.analysis import rules
-from tune_prune.errors import UserError
+from tune_prune.analysis.statistics import rules
+from tune_prune.core.errors import UserError
 
 
 def rows(*values: tuple[Any, ...], **more: list[float]) -> pd.DataFrame:

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 from ray import tune
 
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.errors import UserError
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.errors import UserError
 from tune_prune.evaluation.item_scores import ItemScore, write_items
-from tune_prune.tuning import cluster
 from tune_prune.tuning.queue import WorkQueue
-from tune_prune.tuning.race import RacePerModel, read_outcomes
-from tune_prune.tuning.scheduler import AshaPerModel, PlainScheduler
+from tune_prune.tuning.ray_cluster import cluster
+from tune_prune.tuning.stopping.race import RacePerModel, read_outcomes
+from tune_prune.tuning.stopping.schedulers import AshaPerModel, PlainScheduler
 from tune_prune.tuning.trainable import TrialSpec
 
 SIZES = {"boolq": 400, "piqa": 200}

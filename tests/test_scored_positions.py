@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tune_prune.evaluation import tree_attention
-from tune_prune.evaluation.row_scoring import Request
-from tune_prune.evaluation.scored_positions import only_at
-from tune_prune.evaluation.shared_prefix import score_items
+from tune_prune.evaluation.engine import tree_attention
+from tune_prune.evaluation.engine.prefix_trees import score_items
+from tune_prune.evaluation.engine.rows import Request
+from tune_prune.evaluation.engine.scored_positions import only_at
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import PruningPlan

@@ -17,21 +17,22 @@ import pytest
 from safetensors import safe_open
 
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
-from tune_prune import embedded, experiment, search, search_space
+from tune_prune import embedded, search
 from tune_prune.analysis import rerun
-from tune_prune.analysis.load import frame
-from tune_prune.analysis.study import Model
-from tune_prune.context import TrialContext
+from tune_prune.analysis.input.load import frame
+from tune_prune.analysis.input.study import Model
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import TrialRecord
 from tune_prune.cost_model.estimate import STAGES
-from tune_prune.errors import UserError
 from tune_prune.evaluation.perplexity import TEXT_FILE
-from tune_prune.ledger import Ledger
 from tune_prune.models import catalog, loading
-from tune_prune.preflight import SearchSettings, _check_memory, make_plan
+from tune_prune.planning import experiment, search_space
+from tune_prune.planning.preflight import SearchSettings, _check_memory, make_plan
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import method_names
-from tune_prune.records import TrialRecord
-from tune_prune.trial import SharedStatistics, prepare
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import SharedStatistics, prepare
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune import search_space
-from tune_prune.config import PruningConfig
-from tune_prune.errors import UserError
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.planning import search_space
 
 METHODS = ("taylor", "layerwise", "blockwise")
 

@@ -7,8 +7,8 @@ import pytest
 from optuna.trial import TrialState
 from ray.tune.search import Searcher
 
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.records import TrialRecord
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.records import TrialRecord
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.trainable import TrialSpec
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import budget, select

@@ -21,16 +21,16 @@ from tests.search_folders import TINY
 from tests.test_selection import cost_of, geometry, one_sentence, removing, scores
 from tests.trials import BLOCKWISE, open_context
 from tune_prune import search
-from tune_prune.config import PruningConfig
-from tune_prune.errors import UserError
-from tune_prune.ledger import Ledger
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.pruning import shapes
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import budget, select
 from tune_prune.pruning.surgery import prune
-from tune_prune.trial import run_trial
+from tune_prune.trial.trial import run_trial
 
 SHAPES = ("aligned-1", "aligned-3", "aligned-4", "uniform")
 

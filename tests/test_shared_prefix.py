@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tune_prune.evaluation import row_scoring, shared_prefix
-from tune_prune.evaluation.row_scoring import Outcomes, Request, score_requests, token_log_probs
-from tune_prune.evaluation.shared_prefix import attention_windows, count_tokens, plan_rows, refusal, score_items
+from tune_prune.evaluation.engine import prefix_trees
+from tune_prune.evaluation.engine.prefix_trees import attention_windows, count_tokens, plan_rows, refusal, score_items
+from tune_prune.evaluation.engine.rows import Outcomes, Request, score_requests, token_log_probs
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import PruningPlan
@@ -112,7 +112,7 @@ def test_of_equally_likely_tokens_the_first_is_greedy(monkeypatch, dtype):
     expected = log_probs.argmax(dim=-1)[rows] == targets
     assert 0 < expected.sum() < (log_probs[rows, targets] == log_probs.amax(dim=-1)[rows]).sum()
     for elements in (1 << 20, 5 * 9):
-        monkeypatch.setattr(row_scoring, "_SOFTMAX_ELEMENTS", {"cpu": elements})
+        monkeypatch.setattr(rows, "_SOFTMAX_ELEMENTS", {"cpu": elements})
         chosen, greedy = token_log_probs(logits, targets, rows)
         assert torch.equal(greedy, expected)
         assert torch.equal(chosen, log_probs[rows, targets])
@@ -195,7 +195,7 @@ def test_rows_stay_short_unless_their_inputs_are_long():
         request.inputs[60:] = number  # 60 tokens are shared, 50 are not
     rows = plan_rows(questions)
     assert len(rows.trees) > 5
-    assert max(len(tree.tokens) for tree in rows.trees) <= shared_prefix.MAX_ROW
+    assert max(len(tree.tokens) for tree in rows.trees) <= prefix_trees.MAX_ROW
     long = item(1000, 20, 20, 20, 20)
     assert [len(tree.tokens) for tree in plan_rows([long]).trees] == [1000 + 4 * 19]
 
@@ -286,7 +286,7 @@ def test_unknown_types_of_layers_are_refused(tiny):
 
 def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
     """The probe of `refusal` sees what it is there for: masks and positions that are not the tree's."""
-    right = shared_prefix.tree_inputs
+    right = prefix_trees.tree_inputs
     model = tiny("mistral-sliding")
 
     def no_window(model, trees, width):
@@ -301,7 +301,7 @@ def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
         return {"position_ids": right(model, trees, width)["position_ids"]}
 
     for wrong in (no_window, no_positions, no_branches):
-        monkeypatch.setattr(shared_prefix, "tree_inputs", wrong)
+        monkeypatch.setattr(prefix_trees, "tree_inputs", wrong)
         assert refusal(model) is not None, wrong.__name__
-    monkeypatch.setattr(shared_prefix, "tree_inputs", right)
+    monkeypatch.setattr(prefix_trees, "tree_inputs", right)
     assert refusal(model) is None

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tune_prune.checkpoint import speed
 from tune_prune.checkpoint.sizes import sizes
 from tune_prune.checkpoint.speed import Speed, measure, speed_table
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.surgery import prune

@@ -12,11 +12,11 @@ import pytest
 from lm_eval.api.metrics import mean_stderr
 
 from tests.quiz import DATA, byte_tokenizer, quiz_items, score_all, unequal_llama, write_quiz
-from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
+from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation import zero_shot
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, write_items
 from tune_prune.evaluation.suite import Outcomes, ZeroShotSuite
-from tune_prune.evaluation.task_files import TaskSource
 from tune_prune.evaluation.zero_shot import build_suite
 
 
@@ -80,7 +80,7 @@ def test_a_suite_from_arrays_needs_no_lm_eval(tmp_path, run_without):
     code = """
 import sys
 import numpy as np
-from tune_prune.config import EvaluationProtocol
+from tune_prune.core.config import EvaluationProtocol
 from tune_prune.evaluation.suite import ZeroShotSuite
 print(ZeroShotSuite.from_arrays(dict(np.load(sys.argv[1])), EvaluationProtocol(("quiz",))).num_items)
 """

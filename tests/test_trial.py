@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
-from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol, PruningConfig
-from tune_prune.context import TrialContext
-from tune_prune.errors import UserError
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, PruningConfig
+from tune_prune.core.errors import UserError
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.importance import taylor
 from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method
-from tune_prune.pruning.removal_loss import RemovalLosses, removal_losses
 from tune_prune.pruning.selection import select
-from tune_prune.trial import Trial, run_trial
+from tune_prune.pruning.statistics.block_removal import RemovalLosses, removal_losses
+from tune_prune.pruning.statistics.taylor import taylor
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import Trial, run_trial
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +197,9 @@ import json
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.context import TrialContext
-from tune_prune.trial import Trial, run_trial
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import Trial, run_trial
 run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(limit=5), 0, "float32")
 context = TrialContext.open(run, sys.argv[1], device="cpu")
 config = PruningConfig("blockwise", 16, 10, 0.2)

@@ -20,14 +20,14 @@ import ray
 from ray import tune
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.context import TrialContext
-from tune_prune.errors import UserError
-from tune_prune.ledger import Ledger
-from tune_prune.records import TrialRecord
-from tune_prune.tuning import cluster
-from tune_prune.tuning.resources import TrialResources
-from tune_prune.tuning.run import SearchResult, TuneOptions, run_search
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import TrialRecord
+from tune_prune.trial.context import TrialContext
+from tune_prune.tuning.driver import SearchResult, TuneOptions, run_search
+from tune_prune.tuning.ray_cluster import cluster
+from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.trainable import TIMEOUT_REASON, PruneTrainable
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 

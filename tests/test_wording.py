@@ -10,9 +10,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tune_prune.analysis.findings import RULES, Remark, Trend
-from tune_prune.analysis.templating import TEMPLATES, environment
-from tune_prune.analysis.wording import (
+from tune_prune.analysis.render.templating import TEMPLATES, environment
+from tune_prune.analysis.render.wording import (
     LANGUAGES,
     SENTENCES,
     WORDS,
@@ -27,6 +26,7 @@ from tune_prune.analysis.wording import (
     say,
     trend_remark,
 )
+from tune_prune.analysis.statistics.findings import RULES, Remark, Trend
 
 # What the statistics put into each kind of remark.
 VALUES: dict[str, dict[str, Any]] = {

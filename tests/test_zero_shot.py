@@ -26,12 +26,12 @@ from transformers import (
 
 from tests.quiz import DATA, QUIZ_DEFINITION, byte_tokenizer, quiz_items, score_all, unequal_llama, write_quiz
 from tune_prune import embedded
-from tune_prune.config import ZERO_SHOT_TASKS, EvaluationProtocol
-from tune_prune.errors import UserError
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
+from tune_prune.core.errors import UserError
+from tune_prune.data.task_files import TaskSource, check, fingerprint, stock_definition, task_files
+from tune_prune.evaluation.engine.prefix_trees import count_tokens
+from tune_prune.evaluation.engine.rows import Request, score_requests
 from tune_prune.evaluation.lm_adapter import SharedPrefixLM, encode
-from tune_prune.evaluation.row_scoring import Request, score_requests
-from tune_prune.evaluation.shared_prefix import count_tokens
-from tune_prune.evaluation.task_files import TaskSource, check, fingerprint, stock_definition, task_files
 from tune_prune.evaluation.zero_shot import build_suite
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.context import ArtifactStore, TrialContext
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.trial.context import ArtifactStore, TrialContext
 
 RUN = ModelRun(
     model="tiny-llama",

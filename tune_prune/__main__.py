@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from tune_prune.errors import did_you_mean
+from tune_prune.core.errors import did_you_mean
 
 COMMANDS = {
     "search": "tune_prune.search",

@@ -17,47 +17,47 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tune_prune import command_line
-from tune_prune.errors import UserError
+from tune_prune.cli import flags
+from tune_prune.core.errors import UserError
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.checkpoint.recorded import Recorded
-    from tune_prune.config import ModelRun
-    from tune_prune.context import TrialContext
-    from tune_prune.records import StageReport
-    from tune_prune.trial import Trial
+    from tune_prune.core.config import ModelRun
+    from tune_prune.core.records import StageReport
+    from tune_prune.trial.context import TrialContext
+    from tune_prune.trial.trial import Trial
 
 
 def parser() -> argparse.ArgumentParser:
-    p = command_line.Parser(
+    p = flags.Parser(
         prog="python -m tune_prune.evaluate",
         description="Measure a language model as a search measures its trials: perplexity and zero-shot accuracy.",
         epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",
     )
     p.add_argument(
-        "--model", type=command_line.text, required=True, metavar="NAME",
+        "--model", type=flags.text, required=True, metavar="NAME",
         help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder",
     )  # fmt: skip
     p.add_argument(
-        "--revision", type=command_line.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
+        "--revision", type=flags.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
     )
-    command_line.add_measurement_flags(p)
+    flags.add_measurement_flags(p)
     p.add_argument(
         "--seed",
-        type=command_line.whole_number(0, 2**32 - 1),
+        type=flags.whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
         help="of the order of the items (default: 0)",
     )
-    command_line.add_device_flag(p)
-    p.add_argument("--output", type=command_line.text, metavar="FILE", help="write the record as JSON, too")
+    flags.add_device_flag(p)
+    p.add_argument("--output", type=flags.text, metavar="FILE", help="write the record as JSON, too")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    return command_line.run(lambda: _main(argv))
+    return flags.run(lambda: _main(argv))
 
 
 def _main(argv: list[str]) -> None:
@@ -65,10 +65,10 @@ def _main(argv: list[str]) -> None:
     output = None if args.output is None else _output(args.output)
 
     from tune_prune.checkpoint import recorded  # imports torch: not before every flag has been read
-    from tune_prune.context import TrialContext, measured_on
-    from tune_prune.ledger import atomic_write_text, to_json
+    from tune_prune.core.ledger import atomic_write_text, to_json
     from tune_prune.models import loading
-    from tune_prune.trial import Trial
+    from tune_prune.trial.context import TrialContext, measured_on
+    from tune_prune.trial.trial import Trial
 
     device = loading.pick_device(args.device)
     model_run, manifest = _checked(args, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
@@ -111,10 +111,10 @@ def _checked(args: argparse.Namespace, dtype: str) -> tuple[ModelRun, Manifest |
     loading weights. Raises UserError."""
     from tune_prune import embedded
     from tune_prune.checkpoint import origin
-    from tune_prune.context import EMBEDDED_DATA
-    from tune_prune.inputs import check_data
+    from tune_prune.data.checks import check_data
     from tune_prune.models import catalog, loading, weight_files
-    from tune_prune.preflight import SearchSettings, model_run
+    from tune_prune.planning.preflight import SearchSettings, model_run
+    from tune_prune.trial.context import EMBEDDED_DATA
 
     settings = SearchSettings(
         models=(args.model,),
@@ -173,8 +173,8 @@ def _perplexity(value: float) -> str:
 def _describe(trial: Trial, metrics: dict[str, float], before: Recorded | None) -> str:
     """The result as text for the screen: perplexity, a row per task, what each stage cost. `before`: numbers recorded for a
     pruned checkpoint, to stand beside the measured ones."""
-    from tune_prune.context import uses_embedded_data
     from tune_prune.evaluation.item_scores import metric_of, summarize
+    from tune_prune.trial.context import uses_embedded_data
 
     context = trial.context
     beside = () if before is None else ("recorded", "difference")

@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tune_prune import command_line
-from tune_prune.config import ZERO_SHOT_TASKS
-from tune_prune.errors import UserError
+from tune_prune.cli import flags
+from tune_prune.core.config import ZERO_SHOT_TASKS
+from tune_prune.core.errors import UserError
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.checkpoint.save import Format, Saved
-    from tune_prune.pruning_order import Order
+    from tune_prune.cli.prune_request import Order
 
 FROM_FLAGS = (
     *("method", "seq_len", "num_samples", "pruning_ratio", "removal_divisor", "shape", "align"),
@@ -30,48 +30,44 @@ NEEDED = ("model", "method", "seq_len", "num_samples")  # where there is no --co
 
 
 def parser() -> argparse.ArgumentParser:
-    p = command_line.Parser(
+    p = flags.Parser(
         prog="python -m tune_prune.prune",
         description="Prune a language model by one configuration and save it as a checkpoint that loads elsewhere.",
         epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",
     )
     p.add_argument(
-        "--output", type=command_line.text, required=True, metavar="DIR", help="folder to write, which must not exist"
+        "--output", type=flags.text, required=True, metavar="DIR", help="folder to write, which must not exist"
     )
     what = p.add_argument_group("what is made: the best configuration of a search, or one by flags")
     what.add_argument(
-        "--config", type=command_line.text, metavar="FILE",
+        "--config", type=flags.text, metavar="FILE",
         help="global_best_config.json of a search, best_config.json of an analysis, or the experiment's folder",
     )  # fmt: skip
     what.add_argument(
-        "--model", type=command_line.text, metavar="NAME",
+        "--model", type=flags.text, metavar="NAME",
         help="alias, hub id or local folder; with --config, which of its models (default: the only one)",
     )  # fmt: skip
     what.add_argument(
-        "--base", type=command_line.text, metavar="DIR",
+        "--base", type=flags.text, metavar="DIR",
         help="with --config: where the dense model is now (default: where it was searched)",
     )  # fmt: skip
-    what.add_argument("--revision", type=command_line.text, metavar="REV", help="of a hub model (default: main)")
-    what.add_argument("--method", type=command_line.text, metavar="NAME", help="taylor, layerwise, blockwise or random")
-    what.add_argument("--seq-len", type=command_line.whole_number(2, 131_072), metavar="T", help="tokens per sample")
+    what.add_argument("--revision", type=flags.text, metavar="REV", help="of a hub model (default: main)")
+    what.add_argument("--method", type=flags.text, metavar="NAME", help="taylor, layerwise, blockwise or random")
+    what.add_argument("--seq-len", type=flags.whole_number(2, 131_072), metavar="T", help="tokens per sample")
+    what.add_argument("--num-samples", type=flags.whole_number(1, 1_000_000), metavar="N", help="calibration samples")
     what.add_argument(
-        "--num-samples", type=command_line.whole_number(1, 1_000_000), metavar="N", help="calibration samples"
+        "--pruning-ratio", type=flags.ratio, metavar="R", help="fraction of ALL parameters (default: 0.2)"
     )
     what.add_argument(
-        "--pruning-ratio", type=command_line.ratio, metavar="R", help="fraction of ALL parameters (default: 0.2)"
-    )
-    what.add_argument(
-        "--removal-divisor", type=command_line.whole_number(1, 1_000_000), metavar="D",
+        "--removal-divisor", type=flags.whole_number(1, 1_000_000), metavar="D",
         help="removal losses use the first N/D samples (default: 5)",
     )  # fmt: skip
-    command_line.add_shape_flags(what, "free")
+    flags.add_shape_flags(what, "free")
+    what.add_argument("--calibration", type=flags.text, metavar="TEXT", help="embedded, wikitext2, c4 or a text file")
     what.add_argument(
-        "--calibration", type=command_line.text, metavar="TEXT", help="embedded, wikitext2, c4 or a text file"
+        "--data-dir", type=flags.text, metavar="DIR", help="texts for machines without a hub (docs/data.md)"
     )
-    what.add_argument(
-        "--data-dir", type=command_line.text, metavar="DIR", help="texts for machines without a hub (docs/data.md)"
-    )
-    what.add_argument("--seed", type=command_line.whole_number(0, 2**32 - 1), metavar="S", help="(default: 0)")
+    what.add_argument("--seed", type=flags.whole_number(0, 2**32 - 1), metavar="S", help="(default: 0)")
     how = p.add_argument_group("how it is saved")
     how.add_argument(
         "--format", choices=("hf", "hf-padded", "gguf"), default="hf",
@@ -84,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the saved weights (default: the base model's own)",
     )
     how.add_argument(
-        "--shard-gb", type=command_line.gigabytes, default=5.0, metavar="GB", help="largest weight file (default: 5)"
+        "--shard-gb", type=flags.gigabytes, default=5.0, metavar="GB", help="largest weight file (default: 5)"
     )
     how.add_argument(
         "--overwrite", action="store_true", help="replace an earlier checkpoint of this program at --output"
@@ -92,28 +88,28 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--measure", action="store_true", help="measure tokens/s and memory, dense beside pruned, and record them"
     )
-    command_line.add_device_flag(how)
+    flags.add_device_flag(how)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    return command_line.run(lambda: _main(argv))
+    return flags.run(lambda: _main(argv))
 
 
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     _check_flags(args)
 
-    from tune_prune import pruning_order  # imports torch: not before every flag has been read
     from tune_prune.checkpoint.save import check_folder
+    from tune_prune.cli import prune_request  # imports torch: not before every flag has been read
 
     folder = Path(args.output).expanduser().absolute()
     check_folder(folder, args.overwrite)
     if args.config is not None:
-        order = pruning_order.from_config(args.config, args.model, args.base, args.revision)
+        order = prune_request.from_config(args.config, args.model, args.base, args.revision)
     else:
-        order = pruning_order.from_flags(args)
+        order = prune_request.from_flags(args)
     saved = save(
         order,
         folder,
@@ -131,11 +127,11 @@ def save(
     order: Order, folder: Path, fmt: Format = "hf", device: str = "auto", dtype: str | None = None, **options: Any
 ) -> Saved:
     """Carry out an order, saying what is done. `options` as in `save_checkpoint`. Raises UserError."""
-    from tune_prune import pruning_order
     from tune_prune.checkpoint.save import save_checkpoint
+    from tune_prune.cli import prune_request
 
     print(f"{order.run.label}: {order.config.name}, {order.config.pruning_ratio:.0%} of all parameters", flush=True)
-    dense, plan, how = pruning_order.carry_out(order, device, dtype)
+    dense, plan, how = prune_request.carry_out(order, device, dtype)
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters go ({plan.removed_fraction:.2%})"
     print(f"plan         {how}: {removed}", flush=True)
     return save_checkpoint(dense, plan, order.origin(), folder, fmt, **options)
@@ -168,7 +164,7 @@ def describe(saved: Saved) -> str:
     """What was saved, for the screen: sizes beside the dense model's, speeds where measured, and the next command."""
     from tune_prune.checkpoint import sizes, speed
     from tune_prune.checkpoint.manifest import MANIFEST
-    from tune_prune.plan_text import shown_path
+    from tune_prune.cli.plan_text import shown_path
 
     about, folder = saved.manifest, saved.folder
     lines = ["", sizes.size_table(saved.rows, saved.disk_bytes)]

@@ -13,31 +13,31 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from tune_prune import command_line
+from tune_prune.cli import flags
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tune_prune.preflight import Plan, SearchSettings
-    from tune_prune.tuning.run import SearchResult
+    from tune_prune.planning.preflight import Plan, SearchSettings
+    from tune_prune.tuning.driver import SearchResult
 
 
 def parser() -> argparse.ArgumentParser:
-    p = command_line.Parser(
+    p = flags.Parser(
         prog="python -m tune_prune.search",
         description="Find the best way to prune a language model: a search over pruning configurations, each one tried for real.",
         epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted (the same command goes on), 1 else.",
     )
     what = p.add_argument_group("what is searched")
     what.add_argument(
-        "--model", type=command_line.text, action="append", required=True, metavar="NAME",
+        "--model", type=flags.text, action="append", required=True, metavar="NAME",
         help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder; give it again for more models",
     )  # fmt: skip
     what.add_argument(
-        "--revision", type=command_line.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
+        "--revision", type=flags.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
     )
     what.add_argument(
-        "--search-space", type=command_line.text, default="paper_grid", metavar="NAME_OR_YAML",
+        "--search-space", type=flags.text, default="paper_grid", metavar="NAME_OR_YAML",
         help="paper_grid (45 configurations), adaptive, minimal, smoke (6), or a YAML file (default: %(default)s)",
     )  # fmt: skip
     what.add_argument(
@@ -45,27 +45,27 @@ def parser() -> argparse.ArgumentParser:
     )
     what.add_argument(
         "--num-trials",
-        type=command_line.whole_number(1, 10**9),
+        type=flags.whole_number(1, 10**9),
         metavar="N",
         help="trials per model with --search optuna",
     )
     what.add_argument(
         "--pruning-ratio",
-        type=command_line.ratio,
+        type=flags.ratio,
         metavar="R",
         help="fraction of ALL parameters to remove (default: 0.2)",
     )
-    command_line.add_shape_flags(what, "as the space says, else free")
+    flags.add_shape_flags(what, "as the space says, else free")
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
-        "--calibration", type=command_line.text, metavar="TEXT",
+        "--calibration", type=flags.text, metavar="TEXT",
         help="embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else the text of --data-dir, "
         "else wikitext2)",
     )  # fmt: skip
-    command_line.add_measurement_flags(measured)
+    flags.add_measurement_flags(measured)
     measured.add_argument(
         "--seed",
-        type=command_line.whole_number(0, 2**32 - 1),
+        type=flags.whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
         help="of calibration windows, slices and sampler (default: 0)",
@@ -87,26 +87,26 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--cpus-per-trial", default="auto", metavar="X", help="auto or a number of CPUs (default: auto)")
     how.add_argument(
         "--trial-timeout",
-        type=command_line.seconds,
+        type=flags.seconds,
         metavar="SECONDS",
         help="end a trial that takes longer (default: never)",
     )
     how.add_argument(
         "--address",
-        type=command_line.text,
+        type=flags.text,
         metavar="HOST:PORT",
         help="a running Ray cluster, or auto (default: a local Ray of its own)",
     )
     how.add_argument(
         "--storage-path",
-        type=command_line.text,
+        type=flags.text,
         default="ray_results",
         metavar="DIR",
         help="where experiments are kept (default: %(default)s)",
     )
     how.add_argument(
         "--name",
-        type=command_line.text,
+        type=flags.text,
         metavar="NAME",
         help="of the experiment (default: from model, ratio, search space and shape)",
     )
@@ -120,11 +120,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_from(args: argparse.Namespace) -> SearchSettings:
-    from tune_prune.tuning.resources import parse_amount
+    from tune_prune.tuning.ray_cluster.resources import parse_amount
 
     gpus_per_trial = parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True)
     cpus_per_trial = parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False)
-    from tune_prune.preflight import SearchSettings  # imports torch: not before every flag has been read
+    from tune_prune.planning.preflight import SearchSettings  # imports torch: not before every flag has been read
 
     return SearchSettings(
         models=tuple(dict.fromkeys(args.model)),
@@ -154,13 +154,14 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
 def search(plan: Plan, command: list[str]) -> SearchResult:
     """Run a plan to its end, write every view of its results and print the final table. Raises UserError,
     KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
-    from tune_prune import artifacts, experiment
     from tune_prune.analysis.cost import cost_line, totals, write_cost
     from tune_prune.analysis.export import write_views
-    from tune_prune.analysis.tables import final_table
-    from tune_prune.ledger import Ledger, PassLog, parse_json
-    from tune_prune.tuning.prepare import read_baselines
-    from tune_prune.tuning.run import TrialSpec, TuneOptions, run_search
+    from tune_prune.analysis.tables.tables import final_table
+    from tune_prune.core import artifact_cache
+    from tune_prune.core.ledger import Ledger, PassLog, parse_json
+    from tune_prune.planning import experiment
+    from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search
+    from tune_prune.tuning.preparation import read_baselines
 
     started = time.monotonic()
     settings, folder = plan.settings, plan.experiment_dir
@@ -170,7 +171,7 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
     jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
     options = TuneOptions(
         experiment_dir=folder,
-        artifact_dir=folder.parent / artifacts.FOLDER,
+        artifact_dir=folder.parent / artifact_cache.FOLDER,
         search="optuna" if plan.search == "optuna" else "grid",
         num_trials=plan.num_trials if plan.search == "optuna" else None,
         seed=settings.seed,
@@ -203,25 +204,26 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
 
 def _save_best(experiment_dir: Path) -> None:
     """The best configuration of every model as a checkpoint, in place of an earlier one. Raises UserError."""
-    from tune_prune import prune, pruning_order
-    from tune_prune.ledger import parse_json
+    from tune_prune import prune
+    from tune_prune.cli import prune_request
+    from tune_prune.core.ledger import parse_json
 
-    for label in parse_json(experiment_dir / pruning_order.BEST)["models"]:
-        order = pruning_order.from_config(str(experiment_dir), label)
+    for label in parse_json(experiment_dir / prune_request.BEST)["models"]:
+        order = prune_request.from_config(str(experiment_dir), label)
         saved = prune.save(order, experiment_dir / "best" / label, overwrite=True)
         print(f"{prune.describe(saved)}\n", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    return command_line.run(lambda: _main(argv))
+    return flags.run(lambda: _main(argv))
 
 
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     settings = settings_from(args)
-    from tune_prune.plan_text import describe, shown_path
-    from tune_prune.preflight import make_plan
+    from tune_prune.cli.plan_text import describe, shown_path
+    from tune_prune.planning.preflight import make_plan
 
     plan = make_plan(settings)
     print(describe(plan), flush=True)

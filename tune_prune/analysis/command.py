@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 
 if TYPE_CHECKING:
-    from tune_prune.analysis.findings import Findings, ModelFindings
-    from tune_prune.analysis.study import Study
+    from tune_prune.analysis.input.study import Study
+    from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 
 RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")  # findings.RULES, without its imports
 LANGUAGES = ("en", "zh")
@@ -112,18 +112,18 @@ def analyse(
         nonlocal last
         seconds[step], last = time.monotonic() - last, time.monotonic()
 
-    from tune_prune.analysis.reading import read_study
+    from tune_prune.analysis.input.reading import read_study
 
     study = read_study(folders, csvs)
     _check_complete(study)
     done("reading")
 
-    from tune_prune.analysis.compute import find
-    from tune_prune.analysis.figures import draw_all
+    from tune_prune.analysis.figures.figures import draw_all
     from tune_prune.analysis.layout import write_layout
-    from tune_prune.analysis.page import write_page
-    from tune_prune.analysis.paper_tables import write_paragraphs, write_tables
-    from tune_prune.analysis.report_text import write_report
+    from tune_prune.analysis.render.page import write_page
+    from tune_prune.analysis.render.report_text import write_report
+    from tune_prune.analysis.statistics.compute import find
+    from tune_prune.analysis.tables.paper_tables import write_paragraphs, write_tables
 
     done("imports")
     findings = find(study, rule, seed)
@@ -173,7 +173,7 @@ def _check_complete(study: Study) -> None:
 
 def describe(analysis: Analysis) -> str:
     """What a person reads on the screen: what was read, what was decided, what to beware of, where it is written."""
-    from tune_prune.analysis.wording import say
+    from tune_prune.analysis.render.wording import say
 
     findings = analysis.findings
     lines = [f"read         {_read(model.label, findings.study)}" for model in findings.study.models.values()]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tune_prune.ledger import atomic_write_text, to_json
-from tune_prune.records import TrialRecord
+from tune_prune.core.ledger import atomic_write_text, to_json
+from tune_prune.core.records import TrialRecord
 
 
 @dataclass(frozen=True)

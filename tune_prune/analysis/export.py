@@ -15,11 +15,11 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.load import config_name, config_of, difference, frame, ranked, read_items
-from tune_prune.analysis.outcomes import compare_rows
-from tune_prune.config import PruningConfig
-from tune_prune.ledger import atomic_write_text, to_json
-from tune_prune.records import TrialRecord
+from tune_prune.analysis.input.load import config_name, config_of, difference, frame, ranked, read_items
+from tune_prune.analysis.statistics.outcomes import compare_rows
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.ledger import atomic_write_text, to_json
+from tune_prune.core.records import TrialRecord
 
 # 2: within_noise is a confidence set, within_noise_basis one word; the analysis adds `selection` and `command`
 SCHEMA_VERSION = 2

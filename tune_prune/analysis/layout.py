@@ -20,13 +20,13 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.export import SCHEMA_VERSION, best_entry, method_comparison, plain_value, plain_values
-from tune_prune.analysis.figures_best import COMPARISON, GRADIENTS, draw_best
-from tune_prune.analysis.findings import Findings, ModelFindings
+from tune_prune.analysis.figures.figures_best import COMPARISON, GRADIENTS, draw_best
+from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.rerun import command
-from tune_prune.analysis.study import Model
-from tune_prune.errors import UserError
-from tune_prune.ledger import atomic_write_text, parse_json, to_json
-from tune_prune.records import TrialRecord
+from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import atomic_write_text, parse_json, to_json
+from tune_prune.core.records import TrialRecord
 
 CROSS_MODEL = "cross_model_comparison.json"
 _PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")

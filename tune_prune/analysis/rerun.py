@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from tune_prune.analysis.load import config_of
-from tune_prune.analysis.study import Model
+from tune_prune.analysis.input.load import config_of
+from tune_prune.analysis.input.study import Model
 
 
 def command(model: Model, row: Mapping[str, Any]) -> str | None:

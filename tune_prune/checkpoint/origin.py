@@ -9,7 +9,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest, check, read
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models import hub, loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.registration import PREFIX

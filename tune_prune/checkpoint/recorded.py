@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.config import ModelRun
+from tune_prune.core.config import ModelRun
 
 
 @dataclass(frozen=True)

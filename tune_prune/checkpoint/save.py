@@ -25,10 +25,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune import __version__
-from tune_prune.checkpoint import card, layers, manifest, padded, speed
+from tune_prune.checkpoint import layers, manifest, padded, speed
+from tune_prune.checkpoint.card import model_card
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.checkpoint.sizes import Sizes, sizes
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.families import Family
 from tune_prune.models.geometry import Geometry
@@ -115,7 +116,7 @@ def save_checkpoint(
             created=datetime.now(UTC).date().isoformat(),
         )
         manifest.write(work, about)
-        card.write_card(work, about, geometry)
+        model_card.write_card(work, about, geometry)
     disk = sum(file["bytes"] for file in about.files.values())
     return Saved(folder, about, rows, {"dense": rows["dense"].weight_bytes, [*rows][-1]: disk}, notes)
 
@@ -242,7 +243,7 @@ def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> N
 
 
 def _write_gguf(dense: loading.LoadedModel, pruned: PreTrainedModel, folder: Path) -> tuple[str, ...]:
-    from tune_prune.checkpoint import gguf_file  # its library is needed for this format only
+    from tune_prune.checkpoint.gguf import gguf_file  # its library is needed for this format only
 
     dtype = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dense.model.dtype]
     tokenizer = folder / "tokenizer"

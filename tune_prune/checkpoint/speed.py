@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from tune_prune.checkpoint.sizes import aligned
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 
 SEED = 0  # of the prompt
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from tune_prune.config import SHAPES
-from tune_prune.errors import UserError
+from tune_prune.core.config import SHAPES
+from tune_prune.core.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):

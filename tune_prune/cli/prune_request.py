@@ -16,21 +16,22 @@ from typing import Any
 
 import torch
 
-from tune_prune import artifacts, inputs
 from tune_prune.checkpoint import origin
 from tune_prune.checkpoint.manifest import run_from_dict
 from tune_prune.checkpoint.save import Origin
-from tune_prune.config import ModelRun, PruningConfig
-from tune_prune.context import TrialContext, data_fingerprint, measured_on
-from tune_prune.errors import UserError
-from tune_prune.ledger import parse_json
+from tune_prune.cli.plan_text import shown_path
+from tune_prune.core import artifact_cache
+from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import parse_json
+from tune_prune.data import checks
 from tune_prune.models import catalog, loading
 from tune_prune.models.loading import LoadedModel
-from tune_prune.plan_text import shown_path
 from tune_prune.pruning import selection, shapes
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
-from tune_prune.trial import Trial
+from tune_prune.trial.context import TrialContext, data_fingerprint, measured_on
+from tune_prune.trial.trial import Trial
 
 BEST = "global_best_config.json"
 PLAN = "pruning_plan.json"
@@ -116,7 +117,7 @@ def _trial_folder(path: Path, recorded: Any) -> Path | None:
 
 def _artifacts(trial: Path | None, path: Path) -> Path | None:
     experiment = trial.parents[1] if trial is not None else path.resolve().parent
-    folder = experiment.parent / artifacts.FOLDER
+    folder = experiment.parent / artifact_cache.FOLDER
     return folder if folder.is_dir() else None
 
 
@@ -175,7 +176,7 @@ def _baseline(values: Mapping[str, Any] | None) -> dict[str, float] | None:
 
 def from_flags(args: argparse.Namespace) -> Order:
     """The configuration that the flags of prune.py name. Raises UserError."""
-    from tune_prune.preflight import SearchSettings, model_run
+    from tune_prune.planning.preflight import SearchSettings, model_run
 
     load_method(args.method)
     source = catalog.resolve(args.model, args.revision)
@@ -191,7 +192,7 @@ def from_flags(args: argparse.Namespace) -> Order:
     origin.require_dense(source, model_config)
     _, geometry = loading.config_geometry(model_config)
     tokenizer = loading.load_tokenizer(source)
-    inputs.check_calibration(run, source, model_config, tokenizer, (args.seq_len,), args.num_samples)
+    checks.check_calibration(run, source, model_config, tokenizer, (args.seq_len,), args.num_samples)
     if args.align is not None and args.shape != "aligned":
         raise UserError(f"--align {args.align} is for --shape aligned; leave it out or add --shape aligned")
     shape = shapes.resolve(args.shape or "free", args.align, geometry.total_params)
@@ -199,7 +200,7 @@ def from_flags(args: argparse.Namespace) -> Order:
     divisor = PruningConfig.removal_divisor if args.removal_divisor is None else args.removal_divisor
     config = PruningConfig(args.method, args.seq_len, args.num_samples, ratio, divisor, shape)
     selection.budget(geometry, ratio, shape)
-    shared = Path("ray_results") / artifacts.FOLDER
+    shared = Path("ray_results") / artifact_cache.FOLDER
     return Order(run, config, source=run.to_dict(), artifact_dir=shared.absolute() if shared.is_dir() else None)
 
 

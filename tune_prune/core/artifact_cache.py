@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tune_prune.config import canonical_json, digest
-from tune_prune.ledger import atomic_write_bytes
+from tune_prune.core.config import canonical_json, digest
+from tune_prune.core.ledger import atomic_write_bytes
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 
 # The seven zero-shot tasks and the metric each is reported by, as in the published search.
 ZERO_SHOT_METRIC = {

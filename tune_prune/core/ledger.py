@@ -15,8 +15,8 @@ import uuid
 from pathlib import Path
 from typing import Any, get_args
 
-from tune_prune.errors import UserError
-from tune_prune.records import StageReport, Status, TrialRecord
+from tune_prune.core.errors import UserError
+from tune_prune.core.records import StageReport, Status, TrialRecord
 
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 

@@ -17,8 +17,8 @@ from typing import Any
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.speed import Speed
 from tune_prune.cost_model.tokens import ZeroShotTokens
-from tune_prune.pruning.importance import batch_size
-from tune_prune.trial import SharedStatistics
+from tune_prune.pruning.statistics.taylor import batch_size
+from tune_prune.trial.trial import SharedStatistics
 
 # Measured on a two-core machine without a GPU.
 WORKER_START_S = 10.0  # Ray, a worker's imports and its model's configuration

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
 
+from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
-from tune_prune.evaluation.row_scoring import default_batch_tokens
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.head import LOGITS_AT_ONCE
-from tune_prune.pruning.importance import batch_size
+from tune_prune.pruning.statistics.taylor import batch_size
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
 PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}

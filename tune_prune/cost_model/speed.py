@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.evaluation.row_scoring import Row, default_batch_tokens, token_log_probs
-from tune_prune.evaluation.shared_prefix import Rows, score_planned
+from tune_prune.evaluation.engine.prefix_trees import Rows, score_planned
+from tune_prune.evaluation.engine.rows import Row, default_batch_tokens, token_log_probs
 from tune_prune.models import loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.importance import BATCH_TOKENS, taylor
+from tune_prune.pruning.statistics.taylor import BATCH_TOKENS, taylor
 
 SHORT_ROW = 32  # tokens; attention's share is small
 LONG_ROW = 512

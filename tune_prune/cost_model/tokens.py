@@ -20,10 +20,10 @@ import yaml
 from jinja2.sandbox import SandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
-from tune_prune.config import EvaluationProtocol
-from tune_prune.evaluation.row_scoring import Request
-from tune_prune.evaluation.shared_prefix import Rows, plan_rows
-from tune_prune.evaluation.task_files import STOCK_TASKS, TaskSource, read_items, task_files
+from tune_prune.core.config import EvaluationProtocol
+from tune_prune.data.task_files import STOCK_TASKS, TaskSource, read_items, task_files
+from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows
+from tune_prune.evaluation.engine.rows import Request
 
 SAMPLED_ITEMS = 64  # per task, spread over its file
 

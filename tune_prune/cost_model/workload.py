@@ -9,10 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
-from tune_prune import calibration
-from tune_prune.artifacts import ArtifactStore
-from tune_prune.config import ModelRun, PruningConfig
-from tune_prune.context import statistic_key, suite_key, task_source, uses_embedded_data
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.cost_model.memory import MemoryPlan, plan_memory
 from tune_prune.cost_model.tokens import (
     HUB_PERPLEXITY_TOKENS,
@@ -20,10 +18,12 @@ from tune_prune.cost_model.tokens import (
     tokens_per_gpt2_token,
     zero_shot_tokens,
 )
+from tune_prune.data import calibration
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
-from tune_prune.trial import SharedStatistics, by_seq_len
+from tune_prune.trial.context import statistic_key, suite_key, task_source, uses_embedded_data
+from tune_prune.trial.trial import SharedStatistics, by_seq_len
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from tune_prune import calibration
-from tune_prune.config import ModelRun
-from tune_prune.context import task_source, uses_embedded_data
-from tune_prune.errors import UserError
-from tune_prune.evaluation import perplexity, task_files
+from tune_prune.core.config import ModelRun
+from tune_prune.core.errors import UserError
+from tune_prune.data import calibration, task_files
+from tune_prune.evaluation import perplexity
 from tune_prune.models import hub
+from tune_prune.trial.context import task_source, uses_embedded_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

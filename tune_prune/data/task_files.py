@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import yaml
 
+from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.embedded import tasks_dir
-from tune_prune.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tune_prune.errors import UserError, did_you_mean
+from tune_prune.core.errors import UserError, did_you_mean
 
 MODEL_NAMES = ("tiny-llama", "tiny-qwen2", "tiny-mistral")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from tune_prune.config import ZERO_SHOT_METRIC
+from tune_prune.core.config import ZERO_SHOT_METRIC
 
 
 @dataclass(frozen=True)

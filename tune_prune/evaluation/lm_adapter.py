@@ -17,9 +17,9 @@ from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tune_prune.errors import UserError
-from tune_prune.evaluation import shared_prefix
-from tune_prune.evaluation.row_scoring import Request
+from tune_prune.core.errors import UserError
+from tune_prune.evaluation.engine import prefix_trees
+from tune_prune.evaluation.engine.rows import Request
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class SharedPrefixLM(LM):
         self.tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.max_length: int = max_length or model.config.max_position_embeddings
-        self.refusal = shared_prefix.refusal(model)
+        self.refusal = prefix_trees.refusal(model)
         if self.refusal:
             log.warning("choices are scored one by one: %s", self.refusal)
 
@@ -55,7 +55,7 @@ class SharedPrefixLM(LM):
         for index, instance in enumerate(requests):
             documents.setdefault((instance.task_name, instance.doc_id), []).append(index)
         items = [[encoded[index] for index in members] for members in documents.values()]
-        scores = shared_prefix.score_items(self.model, items, self.batch_tokens, share=self.refusal is None)
+        scores = prefix_trees.score_items(self.model, items, self.batch_tokens, share=self.refusal is None)
         results = [(0.0, False)] * len(requests)
         order = (index for members in documents.values() for index in members)
         for index, *result in zip(order, scores.loglikelihoods.tolist(), scores.greedy.tolist(), strict=True):

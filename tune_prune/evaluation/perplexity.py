@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models.head import NextTokenLosses
 
 TEXT_FILE = Path("text") / "wikitext2-raw.test.txt"

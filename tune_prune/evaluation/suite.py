@@ -16,11 +16,11 @@ from functools import cache, cached_property
 import numpy as np
 from transformers import PreTrainedModel
 
-from tune_prune.config import EvaluationProtocol, seed_for
+from tune_prune.core.config import EvaluationProtocol, seed_for
+from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
+from tune_prune.evaluation.engine.rows import Outcomes, Request
 from tune_prune.evaluation.item_scores import ItemScore
-from tune_prune.evaluation.row_scoring import Outcomes, Request
-from tune_prune.evaluation.shared_prefix import Rows, plan_rows, score_planned
-from tune_prune.racing import even_slices
+from tune_prune.tuning.stopping.racing import even_slices
 
 __all__ = ["Item", "Outcomes", "ZeroShotSuite"]
 

@@ -20,13 +20,13 @@ from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
-from tune_prune.config import EvaluationProtocol
-from tune_prune.errors import UserError
+from tune_prune.core.config import EvaluationProtocol
+from tune_prune.core.errors import UserError
+from tune_prune.data.task_files import STOCK_TASKS, TaskSource, stock_definition, task_files, write_definition
+from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.evaluation.lm_adapter import encode
-from tune_prune.evaluation.row_scoring import Request
 from tune_prune.evaluation.suite import Item, ZeroShotSuite
-from tune_prune.evaluation.task_files import STOCK_TASKS, TaskSource, stock_definition, task_files, write_definition
 
 
 def build_suite(

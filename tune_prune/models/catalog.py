@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tune_prune import embedded
-from tune_prune.errors import UserError, did_you_mean
+from tune_prune.core.errors import UserError, did_you_mean
 
 # alias -> hub id
 HUB_ALIASES = {

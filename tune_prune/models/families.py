@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from tune_prune.errors import UserError, did_you_mean
+from tune_prune.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 
 _AGAIN = "download the model again or point --model at a complete folder"
 

@@ -11,12 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tune_prune import __version__, artifacts
-from tune_prune.errors import UserError
-from tune_prune.ledger import atomic_write_text, parse_json, to_json
+from tune_prune import __version__
+from tune_prune.core import artifact_cache
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import atomic_write_text, parse_json, to_json
 
 if TYPE_CHECKING:
-    from tune_prune.preflight import Plan
+    from tune_prune.planning.preflight import Plan
 
 FILE = "experiment.json"
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
@@ -29,7 +30,7 @@ def place(storage_path: str, name: str | None, default_name: str) -> Path:
             f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _, e.g. my-search (the "
             "place is --storage-path)"
         )
-    if name == artifacts.FOLDER:
+    if name == artifact_cache.FOLDER:
         raise UserError(f"--name {name} is the folder of what experiments share; choose another name")
     folder = Path(storage_path).expanduser().absolute() / (name or default_name)
     try:
@@ -141,7 +142,7 @@ def write(plan: Plan, command: list[str]) -> None:
 
 def git_commit() -> str | None:
     """The commit of the source checkout this runs from, with "-dirty" for changed files; None when installed elsewhere."""
-    folder = Path(__file__).resolve().parents[1]
+    folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
     try:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tune_prune.artifacts import ArtifactStore
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.ledger import parse_json
 from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.speed import Speed, SpeedRequest, measure
 from tune_prune.cost_model.workload import passes_to_make
-from tune_prune.ledger import parse_json
-from tune_prune.tuning.resources import TrialResources
+from tune_prune.tuning.ray_cluster.resources import TrialResources
 
 if TYPE_CHECKING:
-    from tune_prune.preflight import ModelPlan, Plan, SearchSettings
+    from tune_prune.planning.preflight import ModelPlan, Plan, SearchSettings
 
 
 def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:
@@ -72,7 +72,7 @@ def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings
     )
     if settings.address is None:
         return measure(request)
-    from tune_prune.tuning import remote  # imports ray: not needed to plan a search on this machine
+    from tune_prune.tuning.ray_cluster import remote  # imports ray: not needed to plan a search on this machine
 
     speed: Speed | None = remote.call(measure, request, resources)
     return speed

@@ -16,23 +16,25 @@ from typing import Any, Literal
 
 import torch
 
-from tune_prune import artifacts, calibration, experiment, inputs, plan_cost, search_space
 from tune_prune.checkpoint import origin
-from tune_prune.config import EvaluationProtocol, ModelRun, PruningConfig, trial_key
-from tune_prune.context import data_fingerprint
+from tune_prune.core import artifact_cache
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, trial_key
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.cost_model.workload import Workload, memory_of, workload
-from tune_prune.errors import UserError
-from tune_prune.ledger import Ledger
+from tune_prune.data import calibration, checks
 from tune_prune.models import catalog, hub, loading, weight_files
 from tune_prune.models.geometry import Geometry
+from tune_prune.planning import experiment, plan_cost, search_space
+from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import method_names
 from tune_prune.pruning.selection import budget
-from tune_prune.search_space import SearchSpace
-from tune_prune.tuning import address
-from tune_prune.tuning.resources import TrialResources, plan_resources, trial_slots
+from tune_prune.trial.context import data_fingerprint
+from tune_prune.tuning.ray_cluster import address
+from tune_prune.tuning.ray_cluster.resources import TrialResources, plan_resources, trial_slots
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def make_plan(settings: SearchSettings) -> Plan:
     search = settings.search or space.search
     num_trials = _num_trials(settings, space, search)
     ratio, shape = _pruning_ratio(settings, space), _shape(settings, space)
-    store = artifacts.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifacts.FOLDER)
+    store = artifact_cache.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifact_cache.FOLDER)
     with _cluster(settings):
         nodes, gpu_bytes = _nodes(settings)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
@@ -233,7 +235,7 @@ def _plan_model(
     ratio: float,
     shape: str,
     device: str,
-    store: artifacts.ArtifactStore,
+    store: artifact_cache.ArtifactStore,
 ) -> ModelPlan:
     dtype = settings.dtype or ("bfloat16" if device == "cuda" else "float32")
     try:
@@ -244,9 +246,9 @@ def _plan_model(
         _, geometry = loading.config_geometry(config)
         shape = shapes.resolve(shape, None, geometry.total_params)
         target = _target_params(geometry, ratio, shape)
-        inputs.check_data(run)
+        checks.check_data(run)
         tokenizer = loading.load_tokenizer(source)
-        inputs.check_calibration(run, source, config, tokenizer, space.seq_len, max(space.num_samples))
+        checks.check_calibration(run, source, config, tokenizer, space.seq_len, max(space.num_samples))
         if source.kind != "hub":
             weight_files.check(Path(source.location), loading.meta_model(config))
     except UserError as error:
@@ -278,7 +280,7 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
             f"--revision {settings.revision} is for models of the hub, but {name} is {'an' if source.kind == 'embedded' else 'a'} "
             f"{source.kind} model; leave it out"
         )
-    data_dir = inputs.data_dir(settings.data_dir)
+    data_dir = checks.data_dir(settings.data_dir)
     protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
     if settings.tasks is not None:
         protocol = replace(protocol, tasks=settings.tasks)
@@ -329,7 +331,7 @@ def _cluster(settings: SearchSettings) -> Iterator[None]:
     if settings.address is None:
         yield
         return
-    from tune_prune.tuning import cluster  # imports ray: not needed to plan a search on this machine
+    from tune_prune.tuning.ray_cluster import cluster  # imports ray: not needed to plan a search on this machine
 
     address.check(settings.address)
     with cluster.connected(settings.address):
@@ -340,7 +342,7 @@ def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], int | None
     """CPUs and GPUs of each node, of this machine or of the connected cluster (which is asked), and the memory of the
     smallest GPU."""
     if settings.address is not None:
-        from tune_prune.tuning import cluster
+        from tune_prune.tuning.ray_cluster import cluster
 
         return cluster.node_resources(), cluster.smallest_gpu_bytes() if settings.gpus_per_trial is None else None
     gpus = range(torch.cuda.device_count())

@@ -25,8 +25,8 @@ from typing import Any
 import yaml
 
 import tune_prune
-from tune_prune.config import SHAPES, PruningConfig, alignment
-from tune_prune.errors import UserError, did_you_mean
+from tune_prune.core.config import SHAPES, PruningConfig, alignment
+from tune_prune.core.errors import UserError, did_you_mean
 
 SEARCHES = ("grid", "optuna")
 SEQ_LEN_BOUNDS = (2, 131_072)

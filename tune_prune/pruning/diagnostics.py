@@ -13,7 +13,7 @@ import numpy as np
 
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.importance import LayerGradients
+from tune_prune.pruning.statistics.taylor import LayerGradients
 
 EXTREME_FRACTION = 0.5
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tune_prune.config import alignment
-from tune_prune.errors import UserError
+from tune_prune.core.config import alignment
+from tune_prune.core.errors import UserError
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import GroupScores
 

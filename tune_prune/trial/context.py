@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tune_prune import calibration
-from tune_prune.artifacts import ArtifactStore
-from tune_prune.config import PROTOCOL_VERSION, ModelRun, PruningConfig, digest, trial_key
-from tune_prune.evaluation import perplexity, shared_prefix, task_files
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, digest, trial_key
+from tune_prune.data import calibration, task_files
+from tune_prune.evaluation import perplexity
+from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import Outcomes, ZeroShotSuite
 from tune_prune.models import catalog, loading
-from tune_prune.pruning.importance import Importance, taylor
-from tune_prune.pruning.removal_loss import RemovalLosses, removal_losses
+from tune_prune.pruning.statistics.block_removal import RemovalLosses, removal_losses
+from tune_prune.pruning.statistics.taylor import Importance, taylor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,7 +104,7 @@ class TrialContext:
     @cached_property
     def _sharing_refused(self) -> str | None:
         """Why the choices of an item are scored one by one on this model; None: they share their prefix."""
-        return shared_prefix.refusal(self.loaded.model)
+        return prefix_trees.refusal(self.loaded.model)
 
     @property
     def notes(self) -> list[str]:

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tune_prune.config import PruningConfig
-from tune_prune.context import TrialContext
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.ledger import atomic_write_text, to_json
+from tune_prune.core.records import StageReport, Status, TrialRecord
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, write_items
-from tune_prune.ledger import atomic_write_text, to_json
 from tune_prune.pruning.diagnostics import (
     extreme_pruning_layers,
     gradient_diagnosis,
@@ -40,11 +40,11 @@ from tune_prune.pruning.diagnostics import (
     pruning_comparison,
 )
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.importance import Importance
 from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method
 from tune_prune.pruning.selection import select
+from tune_prune.pruning.statistics.taylor import Importance
 from tune_prune.pruning.surgery import prune
-from tune_prune.records import StageReport, Status, TrialRecord
+from tune_prune.trial.context import TrialContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,7 @@ from ray.tune.experiment import Trial as RayTrial
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from tune_prune.records import TrialRecord
+from tune_prune.core.records import TrialRecord
 from tune_prune.tuning.queue import is_job
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 

@@ -17,20 +17,21 @@ from ray import tune
 from ray.tune import Callback
 from ray.tune.experiment import Trial as RayTrial
 
-from tune_prune.config import ModelRun, seed_for
+from tune_prune.core.config import ModelRun, seed_for
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import TrialRecord
 from tune_prune.cost_model.estimate import CostEstimate
-from tune_prune.errors import UserError
-from tune_prune.ledger import Ledger
-from tune_prune.records import TrialRecord
-from tune_prune.tuning import cluster, prepare
+from tune_prune.tuning import preparation
 from tune_prune.tuning.callbacks import LedgerCallback, TensorBoardCallback
-from tune_prune.tuning.live_line import LiveLine
-from tune_prune.tuning.prepare import PrepareJob
+from tune_prune.tuning.preparation import PrepareJob
+from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import PrepareCallback, StopAtFailure, WorkQueue, is_job
-from tune_prune.tuning.race import RacePerModel, read_outcomes
-from tune_prune.tuning.resources import TrialResources, trial_slots
-from tune_prune.tuning.scheduler import AshaPerModel, PlainScheduler
+from tune_prune.tuning.ray_cluster import cluster
+from tune_prune.tuning.ray_cluster.resources import TrialResources, trial_slots
 from tune_prune.tuning.searcher import OptunaSearcher
+from tune_prune.tuning.stopping.race import RacePerModel, read_outcomes
+from tune_prune.tuning.stopping.schedulers import AshaPerModel, PlainScheduler
 from tune_prune.tuning.trainable import PruneTrainable
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
@@ -81,7 +82,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     ledger = Ledger(folder / "ledger")
     known = [record for key in specs if (record := ledger.read(key)) is not None]
     searcher, pending = _pending(list(specs.values()), known, options)
-    baselines = prepare.read_baselines(folder / "baseline.json")
+    baselines = preparation.read_baselines(folder / "baseline.json")
     missing = [run for run in dict.fromkeys(spec.run for spec in specs.values()) if run.label not in baselines]
     if not pending and not missing:
         return SearchResult({record.key: record for record in known}, [], baselines)
@@ -97,12 +98,12 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         finished = [record for record in known if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)
         # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
-        prepared = prepare.prepare_jobs(pending if searcher is None else [], missing)
+        prepared = preparation.prepare_jobs(pending if searcher is None else [], missing)
         line = LiveLine(specs, len(finished) + count, finished, cost=options.cost, jobs=prepared, slots=slots)
 
         def keep(run: ModelRun, baseline: TrialRecord) -> None:
             baselines[run.label] = baseline
-            prepare.write_baselines(folder / "baseline.json", baselines)
+            preparation.write_baselines(folder / "baseline.json", baselines)
             for note in baseline.notes:
                 line.say(f"note: {run.label}: {note}")
 

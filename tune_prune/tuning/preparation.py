@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tune_prune import trial
-from tune_prune.config import ModelRun
-from tune_prune.context import TrialContext
-from tune_prune.ledger import PassLog, atomic_write_text, parse_json, parse_record, to_json
-from tune_prune.records import StageReport, TrialRecord
-from tune_prune.trial import SharedStatistics
+from tune_prune.core.config import ModelRun
+from tune_prune.core.ledger import PassLog, atomic_write_text, parse_json, parse_record, to_json
+from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.trial import trial
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import SharedStatistics
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 

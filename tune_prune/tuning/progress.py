@@ -13,9 +13,9 @@ from typing import Any, TextIO
 from ray.tune import Callback
 from ray.tune.experiment import Trial as RayTrial
 
+from tune_prune.core.records import TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, Seconds
-from tune_prune.records import TrialRecord
-from tune_prune.tuning.prepare import Prepared, PrepareJob
+from tune_prune.tuning.preparation import Prepared, PrepareJob
 from tune_prune.tuning.queue import is_job
 from tune_prune.tuning.worker import TrialSpec
 

@@ -15,10 +15,10 @@ from ray.tune import Callback, Stopper
 from ray.tune.experiment import Trial as RayTrial
 from ray.tune.search import Searcher
 
-from tune_prune.config import ModelRun
-from tune_prune.errors import UserError
-from tune_prune.records import TrialRecord
-from tune_prune.tuning.prepare import Prepared, PrepareJob
+from tune_prune.core.config import ModelRun
+from tune_prune.core.errors import UserError
+from tune_prune.core.records import TrialRecord
+from tune_prune.tuning.preparation import Prepared, PrepareJob
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.worker import TrialSpec
 

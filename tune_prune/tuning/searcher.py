@@ -20,8 +20,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import TrialState
 from ray.tune.search import Searcher
 
-from tune_prune.config import PruningConfig, seed_for
-from tune_prune.records import TrialRecord
+from tune_prune.core.config import PruningConfig, seed_for
+from tune_prune.core.records import TrialRecord
 from tune_prune.tuning.worker import TrialSpec
 
 METRIC = "acc_mean"

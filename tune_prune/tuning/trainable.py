@@ -1,4 +1,4 @@
-"""One trial inside a Ray worker: every `step()` is one stage of `tune_prune.trial.Trial`. Or one preparation job, whole.
+"""One trial inside a Ray worker: every `step()` is one stage of `tune_prune.trial.trial.Trial`. Or one preparation job, whole.
 
 The worker, not the driver, writes the trial's files and then its ledger record: once the record is there the trial is
 done, whatever happens to the driver. An actor is reused for the next trial and keeps its model and data.
@@ -16,10 +16,10 @@ from typing import Any
 
 from ray import tune
 
-from tune_prune.errors import UserError
-from tune_prune.records import StageReport, Status, TrialRecord
-from tune_prune.trial import SharedStatistics, Trial
-from tune_prune.tuning.prepare import PrepareJob, run_job
+from tune_prune.core.errors import UserError
+from tune_prune.core.records import StageReport, Status, TrialRecord
+from tune_prune.trial.trial import SharedStatistics, Trial
+from tune_prune.tuning.preparation import PrepareJob, run_job
 from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
 
 TIMEOUT_REASON = "stopped by the time limit"

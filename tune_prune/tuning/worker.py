@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tune_prune.config import ModelRun, PruningConfig
-from tune_prune.context import TrialContext
-from tune_prune.ledger import Ledger
-from tune_prune.records import TrialRecord
-from tune_prune.tuning.resources import TrialResources, claim
+from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import TrialRecord
+from tune_prune.trial.context import TrialContext
+from tune_prune.tuning.ray_cluster.resources import TrialResources, claim
 
 
 @dataclass(frozen=True)

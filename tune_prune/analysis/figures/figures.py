@@ -27,10 +27,20 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from tune_prune.analysis import figure_style
-from tune_prune.analysis.figure_style import BLACK, DOUBLE, GREY, LIGHT, PANELS_PER_ROW, SINGLE, SMALL, TINY, Look
-from tune_prune.analysis.figures_best import layer_shares, retention_figure
-from tune_prune.analysis.findings import Findings, ModelFindings
+from tune_prune.analysis.figures import figure_style
+from tune_prune.analysis.figures.figure_style import (
+    BLACK,
+    DOUBLE,
+    GREY,
+    LIGHT,
+    PANELS_PER_ROW,
+    SINGLE,
+    SMALL,
+    TINY,
+    Look,
+)
+from tune_prune.analysis.figures.figures_best import layer_shares, retention_figure
+from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 
 ACCURACY = "Mean accuracy"
 KNOBS = {"taylor_seq_len": "Tokens per sample", "taylor_num_samples": "Calibration samples"}

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from tune_prune.analysis import figure_style
-from tune_prune.analysis.figure_style import BLACK, BLUE, DOUBLE, GREY, ORANGE, SINGLE, SMALL
-from tune_prune.analysis.findings import ModelFindings
-from tune_prune.errors import UserError
-from tune_prune.ledger import number, parse_json
+from tune_prune.analysis.figures import figure_style
+from tune_prune.analysis.figures.figure_style import BLACK, BLUE, DOUBLE, GREY, ORANGE, SINGLE, SMALL
+from tune_prune.analysis.statistics.findings import ModelFindings
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import number, parse_json
 
 GRADIENTS, COMPARISON = "gradient_diagnosis.json", "pruning_comparison.json"
 MAX_LAYERS_IN_COLUMN = 40

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from tune_prune.analysis.load import frame
-from tune_prune.analysis.results_csv import FILE, read_results_csv
-from tune_prune.analysis.study import Problem
-from tune_prune.config import PROTOCOL_VERSION, ModelRun, PruningConfig, digest
-from tune_prune.errors import UserError
-from tune_prune.ledger import Ledger, parse_json, parse_record
-from tune_prune.records import TrialRecord
+from tune_prune.analysis.input.load import frame
+from tune_prune.analysis.input.results_csv import FILE, read_results_csv
+from tune_prune.analysis.input.study import Problem
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, digest
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger, parse_json, parse_record
+from tune_prune.core.records import TrialRecord
 
 _TELLS = {
     "experiment.json": "what was planned, and how it was measured,",

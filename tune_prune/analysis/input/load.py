@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig
-from tune_prune.errors import UserError
-from tune_prune.records import TrialRecord
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.core.records import TrialRecord
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.load import PUBLISHED_COLUMNS, TEXTS, config_name
-from tune_prune.analysis.places import Part, is_experiment, read_experiment, read_published
-from tune_prune.analysis.results_csv import FILE
-from tune_prune.analysis.study import Model, Problem, Study
-from tune_prune.config import PruningConfig
-from tune_prune.errors import UserError
+from tune_prune.analysis.input.experiment_reader import Part, is_experiment, read_experiment, read_published
+from tune_prune.analysis.input.load import PUBLISHED_COLUMNS, TEXTS, config_name
+from tune_prune.analysis.input.results_csv import FILE
+from tune_prune.analysis.input.study import Model, Problem, Study
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
 
 _CHECKED = [name for name in PUBLISHED_COLUMNS if name not in (*TEXTS, "success")]
 _Key = tuple[str, str, float, int, str]  # label, how it was measured, pruning_ratio, removal_divisor, shape

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.load import ACCURACIES, INTEGERS, TASK_ITEMS, TEXTS, config_of, typed
-from tune_prune.config import ZERO_SHOT_TASKS, PruningConfig
-from tune_prune.errors import UserError
+from tune_prune.analysis.input.load import ACCURACIES, INTEGERS, TASK_ITEMS, TEXTS, config_of, typed
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.errors import UserError
 
 FILE = "all_methods_results.csv"
 _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")

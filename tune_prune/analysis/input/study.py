@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from tune_prune.config import PruningConfig
+from tune_prune.core.config import PruningConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from tune_prune.analysis.table_data import DAGGER, PaperTable
+from tune_prune.analysis.tables.table_data import DAGGER, PaperTable
 
 _JOINER = "\u2060"
 _COMMANDS = {

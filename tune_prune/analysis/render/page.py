@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tune_prune.analysis import page_tables, paper_tables, rerun, templating, wording
-from tune_prune.analysis.findings import RULES, CrossFit, Findings, ModelFindings, Remark
-from tune_prune.analysis.page_cells import Cell, Column, Table, blank, number, words
-from tune_prune.analysis.page_strip import Strip, in_set, strip
-from tune_prune.analysis.table_data import PaperTable
-from tune_prune.ledger import atomic_write_text
+from tune_prune.analysis import rerun
+from tune_prune.analysis.render import templating, wording
+from tune_prune.analysis.render.page_cells import Cell, Column, Table, blank, number, words
+from tune_prune.analysis.render.page_strip import Strip, in_set, strip
+from tune_prune.analysis.statistics.findings import RULES, CrossFit, Findings, ModelFindings, Remark
+from tune_prune.analysis.tables import page_tables, paper_tables
+from tune_prune.analysis.tables.table_data import PaperTable
+from tune_prune.core.ledger import atomic_write_text
 
 _BASIS = {
     "paired": "compared on the same items",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tune_prune.analysis import wording
+from tune_prune.analysis.render import wording
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tune_prune.analysis import wording
-from tune_prune.analysis.findings import ModelFindings
+from tune_prune.analysis.render import wording
+from tune_prune.analysis.statistics.findings import ModelFindings
 
 WIDTH, HEIGHT = 360, 116  # of the drawing, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 42, 10, 8, 22  # margins around the plotted area

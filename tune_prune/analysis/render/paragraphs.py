@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tune_prune.analysis import wording
-from tune_prune.analysis.appendix_tables import statistics
-from tune_prune.analysis.findings import Correlation, Findings, ModelFindings
-from tune_prune.analysis.table_data import p_words, ratio, trend_words
-from tune_prune.analysis.templating import environment
-from tune_prune.config import ZERO_SHOT_METRIC
-from tune_prune.ledger import atomic_write_text
+from tune_prune.analysis.render import wording
+from tune_prune.analysis.render.templating import environment
+from tune_prune.analysis.statistics.findings import Correlation, Findings, ModelFindings
+from tune_prune.analysis.tables.appendix_tables import statistics
+from tune_prune.analysis.tables.table_data import p_words, ratio, trend_words
+from tune_prune.core.config import ZERO_SHOT_METRIC
+from tune_prune.core.ledger import atomic_write_text
 
 SIGNIFICANCE = 0.05  # level of every claim
 

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis import templating
-from tune_prune.analysis.findings import RULES, Correlation, Findings, ModelFindings, Remark
-from tune_prune.analysis.plain_text import COLUMNS, pad, table, width, wrap
-from tune_prune.analysis.study import Problem
-from tune_prune.analysis.wording import (
+from tune_prune.analysis.input.study import Problem
+from tune_prune.analysis.render import templating
+from tune_prune.analysis.render.plain_text import COLUMNS, pad, table, width, wrap
+from tune_prune.analysis.render.wording import (
     LANGUAGES,
     MISSING,
     acc,
@@ -32,8 +31,9 @@ from tune_prune.analysis.wording import (
     say,
     trend_remark,
 )
-from tune_prune.errors import UserError
-from tune_prune.ledger import atomic_write_text
+from tune_prune.analysis.statistics.findings import RULES, Correlation, Findings, ModelFindings, Remark
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import atomic_write_text
 
 KNOBS = ("taylor_seq_len", "taylor_num_samples")
 SHOWN_PROBLEMS = 5  # on the first screen; the appendix has all of them

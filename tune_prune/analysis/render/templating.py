@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jinja2
 
-from tune_prune.analysis import wording
+from tune_prune.analysis.render import wording
 
 TEMPLATES = Path(__file__).parent / "templates"
 

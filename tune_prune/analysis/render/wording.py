@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.findings import Remark, Trend
+from tune_prune.analysis.statistics.findings import Remark, Trend
 
 LANGUAGES = ("en", "zh")
 MISSING = "–"

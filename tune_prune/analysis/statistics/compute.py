@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis import effects, rules
 from tune_prune.analysis.export import Items, cross_model_comparison
-from tune_prune.analysis.findings import CrossFit, Findings, ModelFindings, Remark
-from tune_prune.analysis.load import TASK_ITEMS, Difference, config_of, difference, ranked, read_items
-from tune_prune.analysis.outcomes import Comparison, Outcomes, compare_rows, cross_fit
-from tune_prune.analysis.study import Model, Study
-from tune_prune.config import PruningConfig, seed_for
+from tune_prune.analysis.input.load import TASK_ITEMS, Difference, config_of, difference, ranked, read_items
+from tune_prune.analysis.input.study import Model, Study
+from tune_prune.analysis.statistics import effects, rules
+from tune_prune.analysis.statistics.findings import CrossFit, Findings, ModelFindings, Remark
+from tune_prune.analysis.statistics.outcomes import Comparison, Outcomes, compare_rows, cross_fit
+from tune_prune.core.config import PruningConfig, seed_for
 
 _KNOBS = ("taylor_seq_len", "taylor_num_samples")
 _GRID = ("pruning_method", *_KNOBS)

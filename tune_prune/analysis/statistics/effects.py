@@ -17,7 +17,7 @@ from statsmodels.formula.api import ols
 from statsmodels.regression.linear_model import OLS
 from statsmodels.stats.anova import anova_lm
 
-from tune_prune.analysis.findings import Correlation, Remark, Trend
+from tune_prune.analysis.statistics.findings import Correlation, Remark, Trend
 
 # Names of the factors in tables -> columns of the rows.
 FACTORS = {

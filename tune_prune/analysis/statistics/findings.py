@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.study import Model, Study
+from tune_prune.analysis.input.study import Model, Study
 
 RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.findings import CrossFit, Remark
-from tune_prune.analysis.load import read_items
-from tune_prune.config import seed_for
-from tune_prune.errors import UserError
+from tune_prune.analysis.input.load import read_items
+from tune_prune.analysis.statistics.findings import CrossFit, Remark
+from tune_prune.core.config import seed_for
+from tune_prune.core.errors import UserError
 
 DRAWS = 4000  # of the bootstrap
 FOLDS, REPEATS = 5, 20  # of cross-fitting

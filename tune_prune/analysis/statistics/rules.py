@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.findings import RULES
-from tune_prune.errors import UserError, did_you_mean
+from tune_prune.analysis.statistics.findings import RULES
+from tune_prune.core.errors import UserError, did_you_mean
 
 _SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model
 

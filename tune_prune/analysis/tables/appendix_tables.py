@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis import wording
-from tune_prune.analysis.findings import Findings
-from tune_prune.analysis.table_data import (
+from tune_prune.analysis.render import wording
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.tables.table_data import (
     MARK,
     MODEL,
     Column,

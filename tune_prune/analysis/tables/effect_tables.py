@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tune_prune.analysis import wording
-from tune_prune.analysis.findings import Findings
-from tune_prune.analysis.table_data import KNOBS, MODEL, Column, PaperTable, p_words, paper_table, trend_words
+from tune_prune.analysis.render import wording
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.tables.table_data import KNOBS, MODEL, Column, PaperTable, p_words, paper_table, trend_words
 
 
 def seq_len(findings: Findings) -> PaperTable | None:

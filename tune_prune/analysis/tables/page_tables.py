@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from tune_prune.analysis import wording
 from tune_prune.analysis.cost import duration
-from tune_prune.analysis.findings import Correlation, Findings, ModelFindings, Remark, Trend
-from tune_prune.analysis.page_cells import Cell, Column, Table, blank, number, words
-from tune_prune.analysis.page_strip import in_set
-from tune_prune.analysis.study import Model, Problem
+from tune_prune.analysis.input.study import Model, Problem
+from tune_prune.analysis.render import wording
+from tune_prune.analysis.render.page_cells import Cell, Column, Table, blank, number, words
+from tune_prune.analysis.render.page_strip import in_set
+from tune_prune.analysis.statistics.findings import Correlation, Findings, ModelFindings, Remark, Trend
 
 KNOBS = {"taylor_seq_len": "seq_len", "taylor_num_samples": "num_samples"}
 STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tune_prune.analysis import appendix_tables, effect_tables, result_tables
-from tune_prune.analysis.findings import Findings
-from tune_prune.analysis.latex import document, latex_table, markdown_table
-from tune_prune.analysis.paragraphs import write_paragraphs
-from tune_prune.analysis.table_data import PaperTable
-from tune_prune.ledger import atomic_write_text
+from tune_prune.analysis.render.latex import document, latex_table, markdown_table
+from tune_prune.analysis.render.paragraphs import write_paragraphs
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.tables import appendix_tables, effect_tables, result_tables
+from tune_prune.analysis.tables.table_data import PaperTable
+from tune_prune.core.ledger import atomic_write_text
 
 __all__ = ["PaperTable", "tables", "write_paragraphs", "write_tables"]
 

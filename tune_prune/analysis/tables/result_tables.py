@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis import wording
-from tune_prune.analysis.findings import Findings, ModelFindings
-from tune_prune.analysis.load import difference
-from tune_prune.analysis.table_data import MARK, MODEL, Column, PaperTable, accuracy_note, paper_table, ratio
+from tune_prune.analysis.input.load import difference
+from tune_prune.analysis.render import wording
+from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+from tune_prune.analysis.tables.table_data import MARK, MODEL, Column, PaperTable, accuracy_note, paper_table, ratio
 
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
 

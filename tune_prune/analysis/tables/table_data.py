@@ -12,8 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis import wording
-from tune_prune.analysis.findings import Findings, Trend
+from tune_prune.analysis.render import wording
+from tune_prune.analysis.statistics.findings import Findings, Trend
 
 KNOBS = {
     "taylor_seq_len": "the calibration sequence length",

@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.export import Views, retained_accuracy
-from tune_prune.analysis.load import config_name, ranked
-from tune_prune.records import TrialRecord
+from tune_prune.analysis.input.load import config_name, ranked
+from tune_prune.core.records import TrialRecord
 
 _HEADER = ("", "method", "seq", "n", "ppl", "acc ± se", "kept%", "params")
 _LEGEND = (

@@ -24,8 +24,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from tune_prune import embedded
-from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.checkpoint.numbers import (
+from tune_prune.checkpoint.card.card_numbers import (
     UNKNOWN,
     accuracy,
     escaped,
@@ -36,10 +35,11 @@ from tune_prune.checkpoint.numbers import (
     short_bytes,
     short_count,
 )
+from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.checkpoint.sizes import Sizes
 from tune_prune.checkpoint.speed import Speed, conditions, rate
-from tune_prune.config import ZERO_SHOT_METRIC
-from tune_prune.ledger import atomic_write_bytes, atomic_write_text
+from tune_prune.core.config import ZERO_SHOT_METRIC
+from tune_prune.core.ledger import atomic_write_bytes, atomic_write_text
 from tune_prune.models.geometry import Geometry
 
 CARD, PICTURE = "README.md", "layers.png"

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.checkpoint.layers import widths
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models.families import Family, decoder_layers
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tune_prune.checkpoint.gguf_architecture import (
+from tune_prune.checkpoint.gguf.architecture import (
     Architecture,
     choose_architecture,
     embedding,
@@ -37,9 +37,9 @@ from tune_prune.checkpoint.gguf_architecture import (
     is_tied,
     parameter,
 )
-from tune_prune.checkpoint.gguf_vocab import read_vocabulary
+from tune_prune.checkpoint.gguf.gguf_vocab import read_vocabulary
 from tune_prune.checkpoint.layers import LayerWidths, widths
-from tune_prune.errors import UserError, did_you_mean
+from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.models.families import Family, decoder_layers
 
 _FLOATS = {

@@ -23,7 +23,7 @@ from typing import Any
 import gguf
 from transformers import PreTrainedTokenizerBase
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import load_tokenizer
 

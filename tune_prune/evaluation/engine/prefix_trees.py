@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tune_prune.evaluation.row_scoring import Outcomes, Request, Row, pad, plain_rows, score_rows
-from tune_prune.evaluation.tree_attention import in_blocks
+from tune_prune.evaluation.engine.rows import Outcomes, Request, Row, pad, plain_rows, score_rows
+from tune_prune.evaluation.engine.tree_attention import in_blocks
 
 # An input joins the row of the one before it, in alphabetical order, if they share this fraction of its tokens. Less is
 # not worth it: the mask costs 2% of the time at a hidden size of 512 and up to a third at 64, where attention is most of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tune_prune.evaluation.scored_positions import only_at
+from tune_prune.evaluation.engine.scored_positions import only_at
 from tune_prune.models.head import LOGITS_AT_ONCE
 
 log = logging.getLogger(__name__)

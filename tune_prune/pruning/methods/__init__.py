@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tune_prune.errors import UserError, did_you_mean
+from tune_prune.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np

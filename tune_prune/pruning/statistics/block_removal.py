@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
-from tune_prune.pruning.importance import batch_size
+from tune_prune.pruning.statistics.taylor import batch_size
 
 KINDS = ("layer", "attention", "mlp")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import socket
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 
 TIMEOUT_S = 5.0
 # What every HTTP/2 client says first (RFC 9113, 3.4), with an empty SETTINGS frame. Ray's head speaks gRPC, which is HTTP/2,

@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tune_prune.errors import UserError
-from tune_prune.tuning import address as address_check
+from tune_prune.core.errors import UserError
+from tune_prune.tuning.ray_cluster import address as address_check
 
 PROBE_TIMEOUT_S = 120.0  # a node's first worker has to import torch
 LOCAL_OBJECT_STORE_BYTES = 256 * 2**20  # only records travel; weights are read from disk by each worker

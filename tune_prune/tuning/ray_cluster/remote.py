@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError
 
-from tune_prune.tuning.resources import TrialResources
+from tune_prune.tuning.ray_cluster.resources import TrialResources
 
 WAIT_S = 60.0  # a first worker has to import torch; a busy cluster may not have one free at all
 

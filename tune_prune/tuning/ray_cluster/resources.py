@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tune_prune.errors import UserError
+from tune_prune.core.errors import UserError
 
 MAX_TRIALS_PER_GPU = 4  # beyond that the trials of one GPU only wait for each other
 USABLE_GPU_MEMORY = 0.9  # the rest is left to CUDA contexts and fragmentation

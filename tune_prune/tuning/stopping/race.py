@@ -1,4 +1,4 @@
-"""Early stopping by racing (tune_prune.racing) as a Ray scheduler: one race per model, nothing waits for anything.
+"""Early stopping by racing (tune_prune.tuning.stopping.racing) as a Ray scheduler: one race per model, nothing waits for anything.
 
 A worker reports the outcome of every item that a slice adds. The trial goes on, or Ray stops it at once. Trials that an
 earlier start of the search completed go on competing; those that it stopped have left no items and do not.
@@ -16,14 +16,14 @@ import pyarrow.parquet
 from ray.tune.experiment import Trial as RayTrial
 from ray.tune.schedulers import TrialScheduler
 
-from tune_prune.errors import UserError
-from tune_prune.racing import Race, Verdict
-from tune_prune.tuning.scheduler import PlainScheduler
+from tune_prune.core.errors import UserError
+from tune_prune.tuning.stopping.racing import Race, Verdict
+from tune_prune.tuning.stopping.schedulers import PlainScheduler
 from tune_prune.tuning.worker import TrialSpec
 
 
 class RacePerModel(PlainScheduler):
-    """Stops a trial whose verdict is in; see `tune_prune.racing` for the rule and its guarantee.
+    """Stops a trial whose verdict is in; see `tune_prune.tuning.stopping.racing` for the rule and its guarantee.
 
     `specs`: every configuration that the search may visit, by key. `known`: the outcomes of complete trials of earlier
     starts, by key: one dict task -> "0" or "1" per item for each slice, as `read_outcomes` gives them. `confidence` holds
