@@ -27,7 +27,7 @@ from tune_prune import __version__, embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun
 from tune_prune.core.ledger import atomic_write_text, to_json
 from tune_prune.data import calibration
-from tune_prune.evaluation.perplexity import TEXT_FILE
+from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading
 
 # Parameters of the decoder layers, which every token passes, by name; the embeddings (50,257 tokens, tied) are as large again

@@ -42,11 +42,11 @@ from lm_eval.models.huggingface import HFLM
 
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
+from tune_prune.data.sources import task_source
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import catalog, loading
 from tune_prune.models.loading import LoadedModel
-from tune_prune.trial.context import task_source
 
 SEARCHED_ITEMS = 20  # of each task, for finding HFLM's best batch size
 

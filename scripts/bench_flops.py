@@ -26,13 +26,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.tokens import SAMPLED_ITEMS, zero_shot_tokens
-from tune_prune.data import calibration
+from tune_prune.data import calibration, perplexity_text
+from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine.prefix_trees import score_planned
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.statistics.block_removal import removal_losses
 from tune_prune.pruning.statistics.taylor import batch_size, taylor
-from tune_prune.trial.context import task_source, uses_embedded_data
 
 PEAK_SIZES = (512, 1024, 2048)
 KINDS = ("layer", "attention", "mlp")
@@ -105,7 +105,7 @@ def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, 
     windows = calibration.windows(text, seq_len, samples, run.seed)
     few = windows[: max(1, samples // 5)]
     window = min(run.protocol.perplexity_window, loaded.max_length)
-    reported = calibration.tokenize(loaded.tokenizer, perplexity.load_text(run.data_dir, uses_embedded_data(run)))
+    reported = calibration.tokenize(loaded.tokenizer, perplexity_text.load_text(run.data_dir, uses_embedded_data(run)))
     reported = reported[:window]
     items = zero_shot_tokens(loaded.tokenizer, run.protocol, task_source(run)).rows
     assert items is not None, "tasks of the benchmarks are files"

@@ -43,7 +43,7 @@ from bench_common import Subject, benchmark_parser, sizes_of, subject, table, wr
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.ledger import Ledger, atomic_write_text, to_json
-from tune_prune.data import calibration
+from tune_prune.data import calibration, perplexity_text
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
@@ -114,6 +114,7 @@ def published_trial(order: dict[str, Any]) -> None:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    from tune_prune.data.sources import task_source, uses_embedded_data
     from tune_prune.evaluation import perplexity
     from tune_prune.models import catalog, loading
     from tune_prune.pruning.methods import LOSS_FLOOR, Statistics
@@ -121,7 +122,6 @@ def published_trial(order: dict[str, Any]) -> None:
     from tune_prune.pruning.statistics.block_removal import RemovalLosses
     from tune_prune.pruning.statistics.taylor import taylor
     from tune_prune.pruning.surgery import prune
-    from tune_prune.trial.context import task_source, uses_embedded_data
 
     torch.set_num_threads(1)
     config, folder = PruningConfig.from_dict(order["config"]), Path(order["folder"])
@@ -151,7 +151,7 @@ def published_trial(order: dict[str, Any]) -> None:
     )
     model = prune(loaded.model, loaded.family, plan)
     marks["pruning"] = time.perf_counter()
-    held_out = calibration.tokenize(loaded.tokenizer, perplexity.load_text(run.data_dir, uses_embedded_data(run)))
+    held_out = calibration.tokenize(loaded.tokenizer, perplexity_text.load_text(run.data_dir, uses_embedded_data(run)))
     window = min(run.protocol.perplexity_window, loaded.max_length)
     ppl = published_way.perplexity(model, held_out, window)
     marks["perplexity"] = time.perf_counter()

@@ -13,9 +13,10 @@
    misses items of its own in the smallest task, the best misses as many per cent of the largest one.
 3. A finished experiment (--experiment): the outcomes in its trials/*/items.parquet go through the same rules.
 
-Both rules are the program's own: tune_prune.tuning.stopping.racing.Race and, in schedulers.py beside it, AshaPerModel (Ray's ASHA). Slices
-are `proportional` (a slice takes its fraction of each task) or `even` (racing.even_slices). Tokens count the zero-shot items
-only. A winner is `told apart` from the exhaustive one if it is worse by more than 2 paired standard errors on all items.
+Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaPerModel (Ray's ASHA) of schedulers.py
+beside it. Slices are `proportional` (a slice takes its fraction of each task) or `even` (evaluation.slices.even_slices). Tokens
+count the zero-shot items only. A winner is `told apart` from the exhaustive one if it is worse by more than 2 paired standard
+errors on all items.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from bench_common import data_dir, table, write_json
 from tune_prune.analysis.input.load import TASK_ITEMS
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.ledger import Ledger
+from tune_prune.evaluation.slices import even_slices
 from tune_prune.tuning.stopping.race import read_outcomes
-from tune_prune.tuning.stopping.racing import Race, even_slices
+from tune_prune.tuning.stopping.racing import Race
 from tune_prune.tuning.stopping.schedulers import AshaPerModel
 from tune_prune.tuning.trainable import TrialSpec
 

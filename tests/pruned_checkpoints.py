@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from tune_prune.checkpoint import layers, manifest
 from tune_prune.checkpoint.save import Format, Origin, save_checkpoint
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.data.sources import measured_on
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.trial.context import TrialContext, measured_on
+from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
 CONFIG = PruningConfig("layerwise", 16, 8, 0.3)

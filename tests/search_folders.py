@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune import embedded
-from tune_prune.evaluation.perplexity import TEXT_FILE
+from tune_prune.data.perplexity_text import TEXT_FILE
 
 TINY = ("--model", "tiny-llama", "--search-space", "smoke")
 TINY_FOLDER = embedded.model_dir("tiny-llama")

@@ -31,10 +31,11 @@ from tests.search_folders import TINY_FOLDER
 from tune_prune.checkpoint import manifest, origin
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
 from tune_prune.core.errors import UserError
+from tune_prune.data.sources import EMBEDDED_DATA
 from tune_prune.evaluation.item_scores import items_table
 from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource, resolve
-from tune_prune.trial.context import EMBEDDED_DATA, TrialContext
+from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
 ALL_GROUPS, ALL_CHANNELS = tuple(range(4)), tuple(range(64))

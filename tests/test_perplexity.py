@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from tune_prune.core.errors import UserError
-from tune_prune.evaluation.perplexity import load_text, perplexity
+from tune_prune.data.perplexity_text import load_text
+from tune_prune.evaluation.perplexity import perplexity
 
 LIMIT = 32
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))

@@ -88,7 +88,8 @@ from pathlib import Path
 import pyarrow.parquet, torch
 torch.set_num_threads(1)
 from tune_prune.core.config import EvaluationProtocol, ModelRun
-from tune_prune.trial.context import EMBEDDED_DATA, TrialContext
+from tune_prune.trial.context import TrialContext
+from tune_prune.data.sources import EMBEDDED_DATA
 from tune_prune.trial.trial import Trial
 experiment = Path(sys.argv[1])
 for label, best in json.loads((experiment / "global_best_config.json").read_text())["models"].items():

@@ -19,7 +19,7 @@ import pytest
 import tune_prune.__main__
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tune_prune import embedded, search
-from tune_prune.evaluation.perplexity import TEXT_FILE
+from tune_prune.data.perplexity_text import TEXT_FILE
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 

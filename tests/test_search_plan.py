@@ -25,10 +25,11 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
 from tune_prune.cost_model.estimate import STAGES
-from tune_prune.evaluation.perplexity import TEXT_FILE
+from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading
 from tune_prune.planning import experiment, search_space
-from tune_prune.planning.preflight import SearchSettings, _check_memory, make_plan
+from tune_prune.planning.plan import SearchSettings
+from tune_prune.planning.preflight import _check_memory, make_plan
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import method_names
 from tune_prune.trial.context import TrialContext

@@ -66,8 +66,9 @@ def _main(argv: list[str]) -> None:
 
     from tune_prune.checkpoint import recorded  # imports torch: not before every flag has been read
     from tune_prune.core.ledger import atomic_write_text, to_json
+    from tune_prune.data.sources import measured_on
     from tune_prune.models import loading
-    from tune_prune.trial.context import TrialContext, measured_on
+    from tune_prune.trial.context import TrialContext
     from tune_prune.trial.trial import Trial
 
     device = loading.pick_device(args.device)
@@ -112,9 +113,10 @@ def _checked(args: argparse.Namespace, dtype: str) -> tuple[ModelRun, Manifest |
     from tune_prune import embedded
     from tune_prune.checkpoint import origin
     from tune_prune.data.checks import check_data
+    from tune_prune.data.sources import EMBEDDED_DATA
     from tune_prune.models import catalog, loading, weight_files
-    from tune_prune.planning.preflight import SearchSettings, model_run
-    from tune_prune.trial.context import EMBEDDED_DATA
+    from tune_prune.planning.plan import SearchSettings
+    from tune_prune.planning.preflight import model_run
 
     settings = SearchSettings(
         models=(args.model,),
@@ -173,8 +175,8 @@ def _perplexity(value: float) -> str:
 def _describe(trial: Trial, metrics: dict[str, float], before: Recorded | None) -> str:
     """The result as text for the screen: perplexity, a row per task, what each stage cost. `before`: numbers recorded for a
     pruned checkpoint, to stand beside the measured ones."""
+    from tune_prune.data.sources import uses_embedded_data
     from tune_prune.evaluation.item_scores import metric_of, summarize
-    from tune_prune.trial.context import uses_embedded_data
 
     context = trial.context
     beside = () if before is None else ("recorded", "difference")

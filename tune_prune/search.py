@@ -18,7 +18,7 @@ from tune_prune.cli import flags
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tune_prune.planning.preflight import Plan, SearchSettings
+    from tune_prune.planning.plan import Plan, SearchSettings
     from tune_prune.tuning.driver import SearchResult
 
 
@@ -124,7 +124,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
 
     gpus_per_trial = parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True)
     cpus_per_trial = parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False)
-    from tune_prune.planning.preflight import SearchSettings  # imports torch: not before every flag has been read
+    from tune_prune.planning.plan import SearchSettings
 
     return SearchSettings(
         models=tuple(dict.fromkeys(args.model)),

@@ -11,10 +11,10 @@ import torch
 from tune_prune.analysis.cost import duration
 from tune_prune.core.config import alignment
 from tune_prune.cost_model.memory import MemoryPlan
-from tune_prune.planning.preflight import Plan
+from tune_prune.data.sources import uses_embedded_data
+from tune_prune.planning.plan import Plan
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
-from tune_prune.trial.context import uses_embedded_data
 
 
 def describe(plan: Plan) -> str:

@@ -25,12 +25,13 @@ from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import parse_json
 from tune_prune.data import checks
+from tune_prune.data.sources import data_fingerprint, measured_on
 from tune_prune.models import catalog, loading
 from tune_prune.models.loading import LoadedModel
 from tune_prune.pruning import selection, shapes
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
-from tune_prune.trial.context import TrialContext, data_fingerprint, measured_on
+from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
 BEST = "global_best_config.json"
@@ -176,7 +177,8 @@ def _baseline(values: Mapping[str, Any] | None) -> dict[str, float] | None:
 
 def from_flags(args: argparse.Namespace) -> Order:
     """The configuration that the flags of prune.py name. Raises UserError."""
-    from tune_prune.planning.preflight import SearchSettings, model_run
+    from tune_prune.planning.plan import SearchSettings
+    from tune_prune.planning.preflight import model_run
 
     load_method(args.method)
     source = catalog.resolve(args.model, args.revision)

@@ -18,11 +18,11 @@ from tune_prune.cost_model.tokens import (
     tokens_per_gpt2_token,
     zero_shot_tokens,
 )
-from tune_prune.data import calibration
-from tune_prune.evaluation import perplexity
+from tune_prune.data import calibration, perplexity_text
+from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
-from tune_prune.trial.context import statistic_key, suite_key, task_source, uses_embedded_data
+from tune_prune.trial.context import statistic_key, suite_key
 from tune_prune.trial.trial import SharedStatistics, by_seq_len
 
 
@@ -56,7 +56,7 @@ def workload(
     if run.data_dir is None and not embedded:
         tokens = round(HUB_PERPLEXITY_TOKENS * tokens_per_gpt2_token(tokenizer))
     else:
-        tokens = len(calibration.tokenize(tokenizer, perplexity.load_text(run.data_dir, embedded)))
+        tokens = len(calibration.tokenize(tokenizer, perplexity_text.load_text(run.data_dir, embedded)))
     stored = store.get("suite", suite_key(run, model_fingerprint, config.max_position_embeddings))
     known = None
     if stored is not None:

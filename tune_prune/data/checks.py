@@ -10,10 +10,9 @@ import yaml
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
-from tune_prune.data import calibration, task_files
-from tune_prune.evaluation import perplexity
+from tune_prune.data import calibration, perplexity_text, task_files
+from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.models import hub
-from tune_prune.trial.context import task_source, uses_embedded_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,9 +54,9 @@ def check_data(run: ModelRun) -> None:
                 "use local files: --data-dir DIR (docs/data.md), --calibration FILE"
             ) from error
     if run.data_dir is not None and source.kind == "folder":
-        path = Path(run.data_dir) / perplexity.TEXT_FILE
+        path = Path(run.data_dir) / perplexity_text.TEXT_FILE
         try:
-            text = perplexity.load_text(run.data_dir, False)
+            text = perplexity_text.load_text(run.data_dir, False)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"the perplexity text {path} is not UTF-8 (byte {error.start}); write it as UTF-8"
@@ -85,7 +84,7 @@ def check_calibration(
         return
     text = calibration.load_text(run.calibration)
     if run.data_dir is not None or uses_embedded_data(run):
-        reported = perplexity.load_text(run.data_dir, uses_embedded_data(run))
+        reported = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
         if text.split() == reported.split():
             raise UserError(
                 f"calibration text {run.calibration} is the text that perplexity is reported on; pruning by it would make the "

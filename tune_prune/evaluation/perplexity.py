@@ -6,18 +6,14 @@ differs from theirs in one point: the last, shorter window counts too, so that e
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.errors import UserError
 from tune_prune.models.head import NextTokenLosses
-
-TEXT_FILE = Path("text") / "wikitext2-raw.test.txt"
 
 # Logits of a batch, where they are all there at once: a window of 2048 tokens at a vocabulary of 131k.
 _LOGIT_ELEMENTS = 1 << 28
@@ -75,41 +71,3 @@ def _exp(value: float) -> float:
         return math.exp(value)
     except OverflowError:  # a loss above 709 nats: the perplexity is beyond what a float can say
         return math.inf
-
-
-def load_text(data_dir: str | None, embedded: bool) -> str:
-    """The text whose perplexity is reported: embedded, else WikiText-2 raw test of `data_dir`, else of the hub.
-
-    File and hub give the same text: the data set's rows are the file's lines (with their newline; empty where the line
-    is blank), joined by two newlines as in the usual protocol. Raises UserError where the text cannot be had.
-    """
-    if embedded:
-        from tune_prune.embedded import perplexity_text
-
-        return perplexity_text()
-    if data_dir is not None:
-        path = Path(data_dir) / TEXT_FILE
-        if not path.is_file():
-            raise UserError(
-                f"the perplexity text {path} is missing; put the raw WikiText-2 test there, or leave --data-dir out"
-            )
-        with path.open(encoding="utf-8") as file:
-            return "\n\n".join(line if line.strip() else "" for line in file)
-
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
-    except Exception as error:  # the hub client has no common class for "offline", "no such file" and "no connection"
-        raise UserError(
-            f"WikiText-2 could not be loaded from the hub ({type(error).__name__}); put its raw test split at "
-            f"{TEXT_FILE} of a folder and name that folder with --data-dir"
-        ) from error
-    return "\n\n".join(rows["text"])
-
-
-def fingerprint(data_dir: str | None, embedded: bool) -> str:
-    """What the perplexity text is, by content; the hub's by name. Raises UserError where a local text cannot be had."""
-    if data_dir is None and not embedded:
-        return "hub:wikitext-2-raw-v1"
-    return hashlib.sha256(load_text(data_dir, embedded).encode()).hexdigest()[:16]

@@ -20,7 +20,7 @@ from tune_prune.core.config import EvaluationProtocol, seed_for
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
 from tune_prune.evaluation.engine.rows import Outcomes, Request
 from tune_prune.evaluation.item_scores import ItemScore
-from tune_prune.tuning.stopping.racing import even_slices
+from tune_prune.evaluation.slices import even_slices
 
 __all__ = ["Item", "Outcomes", "ZeroShotSuite"]
 
@@ -42,7 +42,7 @@ class Item:
 
 class ZeroShotSuite:
     """The items of a protocol, ready to be scored. Each slice adds items of every task to the one before it, as evenly from
-    the tasks as their sizes allow (`racing.even_slices`); which ones follows from the protocol's seed."""
+    the tasks as their sizes allow (`slices.even_slices`); which ones follows from the protocol's seed."""
 
     def __init__(self, items: Sequence[Item], protocol: EvaluationProtocol) -> None:
         self._items = list(items)

@@ -17,7 +17,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import atomic_write_text, parse_json, to_json
 
 if TYPE_CHECKING:
-    from tune_prune.planning.preflight import Plan
+    from tune_prune.planning.plan import Plan
 
 FILE = "experiment.json"
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")

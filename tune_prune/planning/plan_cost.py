@@ -13,7 +13,7 @@ from tune_prune.cost_model.workload import passes_to_make
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 
 if TYPE_CHECKING:
-    from tune_prune.planning.preflight import ModelPlan, Plan, SearchSettings
+    from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings
 
 
 def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:

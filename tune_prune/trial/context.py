@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, digest, trial_key
-from tune_prune.data import calibration, task_files
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, trial_key
+from tune_prune.data import calibration, perplexity_text, task_files
+from tune_prune.data.sources import data_fingerprint, task_source, uses_embedded_data
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.item_scores import ItemScore
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 STATISTICS_VERSION = 2  # raise when importance or removal losses change their meaning: cached ones are then not used
 SUITE_VERSION = 1  # the same for the zero-shot requests, as tokens
-
-EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
 
 
 class TrialContext:
@@ -70,7 +69,7 @@ class TrialContext:
 
     @cached_property
     def perplexity_tokens(self) -> torch.Tensor:
-        text = perplexity.load_text(self.run.data_dir, uses_embedded_data(self.run))
+        text = perplexity_text.load_text(self.run.data_dir, uses_embedded_data(self.run))
         return calibration.tokenize(self.loaded.tokenizer, text)
 
     @property
@@ -99,7 +98,7 @@ class TrialContext:
 
     @cached_property
     def _text_fingerprint(self) -> str:
-        return perplexity.fingerprint(self.run.data_dir, uses_embedded_data(self.run))
+        return perplexity_text.fingerprint(self.run.data_dir, uses_embedded_data(self.run))
 
     @cached_property
     def _sharing_refused(self) -> str | None:
@@ -215,37 +214,3 @@ def statistic_key(run: ModelRun, model_fingerprint: str, device: str, seq_len: i
         "seq_len": seq_len,
         **more,
     }
-
-
-def uses_embedded_data(run: ModelRun) -> bool:
-    """Whether tasks and perplexity text are the embedded ones: for embedded models without a --data-dir, and for what was
-    pruned from one (EMBEDDED_DATA)."""
-    if run.data_dir is None:
-        return catalog.resolve(run.model).kind == "embedded"
-    return run.data_dir == EMBEDDED_DATA
-
-
-def task_source(run: ModelRun) -> task_files.TaskSource:
-    return task_files.TaskSource.of(run.data_dir, uses_embedded_data(run))
-
-
-def measured_on(run: ModelRun) -> dict[str, Any]:
-    """What models are measured on, by content and part by part: {"protocol": its version, "text": fingerprint of the
-    perplexity text, "tasks": {task: fingerprint}}. Raises UserError where files cannot be had."""
-    source = task_source(run)
-    return {
-        "protocol": PROTOCOL_VERSION,
-        "text": perplexity.fingerprint(run.data_dir, uses_embedded_data(run)),
-        "tasks": {task: task_files.fingerprint(source, (task,)) for task in run.protocol.tasks},
-    }
-
-
-def data_fingerprint(run: ModelRun) -> str:
-    """What the trials of `run` are measured on, by content; needs neither lm_eval nor the model."""
-    return digest(
-        {
-            "calibration": calibration.fingerprint(run.calibration),
-            "perplexity": perplexity.fingerprint(run.data_dir, uses_embedded_data(run)),
-            "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
-        }
-    )

@@ -1,0 +1,48 @@
+"""The text whose perplexity is reported: WikiText-2 raw test, of the hub or of a file, or the embedded one."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from tune_prune.core.errors import UserError
+
+TEXT_FILE = Path("text") / "wikitext2-raw.test.txt"
+
+
+def load_text(data_dir: str | None, embedded: bool) -> str:
+    """The text whose perplexity is reported: embedded, else WikiText-2 raw test of `data_dir`, else of the hub.
+
+    File and hub give the same text: the data set's rows are the file's lines (with their newline; empty where the line
+    is blank), joined by two newlines as in the usual protocol. Raises UserError where the text cannot be had.
+    """
+    if embedded:
+        from tune_prune.embedded import perplexity_text
+
+        return perplexity_text()
+    if data_dir is not None:
+        path = Path(data_dir) / TEXT_FILE
+        if not path.is_file():
+            raise UserError(
+                f"the perplexity text {path} is missing; put the raw WikiText-2 test there, or leave --data-dir out"
+            )
+        with path.open(encoding="utf-8") as file:
+            return "\n\n".join(line if line.strip() else "" for line in file)
+
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+    except Exception as error:  # the hub client has no common class for "offline", "no such file" and "no connection"
+        raise UserError(
+            f"WikiText-2 could not be loaded from the hub ({type(error).__name__}); put its raw test split at "
+            f"{TEXT_FILE} of a folder and name that folder with --data-dir"
+        ) from error
+    return "\n\n".join(rows["text"])
+
+
+def fingerprint(data_dir: str | None, embedded: bool) -> str:
+    """What the perplexity text is, by content; the hub's by name. Raises UserError where a local text cannot be had."""
+    if data_dir is None and not embedded:
+        return "hub:wikitext-2-raw-v1"
+    return hashlib.sha256(load_text(data_dir, embedded).encode()).hexdigest()[:16]

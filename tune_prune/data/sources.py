@@ -1,0 +1,45 @@
+"""Which texts and tasks the settings of a run name, and what they are by content."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, digest
+from tune_prune.data import calibration, perplexity_text, task_files
+from tune_prune.models import catalog
+
+EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
+
+
+def uses_embedded_data(run: ModelRun) -> bool:
+    """Whether tasks and perplexity text are the embedded ones: for embedded models without a --data-dir, and for what was
+    pruned from one (EMBEDDED_DATA)."""
+    if run.data_dir is None:
+        return catalog.resolve(run.model).kind == "embedded"
+    return run.data_dir == EMBEDDED_DATA
+
+
+def task_source(run: ModelRun) -> task_files.TaskSource:
+    return task_files.TaskSource.of(run.data_dir, uses_embedded_data(run))
+
+
+def measured_on(run: ModelRun) -> dict[str, Any]:
+    """What models are measured on, by content and part by part: {"protocol": its version, "text": fingerprint of the
+    perplexity text, "tasks": {task: fingerprint}}. Raises UserError where files cannot be had."""
+    source = task_source(run)
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "text": perplexity_text.fingerprint(run.data_dir, uses_embedded_data(run)),
+        "tasks": {task: task_files.fingerprint(source, (task,)) for task in run.protocol.tasks},
+    }
+
+
+def data_fingerprint(run: ModelRun) -> str:
+    """What the trials of `run` are measured on, by content; needs neither lm_eval nor the model."""
+    return digest(
+        {
+            "calibration": calibration.fingerprint(run.calibration),
+            "perplexity": perplexity_text.fingerprint(run.data_dir, uses_embedded_data(run)),
+            "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
+        }
+    )
