@@ -26,7 +26,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-oldest: $(OLDEST_READY)
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/test_checkpoint_loading.py tests/test_checkpoint_tools.py tests/test_surgery.py
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/checkpoint/test_checkpoint_loading.py tests/checkpoint/test_checkpoint_tools.py tests/pruning/test_surgery.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

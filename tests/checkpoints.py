@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from tests.conftest import VARIANTS, build_tiny
-from tests.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, plan_of, tokens, zeroed
+from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, plan_of, tokens, zeroed
 from tune_prune.checkpoint import save
 from tune_prune.checkpoint.layers import compact
 from tune_prune.models.families import FAMILIES

@@ -1,7 +1,7 @@
 """Decoder families as data: where a family keeps the parts that pruning removes.
 
 One row per family; every room reads the row and none asks for a model's type. To support another family, add a row and
-run `pytest tests/test_families.py`, which walks the table. `check_structure` compares a row with a built model, so that
+run `pytest tests/models/test_families.py`, which walks the table. `check_structure` compares a row with a built model, so that
 an unknown, fused or sparse layout becomes a sentence instead of wrong numbers.
 
 Shapes: H hidden size, d head dim, K key/value heads, g query heads per KV head, M MLP width; weights are [out, in].

@@ -7,7 +7,7 @@ such is Maron and Moore's (Hoeffding races, NIPS 1993); there the items bound th
 Guarantee. With probability >= `confidence` the configuration that would come out best on ALL items is never stopped,
 however trials are ordered and however many run at a time. The probability is over the random order of the items; models
 and items are fixed. It is an approximation by the normal distribution, with a guard for small numbers below, and is held
-by simulation (tests/test_racing.py, scripts/bench_racing.py), not a bound for every conceivable set of outcomes.
+by simulation (tests/tuning/test_racing.py, scripts/bench_racing.py), not a bound for every conceivable set of outcomes.
 
 The rule. k tasks; n_t of a task's N_t items have been seen; d_i in {-1, 0, 1} is rival minus trial on item i.
 

@@ -16,7 +16,7 @@ from tune_prune.embedded import model_dir
 from tune_prune.models import hub, loading
 from tune_prune.models.catalog import resolve
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COMMITS = ("0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef")
 
 

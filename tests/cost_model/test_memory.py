@@ -17,7 +17,7 @@ from tests.memory_stages import STAGES, build
 from tune_prune.cost_model.memory import EVALUATION_SLACK, FRAGMENTATION, MemoryPlan, plan_memory
 from tune_prune.models import loading
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Planned over measured at most. An evaluation's plan counts layers and logits, which do not stand at the same time, because
 # the allocator may keep the layers' blocks.
 TENSORS = {"taylor": 1.25, "copies": 1.25, "evaluation": 1.75}

@@ -23,8 +23,8 @@ from tune_prune.models.loading import load_model
 from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 from tune_prune.pruning.statistics.taylor import taylor
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no real data at {DATA} (set TUNE_PRUNE_DATA)")
 
 

@@ -294,7 +294,7 @@ def test_check_does_not_import_lm_eval(tmp_path):
         f"check(TaskSource.of({str(tmp_path)!r}, False), ('quiz',)); stock_definition('piqa')\n"
         "assert not {'lm_eval', 'torch', 'datasets'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[1])
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[2])
 
 
 @pytest.mark.parametrize("name", ZERO_SHOT_TASKS)

@@ -24,7 +24,7 @@ from tests.checkpoints import (
     write_cases,
 )
 from tests.conftest import VARIANTS, build_tiny
-from tests.test_surgery import tokens
+from tests.pruning.test_surgery import tokens
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 
 NAMES = ("different in every layer", "attention of a middle layer", "both of a middle layer")

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.slow  # ten seconds each
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def test_flops(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:

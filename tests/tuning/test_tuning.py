@@ -37,7 +37,7 @@ PROTOCOL = EvaluationProtocol(tasks=("boolq", "piqa"), limit=10, slices=(0.5, 1.
 IMPOSSIBLE_RATIO = 0.95  # more than the layers hold: the trial fails, at every attempt
 KILL_AFTER = 2
 ONE_AT_A_TIME = TrialResources(cpus=1.5, gpus=0)  # of two CPUs
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def specs_of(model: str, configs: list[PruningConfig], scratch: Path) -> list[TrialSpec]:

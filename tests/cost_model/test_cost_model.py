@@ -35,7 +35,7 @@ from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 from tune_prune.pruning.statistics.taylor import taylor
 from tune_prune.trial.trial import SharedStatistics
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", ROOT.parent / "shared" / "data"))
 
 LLAMA = family_of("llama")

@@ -338,7 +338,7 @@ def test_libraries_add_no_lines_of_their_own(tmp_path: Path) -> None:
 
 def _environment() -> dict[str, str]:
     """This process's, with the package found from the temporary folder."""
-    return os.environ | {"PYTHONPATH": str(Path(search.__file__).parents[1])}
+    return os.environ | {"PYTHONPATH": str(Path(search.__file__).parents[2])}
 
 
 def test_calibration_on_the_perplexity_text_is_refused(tmp_path, capsys):

@@ -17,8 +17,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
+from tests.pruning.test_selection import cost_of, geometry, one_sentence, removing, scores
 from tests.search_folders import TINY
-from tests.test_selection import cost_of, geometry, one_sentence, removing, scores
 from tests.trials import BLOCKWISE, open_context
 from tune_prune import search
 from tune_prune.core.config import PruningConfig

@@ -21,7 +21,7 @@ from tests.search_folders import model_folder
 from tune_prune import embedded, prune, search
 from tune_prune.checkpoint.manifest import MANIFEST
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--method", "taylor", "--seq-len", "16", "--num-samples", "8")
 
 

@@ -18,7 +18,7 @@ from tune_prune.data.perplexity_text import load_text
 from tune_prune.evaluation.perplexity import perplexity
 
 LIMIT = 32
-DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 
 
 @pytest.fixture(scope="module")

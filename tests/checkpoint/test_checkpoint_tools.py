@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import FLOAT32_TOLERANCE, alone, write_case
 from tests.pruned_checkpoints import measured_checkpoint, open_context
-from tests.test_surgery import tokens
+from tests.pruning.test_surgery import tokens
 from tune_prune import evaluate
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.data.task_files import TaskSource
@@ -71,7 +71,7 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(tmp_path, variant, shape,
 
 @pytest.mark.slow
 def test_lm_evals_command_line_finds_the_same_accuracies(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
     from bench_lm_eval import write_definitions
 
     checkpoint, tasks, limit = tmp_path / "checkpoint", ("boolq", "piqa"), 40

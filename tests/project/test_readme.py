@@ -18,7 +18,7 @@ from tune_prune.models.families import FAMILIES
 from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    python -m tune_prune\.search (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
 
