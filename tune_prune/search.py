@@ -156,6 +156,8 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
     KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
     from tune_prune.analysis.cost import cost_line, totals, write_cost
     from tune_prune.analysis.export import write_views
+    from tune_prune.analysis.input.reading import study_of_search
+    from tune_prune.analysis.statistics.findings import find
     from tune_prune.analysis.tables.tables import final_table
     from tune_prune.core import artifact_cache
     from tune_prune.core.ledger import Ledger, PassLog, parse_json
@@ -183,9 +185,9 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
     )
     result = run_search(jobs, options)
     records = ledger.records()
-    models = parse_json(folder / experiment.FILE)["models"]  # those of earlier starts, too
-    sources = {label: model["run"] for label, model in models.items()}
-    views = write_views(folder, records, result.baselines, sources)
+    about = parse_json(folder / experiment.FILE)  # of earlier starts, too
+    findings = find(study_of_search(folder, about, result.baselines, records))
+    write_views(folder, records, findings)
     cost = write_cost(
         folder / "cost.json",
         records,
@@ -196,7 +198,7 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
         time.monotonic() - started,
     )
     print()
-    print(final_table(views, result.baselines))
+    print(final_table(findings))
     print()
     print(cost_line(cost))
     return result

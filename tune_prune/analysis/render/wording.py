@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.statistics.findings import Remark, Trend
+from tune_prune.analysis.statistics.findings import Message, Trend
 
 LANGUAGES = ("en", "zh")
 MISSING = "–"
@@ -175,17 +175,17 @@ WORDS: Mapping[str, Mapping[str, str]] = {
 _PLURALS = {"gradient pass": "gradient passes"}
 
 
-def say(remark: Remark, language: str = "en") -> str:
+def say(remark: Message, language: str = "en") -> str:
     """The sentence of `remark`. KeyError naming a kind, a language or a value that is not there."""
     if remark.kind not in SENTENCES:
         raise KeyError(f"no sentence for a remark of kind {remark.kind!r}; add one to SENTENCES")
     return _Sentence(language).vformat(SENTENCES[remark.kind][language], (), remark.values)
 
 
-def trend_remark(trend: Trend) -> Remark:
+def trend_remark(trend: Trend) -> Message:
     """What a trend says, as a clause without a full stop."""
     values = {"knob": trend.knob, "spread": trend.spread_points, "stderr": trend.stderr_points}
-    return Remark(f"trend_{trend.direction}", values | {"best_level": trend.best_level})
+    return Message(f"trend_{trend.direction}", values | {"best_level": trend.best_level})
 
 
 def names(items: Iterable[Any], language: str = "en", most: int = _LISTED) -> str:
