@@ -20,6 +20,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import EvaluationProtocol, ModelRun, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
@@ -65,9 +66,10 @@ def make_plan(settings: SearchSettings) -> Plan:
                 *([f"limit{settings.limit}"] if settings.limit else []),
             ]
         )
-        folder = experiment.place(settings.storage_path, settings.name, default_name)
-        finished = {record.key for record in Ledger(folder / "ledger").records() if record.status != "failed"}
-        experiment.check_same_meaning(folder, {model.run.label: model.meaning() for model in models})
+        folder = experiment.experiment_dir(settings.storage_path, settings.name, default_name)
+        results = FolderStore(folder)
+        finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
+        experiment.check_same_meaning(results, {model.run.label: model.meaning() for model in models})
         plan = Plan(
             settings=settings,
             space=space,

@@ -25,7 +25,7 @@ from tune_prune.analysis.render.page_strip import Strip, in_set, strip
 from tune_prune.analysis.statistics.findings import RULES, CrossFit, Findings, ModelFindings, Remark
 from tune_prune.analysis.tables import page_tables, paper_tables
 from tune_prune.analysis.tables.table_data import PaperTable
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 _BASIS = {
     "paired": "compared on the same items",

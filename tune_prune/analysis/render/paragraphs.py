@@ -17,7 +17,7 @@ from tune_prune.analysis.statistics.findings import Correlation, Findings, Model
 from tune_prune.analysis.tables.appendix_tables import statistics
 from tune_prune.analysis.tables.table_data import p_words, ratio, trend_words
 from tune_prune.core.config import ZERO_SHOT_METRIC
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 SIGNIFICANCE = 0.05  # level of every claim
 

@@ -33,7 +33,7 @@ from tune_prune.analysis.render.wording import (
 )
 from tune_prune.analysis.statistics.findings import RULES, Correlation, Findings, ModelFindings, Remark
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 KNOBS = ("taylor_seq_len", "taylor_num_samples")
 SHOWN_PROBLEMS = 5  # on the first screen; the appendix has all of them
