@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tune_prune.core.config import canonical_json, digest
+from tune_prune.core.hashing import canonical_json, digest
 from tune_prune.core.ledger import atomic_write_bytes
 
 log = logging.getLogger(__name__)

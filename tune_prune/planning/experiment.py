@@ -47,15 +47,15 @@ def place(storage_path: str, name: str | None, default_name: str) -> Path:
     return folder
 
 
-def check_same_meaning(folder: Path, meanings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse to add trials of another meaning to an experiment that has results, and say what differs.
+def check_same_identity(folder: Path, identities: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse to add trials of another identity to an experiment that has results, and say what differs.
 
-    `meanings` is ModelPlan.meaning() by label.
+    `identities` is ModelPlan.identity() by label.
     """
     if not (folder / "baseline.json").exists() and not any((folder / "ledger").glob("*.json")):
         return
     changes: list[str] = []
-    for label, new in meanings.items():
+    for label, new in identities.items():
         old = _models(folder).get(label, {}).get("meaning")
         if old is not None:
             changes += [f"{label}: {change}" for change in _changes(_flat(old), _flat(new))]
@@ -66,9 +66,9 @@ def check_same_meaning(folder: Path, meanings: Mapping[str, Mapping[str, Any]]) 
         )
 
 
-def _flat(meaning: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
     # An experiment from before there were shapes is of the free one.
-    return {"shape": "free", **meaning, **meaning["protocol"], "protocol": None}
+    return {"shape": "free", **identity, **identity["protocol"], "protocol": None}
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -107,7 +107,7 @@ def write(plan: Plan, command: list[str]) -> None:
     for model in plan.models:
         models[model.run.label] = {
             "run": model.run.to_dict(),
-            "meaning": model.meaning(),
+            "meaning": model.identity(),
             "geometry": asdict(model.geometry),
             "target_params": model.target_params,
             "trial_keys": {key: config.name for config, key in model.trials},

@@ -15,8 +15,9 @@ import pandas as pd
 from tune_prune.analysis.input.load import frame
 from tune_prune.analysis.input.results_csv import FILE, read_results_csv
 from tune_prune.analysis.input.study import Problem
-from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, digest
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import digest
 from tune_prune.core.ledger import Ledger, parse_json, parse_record
 from tune_prune.core.records import TrialRecord
 
