@@ -13,7 +13,7 @@
    misses items of its own in the smallest task, the best misses as many per cent of the largest one.
 3. A finished experiment (--experiment): the outcomes in its trials/*/items.parquet go through the same rules.
 
-Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaPerModel (Ray's ASHA) of schedulers.py
+Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaScheduler (Ray's ASHA) of schedulers.py
 beside it. Slices are `proportional` (a slice takes its fraction of each task) or `even` (evaluation.slices.even_slices). Tokens
 count the zero-shot items only. A winner is `told apart` from the exhaustive one if it is worse by more than 2 paired standard
 errors on all items.
@@ -44,7 +44,7 @@ from tune_prune.core.store import ITEMS, TRIALS, FolderStore
 from tune_prune.evaluation.slices import even_slices
 from tune_prune.tuning.stopping.race import read_outcomes
 from tune_prune.tuning.stopping.racing import Race
-from tune_prune.tuning.stopping.schedulers import AshaPerModel
+from tune_prune.tuning.stopping.schedulers import AshaScheduler
 from tune_prune.tuning.trainable import TrialSpec
 
 GRID = Path("published_grids", "consolidated_Llama_20", "all_methods_results.csv")
@@ -115,7 +115,7 @@ def asha_rule(population: Population, counts: Counts, confidence: float) -> Deci
     """Ray's scheduler, told what it would be told in a search. It knows no confidence."""
     run = ModelRun("model", "model", None, "embedded", None, EvaluationProtocol(slices=SLICES), 0, "float32")
     specs = {str(c): TrialSpec(run, PruningConfig("taylor", 16, c + 1), str(c)) for c in range(population.num_configs)}
-    scheduler, means = AshaPerModel(specs), [population.means(seen) for seen in counts]
+    scheduler, means = AshaScheduler(specs), [population.means(seen) for seen in counts]
     trials = {key: SimpleNamespace(trial_id=key, config={"key": key}) for key in specs}
 
     def decide(config: int, index: int) -> bool:

@@ -1,5 +1,5 @@
 """The plan of a search and whether an experiment may go on: the numbers of a dry run are those of the model's own files, a
-change of meaning is refused with the difference."""
+change of identity is refused with the difference."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> 
         (("--calibration", "other.txt"), "calibration was embedded, is "),
     ],
 )
-def test_changed_meaning_is_refused_with_the_difference(
+def test_changed_identity_is_refused_with_the_difference(
     change: tuple[str, str], difference: str, started: Path, refusal: Callable[..., str]
 ) -> None:
     Path("other.txt").write_text(embedded.calibration_text())
@@ -278,7 +278,7 @@ def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], 
     plan = make_plan(settings)
     kept = tmp_path / "kept" / "mine"
     (kept / "ledger").mkdir(parents=True)
-    models = {"m": {"meaning": plan.models[0].meaning()}}
+    models = {"m": {"meaning": plan.models[0].identity()}}
     (kept / EXPERIMENT).write_text(json.dumps({"models": models}))
     argv = ("--model", folder, *AGAIN[2:], "--calibration", "embedded", "--data-dir", data)
     with (data / TEXT_FILE).open("a") as file:

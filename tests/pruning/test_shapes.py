@@ -64,7 +64,7 @@ def random_case(seed: int, tiny: bool = False) -> tuple[Geometry, GroupScores]:
 
 def ratios_within(g: Geometry, shape: str, seed: int) -> Iterator[float]:
     """Ratios whose budgets are the smallest and largest that the shape can reach, and some between."""
-    bounds = shapes.reach(g, shape)
+    bounds = shapes.removal_bounds(g, shape)
     for target in (bounds.least, bounds.most, *np.random.default_rng(seed).integers(bounds.least, bounds.most + 1, 3)):
         yield removing(int(target), g)
 
@@ -124,7 +124,7 @@ def test_reach_is_that_of_all_widths_of_the_shape(shape: str) -> None:
     for seed in range(60):
         g, _ = random_case(seed, tiny=True)
         removals = [removal(g, *one) for one in widths(g, shape)]
-        bounds = shapes.reach(g, shape)
+        bounds = shapes.removal_bounds(g, shape)
         assert (bounds.least, bounds.most) == (min(removals), max(removals)), seed
         if bounds.most:
             assert bounds.smallest == min(params for params in removals if params), seed
@@ -203,7 +203,7 @@ def plain_aligned(s: GroupScores, g: Geometry, target: int, n: int) -> tuple[lis
 def test_aligned_walks_as_documented(n: int) -> None:
     for seed in range(150):
         g, s = random_case(seed)
-        bounds = shapes.reach(g, f"aligned-{n}")
+        bounds = shapes.removal_bounds(g, f"aligned-{n}")
         for ratio in (
             removing((bounds.least + bounds.most) // 2, g),
             removing((3 * bounds.least + bounds.most) // 4, g),
@@ -232,7 +232,7 @@ def test_budgets_that_a_shape_cannot_reach_are_refused_with_those_that_it_can() 
         ("aligned-4", 30, 230, "4 MLP channels and one KV group of every layer stay"),
         ("uniform", 10, 290, "one MLP channel and 1 KV group of every layer stay"),
     ):
-        bounds = shapes.reach(g, shape)
+        bounds = shapes.removal_bounds(g, shape)
         assert (bounds.least, bounds.most) == (low, high)
         for wrong, words in ((low - 1, "at least"), (high + 1, "at most")):
             with pytest.raises(UserError) as error:

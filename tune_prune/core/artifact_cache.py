@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tune_prune.core.config import canonical_json, digest
 from tune_prune.core.files import DamagedFile
+from tune_prune.core.hashing import canonical_json, digest
 from tune_prune.core.store import FolderStore
 
 log = logging.getLogger(__name__)

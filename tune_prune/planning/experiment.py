@@ -47,16 +47,16 @@ def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Pa
     return folder
 
 
-def check_same_meaning(store: FolderStore, meanings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse to add trials of another meaning to an experiment that has results, and say what differs.
+def check_same_identity(store: FolderStore, identities: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse to add trials of another identity to an experiment that has results, and say what differs.
 
-    `meanings` is ModelPlan.meaning() by label.
+    `identities` is ModelPlan.identity() by label.
     """
     if store.get(BASELINES) is None and not store.names(LEDGER):
         return
     models = _models(store)
     changes: list[str] = []
-    for label, new in meanings.items():
+    for label, new in identities.items():
         old = models.get(label, {}).get("meaning")
         if old is not None:
             changes += [f"{label}: {change}" for change in _changes(_flat(old), _flat(new))]
@@ -67,9 +67,9 @@ def check_same_meaning(store: FolderStore, meanings: Mapping[str, Mapping[str, A
         )
 
 
-def _flat(meaning: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
     # An experiment from before there were shapes is of the free one.
-    return {"shape": "free", **meaning, **meaning["protocol"], "protocol": None}
+    return {"shape": "free", **identity, **identity["protocol"], "protocol": None}
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -105,12 +105,12 @@ def _models(store: FolderStore) -> dict[str, Any]:
 def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
     """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept; gives all of
     them, by label. Hold `store.lock()`: another search may have started since the plan was made."""
-    check_same_meaning(store, {model.run.label: model.meaning() for model in plan.models})
+    check_same_identity(store, {model.run.label: model.identity() for model in plan.models})
     models = _models(store)
     for model in plan.models:
         models[model.run.label] = {
             "run": model.run.to_dict(),
-            "meaning": model.meaning(),
+            "meaning": model.identity(),
             "geometry": asdict(model.geometry),
             "target_params": model.target_params,
             "trial_keys": {key: config.name for config, key in model.trials},

@@ -69,7 +69,7 @@ def make_plan(settings: SearchSettings) -> Plan:
         folder = experiment.experiment_dir(settings.storage_path, settings.name, default_name)
         results = FolderStore(folder)
         finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
-        experiment.check_same_meaning(results, {model.run.label: model.meaning() for model in models})
+        experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
         plan = Plan(
             settings=settings,
             space=space,
@@ -211,7 +211,7 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
 
 def _target_params(geometry: Geometry, ratio: float, shape: str) -> int:
     """Parameters to remove, at least the smallest part that the shape lets one remove, such as an MLP channel."""
-    target, bounds = budget(geometry, ratio, shape), shapes.reach(geometry, shape)
+    target, bounds = budget(geometry, ratio, shape), shapes.removal_bounds(geometry, shape)
     smallest = bounds.smallest
     if target < smallest:
         least = math.ceil(1e6 * smallest / geometry.total_params) / 1e6

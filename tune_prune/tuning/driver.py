@@ -18,8 +18,9 @@ from ray.tune import Callback
 from ray.tune.experiment import Trial as RayTrial
 
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import ModelRun, seed_for
+from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import seed_for
 from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, TUNE, FolderStore
@@ -32,8 +33,8 @@ from tune_prune.tuning.queue import PrepareCallback, StopAtFailure, WorkQueue, i
 from tune_prune.tuning.ray_cluster import cluster
 from tune_prune.tuning.ray_cluster.resources import TrialResources, trial_slots
 from tune_prune.tuning.searcher import OptunaSearcher
-from tune_prune.tuning.stopping.race import RacePerModel, read_outcomes
-from tune_prune.tuning.stopping.schedulers import AshaPerModel, PlainScheduler
+from tune_prune.tuning.stopping.race import RaceScheduler, read_outcomes
+from tune_prune.tuning.stopping.schedulers import AshaScheduler, PlainScheduler
 from tune_prune.tuning.trainable import PruneTrainable
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
@@ -47,7 +48,9 @@ class TuneOptions:
     experiment_dir: Path  # absolute; on a cluster a folder that every node mounts
     artifact_dir: Path | None = None  # likewise; shared by experiments; None: in experiment_dir
     search: Literal["grid", "optuna"] = "grid"
-    num_trials: int | None = None  # per model, for optuna, counting those in the ledger; None: the whole space
+    num_trials: int | None = (
+        None  # per model and pruning ratio, for optuna, counting those in the ledger; None: the whole space
+    )
     seed: int = 0  # of the sampler
     scheduler: Literal["none", "asha", "race"] = "none"
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
@@ -130,16 +133,16 @@ def _pending(
     if options.search == "grid":
         return None, pending
     searcher = OptunaSearcher(specs, options.num_trials or len(specs), options.seed, known)
-    return searcher, [spec for spec in pending if spec.run.label in searcher.open_models]
+    return searcher, pending if searcher.remaining else []
 
 
 def _scheduler(
     options: TuneOptions, folder: Path, specs: dict[str, TrialSpec], finished: list[TrialRecord]
 ) -> PlainScheduler:
     if options.scheduler == "asha":
-        return AshaPerModel(specs)
+        return AshaScheduler(specs)
     if options.scheduler == "race":
-        return RacePerModel(specs, _known_outcomes(folder, specs, finished))
+        return RaceScheduler(specs, _known_outcomes(folder, specs, finished))
     return PlainScheduler()
 
 
@@ -155,7 +158,7 @@ def _tune(
 ) -> dict[str, TrialRecord]:
     """Everything that `queue` hands out, `count` at most; returns the records of the trials that ended, by key."""
     folder = settings.experiment_dir
-    ledger = LedgerCallback(specs, settings, scheduler.reason if isinstance(scheduler, RacePerModel) else None)
+    ledger = LedgerCallback(specs, settings, scheduler.reason if isinstance(scheduler, RaceScheduler) else None)
 
     def name(trial: RayTrial) -> str:
         if is_job(trial):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
@@ -20,6 +21,13 @@ class TrialSpec:
     run: ModelRun
     config: PruningConfig
     key: str
+
+
+def labels_of_groups(specs: Iterable[TrialSpec]) -> dict[str, str]:
+    """By trial key, the label of the (model, pruning ratio) in which the trial is compared."""
+    specs = list(specs)
+    labels = group_labels((spec.run.label, spec.config.pruning_ratio) for spec in specs)
+    return {spec.key: labels[spec.run.label, spec.config.pruning_ratio] for spec in specs}
 
 
 @dataclass(frozen=True)

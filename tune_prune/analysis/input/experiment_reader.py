@@ -15,9 +15,10 @@ import pandas as pd
 from tune_prune.analysis.input.load import frame
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.study import Problem
-from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, digest
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
+from tune_prune.core.hashing import digest
 from tune_prune.core.ledger import Ledger, parse_record
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, FolderStore
