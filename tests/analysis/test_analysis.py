@@ -19,9 +19,11 @@ from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.statistics.differences import difference, paired_difference, read_items
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.tables import final_table
-from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig, digest
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import digest
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
 
 DOCUMENTED_COLUMNS = [
     "model",
@@ -87,7 +89,9 @@ def found(
 
 def view(folder: Path, name: str, *records: TrialRecord, **context: Any) -> Any:
     """One of the views of an experiment with these records, read back from its file."""
-    write_views(folder, records, found(folder, records, context.get("baselines", {}), context.get("about")))
+    write_views(
+        FolderStore(folder), records, found(folder, records, context.get("baselines", {}), context.get("about"))
+    )
     return json.loads((folder / f"{name}.json").read_text())
 
 
@@ -290,9 +294,9 @@ def test_cross_model_comparison(tmp_path: Path) -> None:
 
 def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:
     records = [trial("taylor-s16-n8", 0.5, "a"), trial("taylor-s16-n8", 0.5, "b", status="failed")]
-    paths = write_views(tmp_path, records, found(tmp_path, records, {}))
-    assert sorted(paths) == sorted(tmp_path.iterdir())
-    assert {path.name for path in paths} == {
+    names = write_views(FolderStore(tmp_path), records, found(tmp_path, records, {}))
+    assert set(names) == {path.name for path in tmp_path.iterdir()}
+    assert set(names) == {
         "all_methods_results.csv",
         "global_best_config.json",
         "method_comparison.json",

@@ -16,35 +16,34 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import config_of, frame, plain_value, plain_values
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
-from tune_prune.core.ledger import atomic_write_text, to_json
+from tune_prune.core.files import to_json
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_COMPARISON, RESULTS, FolderStore
 
 # 2: within_noise is a confidence set, within_noise_basis one word; the analysis adds `selection` and `command`
 SCHEMA_VERSION = 2
 _KNOBS = ("taylor_seq_len", "taylor_num_samples")
 
 
-def write_views(experiment_dir: Path, records: Sequence[TrialRecord], findings: Findings) -> tuple[Path, ...]:
-    """Write the views of an experiment into its folder, each atomically, and return the files.
+def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Findings) -> tuple[str, ...]:
+    """Write the views of an experiment, each whole or not at all, and return their names.
 
-    `findings` are those of its `records`. Trial folders below `experiment_dir` are named relative to it, so that an experiment
-    can be moved.
+    `findings` are those of its `records`. Trial folders in the experiment are named relative to it, so that it can be moved.
     """
-    rows = frame(records, experiment_dir)
+    rows = frame(records, store.folder)
     best = {label: best_entry(found) for label, found in findings.models.items()}
     for entry in best.values():
-        entry["output_dir"] = _below(entry["output_dir"], experiment_dir)
+        entry["output_dir"] = _below(entry["output_dir"], store.folder)
     texts = {
-        "all_methods_results.csv": csv_text(rows, [_below(folder, experiment_dir) for folder in rows["output_dir"]]),
-        "global_best_config.json": to_json(global_best_config(findings.rule, best, findings.without)),
-        "method_comparison.json": to_json(method_comparison(findings, findings.study.models)),
+        RESULTS: csv_text(rows, [_below(folder, store.folder) for folder in rows["output_dir"]]),
+        BEST_CONFIG: to_json(global_best_config(findings.rule, best, findings.without)),
+        METHOD_COMPARISON: to_json(method_comparison(findings, findings.study.models)),
     }
     if (across := cross_model_comparison(findings)) is not None:
-        texts["cross_model_comparison.json"] = to_json(across)
-    experiment_dir.mkdir(parents=True, exist_ok=True)
+        texts[CROSS_MODEL_COMPARISON] = to_json(across)
     for name, text in texts.items():
-        atomic_write_text(experiment_dir / name, text)
-    return tuple(experiment_dir / name for name in texts)
+        store.put(name, text)
+    return tuple(texts)
 
 
 def _below(folder: str, output_dir: Path) -> str:

@@ -27,15 +27,22 @@ from tune_prune.analysis.export import (
     global_best_config,
     method_comparison,
 )
-from tune_prune.analysis.figures.figures_best import COMPARISON, GRADIENTS, draw_best
+from tune_prune.analysis.figures.figures_best import draw_best
 from tune_prune.analysis.input.rows import plain_value, plain_values
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.rerun import command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import atomic_write_text, parse_json, to_json
+from tune_prune.core.files import atomic_write_text, parse_json, to_json
+from tune_prune.core.store import (
+    BEST_CONFIG,
+    CROSS_MODEL_COMPARISON,
+    GRADIENTS,
+    METHOD_COMPARISON,
+    PLAN_COMPARISON,
+    RESULTS,
+)
 
-CROSS_MODEL = "cross_model_comparison.json"
 _PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")
 
 
@@ -55,9 +62,9 @@ def write_layout(findings: Findings, output: Path) -> list[Path]:
             written += _best(found, entry, output / f"best_{name}")
     across = cross_model_comparison(findings)
     if across is None:
-        (output / CROSS_MODEL).unlink(missing_ok=True)
+        (output / CROSS_MODEL_COMPARISON).unlink(missing_ok=True)
     else:
-        written.append(_write(output / CROSS_MODEL, to_json(across)))
+        written.append(_write(output / CROSS_MODEL_COMPARISON, to_json(across)))
     return written
 
 
@@ -97,9 +104,9 @@ def _consolidated(findings: Findings, model: Model, entry: Mapping[str, Any] | N
     rows = model.rows.drop(columns="name")
     entries, without = ({}, [model.label]) if entry is None else ({model.label: entry}, [])
     texts = {
-        "all_methods_results.csv": csv_text(rows, [_relative(name, folder) for name in rows["output_dir"]]),
-        "global_best_config.json": to_json(global_best_config(findings.rule, entries, without)),
-        "method_comparison.json": to_json(method_comparison(findings, [model.label])),
+        RESULTS: csv_text(rows, [_relative(name, folder) for name in rows["output_dir"]]),
+        BEST_CONFIG: to_json(global_best_config(findings.rule, entries, without)),
+        METHOD_COMPARISON: to_json(method_comparison(findings, [model.label])),
     }
     return [_write(folder / name, text) for name, text in texts.items()]
 
@@ -113,7 +120,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
     place = found.best["output_dir"]
     trial = Path(place) if place and Path(place).is_dir() else None
     absent: dict[str, str] = {}
-    for name in (GRADIENTS, COMPARISON):
+    for name in (GRADIENTS, PLAN_COMPARISON):
         copy, reason = folder / "analysis" / name, _copy(trial, name, folder / "analysis")
         if reason:
             copy.unlink(missing_ok=True)

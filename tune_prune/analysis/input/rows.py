@@ -12,6 +12,7 @@ import pandas as pd
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import TRIALS
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 
@@ -65,7 +66,7 @@ def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
         **record.metrics,
         **config,
         "model": record.model,
-        "output_dir": (experiment_dir / "trials" / record.key).as_posix(),
+        "output_dir": (experiment_dir / TRIALS / record.key).as_posix(),
         "elapsed_time": record.elapsed_time_s,
         "success": record.status == "complete",
         "status": record.status,

@@ -12,13 +12,14 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import config_of
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import ITEMS
 
 Items = Callable[[str], "pd.Series | None"]  # `read_items`, or one that remembers
 
 
 def read_items(output_dir: str) -> pd.Series | None:
     """The score of every zero-shot item of a trial, indexed by (task, doc_id); None if none were kept."""
-    path = Path(output_dir) / "items.parquet"
+    path = Path(output_dir) / ITEMS
     if not output_dir or not path.is_file():
         return None
     try:

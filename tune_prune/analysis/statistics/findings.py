@@ -28,7 +28,7 @@ from tune_prune.analysis.statistics.effects import Correlation, Trend
 from tune_prune.analysis.statistics.message import Message
 from tune_prune.analysis.statistics.rules import RULES
 from tune_prune.analysis.statistics.transfer import Transfer, transfer
-from tune_prune.core.config import seed_for
+from tune_prune.core.hashing import seed_for
 
 __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
 

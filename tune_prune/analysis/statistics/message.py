@@ -11,5 +11,5 @@ from typing import Any
 class Message:
     """A sentence to be made from `values`."""
 
-    kind: str  # a key of wording.SENTENCES
+    kind: str  # a key of messages.SENTENCES
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tune_prune.analysis.render.templating import TEMPLATES, environment
-from tune_prune.analysis.render.wording import (
+from tune_prune.analysis.render.messages import (
     LANGUAGES,
     SENTENCES,
     WORDS,
     acc,
+    format_message,
     integer,
     names,
     number,
@@ -23,9 +23,9 @@ from tune_prune.analysis.render.wording import (
     percent,
     pm,
     points,
-    say,
     trend_remark,
 )
+from tune_prune.analysis.render.templating import TEMPLATES, environment
 from tune_prune.analysis.statistics.findings import RULES, Message, Trend
 
 # What the statistics put into each kind of remark.
@@ -71,7 +71,7 @@ def test_every_kind_has_every_language_with_the_same_values(kind: str) -> None:
 @pytest.mark.parametrize("kind", VALUES)
 def test_the_statistics_remarks_are_said_with_all_their_values(kind: str, language: str) -> None:
     assert {name for name, _ in placeholders(SENTENCES[kind][language])} == set(VALUES[kind])
-    said = say(Message(kind, VALUES[kind]), language)
+    said = format_message(Message(kind, VALUES[kind]), language)
     assert "{" not in said and said.endswith("." if language == "en" else "。")
     assert "[" not in said  # a list is spelled out
 
@@ -84,28 +84,28 @@ def test_every_remark_that_is_made_has_a_sentence() -> None:
 
 
 def test_sentences_as_they_read() -> None:
-    assert say(Message("not_finite", {"column": "grad_norm_ratio", "count": 3})) == (
+    assert format_message(Message("not_finite", {"column": "grad_norm_ratio", "count": 3})) == (
         "grad_norm_ratio is not computable: it is not a finite number in 3 rows."
     )
-    assert "in 1 row." in say(Message("not_finite", {"column": "x", "count": 1}))
-    assert "15 gradient passes" in say(Message("shared_gradients", VALUES["shared_gradients"]))
-    assert say(Message("selection_bias", VALUES["selection_bias"]), "zh").count(".59") == 2
-    assert "taylor_seq_len, 256, is the largest" in say(Message("edge", VALUES["edge"]))
-    assert "最小" in say(Message("edge", VALUES["edge"] | {"side": "lower"}), "zh")
+    assert "in 1 row." in format_message(Message("not_finite", {"column": "x", "count": 1}))
+    assert "15 gradient passes" in format_message(Message("shared_gradients", VALUES["shared_gradients"]))
+    assert format_message(Message("selection_bias", VALUES["selection_bias"]), "zh").count(".59") == 2
+    assert "taylor_seq_len, 256, is the largest" in format_message(Message("edge", VALUES["edge"]))
+    assert "最小" in format_message(Message("edge", VALUES["edge"] | {"side": "lower"}), "zh")
 
 
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(KeyError, match="'no_such_kind'"):
-        say(Message("no_such_kind"))
+        format_message(Message("no_such_kind"))
     with pytest.raises(KeyError, match="count"):
-        say(Message("not_finite", {"column": "ppl"}))
+        format_message(Message("not_finite", {"column": "ppl"}))
 
 
 @pytest.mark.parametrize("direction", ["rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed"])
 def test_every_trend_and_rule_has_words(direction: str) -> None:
     trend = Trend("taylor_seq_len", direction, 8.166, 0.5, 256, 0.9, 0.01)
     for language in LANGUAGES:
-        said = say(trend_remark(trend), language)
+        said = format_message(trend_remark(trend), language)
         assert "taylor_seq_len" in said and "8.17 ± 0.50" in said
     assert all(f"rule_{rule}" in SENTENCES for rule in RULES)
 
