@@ -20,6 +20,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
@@ -53,9 +54,10 @@ def make_plan(settings: SearchSettings) -> Plan:
         slots = trial_slots(resources, nodes)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        folder = experiment.place(settings.storage_path, settings.name, _default_name(settings, space, models))
-        finished = {record.key for record in Ledger(folder / "ledger").records() if record.status != "failed"}
-        experiment.check_same_identity(folder, {model.run.label: model.identity() for model in models})
+        folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
+        results = FolderStore(folder)
+        finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
+        experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
         recorded = sum(key in finished for model in models for _, key in model.trials)
         plan = Plan(settings, space, folder, models, recorded, resources, slots, cost=None)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
