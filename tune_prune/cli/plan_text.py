@@ -15,6 +15,7 @@ from tune_prune.data.sources import uses_embedded_data
 from tune_prune.planning.plan import Plan
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
 
 
 def describe(plan: Plan) -> str:
@@ -27,7 +28,14 @@ def describe(plan: Plan) -> str:
         f"{len(values)} {name}"
         for name, values in (("methods", space.method), ("seq_len", space.seq_len), ("num_samples", space.num_samples))
     ]
-    removals = any(load_method(method).removals for method in space.method)
+    used = in_pass_order(parse(name)[0] for method in space.method for name in load_method(method).statistics)
+    statistics = [load_statistic(name) for name in used]
+    passes = " and ".join(f"{len(space.seq_len)} {statistic.label} passes" for statistic in statistics)
+    if passes:
+        each = "of each " if len(statistics) > 1 else ""
+        passes += " a model" + (
+            f", one {each}per seq_len; " if plan.search == "grid" else " at most, as seq_len are visited; "
+        )
     if plan.search == "grid":
         search = f"grid over {space.name}: {' x '.join(lists)} = {space.size} configurations a model"
     else:
@@ -52,19 +60,10 @@ def describe(plan: Plan) -> str:
         ("", ", ".join(protocol.tasks)),
         (
             "stages",
-            "importance, removal, pruning, perplexity, zero-shot "
+            ", ".join([*(statistic.stage for statistic in statistics), "pruning", "perplexity", "zero-shot "])
             + " / ".join(f"{100 * f:.4g}%" for f in protocol.slices),
         ),
-        (
-            "shared",
-            f"{len(space.seq_len)} gradient passes{f' and {len(space.seq_len)} removal passes' if removals else ''} a model"
-            + (
-                f", one {'of each ' if removals else ''}per seq_len"
-                if plan.search == "grid"
-                else " at most, as seq_len are visited"
-            )
-            + "; 1 dense baseline a model",
-        ),
+        ("shared", f"{passes}1 dense baseline a model"),
         ("resources", _resources(plan)),
         ("memory", _memory(plan.memory)),
     ]
@@ -161,7 +160,7 @@ def _memory(plan: MemoryPlan) -> str:
     """Where the peak of a trial comes from."""
     return (
         f"a trial {_bytes(plan.total)}: process {_bytes(plan.process)}, dense weights {_bytes(plan.weights)}, and either gradients "
-        f"{_bytes(plan.accumulators)} + activations {_bytes(plan.gradient_activations)} or pruned {_bytes(plan.pruned)} + "
+        f"{_bytes(plan.accumulators)} + activations {_bytes(plan.statistics_activations)} or pruned {_bytes(plan.pruned)} + "
         f"activations {_bytes(plan.evaluation_activations)}"
     )
 
