@@ -2,7 +2,8 @@
 #   make demo    whole search (45 trials) on an embedded model, its analysis in results/, its best model in results/tiny-llama-pruned
 #   make test    all tests
 #   make test-oldest   the tests of checkpoints with the oldest packages that pyproject.toml admits, in .venv-oldest
-#   make check   formatting, lint, types and the fast tests
+#   make lint    formatting, lint, types
+#   make check   lint and the fast tests
 #   make format  rewrite the code in the project's format
 #   make train   train the embedded models again (about 15 minutes on one core)
 
@@ -13,7 +14,7 @@ READY := $(VENV)/.installed
 OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.installed
 
-.PHONY: demo test test-oldest check format train clean
+.PHONY: demo test test-oldest lint check format train clean
 
 demo: $(READY)
 	$(BIN)/python -m tune_prune.search --model tiny-llama
@@ -28,10 +29,12 @@ test: $(READY)
 test-oldest: $(OLDEST_READY)
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/checkpoint/test_checkpoint_loading.py tests/checkpoint/test_checkpoint_tools.py tests/pruning/test_surgery.py
 
-check: $(READY)
+lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 format: $(READY)

@@ -43,7 +43,9 @@ from bench_common import Subject, benchmark_parser, sizes_of, subject, table, wr
 from bench_passes import removal_kinds
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
-from tune_prune.core.ledger import Ledger, atomic_write_text, to_json
+from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.planning import search_space
@@ -66,7 +68,7 @@ def run_search(subject: Subject, args: argparse.Namespace, storage: Path) -> tup
     started = time.perf_counter()
     _call(command)
     seconds = time.perf_counter() - started
-    records = Ledger(storage / "grid" / "ledger").records()
+    records = Ledger(FolderStore(storage / "grid")).records()
     complete = [record for record in records if record.status == "complete"]
     if len(complete) < len(records) or not records:
         raise RuntimeError(f"only {len(complete)} of {len(records)} trials of the search are complete")

@@ -13,7 +13,7 @@
    misses items of its own in the smallest task, the best misses as many per cent of the largest one.
 3. A finished experiment (--experiment): the outcomes in its trials/*/items.parquet go through the same rules.
 
-Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaPerModel (Ray's ASHA) of schedulers.py
+Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaScheduler (Ray's ASHA) of schedulers.py
 beside it. Slices are `proportional` (a slice takes its fraction of each task) or `even` (evaluation.slices.even_slices). Tokens
 count the zero-shot items only. A winner is `told apart` from the exhaustive one if it is worse by more than 2 paired standard
 errors on all items.
@@ -40,10 +40,11 @@ from bench_common import data_dir, table, write_json
 from tune_prune.analysis.input.load import TASK_ITEMS
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import ITEMS, TRIALS, FolderStore
 from tune_prune.evaluation.slices import even_slices
 from tune_prune.tuning.stopping.race import read_outcomes
 from tune_prune.tuning.stopping.racing import Race
-from tune_prune.tuning.stopping.schedulers import AshaPerModel
+from tune_prune.tuning.stopping.schedulers import AshaScheduler
 from tune_prune.tuning.trainable import TrialSpec
 
 GRID = Path("published_grids", "consolidated_Llama_20", "all_methods_results.csv")
@@ -114,7 +115,7 @@ def asha_rule(population: Population, counts: Counts, confidence: float) -> Deci
     """Ray's scheduler, told what it would be told in a search. It knows no confidence."""
     run = ModelRun("model", "model", None, "embedded", None, EvaluationProtocol(slices=SLICES), 0, "float32")
     specs = {str(c): TrialSpec(run, PruningConfig("taylor", 16, c + 1), str(c)) for c in range(population.num_configs)}
-    scheduler, means = AshaPerModel(specs), [population.means(seen) for seen in counts]
+    scheduler, means = AshaScheduler(specs), [population.means(seen) for seen in counts]
     trials = {key: SimpleNamespace(trial_id=key, config={"key": key}) for key in specs}
 
     def decide(config: int, index: int) -> bool:
@@ -250,7 +251,7 @@ def guarantee(count: int, confidence: float, seed: int) -> dict[str, dict[str, f
 def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population]]:
     """label -> (methods [C], outcomes) of a finished search's complete trials."""
     records: dict[str, list] = {}
-    for record in Ledger(folder / "ledger").records():
+    for record in Ledger(FolderStore(folder)).records():
         if record.status == "complete":
             records.setdefault(record.model, []).append(record)
     if not records:
@@ -259,7 +260,7 @@ def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population]]:
     for label, members in records.items():
         scores: dict[str, list[np.ndarray]] = {}
         for record in members:
-            path = folder / "trials" / record.key / "items.parquet"
+            path = folder / TRIALS / record.key / ITEMS
             slices = read_outcomes(path, 1 + max(pd.read_parquet(path, columns=["slice"])["slice"]))
             for task in slices[0]:
                 text = "".join(added.get(task, "") for added in slices)  # slices are cut from one order: it comes back

@@ -18,6 +18,7 @@ from tune_prune.cli import flags
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tune_prune.core.store import FolderStore
     from tune_prune.planning.plan import Plan, SearchSettings
     from tune_prune.tuning.driver import SearchResult
 
@@ -152,22 +153,30 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
 
 
 def search(plan: Plan, command: list[str]) -> SearchResult:
-    """Run a plan to its end, write every view of its results and print the final table. Raises UserError,
-    KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+    """Run a plan to its end, write every view of its results and print the final table. Raises UserError (also where another
+    search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+    from tune_prune.core.store import FolderStore
+
+    store = FolderStore(plan.experiment_dir)
+    with store.lock():
+        return _search(plan, store, command)
+
+
+def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
     from tune_prune.analysis.cost import cost_line, totals, write_cost
     from tune_prune.analysis.export import write_views
     from tune_prune.analysis.tables.tables import final_table
     from tune_prune.core import artifact_cache
-    from tune_prune.core.ledger import Ledger, PassLog, parse_json
+    from tune_prune.core.ledger import Ledger, PassLog, read_baselines
+    from tune_prune.core.store import COST
     from tune_prune.planning import experiment
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search
-    from tune_prune.tuning.preparation import read_baselines
 
     started = time.monotonic()
     settings, folder = plan.settings, plan.experiment_dir
-    ledger, passes = Ledger(folder / "ledger"), PassLog(folder / "passes")
-    before = totals(ledger.records(), read_baselines(folder / "baseline.json"), passes.read())
-    experiment.write(plan, command)
+    ledger, passes = Ledger(store), PassLog(store)
+    before = totals(ledger.records(), read_baselines(store), passes.read())
+    models = experiment.write(store, plan, command)  # those of earlier starts, too
     jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
     options = TuneOptions(
         experiment_dir=folder,
@@ -183,11 +192,10 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
     )
     result = run_search(jobs, options)
     records = ledger.records()
-    models = parse_json(folder / experiment.FILE)["models"]  # those of earlier starts, too
     sources = {label: model["run"] for label, model in models.items()}
     views = write_views(folder, records, result.baselines, sources)
     cost = write_cost(
-        folder / "cost.json",
+        folder / COST,
         records,
         result.baselines,
         passes.read(),
@@ -206,11 +214,12 @@ def _save_best(experiment_dir: Path) -> None:
     """The best configuration of every model as a checkpoint, in place of an earlier one. Raises UserError."""
     from tune_prune import prune
     from tune_prune.cli import prune_request
-    from tune_prune.core.ledger import parse_json
+    from tune_prune.core.files import parse_json
+    from tune_prune.core.store import BEST_CONFIG, SAVED_MODELS
 
-    for label in parse_json(experiment_dir / prune_request.BEST)["models"]:
+    for label in parse_json(experiment_dir / BEST_CONFIG)["models"]:
         order = prune_request.from_config(str(experiment_dir), label)
-        saved = prune.save(order, experiment_dir / "best" / label, overwrite=True)
+        saved = prune.save(order, experiment_dir / SAVED_MODELS / label, overwrite=True)
         print(f"{prune.describe(saved)}\n", flush=True)
 
 

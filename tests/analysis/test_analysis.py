@@ -15,8 +15,9 @@ import pytest
 from tune_prune.analysis.export import Views, write_views
 from tune_prune.analysis.input import load
 from tune_prune.analysis.tables.tables import final_table
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, digest
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import digest
 from tune_prune.core.records import TrialRecord
 
 DOCUMENTED_COLUMNS = [

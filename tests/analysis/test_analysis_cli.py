@@ -11,7 +11,7 @@ import pytest
 from tests.findings import published_folder, simulated_study
 from tune_prune.analysis import command
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics import compute, findings
 
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "datasets", "optuna")
@@ -148,4 +148,4 @@ def test_many_problems_are_counted_once(tmp_path: Path) -> None:
 
 def test_the_choices_are_those_of_the_modules_behind_them() -> None:
     assert command.RULES == findings.RULES
-    assert command.LANGUAGES == wording.LANGUAGES
+    assert command.LANGUAGES == messages.LANGUAGES

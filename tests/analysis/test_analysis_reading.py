@@ -26,8 +26,10 @@ from tune_prune.core.config import (
     trial_key,
 )
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger, atomic_write_text, to_json
+from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
 
 NAMES = ("taylor-s16-n8", "taylor-s32-n8", "blockwise-s16-n8")
 
@@ -71,7 +73,7 @@ def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, plan
     for name, values in texts.items():
         atomic_write_text(folder / name, to_json(values))
     for one in records:
-        Ledger(folder / "ledger").write(one)
+        Ledger(FolderStore(folder)).write(one)
         items = folder / "trials" / one.key / "items.parquet"
         items.parent.mkdir(parents=True)
         items.touch()
@@ -309,7 +311,7 @@ def test_an_experiment_that_kept_only_its_table(tmp_path: Path) -> None:
     folder = experiment(tmp_path / "e", [record(name) for name in NAMES])
     for items in folder.glob("trials/*/items.parquet"):
         items.unlink()
-    write_views(folder, Ledger(folder / "ledger").records(), {})
+    write_views(folder, Ledger(FolderStore(folder)).records(), {})
     whole = only(folder)
     shutil.rmtree(folder / "ledger")
     model = only(folder)

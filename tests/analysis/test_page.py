@@ -17,7 +17,7 @@ import pytest
 
 from tests.findings import published_findings, simulated_study
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.render import page, wording
+from tune_prune.analysis.render import messages, page
 from tune_prune.analysis.statistics.compute import find
 from tune_prune.analysis.statistics.findings import Findings, Remark
 
@@ -185,7 +185,10 @@ def test_first_screen_says_what_the_findings_say(parsed: Page, html: str, findin
         assert (f"{len(inside)} other" if inside else "No other") in text
     said = {text.strip() for text in parsed.texts["li"]}
     warnings = {
-        wording.say(w) for found in findings.models.values() for w in found.warnings if w.kind != "within_noise"
+        messages.format_message(w)
+        for found in findings.models.values()
+        for w in found.warnings
+        if w.kind != "within_noise"
     }
     assert warnings
     assert warnings <= said
@@ -233,7 +236,7 @@ def test_many_models_begin_with_a_table_and_say_what_they_share_once(tmp_path: P
     best = [model.best["acc_mean"] for model in found.models.values()]
     assert parsed.numbers("overview", "Accuracy") == pytest.approx(best)
     assert parsed.numbers("overview", "Free of selection bias") == [None] * 4  # no items
-    shared = wording.say(Remark("no_items"))
+    shared = messages.format_message(Remark("no_items"))
     assert [text.strip() for text in parsed.texts["li"]].count(shared) == 1
 
 

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
-from tune_prune.analysis.render.plain_text import COLUMNS, table, width, wrap
+from tune_prune.analysis.render.messages import LANGUAGES, acc, format_message, percent, points
 from tune_prune.analysis.render.report_text import SHOWN_PROBLEMS, report, write_report
-from tune_prune.analysis.render.wording import LANGUAGES, acc, percent, points, say
+from tune_prune.analysis.render.text import COLUMNS, aligned, width, wrap
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.core.errors import UserError
 
@@ -90,7 +90,7 @@ def test_the_first_screen_has_the_decision_and_all_that_cannot_be_told_from_it(p
     assert f"{len(close)} of the other 44 cannot be told from it (95%" in screen
     assert all(name in screen.partition("Warnings")[0] for name in close)
     assert "Cross-fitted not known" in screen  # there are no items
-    assert all(say(warning) in screen for warning in found.warnings)
+    assert all(format_message(warning) in screen for warning in found.warnings)
     assert "grad_norm_ratio is inf" in screen
 
 
@@ -188,7 +188,7 @@ def test_the_file_and_a_language_that_is_not_there(published: Findings, tmp_path
 
 def test_tables_are_straight_where_characters_are_two_columns_wide() -> None:
     rows = [["taylor", "7", ".5412"], ["逐层", "45", ".5323"], ["grad", "无法计算"]]
-    assert table(["方法", "n", "准确率"], rows) == (
+    assert aligned(["方法", "n", "准确率"], rows) == (
         "  方法     n  准确率\n"  #
         "  ------  --  ------\n"
         "  taylor   7   .5412\n"
@@ -198,11 +198,11 @@ def test_tables_are_straight_where_characters_are_two_columns_wide() -> None:
 
 
 def test_a_table_too_wide_goes_on_below() -> None:
-    text = table(["model", *"abc"], [["m1", "1" * 10, "2" * 10, "3" * 10]], columns=32)
+    text = aligned(["model", *"abc"], [["m1", "1" * 10, "2" * 10, "3" * 10]], columns=32)
     assert [line.split() for line in text.splitlines() if line and "-" not in line] == (
         [["model", "a", "b"], ["m1", "1" * 10, "2" * 10], ["model", "c"], ["m1", "3" * 10]]
     )
-    assert max(map(width, table(["x" * 70, "y" * 70], [["甲" * 70, "z" * 70]]).splitlines())) == COLUMNS
+    assert max(map(width, aligned(["x" * 70, "y" * 70], [["甲" * 70, "z" * 70]]).splitlines())) == COLUMNS
 
 
 def test_wrapped_text_is_whole_and_breaks_where_it_may() -> None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 
 import pytest
 
 from tune_prune.core.config import (
+    HYPERPARAMETERS,
     EvaluationProtocol,
     ModelRun,
     PruningConfig,
     alignment,
-    canonical_json,
-    digest,
-    seed_for,
+    group_labels,
     trial_key,
 )
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.hashing import canonical_json, digest, seed_for
 
 CONFIG = PruningConfig("taylor", 64, 128)
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), seed=0, dtype="float32")
@@ -52,9 +52,62 @@ def test_key_ignores_what_does_not() -> None:
     assert key(run=replace(RUN, label="another name", data_dir="/elsewhere", model="/a/path")) == key()
 
 
-def test_keys_from_before_there_were_shapes_are_still_theirs() -> None:
-    assert key() == "0fe8cf9ef78002ec"
+@pytest.mark.parametrize(
+    ("config", "name", "expected"),
+    [
+        (CONFIG, "taylor-s64-n128", "0fe8cf9ef78002ec"),  # from before there were shapes
+        (
+            PruningConfig("layerwise", 256, 128, 0.35, 3, "aligned-64"),
+            "layerwise-s256-n128-d3-aligned-64",
+            "21c2513e973fcae6",
+        ),
+        (PruningConfig("random", 16, 8, 0.5, 5, "uniform"), "random-s16-n8-uniform", "0954e824274d0744"),
+        (PruningConfig("blockwise", 32, 8, 0.2, 2), "blockwise-s32-n8-d2", "de2c8d48a045bdbb"),
+    ],
+)
+def test_names_and_the_keys_that_experiments_hold(config: PruningConfig, name: str, expected: str) -> None:
+    """A key from before the table; a hyperparameter that joins it leaves these as they are, for it is at its default."""
+    assert (config.name, key(config)) == (name, expected)
+
+
+def test_the_key_that_baselines_are_held_under() -> None:
     assert trial_key(None, "m", "d", RUN) == "782373c2ea59d1cf"
+
+
+def test_a_row_of_the_table_is_a_field() -> None:
+    assert list(HYPERPARAMETERS) == [field.name for field in fields(PruningConfig)]
+    required = [name for name, row in HYPERPARAMETERS.items() if row.required]
+    assert required == [field.name for field in fields(PruningConfig) if field.default is MISSING]
+    examples = {name: row.kind.read(row.example) for name, row in HYPERPARAMETERS.items()}
+    assert PruningConfig(**examples | {"shape": "aligned-64"})
+    assert len({row.flag for row in HYPERPARAMETERS.values()}) == len(HYPERPARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        (
+            "taylor_seq_len",
+            {"2": 2, "131072": 131072},
+            ["1", "131073", "64.0", "0x40", "0100", "1:30", "1_0", "true", ""],
+        ),
+        ("taylor_num_samples", {"1": 1, "1000000": 10**6}, ["0", "1000001", "-1"]),
+        ("pruning_ratio", {"0.2": 0.2, "2e-1": 0.2, ".5": 0.5}, ["0", "1.0", "nan", "inf", "true", "20%"]),
+        ("removal_divisor", {"1": 1}, ["0"]),
+        ("shape", {"free": "free", "aligned": "aligned", "aligned-8": "aligned-8"}, ["square", "aligned-0", "Free"]),
+    ],
+)
+def test_what_is_read_from_files_and_flags(name: str, good: dict[str, object], bad: list[str]) -> None:
+    kind = HYPERPARAMETERS[name].kind
+    assert {text: kind.read(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(ValueError):  # noqa: PT011  # whoever reads makes the sentence
+            kind.read(text)
+
+
+def test_a_group_has_its_models_label_or_with_several_ratios_its_own() -> None:
+    members = [("a", 0.2), ("b", 0.1), ("a", 0.2), ("b", 0.25)]
+    assert group_labels(members) == {("a", 0.2): "a", ("b", 0.1): "b@0.1", ("b", 0.25): "b@0.25"}
 
 
 @pytest.mark.parametrize("shape", ["free", "aligned-48", "uniform"])
@@ -67,11 +120,6 @@ def test_a_config_of_no_shape_is_free() -> None:
     values = vars(CONFIG).copy()
     del values["shape"]
     assert PruningConfig.from_dict(values) == CONFIG and CONFIG.shape == "free"
-
-
-def test_a_name_tells_the_shape_unless_it_is_free() -> None:
-    names = [replace(CONFIG, shape=shape).name for shape in ("free", "aligned-64", "uniform")]
-    assert names == ["taylor-s64-n128", "taylor-s64-n128-aligned-64", "taylor-s64-n128-uniform"]
 
 
 def test_alignment() -> None:

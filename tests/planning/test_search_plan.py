@@ -1,5 +1,5 @@
 """The plan of a search and whether an experiment may go on: the numbers of a dry run are those of the model's own files, a
-change of meaning is refused with the difference."""
+change of identity is refused with the difference."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tune_prune.analysis.input.study import Model
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import EXPERIMENT, FolderStore
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading
 from tune_prune.planning import experiment, search_space
@@ -116,8 +117,8 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     tokens = sum(context.suite.tokens_in_slice(index) for index in range(context.suite.num_slices))
     config, key = model.trials[0]
     record = TrialRecord(key=key, model="tiny-llama", config={"method": config.method}, status="complete")
-    Ledger(plan.experiment_dir / "ledger").write(record)
-    experiment.write(plan, ["python"])
+    Ledger(FolderStore(plan.experiment_dir)).write(record)
+    experiment.write(FolderStore(plan.experiment_dir), plan, ["python"])
     (plan.experiment_dir / "baseline.json").write_text(json.dumps({"tiny-llama": record.to_dict()}))
 
     out = plan_text(*AGAIN, "--gpus-per-trial", "0")
@@ -127,7 +128,7 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     assert cost["zero_shot"][:2] == ["5", f"{5 * tokens:,}"]
     assert "~" not in out
     for _, key in model.trials[1:]:
-        Ledger(plan.experiment_dir / "ledger").write(replace(record, key=key))
+        Ledger(FolderStore(plan.experiment_dir)).write(replace(record, key=key))
     assert "cost         nothing is left to compute" in plan_text(*AGAIN, "--gpus-per-trial", "0")
 
 
@@ -142,9 +143,9 @@ def started(tmp_path: Path) -> Path:
     """An experiment `kept/mine` of the smoke space with one finished trial."""
     settings = SearchSettings(("tiny-llama",), "smoke", storage_path=str(tmp_path / "kept"), name="mine")
     plan = make_plan(settings)
-    experiment.write(plan, ["python"])
+    experiment.write(FolderStore(plan.experiment_dir), plan, ["python"])
     config, key = plan.models[0].trials[0]
-    Ledger(plan.experiment_dir / "ledger").write(
+    Ledger(FolderStore(plan.experiment_dir)).write(
         TrialRecord(key=key, model="tiny-llama", config={"method": config.method}, status="complete")
     )
     return plan.experiment_dir
@@ -169,25 +170,25 @@ def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> 
         (("--calibration", "other.txt"), "calibration was embedded, is "),
     ],
 )
-def test_changed_meaning_is_refused_with_the_difference(
+def test_changed_identity_is_refused_with_the_difference(
     change: tuple[str, str], difference: str, started: Path, refusal: Callable[..., str]
 ) -> None:
     Path("other.txt").write_text(embedded.calibration_text())
-    before = (started / experiment.FILE).read_bytes()
+    before = (started / EXPERIMENT).read_bytes()
     if "--dtype" not in change:
         change = (*change, "--gpus-per-trial", "0")  # the weights' type follows the device
     sentence = refusal(*AGAIN, *change, dry=False)
     assert f"(tiny-llama: {difference}" in sentence and "--name" in sentence
     assert sentence.count(" was ") == 2  # the experiment "was made", and the one thing that changed
-    assert (started / experiment.FILE).read_bytes() == before
+    assert (started / EXPERIMENT).read_bytes() == before
 
 
 def test_an_experiment_from_before_there_were_shapes_is_of_the_free_one(
     started: Path, refusal: Callable[..., str], plan_text: Callable[..., str]
 ) -> None:
-    about = json.loads((started / experiment.FILE).read_text())
+    about = json.loads((started / EXPERIMENT).read_text())
     assert about["models"]["tiny-llama"]["meaning"].pop("shape") == "free"
-    (started / experiment.FILE).write_text(json.dumps(about))
+    (started / EXPERIMENT).write_text(json.dumps(about))
     assert "(1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
     assert "shape was free, is aligned-16" in refusal(
         *AGAIN, "--shape", "aligned", "--align", "16", "--gpus-per-trial", "0"
@@ -280,8 +281,8 @@ def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], 
     plan = make_plan(settings)
     kept = tmp_path / "kept" / "mine"
     (kept / "ledger").mkdir(parents=True)
-    models = {"m": {"meaning": plan.models[0].meaning()}}
-    (kept / experiment.FILE).write_text(json.dumps({"models": models}))
+    models = {"m": {"meaning": plan.models[0].identity()}}
+    (kept / EXPERIMENT).write_text(json.dumps({"models": models}))
     argv = ("--model", folder, *AGAIN[2:], "--calibration", "embedded", "--data-dir", data)
     with (data / TEXT_FILE).open("a") as file:
         file.write("one more line\n")
@@ -296,8 +297,8 @@ def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"models": []}', '{"models": {"tiny-llama": 1}}'])
 def test_damaged_experiment_file(content: str, started: Path, refusal: Callable[..., str]) -> None:
-    (started / experiment.FILE).write_text(content)
-    assert str(started / experiment.FILE) in refusal(*AGAIN)
+    (started / EXPERIMENT).write_text(content)
+    assert str(started / EXPERIMENT) in refusal(*AGAIN)
 
 
 def test_damaged_ledger_is_known_before_the_search(started: Path, refusal: Callable[..., str]) -> None:

@@ -24,6 +24,7 @@ from tune_prune import search
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.pruning import shapes
@@ -63,7 +64,7 @@ def random_case(seed: int, tiny: bool = False) -> tuple[Geometry, GroupScores]:
 
 def ratios_within(g: Geometry, shape: str, seed: int) -> Iterator[float]:
     """Ratios whose budgets are the smallest and largest that the shape can reach, and some between."""
-    bounds = shapes.reach(g, shape)
+    bounds = shapes.removal_bounds(g, shape)
     for target in (bounds.least, bounds.most, *np.random.default_rng(seed).integers(bounds.least, bounds.most + 1, 3)):
         yield removing(int(target), g)
 
@@ -123,7 +124,7 @@ def test_reach_is_that_of_all_widths_of_the_shape(shape: str) -> None:
     for seed in range(60):
         g, _ = random_case(seed, tiny=True)
         removals = [removal(g, *one) for one in widths(g, shape)]
-        bounds = shapes.reach(g, shape)
+        bounds = shapes.removal_bounds(g, shape)
         assert (bounds.least, bounds.most) == (min(removals), max(removals)), seed
         if bounds.most:
             assert bounds.smallest == min(params for params in removals if params), seed
@@ -202,7 +203,7 @@ def plain_aligned(s: GroupScores, g: Geometry, target: int, n: int) -> tuple[lis
 def test_aligned_walks_as_documented(n: int) -> None:
     for seed in range(150):
         g, s = random_case(seed)
-        bounds = shapes.reach(g, f"aligned-{n}")
+        bounds = shapes.removal_bounds(g, f"aligned-{n}")
         for ratio in (
             removing((bounds.least + bounds.most) // 2, g),
             removing((3 * bounds.least + bounds.most) // 4, g),
@@ -231,7 +232,7 @@ def test_budgets_that_a_shape_cannot_reach_are_refused_with_those_that_it_can() 
         ("aligned-4", 30, 230, "4 MLP channels and one KV group of every layer stay"),
         ("uniform", 10, 290, "one MLP channel and 1 KV group of every layer stay"),
     ):
-        bounds = shapes.reach(g, shape)
+        bounds = shapes.removal_bounds(g, shape)
         assert (bounds.least, bounds.most) == (low, high)
         for wrong, words in ((low - 1, "at least"), (high + 1, "at most")):
             with pytest.raises(UserError) as error:
@@ -326,7 +327,7 @@ def test_a_model_of_uniform_shape_is_a_plain_model_of_its_family(tiny, variant) 
 def test_a_trial_prunes_to_its_shape_and_records_it(shape: str, tmp_path: Path) -> None:
     context = open_context(tmp_path / "artifacts")
     config = replace(BLOCKWISE, method="taylor", shape=shape)
-    record = run_trial(config, context, tmp_path / "trial")
+    record = run_trial(config, context, FolderStore(tmp_path / "trial"))
     assert record.status == "complete" and PruningConfig.from_dict(record.config) == config
     assert record.config["shape"] == shape and record.key == context.key(config) != context.key(
         replace(config, shape="free")
@@ -363,7 +364,7 @@ def test_a_search_of_a_shape(
     out, _ = capfd.readouterr()
     assert f"{tmp_path}/tiny-llama-20-smoke-{shape}-limit5\n" in out and f"-{shape}" in out.partition("best")[2]
     experiment = tmp_path / f"tiny-llama-20-smoke-{shape}-limit5"
-    records = Ledger(experiment / "ledger").records()
+    records = Ledger(FolderStore(experiment)).records()
     assert [record.status for record in records] == ["complete"] * 6
     for record in records:
         assert record.config["shape"] == shape

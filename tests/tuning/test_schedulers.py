@@ -13,11 +13,11 @@ from ray import tune
 
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.evaluation.item_scores import ItemScore, write_items
+from tune_prune.evaluation.item_scores import ItemScore, to_parquet
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster import cluster
-from tune_prune.tuning.stopping.race import RacePerModel, read_outcomes
-from tune_prune.tuning.stopping.schedulers import AshaPerModel, PlainScheduler
+from tune_prune.tuning.stopping.race import RaceScheduler, read_outcomes
+from tune_prune.tuning.stopping.schedulers import AshaScheduler, PlainScheduler
 from tune_prune.tuning.trainable import TrialSpec
 
 SIZES = {"boolq": 400, "piqa": 200}
@@ -25,11 +25,11 @@ ADDED = ({"boolq": 100, "piqa": 50}, {"boolq": 100, "piqa": 50}, {"boolq": 200, 
 SLICES = (0.25, 0.5, 1.0)
 
 
-def specs_of(*keys: str, model: str = "m", slices=SLICES) -> dict[str, TrialSpec]:
+def specs_of(*keys: str, model: str = "m", slices=SLICES, ratio: float = 0.2) -> dict[str, TrialSpec]:
     run = ModelRun(
         model, model, None, "embedded", None, EvaluationProtocol(("boolq", "piqa"), slices=slices), 0, "float32"
     )
-    return {key: TrialSpec(run, PruningConfig("taylor", 16, 1 + i), key) for i, key in enumerate(keys)}
+    return {key: TrialSpec(run, PruningConfig("taylor", 16, 1 + i, ratio), key) for i, key in enumerate(keys)}
 
 
 def trial(key: str) -> SimpleNamespace:
@@ -48,7 +48,7 @@ def told(index: int, right: float) -> dict[str, object]:
 
 
 def test_a_trial_far_behind_is_stopped_with_its_reason():
-    scheduler = RacePerModel(specs_of("good00-key", "bad000-key"))
+    scheduler = RaceScheduler(specs_of("good00-key", "bad000-key"))
     assert scheduler.on_trial_result(None, trial("bad000-key"), {"stage": "pruning", "acc_mean": 0.1}) == "CONTINUE"
     assert scheduler.on_trial_result(None, trial("bad000-key"), told(0, 0.2)) == "CONTINUE"  # alone
     assert scheduler.on_trial_result(None, trial("good00-key"), told(0, 0.8)) == "CONTINUE"
@@ -63,17 +63,27 @@ def test_a_trial_far_behind_is_stopped_with_its_reason():
     assert scheduler.on_trial_result(None, trial("good00-key"), told(1, 0.8)) == "CONTINUE"
 
 
-def test_models_do_not_race_each_other():
-    scheduler = RacePerModel(specs_of("a") | specs_of("b", model="other"))
+@pytest.mark.parametrize("others", [{"model": "other"}, {"ratio": 0.3}])
+def test_models_and_ratios_do_not_race_each_other(others):
+    scheduler = RaceScheduler(specs_of("a", "c") | specs_of("b", **others))
     assert scheduler.on_trial_result(None, trial("a"), told(0, 0.9)) == "CONTINUE"
     assert scheduler.on_trial_result(None, trial("b"), told(0, 0.1)) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("c"), told(0, 0.1)) == "STOP"
+    scheduler = AshaScheduler(specs_of("a", "c") | specs_of("b", **others))
+    for key in ("a", "b", "c"):
+        scheduler.on_trial_add(None, trial(key))
+    answers = [
+        scheduler.on_trial_result(None, trial(key), {"evaluated_fraction": 0.25, "acc_mean": accuracy})
+        for key, accuracy in (("a", 0.9), ("b", 0.1), ("c", 0.1))
+    ]
+    assert answers == ["CONTINUE", "CONTINUE", "STOP"]
 
 
 def test_limits_count_all_configurations_of_the_model_not_those_that_ran():
     few, many = specs_of("a", "b"), specs_of("a", "b", *map(str, range(5000)))
     answers = []
     for specs in (few, many):
-        scheduler = RacePerModel(specs)
+        scheduler = RaceScheduler(specs)
         scheduler.on_trial_result(None, trial("a"), told(0, 0.60))
         answers.append(scheduler.on_trial_result(None, trial("b"), told(0, 0.46)))
     assert answers == ["STOP", "CONTINUE"]
@@ -81,16 +91,16 @@ def test_limits_count_all_configurations_of_the_model_not_those_that_ran():
 
 def test_complete_trials_of_an_earlier_start_compete():
     known = {"done": [outcomes(index, 0.9) for index in range(3)]}
-    scheduler = RacePerModel(specs_of("done", "new"), known)
+    scheduler = RaceScheduler(specs_of("done", "new"), known)
     assert scheduler.on_trial_result(None, trial("new"), told(0, 0.2)) == "STOP"
     assert "taylor-s16-n1-done" in str(scheduler.reason("new"))
-    scheduler = RacePerModel(specs_of("done", "new"), known)
+    scheduler = RaceScheduler(specs_of("done", "new"), known)
     assert scheduler.on_trial_result(None, trial("new"), told(0, 0.9)) == "CONTINUE"
 
 
 def test_a_slice_that_adds_nothing_is_a_slice():
     """Fewer items than slices: Ray drops the empty dictionary of outcomes."""
-    scheduler = RacePerModel(specs_of("a"))
+    scheduler = RaceScheduler(specs_of("a"))
     sizes = {"items_per_task/boolq": 2, "items_per_task/piqa": 2}
     first = {"slice_index": 0, "outcomes/boolq": "1", "outcomes/piqa": "1"}
     assert scheduler.on_trial_result(None, trial("a"), first | sizes) == "CONTINUE"
@@ -106,7 +116,7 @@ def score(task: str, doc_id: int, part: int, right: bool) -> ItemScore:
 def test_items_of_a_complete_trial_are_read_in_scoring_order(tmp_path):
     items = [score("boolq", 7, 0, True), score("boolq", 2, 0, False), score("piqa", 5, 0, True)]
     items += [score("boolq", 1, 2, True), score("piqa", 0, 2, False), score("piqa", 9, 2, True)]
-    write_items(items, tmp_path / "items.parquet")
+    (tmp_path / "items.parquet").write_bytes(to_parquet(items))
     assert read_outcomes(tmp_path / "items.parquet", 3) == [
         {"boolq": "10", "piqa": "1"},
         {},
@@ -123,7 +133,7 @@ def test_items_that_cannot_be_read_say_which_record_to_remove(tmp_path):
     path.write_bytes(b"no parquet")
     with pytest.raises(UserError, match=r"0123abcd\.json"):
         read_outcomes(path, 3)
-    write_items([score("boolq", 0, 4, True)], path)
+    path.write_bytes(to_parquet([score("boolq", 0, 4, True)]))
     with pytest.raises(UserError, match=r"0123abcd\.json"):
         read_outcomes(path, 3)
 
@@ -140,7 +150,7 @@ def test_items_that_cannot_be_read_say_which_record_to_remove(tmp_path):
 def test_asha_halves_at_a_quarter_of_the_items_and_its_doublings(slices, levels):
     """The second trial is worse at the slice in question, and only there: it is stopped if the slice is a level."""
     for part in slices[:-1]:
-        scheduler = AshaPerModel(specs_of("a", "b", slices=slices))
+        scheduler = AshaScheduler(specs_of("a", "b", slices=slices))
         answers = {}
         for key in ("a", "b"):
             scheduler.on_trial_add(None, trial(key))
@@ -176,7 +186,7 @@ def test_ray_stops_what_the_race_stops(tmp_path, monkeypatch):
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        scheduler = RacePerModel(specs_of(*accuracy))
+        scheduler = RaceScheduler(specs_of(*accuracy))
         with cluster.connected(None, num_cpus=2):
             results = tune.Tuner(
                 tune.with_resources(Stub, {"cpu": 1.5}),

@@ -1,6 +1,6 @@
 """The adaptive searcher by itself, with Optuna but without a running Ray: trials are told by hand."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 
 import pytest
@@ -44,7 +44,7 @@ def run_all(searcher: OptunaSearcher) -> list[str]:
 
 
 def states(searcher: OptunaSearcher, label: str = "m") -> list[TrialState]:
-    return [trial.state for trial in searcher._models[label]._study.trials]
+    return [trial.state for trial in searcher._studies[label]._study.trials]
 
 
 def test_a_whole_space_is_tried_once_each():
@@ -69,11 +69,17 @@ def test_it_learns():
     assert sum(gains) / 7 / 5 > 0.02
 
 
-def test_each_model_has_its_own_trials_one_model_after_the_other():
-    searcher = OptunaSearcher(specs_of("a") + specs_of("b"), num_trials=4, seed=0)
-    assert searcher.open_models == {"a", "b"}
-    assert [key[0] for key in run_all(searcher)] == ["a"] * 4 + ["b"] * 4
-    assert searcher.open_models == set()
+def test_each_model_and_ratio_has_its_own_trials_one_group_after_the_other():
+    small = [
+        replace(spec, config=replace(spec.config, pruning_ratio=0.3), key=f"s{spec.key}") for spec in specs_of("a")
+    ]
+    searcher = OptunaSearcher(specs_of("a") + specs_of("b") + small, num_trials=4, seed=0)
+    assert searcher.remaining == 12
+    keys = run_all(searcher)
+    assert [key[0] for key in keys] == ["a"] * 4 + ["b"] * 4 + ["s"] * 4
+    assert searcher.remaining == 0
+    alone = OptunaSearcher(specs_of("b"), num_trials=4, seed=0)
+    assert run_all(alone) == keys[4:8]  # the other groups change nothing
 
 
 def test_an_unfinished_trial_is_not_suggested_to_another_worker():
@@ -122,7 +128,7 @@ def test_how_a_trial_ended_is_told_as_it_was(result, error, state):
     searcher = OptunaSearcher(specs_of("m"), num_trials=2, seed=0)
     searcher.suggest("t")
     searcher.on_trial_complete("t", result=result, error=error)
-    trial = searcher._models["m"]._study.trials[-1]
+    trial = searcher._studies["m"]._study.trials[-1]
     assert trial.state == state
     assert trial.intermediate_values == ({10: 0.3} if state == TrialState.PRUNED else {})
 

@@ -173,7 +173,7 @@ def _check_complete(study: Study) -> None:
 
 def describe(analysis: Analysis) -> str:
     """What a person reads on the screen: what was read, what was decided, what to beware of, where it is written."""
-    from tune_prune.analysis.render.wording import say
+    from tune_prune.analysis.render.messages import format_message
 
     findings = analysis.findings
     lines = [f"read         {_read(model.label, findings.study)}" for model in findings.study.models.values()]
@@ -189,7 +189,7 @@ def describe(analysis: Analysis) -> str:
         lines.append(f"             and {len(problems) - _SHOWN_PROBLEMS} more, all in report.html")
     for label, found in findings.models.items():
         lines += ["", *_decision(label, found)]
-        lines += [f"warning      {say(remark)}" for remark in found.warnings]
+        lines += [f"warning      {format_message(remark)}" for remark in found.warnings]
     for label in findings.without:
         lines += ["", f"best         {label}: no complete trial"]
     return "\n".join(lines)

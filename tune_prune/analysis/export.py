@@ -18,8 +18,9 @@ import pandas as pd
 from tune_prune.analysis.input.load import config_name, config_of, difference, frame, ranked, read_items
 from tune_prune.analysis.statistics.outcomes import compare_rows
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.ledger import atomic_write_text, to_json
+from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_COMPARISON, RESULTS
 
 # 2: within_noise is a confidence set, within_noise_basis one word; the analysis adds `selection` and `command`
 SCHEMA_VERSION = 2
@@ -60,14 +61,14 @@ def write_views(
     across = cross_model_comparison(results, items)
     experiment_dir.mkdir(parents=True, exist_ok=True)
     texts = {
-        "all_methods_results.csv": results.assign(
-            output_dir=[_below(folder, experiment_dir) for folder in results["output_dir"]]
-        ).to_csv(index=False, lineterminator="\n"),
-        "global_best_config.json": to_json(best),
-        "method_comparison.json": to_json(methods),
+        RESULTS: results.assign(output_dir=[_below(folder, experiment_dir) for folder in results["output_dir"]]).to_csv(
+            index=False, lineterminator="\n"
+        ),
+        BEST_CONFIG: to_json(best),
+        METHOD_COMPARISON: to_json(methods),
     }
     if across is not None:
-        texts["cross_model_comparison.json"] = to_json(across)
+        texts[CROSS_MODEL_COMPARISON] = to_json(across)
     for name, text in texts.items():
         atomic_write_text(experiment_dir / name, text)
     return Views(results, best, methods, across, tuple(experiment_dir / name for name in texts))

@@ -20,15 +20,22 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.export import SCHEMA_VERSION, best_entry, method_comparison, plain_value, plain_values
-from tune_prune.analysis.figures.figures_best import COMPARISON, GRADIENTS, draw_best
+from tune_prune.analysis.figures.figures_best import draw_best
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.rerun import command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import atomic_write_text, parse_json, to_json
+from tune_prune.core.files import atomic_write_text, parse_json, to_json
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import (
+    BEST_CONFIG,
+    CROSS_MODEL_COMPARISON,
+    GRADIENTS,
+    METHOD_COMPARISON,
+    PLAN_COMPARISON,
+    RESULTS,
+)
 
-CROSS_MODEL = "cross_model_comparison.json"
 _PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")
 
 
@@ -48,9 +55,9 @@ def write_layout(findings: Findings, output: Path) -> list[Path]:
             written += _best(found, entry, output / f"best_{name}")
     across = cross_model(findings)
     if across is None:
-        (output / CROSS_MODEL).unlink(missing_ok=True)
+        (output / CROSS_MODEL_COMPARISON).unlink(missing_ok=True)
     else:
-        written.append(_write(output / CROSS_MODEL, to_json(across)))
+        written.append(_write(output / CROSS_MODEL_COMPARISON, to_json(across)))
     return written
 
 
@@ -130,9 +137,9 @@ def _consolidated(model: Model, entry: Mapping[str, Any] | None, rule: str, fold
         "models_without_complete_trial": [model.label] if entry is None else [],
     }
     texts = {
-        "all_methods_results.csv": rows.to_csv(index=False, lineterminator="\n"),
-        "global_best_config.json": to_json(best),
-        "method_comparison.json": to_json(method_comparison(model.rows)),
+        RESULTS: rows.to_csv(index=False, lineterminator="\n"),
+        BEST_CONFIG: to_json(best),
+        METHOD_COMPARISON: to_json(method_comparison(model.rows)),
     }
     return [_write(folder / name, text) for name, text in texts.items()]
 
@@ -146,7 +153,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
     place = found.best["output_dir"]
     trial = Path(place) if place and Path(place).is_dir() else None
     absent: dict[str, str] = {}
-    for name in (GRADIENTS, COMPARISON):
+    for name in (GRADIENTS, PLAN_COMPARISON):
         copy, reason = folder / "analysis" / name, _copy(trial, name, folder / "analysis")
         if reason:
             copy.unlink(missing_ok=True)

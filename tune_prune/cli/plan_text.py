@@ -87,7 +87,7 @@ def describe(plan: Plan) -> str:
                 model.run.label,
                 f"{g.total_params:,}",
                 f"{model.target_params:,}",
-                f"{shapes.reach(g, model.shape).most:,}",
+                f"{shapes.removal_bounds(g, model.shape).most:,}",
                 str(g.num_layers),
                 f"{max(g.kv_heads)} x {max(g.group_cost):,}",
                 f"{max(g.mlp_width)} x {max(g.channel_cost):,}",

@@ -23,7 +23,8 @@ from tune_prune.cli.plan_text import shown_path
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import parse_json
+from tune_prune.core.files import parse_json
+from tune_prune.core.store import BASELINES, BEST_CONFIG, EXPERIMENT, LEDGER, PLAN
 from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint, measured_on
 from tune_prune.models import catalog, loading
@@ -33,9 +34,6 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
-
-BEST = "global_best_config.json"
-PLAN = "pruning_plan.json"
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,11 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     UserError.
     """
     path = Path(asked).expanduser()
-    path = path / BEST if path.is_dir() else path
+    path = path / BEST_CONFIG if path.is_dir() else path
     if not path.is_file():
-        raise UserError(f"--config {asked} does not exist; name the {BEST} that a search has written, or its folder")
+        raise UserError(
+            f"--config {asked} does not exist; name the {BEST_CONFIG} that a search has written, or its folder"
+        )
     try:
         values = parse_json(path)
         entries = values["models"] if "models" in values else {values["model"]: values}
@@ -79,8 +79,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{path} names no configuration of a search ({cause}); give the {BEST} that a search has written, or all of --model, "
-            "--method, --seq-len and --num-samples"
+            f"{path} names no configuration of a search ({cause}); give the {BEST_CONFIG} that a search has written, or all of "
+            "--model, --method, --seq-len and --num-samples"
         ) from error
     if run is None:
         raise UserError(
@@ -133,11 +133,11 @@ def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[
             known |= {"plan": PruningPlan.from_dict(parse_json(trial / PLAN)), "plan_file": trial / PLAN}
         except (KeyError, TypeError) as error:
             raise UserError(f"{trial / PLAN} holds no plan ({error!r}); delete it to have it found again") from error
-    meaning = _part(experiment / "experiment.json", "models", run.label, "meaning") or {}
+    meaning = _part(experiment / EXPERIMENT, "models", run.label, "meaning") or {}
     found = {
         "fingerprint": meaning.get("model"),
-        "metrics": _part(experiment / "ledger" / f"{trial.name}.json", "metrics"),
-        "baseline": _part(experiment / "baseline.json", run.label, "metrics"),
+        "metrics": _part(experiment / LEDGER / f"{trial.name}.json", "metrics"),
+        "baseline": _part(experiment / BASELINES, run.label, "metrics"),
         "measured_on": _same_data(run, meaning.get("data")),
     }
     return known | {name: value for name, value in found.items() if value is not None}

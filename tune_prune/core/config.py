@@ -1,19 +1,18 @@
 """What a search is made of, as plain frozen data: settings of a trial, of its evaluation, of one model's run.
 
-Everything here can be imported without torch, ray or lm_eval, is picklable, and has one canonical form, so that equal
-meaning gives an equal key (docs/architecture.md, "Keys").
+Everything here can be imported without torch, ray or lm_eval, is picklable, and has one canonical form, so that an equal
+identity gives an equal key (docs/architecture.md, "Keys").
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import re
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import digest
 
 # The seven zero-shot tasks and the metric each is reported by, as in the published search.
 ZERO_SHOT_METRIC = {
@@ -30,82 +29,210 @@ ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
 # What a pruned model's layers may look like (docs/methods.md, "Shapes"); in a configuration `aligned` has its number.
 SHAPES = ("free", "aligned", "uniform")
 _SHAPE = re.compile(r"free|aligned-([1-9][0-9]{0,6})|uniform")
+_DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
 PROTOCOL_VERSION = 2
 
 
-def canonical_json(value: Any) -> str:
-    """The one text of `value` (plain data): sorted keys, no spaces, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+class Kind(Protocol):
+    """What values a hyperparameter takes. As text it finishes the sentence "it must be ..."."""
+
+    is_text: bool  # its values are text, so a file may quote them
+
+    def read(self, text: str) -> Any:
+        """The value that a file or a flag asks for; ValueError where it is none."""
+
+    def holds(self, value: Any) -> bool:
+        """Whether a configuration may have that value."""
 
 
-def digest(value: Any, length: int = 16) -> str:
-    """A hex digest of `value` (plain data), equal for equal meaning."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:length]
+@dataclass(frozen=True)
+class Whole:
+    """Whole numbers within bounds, both included."""
+
+    low: int
+    high: int
+    is_text = False
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.low} to {self.high}, in plain decimal digits"
+
+    def read(self, text: str) -> int:
+        # Not what else int or YAML take: 1_000, 010 (eight), 0x10, 1:30 (ninety).
+        if not _DECIMAL.fullmatch(text) or not self.holds(int(text)):
+            raise ValueError(text)
+        return int(text)
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
 
 
-def seed_for(seed: int, purpose: str) -> int:
-    """A seed for one purpose, so that no random choice depends on the order in which others are made."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{purpose}".encode()).digest()[:4], "big")
+class Fraction:
+    """A part of a whole: above 0 where it is asked for, also 0 (nothing is removed) in a configuration."""
+
+    is_text = False
+
+    def __str__(self) -> str:
+        return "a number above 0 and below 1, e.g. 0.2 for 20% smaller"
+
+    def read(self, text: str) -> float:
+        if not 0 < (value := float(text)) < 1:
+            raise ValueError(text)
+        return value
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+
+
+class ShapeName:
+    """free, uniform or aligned-N; asked for also as aligned, which gets its N by the model's size."""
+
+    is_text = True
+
+    def __str__(self) -> str:
+        return "free, uniform, aligned or aligned-N with a whole number N from 1, e.g. aligned-64"
+
+    def read(self, text: str) -> str:
+        if text not in SHAPES and not self.holds(text):
+            raise ValueError(text)
+        return text
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str) and _SHAPE.fullmatch(value) is not None
+
+
+class MethodName:
+    """A module of tune_prune/pruning/methods; which ones there are is not known here."""
+
+    is_text = True
+
+    def __str__(self) -> str:
+        return "the name of a pruning method"
+
+    def read(self, text: str) -> str:
+        return text
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str)
+
+
+@dataclass(frozen=True)
+class Hyperparameter:
+    """One row of the table: all that readers of search spaces, flags, keys, names, tables and figures know of it."""
+
+    name: str  # in search spaces, records and results tables; the field of PruningConfig
+    short: str  # in flags (--seq-len), plans and narrow tables
+    label: str  # in figures and reports
+    kind: Kind
+    example: str  # a value, as a search space has it
+    help: str  # of its flag
+    # The step that reads it. A method that does not need the step does not read it (planning/search_space.py): "calibration"
+    # is every statistic taken from calibration samples.
+    step: Literal["scores", "calibration", "block_removal", "selection"]
+    default: Any = None  # None: a search space must say it
+    name_prefix: str | None = ""  # before its value in a configuration's name; None: names do not show it
+    always_in_key: bool = False  # also at its default: the hyperparameters that the first keys had
+
+    @property
+    def required(self) -> bool:
+        return self.default is None
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.short.replace('_', '-')}"
+
+
+HYPERPARAMETERS = {
+    row.name: row
+    for row in (
+        Hyperparameter(
+            "method", "method", "Method", MethodName(), "blockwise", "how groups are scored", "scores"
+        ),
+        Hyperparameter(
+            "taylor_seq_len", "seq_len", "Tokens per sample", Whole(2, 131_072), "64",
+            "tokens per calibration sample", "calibration", name_prefix="s",
+        ),
+        Hyperparameter(
+            "taylor_num_samples", "num_samples", "Calibration samples", Whole(1, 1_000_000), "128",
+            "calibration samples", "calibration", name_prefix="n",
+        ),
+        Hyperparameter(
+            "pruning_ratio", "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
+            "fraction of ALL parameters to remove", "selection", 0.2, name_prefix=None, always_in_key=True,
+        ),
+        Hyperparameter(
+            "removal_divisor", "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
+            "removal losses use the first num_samples // D samples", "block_removal", 5, "d", always_in_key=True,
+        ),
+        Hyperparameter(
+            "shape", "shape", "Shape", ShapeName(), "aligned",
+            "what layers may become: free; aligned: MLP widths in multiples of --align (or aligned-N), a KV group in every "
+            "layer; uniform: the same widths in every layer, a plain checkpoint of the family", "selection", "free",
+        ),
+    )
+}  # fmt: skip
 
 
 def alignment(shape: str) -> int | None:
-    """The N of shape "aligned-N"; None for "free" and "uniform". Raises UserError for any other text."""
-    match = _SHAPE.fullmatch(shape) if isinstance(shape, str) else None
+    """The N of shape "aligned-N"; None for "free" and "uniform"."""
+    match = _SHAPE.fullmatch(shape)
     if match is None:
-        raise UserError(
-            f"shape is {shape!r}; it must be free, uniform or aligned-N with a whole number N from 1, e.g. aligned-64"
-        )
+        raise UserError(f"shape is {shape!r}; it must be free, uniform or aligned-N, e.g. aligned-64")
     return int(match[1]) if match[1] else None
 
 
 @dataclass(frozen=True, order=True)
 class PruningConfig:
-    """One point of the search: how a model is pruned."""
+    """One point of the search: how a model is pruned. A field is a row of HYPERPARAMETERS."""
 
-    method: str  # a module name of tune_prune/pruning/methods
-    taylor_seq_len: int  # tokens per calibration sample
-    taylor_num_samples: int  # calibration samples for the gradients
-    pruning_ratio: float = 0.2  # fraction of ALL parameters to remove
-    removal_divisor: int = 5  # removal losses use the first max(1, taylor_num_samples // removal_divisor) samples
-    shape: str = (
-        "free"  # what the layers may look like: "free", "aligned-N" (MLP widths in multiples of N) or "uniform"
-    )
+    method: str
+    taylor_seq_len: int
+    taylor_num_samples: int
+    pruning_ratio: float = HYPERPARAMETERS["pruning_ratio"].default
+    removal_divisor: int = HYPERPARAMETERS["removal_divisor"].default
+    shape: str = HYPERPARAMETERS["shape"].default
 
     def __post_init__(self) -> None:
-        for name, low in (("taylor_seq_len", 2), ("taylor_num_samples", 1), ("removal_divisor", 1)):
+        for name, row in HYPERPARAMETERS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise UserError(f"{name} is {value!r}; it must be a whole number of at least {low}")
-        ratio = self.pruning_ratio
-        if (
-            not isinstance(ratio, (int, float))
-            or isinstance(ratio, bool)
-            or not math.isfinite(ratio)
-            or not 0 <= ratio < 1
-        ):
-            raise UserError(f"pruning_ratio is {ratio!r}; it must be at least 0 and below 1, e.g. 0.2 for 20% smaller")
-        alignment(self.shape)
+            if not row.kind.holds(value):
+                raise UserError(f"{name} is {value!r}; it must be {row.kind}")
 
     @property
     def num_removal_samples(self) -> int:
+        """How many of the calibration samples the removal losses use."""
         return max(1, self.taylor_num_samples // self.removal_divisor)
 
     @property
     def name(self) -> str:
-        """Short and readable, e.g. `blockwise-s64-n128` or, of a shape, `blockwise-s64-n128-aligned-64`; unique within one
-        pruning ratio and removal divisor."""
-        shape = "" if self.shape == "free" else f"-{self.shape}"
-        return f"{self.method}-s{self.taylor_seq_len}-n{self.taylor_num_samples}{shape}"
+        """Short and readable, e.g. `blockwise-s64-n128` or, off the defaults, `blockwise-s64-n128-d3-aligned-64`; unique
+        within one pruning ratio."""
+        return "-".join(
+            f"{row.name_prefix}{value}"
+            for name, row in HYPERPARAMETERS.items()
+            if (value := getattr(self, name)) != row.default and row.name_prefix is not None
+        )
 
-    def meaning(self) -> dict[str, Any]:
-        """What a key hashes. The free shape is left out: keys from before there were shapes stay what they were."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("shape", "free")}
+    def identity(self) -> dict[str, Any]:
+        """What a key hashes: without what is at its default, so that older keys stay what they were."""
+        rows = HYPERPARAMETERS
+        return {n: v for n, v in asdict(self).items() if rows[n].always_in_key or v != rows[n].default}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PruningConfig:
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        """From a record's `config`; what an older one lacks is at its default, what a newer one adds is left out."""
+        return cls(**{name: values[name] for name in HYPERPARAMETERS if name in values})
+
+
+def group_labels(members: Iterable[tuple[str, float]]) -> dict[tuple[str, float], str]:
+    """The label of each (model's label, pruning ratio): what is compared in itself. The model's own where it has one ratio,
+    else with it, e.g. `tiny-llama@0.3`."""
+    groups = dict.fromkeys(members)
+    ratios: dict[str, int] = {}
+    for model, _ in groups:
+        ratios[model] = ratios.get(model, 0) + 1
+    return {(model, ratio): f"{model}@{ratio:g}" if ratios[model] > 1 else model for model, ratio in groups}
 
 
 @dataclass(frozen=True)
@@ -145,10 +272,10 @@ class ModelRun:
 
 
 def trial_key(config: PruningConfig | None, model_fingerprint: str, data_fingerprint: str, run: ModelRun) -> str:
-    """A trial is its meaning: configuration (None: the dense model), model, data and protocol. Two identical ones are one."""
+    """A trial is its identity: configuration (None: the dense model), model, data and protocol. Two identical ones are one."""
     return digest(
         {
-            "config": config.meaning() if config else {},
+            "config": config.identity() if config else {},
             "model": model_fingerprint,
             "data": data_fingerprint,
             "protocol": asdict(run.protocol) | {"version": PROTOCOL_VERSION},

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tune_prune import embedded
-from tune_prune.core.config import seed_for
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.hashing import seed_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, digest
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun
+from tune_prune.core.hashing import digest
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.models import catalog
 

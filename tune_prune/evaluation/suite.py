@@ -16,7 +16,8 @@ from functools import cache, cached_property
 import numpy as np
 from transformers import PreTrainedModel
 
-from tune_prune.core.config import EvaluationProtocol, seed_for
+from tune_prune.core.config import EvaluationProtocol
+from tune_prune.core.hashing import seed_for
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
 from tune_prune.evaluation.engine.rows import Outcomes, Request
 from tune_prune.evaluation.item_scores import ItemScore

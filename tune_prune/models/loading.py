@@ -23,8 +23,8 @@ from transformers import (
 from transformers.configuration_utils import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from tune_prune.core.config import digest
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import digest
 from tune_prune.models import hub, registration
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import Family, family_of

@@ -60,7 +60,7 @@ class ModelPlan:
         """Of all its trials: "free", "aligned-N" or "uniform"."""
         return self.trials[0][0].shape
 
-    def meaning(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What must not change when an experiment goes on."""
         run = self.run
         return {

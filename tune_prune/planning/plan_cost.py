@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.ledger import parse_json
+from tune_prune.core.store import BASELINES, FolderStore
 from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.speed import Speed, SpeedRequest, measure
@@ -22,8 +22,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     None where no worker of the cluster was free to measure its speed.
     """
     settings, device = plan.settings, plan.resources.device
-    baselines = plan.experiment_dir / "baseline.json"
-    measured = parse_json(baselines).keys() if baselines.exists() else ()
+    measured = (FolderStore(plan.experiment_dir).read(BASELINES) or {}).keys()
     works = []
     for model in plan.models:
         pending = [config for config, key in model.trials if key not in finished]

@@ -20,6 +20,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import EvaluationProtocol, ModelRun, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
@@ -65,9 +66,10 @@ def make_plan(settings: SearchSettings) -> Plan:
                 *([f"limit{settings.limit}"] if settings.limit else []),
             ]
         )
-        folder = experiment.place(settings.storage_path, settings.name, default_name)
-        finished = {record.key for record in Ledger(folder / "ledger").records() if record.status != "failed"}
-        experiment.check_same_meaning(folder, {model.run.label: model.meaning() for model in models})
+        folder = experiment.experiment_dir(settings.storage_path, settings.name, default_name)
+        results = FolderStore(folder)
+        finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
+        experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
         plan = Plan(
             settings=settings,
             space=space,
@@ -209,7 +211,7 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
 
 def _target_params(geometry: Geometry, ratio: float, shape: str) -> int:
     """Parameters to remove, at least the smallest part that the shape lets one remove, such as an MLP channel."""
-    target, bounds = budget(geometry, ratio, shape), shapes.reach(geometry, shape)
+    target, bounds = budget(geometry, ratio, shape), shapes.removal_bounds(geometry, shape)
     smallest = bounds.smallest
     if target < smallest:
         least = math.ceil(1e6 * smallest / geometry.total_params) / 1e6

@@ -28,7 +28,7 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int
     """Parameters to remove: floor(ratio * all). Raises UserError where the decoder layers do not hold that many, and where the
     shape alone takes more."""
     total = geometry.total_params
-    target, bounds = int(pruning_ratio * total), shapes.reach(geometry, shape)
+    target, bounds = int(pruning_ratio * total), shapes.removal_bounds(geometry, shape)
     asked = f"pruning ratio {pruning_ratio} asks for {target:,} of {total:,} parameters, but"
     instead = (
         "" if shape == "free" else ", or use a smaller --align" if shape != "uniform" else ", or use --shape aligned"
@@ -37,7 +37,7 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int
     if target > bounds.most:
         bound = _rounded_down(bounds.most / total)
         raise UserError(
-            f"{asked} only {bounds.most:,} can be removed{here} ({bounds.stays} stay); ask for at most {bound}{instead}"
+            f"{asked} only {bounds.most:,} can be removed{here} ({bounds.fixed} stay); ask for at most {bound}{instead}"
         )
     if target < bounds.least:
         bound = math.ceil(1e6 * (bounds.least + 1) / total) / 1e6

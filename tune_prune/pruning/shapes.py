@@ -36,17 +36,17 @@ def resolve(shape: str, align: int | None, total_params: int) -> str:
 
 
 @dataclass(frozen=True)
-class Reach:
+class RemovalBounds:
     """What a shape lets one remove of a model, in parameters."""
 
     least: int  # what must go for the shape alone; 0 where the dense model has it
     most: int
-    stays: str  # what can never go, in words
+    fixed: str  # the parts that cannot be removed, in words
     smallest: int  # the smallest removal above 0
     smallest_part: str  # what that is, in words
 
 
-def reach(geometry: Geometry, shape: str) -> Reach:
+def removal_bounds(geometry: Geometry, shape: str) -> RemovalBounds:
     """The bounds of a budget. Raises UserError where the model has layers that cannot take the shape."""
     n = alignment(shape)
     if shape == "free":
@@ -54,11 +54,11 @@ def reach(geometry: Geometry, shape: str) -> Reach:
             (cost, "an MLP channel") for cost, m in zip(geometry.channel_cost, geometry.mlp_width, strict=True) if m
         ]
         layers = f"layer{'s' * (len(geometry.cache_layers) > 1)} {', '.join(map(str, geometry.cache_layers))}"
-        stays = f"embeddings, norms and one KV group of {layers}, without which cached decoding goes silently wrong,"
-        return Reach(0, geometry.prunable_params, stays, *min(channels, default=(1, "a parameter")))
+        fixed = f"embeddings, norms and one KV group of {layers}, without which cached decoding goes silently wrong,"
+        return RemovalBounds(0, geometry.prunable_params, fixed, *min(channels, default=(1, "a parameter")))
     _check_layers(geometry, n, shape)
     if n is None:
-        return _uniform_reach(geometry)
+        return _uniform_bounds(geometry)
     blocks, remainder = _blocks(geometry, n), _remainder_params(geometry, n)
     parts = [
         (cost, f"a block of {n} MLP channels")
@@ -68,8 +68,8 @@ def reach(geometry: Geometry, shape: str) -> Reach:
     parts += [(cost, "a KV group") for cost, k in zip(blocks.group_cost, blocks.kv_heads, strict=True) if k > 1]
     if remainder:
         parts = [(remainder, f"what makes every MLP width a multiple of {n}")]
-    stays = f"embeddings, norms, {n} MLP channels and one KV group of every layer"
-    return Reach(remainder, remainder + blocks.prunable_params, stays, *min(parts, default=(1, "a parameter")))
+    fixed = f"embeddings, norms, {n} MLP channels and one KV group of every layer"
+    return RemovalBounds(remainder, remainder + blocks.prunable_params, fixed, *min(parts, default=(1, "a parameter")))
 
 
 def _check_layers(geometry: Geometry, n: int | None, shape: str) -> None:
@@ -146,15 +146,15 @@ def _uniform_removed(geometry: Geometry, k: int, m: int) -> int:
     return groups + sum((have - m) * cost for have, cost in zip(geometry.mlp_width, geometry.channel_cost, strict=True))
 
 
-def _uniform_reach(geometry: Geometry) -> Reach:
+def _uniform_bounds(geometry: Geometry) -> RemovalBounds:
     heads, widest, step = geometry.uniform_kv_heads, min(geometry.mlp_width), sum(geometry.channel_cost)
     least = _uniform_removed(geometry, heads[-1], widest)
     parts = [(step, "an MLP channel of every layer")] if widest > 1 else []
     parts += [(_uniform_removed(geometry, k, widest), "KV groups of every layer") for k in heads[-2:-1]]
     if least:
         parts = [(least, "what makes all layers alike")]
-    stays = f"embeddings, norms, one MLP channel and {heads[0]} KV group{'s' * (heads[0] > 1)} of every layer"
-    return Reach(least, _uniform_removed(geometry, heads[0], 1), stays, *min(parts, default=(1, "a parameter")))
+    fixed = f"embeddings, norms, one MLP channel and {heads[0]} KV group{'s' * (heads[0] > 1)} of every layer"
+    return RemovalBounds(least, _uniform_removed(geometry, heads[0], 1), fixed, *min(parts, default=(1, "a parameter")))
 
 
 def uniform(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept, Kept]:
@@ -163,7 +163,7 @@ def uniform(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept,
     For each K that a plain config can state, M is the smallest width that does not remove more than the target. Of these pairs
     those count that miss it by less than an MLP channel of every layer (where none does: the nearest), and of them the one
     that keeps the most importance, the sum of score times cost; a tie goes to more KV groups.
-    `target` must be within `reach`.
+    `target` must be within `removal_bounds`.
     """
     step, widest = sum(geometry.channel_cost), min(geometry.mlp_width)
     pairs: list[tuple[int, int, int]] = []  # parameters missing to the target, K, M

@@ -14,6 +14,7 @@ from ray.tune.experiment import Trial as RayTrial
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.records import TrialRecord
 from tune_prune.tuning.queue import is_job
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
@@ -122,8 +123,7 @@ class TensorBoardCallback(Callback):
     def _finish(self, trial: RayTrial, status: str) -> None:
         key = trial.config["key"]
         config = self._specs[key].config
-        row = {"status": status, "method": config.method, "shape": config.shape, "seq_len": config.taylor_seq_len}
-        row |= {"num_samples": config.taylor_num_samples, "ratio": config.pruning_ratio}
+        row = {"status": status} | {row.short: getattr(config, name) for name, row in HYPERPARAMETERS.items()}
         known = _curves(trial.last_result.get("record", {}).get("metrics", {}))
         first = [name for name in ("acc_mean", "ppl") if name in known]  # the table's first columns
         rest = [name for name in known if name not in first and not name.startswith("grad_")]

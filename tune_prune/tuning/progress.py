@@ -17,7 +17,7 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, Seconds
 from tune_prune.tuning.preparation import Prepared, PrepareJob
 from tune_prune.tuning.queue import is_job
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
 TTY_REFRESH_S = 0.5
 LOG_REFRESH_S = 10.0
@@ -101,7 +101,8 @@ class LiveLine(Callback):
         self._total = total
         self._given_stream = stream  # never sys.stdout itself: Ray pickles callbacks
         self._tty = self._stream.isatty()
-        self._best: dict[str, tuple[float, str]] = {}  # by model's label
+        self._groups = labels_of_groups(specs.values())
+        self._best: dict[str, tuple[float, str]] = {}  # by group's label
         self._jobs = list(jobs)
         self._clock = clock
         self._scored: dict[str, int] = {}  # zero-shot items by trial
@@ -211,12 +212,12 @@ class LiveLine(Callback):
         self._done += 1
         self._failed += status == "failed"
         accuracy = metrics.get("acc_mean", math.nan)
-        label, name = self._specs[key].run.label, self._specs[key].config.name
+        label, name = self._groups[key], self._specs[key].config.name
         if status == "complete" and accuracy > self._best.get(label, (-1.0, ""))[0]:
             self._best[label] = (accuracy, name)
 
     def _text(self, running: int) -> str:
-        several = len({spec.run.label for spec in self._specs.values()}) > 1
+        several = len(set(self._groups.values())) > 1
         best = "; ".join(
             f"best acc {accuracy:.4f}".replace(" 0.", " .") + f" {label + ' ' if several else ''}{name}"
             for label, (accuracy, name) in self._best.items()

@@ -1,4 +1,5 @@
-"""Adaptive search: Optuna's TPE behind Ray Tune's Searcher, one study per model, over a finite set of configurations.
+"""Adaptive search: Optuna's TPE behind Ray Tune's Searcher, one study per model and pruning ratio, over a finite set of
+configurations.
 
 TPE (Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization") proposes points it has seen already when the
 space is small; such a proposal is replaced by a seeded unseen point, so that no trial is spent twice. Studies live in
@@ -20,16 +21,18 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import TrialState
 from ray.tune.search import Searcher
 
-from tune_prune.core.config import PruningConfig, seed_for
+from tune_prune.core.config import HYPERPARAMETERS, PruningConfig
+from tune_prune.core.hashing import seed_for
 from tune_prune.core.records import TrialRecord
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
 METRIC = "acc_mean"
 STARTUP_TRIALS = 5  # random points before TPE models anything; Optuna's 10 would be most of a 27-point space
 
 
 class OptunaSearcher(Searcher):
-    """Suggests `{"key": ...}` of `specs`, at most `num_trials` per model, maximising acc_mean; models one after the other.
+    """Suggests `{"key": ...}` of `specs`, at most `num_trials` per model and pruning ratio, maximising acc_mean; one
+    of these groups after the other.
 
     `known` are the ledger's records. Complete and early-stopped ones count as trials; failed ones are suggested first,
     as they are to run again. Suggestions depend on `seed`, `specs`, `known` and the order of results only.
@@ -41,28 +44,24 @@ class OptunaSearcher(Searcher):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         super().__init__(metric=METRIC, mode="max")
         known = list(known)
-        self._models: dict[str, _ModelStudy] = {}
-        for label in dict.fromkeys(spec.run.label for spec in specs):
-            mine = [spec for spec in specs if spec.run.label == label]
-            self._models[label] = _ModelStudy(mine, num_trials, seed_for(seed, f"optuna {label}"), known)
-        self._running: dict[str, _ModelStudy] = {}
+        labels = labels_of_groups(specs)
+        self._studies: dict[str, _Study] = {}  # by group's label
+        for label in dict.fromkeys(labels.values()):
+            members = [spec for spec in specs if labels[spec.key] == label]
+            self._studies[label] = _Study(members, num_trials, seed_for(seed, f"optuna {label}"), known)
+        self._running: dict[str, _Study] = {}  # by Ray's trial id
 
     @property
     def remaining(self) -> int:
         """How many trials are still to be suggested."""
-        return sum(model.remaining for model in self._models.values())
-
-    @property
-    def open_models(self) -> set[str]:
-        """Labels of the models that have trials left."""
-        return {label for label, model in self._models.items() if model.remaining}
+        return sum(study.remaining for study in self._studies.values())
 
     def suggest(self, trial_id: str) -> Any:
         """The next trial's config, or FINISHED."""
-        for model in self._models.values():
-            if model.remaining:
-                self._running[trial_id] = model
-                return {"key": model.ask(trial_id)}
+        for study in self._studies.values():
+            if study.remaining:
+                self._running[trial_id] = study
+                return {"key": study.ask(trial_id)}
         return Searcher.FINISHED
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
@@ -79,8 +78,8 @@ class OptunaSearcher(Searcher):
         raise RuntimeError("a search is resumed by starting it again: the ledger is the only state")
 
 
-class _ModelStudy:
-    """One model's configurations, which of them were tried, and the Optuna study that proposes the next."""
+class _Study:
+    """The configurations of one model at one ratio, which of them were tried, and the Optuna study that proposes the next."""
 
     def __init__(self, specs: Sequence[TrialSpec], num_trials: int, seed: int, known: Iterable[TrialRecord]) -> None:
         self._keys = {spec.config: spec.key for spec in specs}
@@ -138,20 +137,20 @@ class _ModelStudy:
             self._study.tell(trial, state=TrialState.PRUNED)
 
     def _distributions(self) -> dict[str, BaseDistribution]:
-        """Numbers by their rank, so that 64 lies between 32 and 128 whatever the spacing; methods have no order."""
+        """Numbers by their rank, so that 64 lies between 32 and 128 whatever the spacing; methods and shapes have no order."""
         return {
-            name: CategoricalDistribution(levels) if name == "method" else IntDistribution(0, len(levels) - 1)
+            name: CategoricalDistribution(levels) if _is_text(name) else IntDistribution(0, len(levels) - 1)
             for name, levels in self._levels.items()
         }
 
     def _config(self, params: dict[str, Any]) -> PruningConfig:
-        values = {name: value if name == "method" else self._levels[name][value] for name, value in params.items()}
+        values = {name: value if _is_text(name) else self._levels[name][value] for name, value in params.items()}
         return PruningConfig(**values)
 
     def _params(self, config: PruningConfig) -> dict[str, Any]:
         values = asdict(config)
         return {
-            name: values[name] if name == "method" else levels.index(values[name])
+            name: values[name] if _is_text(name) else levels.index(values[name])
             for name, levels in self._levels.items()
         }
 
@@ -169,7 +168,11 @@ class _ModelStudy:
         )
 
 
+def _is_text(name: str) -> bool:
+    return HYPERPARAMETERS[name].kind.is_text
+
+
 def _levels(configs: Iterable[PruningConfig]) -> dict[str, list[Any]]:
-    """The values each setting takes, sorted, by its name."""
+    """The values that each hyperparameter takes, sorted, by its name."""
     rows = [asdict(config) for config in configs]
     return {name: sorted({row[name] for row in rows}) for name in rows[0]}

@@ -18,6 +18,7 @@ from ray import tune
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport, Status, TrialRecord
+from tune_prune.core.store import TRIALS
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import Trial
@@ -130,7 +131,7 @@ class PruneTrainable(tune.Trainable):
             self._metrics |= last.metrics
         self.cleanup()
         record = self._record("complete")
-        self._trial.write_files(self._settings.experiment_dir / "trials" / self._spec.key)
+        self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
         self._settings.ledger.write(record)
         return self._result("complete", record, report)
 

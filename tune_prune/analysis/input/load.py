@@ -14,6 +14,7 @@ import pandas as pd
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import ITEMS, TRIALS
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 
@@ -67,7 +68,7 @@ def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
         **record.metrics,
         **config,
         "model": record.model,
-        "output_dir": (experiment_dir / "trials" / record.key).as_posix(),
+        "output_dir": (experiment_dir / TRIALS / record.key).as_posix(),
         "elapsed_time": record.elapsed_time_s,
         "success": record.status == "complete",
         "status": record.status,
@@ -128,7 +129,7 @@ def config_name(row: Mapping[str, Any]) -> str:
 
 def read_items(output_dir: str) -> pd.Series | None:
     """The score of every zero-shot item of a trial, indexed by (task, doc_id); None if none were kept."""
-    path = Path(output_dir) / "items.parquet"
+    path = Path(output_dir) / ITEMS
     if not output_dir or not path.is_file():
         return None
     try:

@@ -17,10 +17,10 @@ import pandas as pd
 
 from tune_prune.analysis.input.experiment_reader import Part, is_experiment, read_experiment, read_published
 from tune_prune.analysis.input.load import PUBLISHED_COLUMNS, TEXTS, config_name
-from tune_prune.analysis.input.results_csv import FILE
 from tune_prune.analysis.input.study import Model, Problem, Study
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, RESULTS
 
 _CHECKED = [name for name in PUBLISHED_COLUMNS if name not in (*TEXTS, "success")]
 _Key = tuple[str, str, float, int, str]  # label, how it was measured, pruning_ratio, removal_divisor, shape
@@ -40,7 +40,7 @@ def read_study(folders: Sequence[Path], csvs: Sequence[tuple[str, Path]]) -> Stu
     experiments: dict[Path, Mapping[str, Any]] = {}
     costs: dict[Path, Mapping[str, Any]] = {}
     places = [place for folder in folders for place in _places(Path(folder))]
-    places += [(label, path / FILE if path.is_dir() else path) for label, path in csvs]
+    places += [(label, path / RESULTS if path.is_dir() else path) for label, path in csvs]
     once: dict[tuple[str | None, Path], Path] = {}  # a place that is named twice is read once
     for label, path in places:
         once.setdefault((label, path.resolve()), path)
@@ -60,17 +60,17 @@ def _places(folder: Path) -> list[tuple[str | None, Path]]:
     if is_experiment(folder):
         return [(None, folder)]
     name = folder.resolve().name
-    if (folder / FILE).is_file():
+    if (folder / RESULTS).is_file():
         named = _CONSOLIDATED.fullmatch(name)
-        return [(named[1] if named else name, folder / FILE)]
+        return [(named[1] if named else name, folder / RESULTS)]
     inside = [
         place
         for place in sorted(folder.iterdir())
-        if is_experiment(place) or (_CONSOLIDATED.fullmatch(place.name) and (place / FILE).is_file())
+        if is_experiment(place) or (_CONSOLIDATED.fullmatch(place.name) and (place / RESULTS).is_file())
     ]
     if not inside:
         raise UserError(
-            f"{folder} is no experiment (no ledger/, experiment.json or baseline.json) and holds no {FILE}; name an "
+            f"{folder} is no experiment (no {LEDGER}/, {EXPERIMENT} or {BASELINES}) and holds no {RESULTS}; name an "
             "experiment, e.g. ray_results/NAME"
         )
     return [found for place in inside for found in _places(place)]

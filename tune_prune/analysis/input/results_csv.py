@@ -16,8 +16,8 @@ import pandas as pd
 from tune_prune.analysis.input.load import ACCURACIES, INTEGERS, TASK_ITEMS, TEXTS, config_of, typed
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import RESULTS
 
-FILE = "all_methods_results.csv"
 _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
 _BOOLEANS = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 _METHOD = re.compile(r"(?:^|[/_-])(taylor|layerwise|blockwise|random)(?=[/_-]|$)")
@@ -54,7 +54,7 @@ def read_results_csv(path: Path, model: str | None) -> ResultsFile:
     notes: list[str] = []
     if "acc_mean" not in columns:
         if missing := [name for name in ("output_dir", *ACCURACIES[1:]) if name not in columns]:
-            raise UserError(f"{path} has no column acc_mean ({', '.join(missing)}); name an {FILE}")
+            raise UserError(f"{path} has no column acc_mean ({', '.join(missing)}); name an {RESULTS}")
         notes.append("it has no acc_mean: the mean of its seven tasks was taken")
     rows = pd.DataFrame({name: table.column(name) for name in columns})
     if "acc_mean" not in rows:
@@ -91,7 +91,7 @@ def _cells(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]
             if not any(header):
-                raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {FILE}")
+                raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {RESULTS}")
             if twice := [name for name in dict.fromkeys(header) if header.count(name) > 1]:
                 raise UserError(f"{path}, line 1 names the column {twice[0]!r} twice; keep one")
             line = reader.line_num + 1
@@ -107,7 +107,7 @@ def _cells(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num} cannot be read as CSV ({error}); correct it") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a CSV file ({error}); name an {FILE}") from error
+        raise UserError(f"{path} cannot be read as a CSV file ({error}); name an {RESULTS}") from error
     return header, lines, records
 
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune.analysis import rerun
-from tune_prune.analysis.render import templating, wording
+from tune_prune.analysis.render import messages, templating
 from tune_prune.analysis.render.page_cells import Cell, Column, Table, blank, number, words
 from tune_prune.analysis.render.page_strip import Strip, in_set, strip
 from tune_prune.analysis.statistics.findings import RULES, CrossFit, Findings, ModelFindings, Remark
 from tune_prune.analysis.tables import page_tables, paper_tables
 from tune_prune.analysis.tables.table_data import PaperTable
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 _BASIS = {
     "paired": "compared on the same items",
@@ -88,7 +88,7 @@ def render(findings: Findings, figures: Sequence[Path]) -> str:
         script=script,
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         findings=findings,
-        rule_words=wording.say(Remark(f"rule_{findings.rule}")),
+        rule_words=messages.format_message(Remark(f"rule_{findings.rule}")),
         counts=_counts(findings),
         shared_warnings=_shared_warnings(cards),
         overview=_overview(cards) if len(cards) > _CARDS_AT_ONCE else None,
@@ -131,7 +131,7 @@ def _card(index: int, found: ModelFindings) -> Card:
         id=f"model-{index}",
         label=found.model.label,
         facts=f"{len(found.competing)} of {len(found.model.rows)} usable · {kind} · "
-        f"{wording.number(100 * found.model.ratio)}% to remove"
+        f"{messages.number(100 * found.model.ratio)}% to remove"
         + ("" if found.model.shape == "free" else f" · shape {found.model.shape}"),
         found=found,
         is_most_accurate=bool(best["name"] == top["name"]),
@@ -139,9 +139,9 @@ def _card(index: int, found: ModelFindings) -> Card:
         cross_fit=found.cross_fit,
         compared=_BASIS.get(found.basis),
         not_told_apart=others,
-        other_rules=[(rule, wording.say(Remark(f"rule_{rule}")), names) for rule, names in rules],
+        other_rules=[(rule, messages.format_message(Remark(f"rule_{rule}")), names) for rule, names in rules],
         # The set of those not told apart stands on the card by itself.
-        warnings=[wording.say(remark) for remark in found.warnings if remark.kind != "within_noise"],
+        warnings=[messages.format_message(remark) for remark in found.warnings if remark.kind != "within_noise"],
         strip=strip(found),
     )
 
@@ -160,9 +160,9 @@ def _overview(cards: Sequence[Card]) -> Table:
     for card in cards:
         best, fit = card.found.best, card.cross_fit
         cells = [words(card.label), words(best["name"], style="name")]
-        cells.append(number(best["acc_mean"], wording.pm(best["acc_mean"], best["acc_mean_stderr"])))
-        cells.append(number(fit.corrected, wording.pm(fit.corrected, fit.stderr)) if fit else blank())
-        cells += [number(card.kept, wording.percent(card.kept)), number(best["ppl"], wording.perplexity(best["ppl"]))]
+        cells.append(number(best["acc_mean"], messages.pm(best["acc_mean"], best["acc_mean_stderr"])))
+        cells.append(number(fit.corrected, messages.pm(fit.corrected, fit.stderr)) if fit else blank())
+        cells += [number(card.kept, messages.percent(card.kept)), number(best["ppl"], messages.perplexity(best["ppl"]))]
         cells.append(number(len(card.not_told_apart), str(len(card.not_told_apart))) if card.compared else blank())
         rows.append(cells)
     columns = [Column("Model", False), Column("Best configuration", False, "name"), *map(Column, heads)]
@@ -204,7 +204,7 @@ def _paper_table(table: PaperTable) -> Table:
         text = str(table.frame.iat[row, column])
         style = "strong" if (row, str(table.frame.columns[column])) in table.bold else ""
         if not columns[column].numeric:
-            return words("" if text == wording.MISSING else text, style=style)
+            return words("" if text == messages.MISSING else text, style=style)
         start = _LEADING_NUMBER.match(text)
         return Cell(text, float(start[0].replace(",", "").replace("−", "-")) if start else None, style)
 
@@ -247,7 +247,7 @@ def _experiment(folder: Path, about: Mapping[str, Any]) -> Mapping[str, Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_shown, value))
-    return wording.number(value) if isinstance(value, float) else str(value)
+    return messages.number(value) if isinstance(value, float) else str(value)
 
 
 def _said(facts: Mapping[str, Any]) -> Mapping[str, str]:

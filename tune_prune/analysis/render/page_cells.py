@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Table:
 
 def number(value: Any, text: str, **looks: Any) -> Cell:
     """A cell that shows `text` and sorts by `value`."""
-    return Cell(text, None if wording.missing(value) else float(value), **looks)
+    return Cell(text, None if messages.missing(value) else float(value), **looks)
 
 
 def words(value: Any, **looks: Any) -> Cell:
     """A cell that sorts by its text, empty where there is none."""
-    text = "" if wording.missing(value) else str(value)
+    text = "" if messages.missing(value) else str(value)
     return Cell(text, text or None, **looks)
 
 
 def blank(**looks: Any) -> Cell:
     """A cell with nothing to show."""
-    return Cell(wording.MISSING, **looks)
+    return Cell(messages.MISSING, **looks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics.findings import ModelFindings
 
 WIDTH, HEIGHT = 360, 116  # of the drawing, in its own units
@@ -39,7 +39,7 @@ def strip(found: ModelFindings) -> Strip:
     accuracy = rows["acc_mean"].to_numpy(float)
     stderr = rows["acc_mean_stderr"].to_numpy(float)
     dense = found.model.baseline.get("acc_mean")
-    dense = None if wording.missing(dense) else dense
+    dense = None if messages.missing(dense) else dense
     reach = [
         accuracy - np.nan_to_num(stderr),
         accuracy + np.nan_to_num(stderr),
@@ -56,24 +56,24 @@ def strip(found: ModelFindings) -> Strip:
     for rank, row in enumerate(rows.to_dict("records")):
         style = "best" if row["name"] == found.best["name"] else "near" if in_set(row["in_confidence_set"]) else "far"
         error = row["acc_mean_stderr"]
-        bar = None if wording.missing(error) else (y(row["acc_mean"] - error), y(row["acc_mean"] + error))
-        title = f"{row['name']}: {wording.pm(row['acc_mean'], error)}"
+        bar = None if messages.missing(error) else (y(row["acc_mean"] - error), y(row["acc_mean"] + error))
+        title = f"{row['name']}: {messages.pm(row['acc_mean'], error)}"
         points.append(
             Point(round(LEFT + 4 + rank * (step - 8 / max(1, len(rows))), 1), y(row["acc_mean"]), bar, style, title)
         )
     points.sort(key=lambda point: ("far", "near", "best").index(point.style))
-    ticks = [(y(value), wording.acc(value)) for value in (accuracy.min(), accuracy.max())]
+    ticks = [(y(value), messages.acc(value)) for value in (accuracy.min(), accuracy.max())]
     if ticks[0][0] - ticks[1][0] < 12:  # one number where two would overlap
         ticks = ticks[1:]
     if dense is not None and ticks[-1][0] - y(dense) >= 12:
-        ticks.append((y(dense), wording.acc(dense)))
+        ticks.append((y(dense), messages.acc(dense)))
     text = (
-        f"Accuracy of {len(rows)} configurations by rank, from {wording.acc(accuracy.min())} to {wording.acc(accuracy.max())}"
-        + ("" if dense is None else f"; the dense model has {wording.acc(dense)}")
+        f"Accuracy of {len(rows)} configurations by rank, from {messages.acc(accuracy.min())} to {messages.acc(accuracy.max())}"
+        + ("" if dense is None else f"; the dense model has {messages.acc(dense)}")
     )
     return Strip(points, ticks, None if dense is None else y(dense), text)
 
 
 def in_set(value: object) -> bool:
     """Whether a cell of `in_confidence_set` says so; a missing one does not."""
-    return not wording.missing(value) and bool(value)
+    return not messages.missing(value) and bool(value)

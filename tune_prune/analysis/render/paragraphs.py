@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.statistics.findings import Correlation, Findings, ModelFindings
 from tune_prune.analysis.tables.appendix_tables import statistics
 from tune_prune.analysis.tables.table_data import p_words, ratio, trend_words
 from tune_prune.core.config import ZERO_SHOT_METRIC
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 SIGNIFICANCE = 0.05  # level of every claim
 
@@ -52,9 +52,9 @@ def _setup(findings: Findings) -> dict[str, Any]:
     tasks = {task: row["items"] for entry in found for task, row in entry.tasks.iterrows()}
     removed = [value for entry in found for value in entry.competing["removed_fraction"].dropna()]
     return {
-        "ratios": [f"{wording.number(100 * value)}%" for value in sorted({entry.model.ratio for entry in found})],
+        "ratios": [f"{messages.number(100 * value)}%" for value in sorted({entry.model.ratio for entry in found})],
         "shapes": sorted({entry.model.shape for entry in found}),
-        "removed": list(dict.fromkeys(wording.percent(value) for value in (min(removed), max(removed))))
+        "removed": list(dict.fromkeys(messages.percent(value) for value in (min(removed), max(removed))))
         if removed
         else [],
         "methods": [_METHODS.get(name, name) for name in sorted(methods)],
@@ -62,7 +62,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "num_samples": _levels(found, "taylor_num_samples"),
         "tasks": [
             f"{task} ({ZERO_SHOT_METRIC.get(str(task), 'acc')}"
-            + (")" if wording.missing(items) else f", {wording.integer(items)} items)")
+            + (")" if messages.missing(items) else f", {messages.integer(items)} items)")
             for task, items in tasks.items()
         ],
         "kinds": {entry.model.kind for entry in found},
@@ -109,20 +109,20 @@ def _retained_by_task(found: ModelFindings) -> dict[str, Any] | None:
 def _methods(found: ModelFindings) -> dict[str, Any]:
     """Mean accuracy of each, and what the analysis of variance says of their difference."""
     means = [
-        f"{method} {wording.acc(row['mean'])} ({_spread(row)}n = {row['n']})"
+        f"{method} {messages.acc(row['mean'])} ({_spread(row)}n = {row['n']})"
         for method, row in found.methods.iterrows()
     ]
     test = None
     if found.effects is not None and "method" in found.effects.index:
         row, residual = found.effects.loc["method"], found.effects.loc["residual"]
-        if not wording.missing(row["p"]):
-            size = f"F({row['df']:.0f}, {residual['df']:.0f}) = {wording.points(row['F'])}, {p_words(row['p'])}"
+        if not messages.missing(row["p"]):
+            size = f"F({row['df']:.0f}, {residual['df']:.0f}) = {messages.points(row['F'])}, {p_words(row['p'])}"
             test = {"size": size, "differ": row["p"] < SIGNIFICANCE}
     return {"means": means, "highest": found.methods["mean"].idxmax(), "test": test}
 
 
 def _spread(row: Mapping[str, Any]) -> str:
-    return "" if wording.missing(row["std"]) else f"std {wording.acc(row['std'])}, "
+    return "" if messages.missing(row["std"]) else f"std {messages.acc(row['std'])}, "
 
 
 def _correlation(entry: Correlation) -> str:
@@ -130,21 +130,21 @@ def _correlation(entry: Correlation) -> str:
     name = "perplexity" if entry.column == "ppl" else f"`{entry.column}`"
     if entry.r is None:
         assert entry.reason is not None, f"no reason why the correlation with {entry.column} is missing"
-        reason = wording.say(entry.reason)
+        reason = messages.format_message(entry.reason)
         return reason if "column" in entry.reason.values else f"Correlation with {name}: {reason}"
-    runs = f"r = {wording.acc(entry.r)} over {entry.n} runs"
+    runs = f"r = {messages.acc(entry.r)} over {entry.n} runs"
     if entry.r_independent is not None:
-        runs = f"r = {wording.acc(entry.r_independent)} over {entry.n_independent} gradient passes"
+        runs = f"r = {messages.acc(entry.r_independent)} over {entry.n_independent} gradient passes"
     elif entry.n_independent is not None:
         runs += f", which share {entry.n_independent} gradient passes: too few for an interval"
     beside = (
         ""
         if entry.r_independent is None
-        else f"; {wording.acc(entry.r)} over the {entry.n} runs, which share these passes"
+        else f"; {messages.acc(entry.r)} over the {entry.n} runs, which share these passes"
     )
     if entry.low is None or entry.high is None:
         return f"No correlation with {name} is established ({runs}{beside})."
-    interval = f"95% interval {wording.acc(entry.low)} to {wording.acc(entry.high)}"
+    interval = f"95% interval {messages.acc(entry.low)} to {messages.acc(entry.high)}"
     if entry.low <= 0 <= entry.high:
         return f"No correlation with {name} is established ({runs}, {interval}{beside})."
     sign = "positively" if entry.r > 0 else "negatively"
@@ -164,7 +164,7 @@ def _transfer(findings: Findings) -> list[str]:
             name = owner.best["name"]
             loss, stderr = findings.transfer_points.loc[label, other], findings.transfer_stderr.loc[label, other]
             with_it = f"With {other}'s configuration, {name}, {label}"
-            if wording.missing(loss):
+            if messages.missing(loss):
                 sentences.append(f"{with_it} has no complete run.")
                 continue
             percent = findings.transfer_percent.loc[label, other]
@@ -176,7 +176,7 @@ def _transfer(findings: Findings) -> list[str]:
 def _loss(points: float, stderr: float, percent: float, ruled_out: bool) -> str:
     """A loss is claimed where the configuration is ruled out as the model's best: its own best is the highest of many
     noisy values, so a test of the two alone would find losses where there are none."""
-    size = f"{wording.pm(abs(points), stderr, 'points')} points"
+    size = f"{messages.pm(abs(points), stderr, 'points')} points"
     if ruled_out and points > 0:
         return f"loses {size}, {percent:.1f}% of its accuracy"
     return f"shows no loss beyond noise ({size} lower)" if points >= 0 else f"scores {size} higher"

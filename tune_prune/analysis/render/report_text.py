@@ -16,11 +16,11 @@ import pandas as pd
 
 from tune_prune.analysis.input.study import Problem
 from tune_prune.analysis.render import templating
-from tune_prune.analysis.render.plain_text import COLUMNS, pad, table, width, wrap
-from tune_prune.analysis.render.wording import (
+from tune_prune.analysis.render.messages import (
     LANGUAGES,
     MISSING,
     acc,
+    format_message,
     integer,
     missing,
     p_value,
@@ -28,12 +28,12 @@ from tune_prune.analysis.render.wording import (
     perplexity,
     pm,
     points,
-    say,
     trend_remark,
 )
+from tune_prune.analysis.render.text import COLUMNS, aligned, pad, width, wrap
 from tune_prune.analysis.statistics.findings import RULES, Correlation, Findings, ModelFindings, Remark
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 KNOBS = ("taylor_seq_len", "taylor_num_samples")
 SHOWN_PROBLEMS = 5  # on the first screen; the appendix has all of them
@@ -55,13 +55,13 @@ def report(findings: Findings, language: str = "en") -> str:
     if language not in LANGUAGES:
         raise UserError(f"the report's language is {language!r}; it must be one of {', '.join(LANGUAGES)}")
     environment = templating.environment()
-    environment.filters["say"] = partial(say, language=language)
+    environment.filters["say"] = partial(format_message, language=language)
     environment.globals |= {
         "entry": _entry,
         "paragraph": lambda indent=0, *, caller: wrap(caller(), " " * indent, " " * indent),
         "bullet": lambda caller: wrap(caller(), "  - "),
         "heading": lambda title, rule="=": wrap(title) + rule * min(width(title), COLUMNS) + "\n",
-        "table": table,
+        "table": aligned,
         "banner": lambda title: _RULE + wrap(title) + _RULE,
         "remark": lambda kind, **values: Remark(kind, values),
         "trend_remark": trend_remark,
@@ -152,7 +152,7 @@ def _is_gradient(correlation: Correlation) -> bool:
 def _reasons(correlations: Iterable[Correlation], language: str) -> list[str]:
     """Why gradient metrics have no correlation, each reason once; the cell itself says what is not finite."""
     reasons = [c.reason for c in correlations if _is_gradient(c) and c.reason is not None]
-    return list(dict.fromkeys(say(reason, language) for reason in reasons if reason.kind != "not_finite"))
+    return list(dict.fromkeys(format_message(reason, language) for reason in reasons if reason.kind != "not_finite"))
 
 
 def _correlation(model: ModelFindings, column: str) -> Correlation | None:
@@ -189,7 +189,7 @@ def _effect_rows(effects: pd.DataFrame | None) -> list[Row]:
 def _correlation_row(correlation: Correlation, competing: pd.DataFrame, language: str) -> Row:
     """column, r over the rows, rows, r over the passes, passes, 95% interval; or why there is none."""
     if correlation.r is None:
-        return [correlation.column, say(_not_computable(correlation, competing), language)]
+        return [correlation.column, format_message(_not_computable(correlation, competing), language)]
     passes = "" if correlation.n_independent is None else integer(correlation.n_independent)
     over_passes = "" if correlation.n_independent is None else acc(correlation.r_independent)
     interval = _interval(correlation)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jinja2
 
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -15,7 +15,7 @@ def environment() -> jinja2.Environment:
     """A new environment over the package's templates, in which a name that is not there is an error.
 
     Only .html.j2 is escaped. Filters: acc (.5980), points, percent, int (thousands), number, ppl, p, each with an en dash for
-    None and NaN; `value | pm(stderr)` (`pm(stderr, "points")` for other forms); say and `names` of analysis.wording.
+    None and NaN; `value | pm(stderr)` (`pm(stderr, "points")` for other forms); say and `names` of analysis.messages.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -25,6 +25,8 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(wording.NUMBERS | {"pm": wording.pm, "say": wording.say, "names": wording.names})
-    environment.tests["missing"] = wording.missing
+    environment.filters.update(
+        messages.NUMBERS | {"pm": messages.pm, "say": messages.format_message, "names": messages.names}
+    )
+    environment.tests["missing"] = messages.missing
     return environment

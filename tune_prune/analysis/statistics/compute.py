@@ -17,7 +17,8 @@ from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics import effects, rules
 from tune_prune.analysis.statistics.findings import CrossFit, Findings, ModelFindings, Remark
 from tune_prune.analysis.statistics.outcomes import Comparison, Outcomes, compare_rows, cross_fit
-from tune_prune.core.config import PruningConfig, seed_for
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.hashing import seed_for
 
 _KNOBS = ("taylor_seq_len", "taylor_num_samples")
 _GRID = ("pruning_method", *_KNOBS)

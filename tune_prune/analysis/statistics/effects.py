@@ -250,9 +250,10 @@ def correlations(competing: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> t
     """Pearson's correlation of acc_mean with each of `columns` that has a value at all, with Fisher's 95% interval.
 
     Columns with an infinite or missing value are not computed: leaving those rows out would leave out the extreme ones.
-    Rows of methods that run no gradient pass have no gradient column (grad_*) at all and are no part of theirs. They are the same for all methods of one gradient pass. Where they are, to within the noise of
-    repeating that pass, rows are not independent evidence, and the interval is that of the correlation over passes, each with
-    the mean accuracy of its rows. Passes at one seq_len still share samples, so even that interval is rather too narrow.
+    Rows of methods that run no gradient pass have no gradient columns (grad_*) and are left out of theirs. Gradient columns
+    are the same for all methods of one gradient pass. Where they are, to within the noise of repeating that pass, rows are
+    not independent evidence, and the interval is that of the correlation over passes, each with the mean accuracy of its
+    rows. Passes at one seq_len still share samples, so even that interval is rather too narrow.
     """
     present = [column for column in columns if column in competing and competing[column].notna().any()]
     gradients = [column for column in present if column.startswith("grad_")]

@@ -20,9 +20,9 @@ RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")
 
 @dataclass(frozen=True)
 class Remark:
-    """Something to be said in words, in any language: `wording.say(remark, language)` makes the sentence of it."""
+    """Something to be said in words, in any language: `messages.format_message(remark, language)` makes the sentence of it."""
 
-    kind: str  # a key of wording.SENTENCES
+    kind: str  # a key of messages.SENTENCES
     values: Mapping[str, Any] = field(default_factory=dict)
 
 

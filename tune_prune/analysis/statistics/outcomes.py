@@ -18,8 +18,8 @@ import pandas as pd
 
 from tune_prune.analysis.input.load import read_items
 from tune_prune.analysis.statistics.findings import CrossFit, Remark
-from tune_prune.core.config import seed_for
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import seed_for
 
 DRAWS = 4000  # of the bootstrap
 FOLDS, REPEATS = 5, 20  # of cross-fitting

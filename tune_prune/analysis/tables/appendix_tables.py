@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables.table_data import (
     MARK,
@@ -51,13 +51,16 @@ def statistics(findings: Findings) -> PaperTable:
     columns[last] |= _cost(findings)
     for values in columns.values():
         values["completeness"] = ratio(values["complete"], values["runs"])
-    forms: dict[str, tuple[str, Form]] = {name: (title, wording.integer) for name, title in _COUNTS.items()}
-    forms |= {"completeness": ("Completeness", wording.percent), "trial_hours": ("Time in trials (h)", wording.points)}
-    forms |= {name: (title, wording.integer) for name, title in _COSTS.items()}
-    forms |= {"worker_hours": ("Time of workers (h)", wording.points), "gpu_hours": ("GPU hours", wording.points)}
-    forms |= {"evaluation_fraction": ("Evaluation's part of that time", wording.percent)}
-    forms |= {name: (f"Accuracy: {name}", wording.acc) for name in _DISTRIBUTION}
-    known = [name for name in forms if any(not wording.missing(values.get(name)) for values in columns.values())]
+    forms: dict[str, tuple[str, Form]] = {name: (title, messages.integer) for name, title in _COUNTS.items()}
+    forms |= {
+        "completeness": ("Completeness", messages.percent),
+        "trial_hours": ("Time in trials (h)", messages.points),
+    }
+    forms |= {name: (title, messages.integer) for name, title in _COSTS.items()}
+    forms |= {"worker_hours": ("Time of workers (h)", messages.points), "gpu_hours": ("GPU hours", messages.points)}
+    forms |= {"evaluation_fraction": ("Evaluation's part of that time", messages.percent)}
+    forms |= {name: (f"Accuracy: {name}", messages.acc) for name in _DISTRIBUTION}
+    known = [name for name in forms if any(not messages.missing(values.get(name)) for values in columns.values())]
     frame = pd.DataFrame({"Statistic": [forms[name][0] for name in known]}, dtype="str")
     numbers = pd.DataFrame({"statistic": known})
     for label, values in columns.items():
@@ -70,7 +73,7 @@ def statistics(findings: Findings) -> PaperTable:
     if duplicates:
         note += f"{duplicates} duplicate{'s are' if duplicates > 1 else ' is'} not counted again. "
     if findings.without:
-        note += f"No complete run, so not here: {wording.names(findings.without, most=20)}. "
+        note += f"No complete run, so not here: {messages.names(findings.without, most=20)}. "
     aligns = "l" + "r" * len(columns)
     return PaperTable("experiment_statistics", "Experiment statistics", note.strip(), frame, numbers, aligns)
 
@@ -106,13 +109,13 @@ def trials(findings: Findings) -> PaperTable:
     rows = _trial_rows(findings)
     columns = [
         *(MODEL, Column("Method", "pruning_method", align="l")),
-        Column("Seq.", "taylor_seq_len", wording.integer),
-        Column("Samples", "taylor_num_samples", wording.integer),
-        Column("Accuracy", "acc_mean", wording.acc, "acc_mean_stderr", bold="most_accurate", dagger="not_told_apart"),
-        Column("To the best", "difference_points", wording.points, "difference_stderr_points"),
-        Column("p", "p_best", wording.p_value, optional=True),
-        Column("PPL", "ppl", wording.perplexity),
-        Column("Size", "removed_fraction", lambda removed: f"-{wording.percent(removed)}", optional=True),
+        Column("Seq.", "taylor_seq_len", messages.integer),
+        Column("Samples", "taylor_num_samples", messages.integer),
+        Column("Accuracy", "acc_mean", messages.acc, "acc_mean_stderr", bold="most_accurate", dagger="not_told_apart"),
+        Column("To the best", "difference_points", messages.points, "difference_stderr_points"),
+        Column("p", "p_best", messages.p_value, optional=True),
+        Column("PPL", "ppl", messages.perplexity),
+        Column("Size", "removed_fraction", lambda removed: f"-{messages.percent(removed)}", optional=True),
         Column("Time (s)", "elapsed_time", lambda seconds: f"{seconds:,.0f}", optional=True),
         Column("Status", "outcome", one_line, align="p" if any(row["reason"] for row in rows) else "l"),
     ]
@@ -130,7 +133,7 @@ def trial_tasks(findings: Findings) -> PaperTable:
     names = [
         name for name in rows[0] if name.startswith("acc_") and not name.endswith("_stderr") and name != "acc_mean"
     ]
-    names = [name for name in names if any(not wording.missing(row.get(name)) for row in rows)]
+    names = [name for name in names if any(not messages.missing(row.get(name)) for row in rows)]
     kept = ["model", "name", "not_told_apart", *(column for name in names for column in (name, f"{name}_stderr"))]
     columns = [
         *(MODEL, Column("Configuration", "name", align="l", dagger="not_told_apart")),

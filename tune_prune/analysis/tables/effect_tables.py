@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables.table_data import KNOBS, MODEL, Column, PaperTable, p_words, paper_table, trend_words
 
@@ -25,8 +25,8 @@ def _levels(findings: Findings, knob: str, name: str, header: str) -> PaperTable
         trend = found.trends.get(knob)
         said = trend_words(trend) if trend else None
         if trend and said:
-            rank = f" (Spearman {wording.acc(trend.spearman)}, {p_words(trend.spearman_p)})"
-            trends.append(f"{label}: {said}{'' if wording.missing(trend.spearman_p) else rank}.")
+            rank = f" (Spearman {messages.acc(trend.spearman)}, {p_words(trend.spearman_p)})"
+            trends.append(f"{label}: {said}{'' if messages.missing(trend.spearman_p) else rank}.")
         levels = found.levels.get(knob)
         if levels is not None:
             for level, values in levels.iterrows():
@@ -35,9 +35,9 @@ def _levels(findings: Findings, knob: str, name: str, header: str) -> PaperTable
     if not rows:
         return None
     columns = [
-        *(MODEL, Column(header, "level", wording.integer), Column("Runs", "n", wording.integer)),
-        Column("Mean", "mean", wording.acc, "stderr", bold="highest"),
-        *(Column("Std", "std", wording.acc), Column("Min", "min", wording.acc), Column("Max", "max", wording.acc)),
+        *(MODEL, Column(header, "level", messages.integer), Column("Runs", "n", messages.integer)),
+        Column("Mean", "mean", messages.acc, "stderr", bold="highest"),
+        *(Column("Std", "std", messages.acc), Column("Min", "min", messages.acc), Column("Max", "max", messages.acc)),
     ]
     note = "Accuracy over the complete runs at each level; ± is std (n - 1) over the root of runs. "
     note += "Bold: the best level, where levels differ by more than noise. Trends, with the other settings taken out: "
@@ -55,9 +55,9 @@ def effects(findings: Findings) -> PaperTable | None:
     ]
     columns = [
         *(MODEL, Column("Term", "term", lambda term: term.replace(":", " × "), align="l")),
-        Column("df", "df", wording.integer),
-        Column("Share of variance", "share", wording.percent),
-        *(Column("F", "F", wording.points, optional=True), Column("p", "p", wording.p_value, optional=True)),
+        Column("df", "df", messages.integer),
+        Column("Share of variance", "share", messages.percent),
+        *(Column("F", "F", messages.points, optional=True), Column("p", "p", messages.p_value, optional=True)),
     ]
     note = "Analysis of variance of the accuracies of a full grid with one run a cell; the highest interaction is the residual."
     return paper_table("effects", "What accuracy depends on", note, rows, columns) if rows else None
@@ -77,13 +77,13 @@ def correlations(findings: Findings) -> PaperTable | None:
                 "high": entry.high,
             }
             row |= {"passes": entry.n_independent, "r_passes": entry.r_independent}
-            row["interval"] = None if entry.low is None else f"{wording.acc(entry.low)} to {wording.acc(entry.high)}"
-            rows.append(row | {"reason": wording.say(entry.reason) if entry.reason else ""})
+            row["interval"] = None if entry.low is None else f"{messages.acc(entry.low)} to {messages.acc(entry.high)}"
+            rows.append(row | {"reason": messages.format_message(entry.reason) if entry.reason else ""})
     columns = [
-        *(MODEL, Column("Measure", "measure", align="l"), Column("Runs", "n", wording.integer)),
-        Column("r", "r", wording.acc),
-        Column("Passes", "passes", wording.integer, optional=True),
-        Column("r over passes", "r_passes", wording.acc, optional=True),
+        *(MODEL, Column("Measure", "measure", align="l"), Column("Runs", "n", messages.integer)),
+        Column("r", "r", messages.acc),
+        Column("Passes", "passes", messages.integer, optional=True),
+        Column("r over passes", "r_passes", messages.acc, optional=True),
         Column("95% interval", "interval"),
         Column("Not computable because", "reason", align="p", optional=True),
     ]

@@ -10,7 +10,7 @@ import numpy as np
 
 from tune_prune.analysis.cost import duration
 from tune_prune.analysis.input.study import Model, Problem
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 from tune_prune.analysis.render.page_cells import Cell, Column, Table, blank, number, words
 from tune_prune.analysis.render.page_strip import in_set
 from tune_prune.analysis.statistics.findings import Correlation, Findings, ModelFindings, Remark, Trend
@@ -31,7 +31,7 @@ def _in_front(findings: Findings, label: str) -> list[Cell]:
 
 
 def _time(seconds: Any) -> str:
-    return wording.MISSING if wording.missing(seconds) else duration(seconds)
+    return messages.MISSING if messages.missing(seconds) else duration(seconds)
 
 
 def task_columns(findings: Findings) -> list[str]:
@@ -105,14 +105,14 @@ def _trial(
         words(row["name"], style="name", badge=badge, title=f"trial {key}" if key else ""),
         words(status, style=f"status-{status.replace(' ', '-')}" if status in _STATES else ""),
         words(row["pruning_method"]),
-        number(row["taylor_seq_len"], wording.integer(row["taylor_seq_len"])),
-        number(row["taylor_num_samples"], wording.integer(row["taylor_num_samples"])),
-        number(row["acc_mean"], wording.pm(row["acc_mean"], row["acc_mean_stderr"]), style=muted),
-        number(gap, wording.pm(gap, gap_stderr or None, "points")),
-        number(row.get("p_best"), wording.p_value(row.get("p_best"))),
-        number(row["ppl"], wording.perplexity(row["ppl"]), style=muted),
-        *(number(value, wording.acc(value), style=f"task {muted}".strip()) for value in accuracies),
-        number(row["removed_fraction"], wording.percent(row["removed_fraction"])),
+        number(row["taylor_seq_len"], messages.integer(row["taylor_seq_len"])),
+        number(row["taylor_num_samples"], messages.integer(row["taylor_num_samples"])),
+        number(row["acc_mean"], messages.pm(row["acc_mean"], row["acc_mean_stderr"]), style=muted),
+        number(gap, messages.pm(gap, gap_stderr or None, "points")),
+        number(row.get("p_best"), messages.p_value(row.get("p_best"))),
+        number(row["ppl"], messages.perplexity(row["ppl"]), style=muted),
+        *(number(value, messages.acc(value), style=f"task {muted}".strip()) for value in accuracies),
+        number(row["removed_fraction"], messages.percent(row["removed_fraction"])),
         number(row["elapsed_time"], _time(row["elapsed_time"])),
         words(reason, style="long"),
     ]
@@ -128,8 +128,8 @@ def methods(findings: Findings) -> Table:
         [
             *_in_front(findings, label),
             words(method),
-            number(row["n"], wording.integer(row["n"])),
-            *(number(row[name], wording.acc(row[name])) for name in ("mean", "std", "std_n", "min", "median", "max")),
+            number(row["n"], messages.integer(row["n"])),
+            *(number(row[name], messages.acc(row[name])) for name in ("mean", "std", "std_n", "min", "median", "max")),
             words(row["best"], style="name"),
         ]
         for label, found in findings.models.items()
@@ -146,9 +146,9 @@ def levels(findings: Findings, knob: str) -> Table:
     rows = [
         [
             *_in_front(findings, label),
-            number(level, wording.integer(level)),
-            number(row["n"], wording.integer(row["n"])),
-            *(number(row[name], wording.acc(row[name])) for name in ("mean", "stderr", "std", "min", "max")),
+            number(level, messages.integer(level)),
+            number(row["n"], messages.integer(row["n"])),
+            *(number(row[name], messages.acc(row[name])) for name in ("mean", "stderr", "std", "min", "max")),
         ]
         for label, found in findings.models.items()
         if knob in found.levels
@@ -164,9 +164,9 @@ def levels(findings: Findings, knob: str) -> Table:
 
 
 def trend_words(trend: Trend) -> str:
-    sentence = wording.say(wording.trend_remark(trend))
-    rank = f"; rank correlation {wording.acc(trend.spearman)}, p {wording.p_value(trend.spearman_p)}"
-    return sentence + ("" if wording.missing(trend.spearman) else rank)
+    sentence = messages.format_message(messages.trend_remark(trend))
+    rank = f"; rank correlation {messages.acc(trend.spearman)}, p {messages.p_value(trend.spearman_p)}"
+    return sentence + ("" if messages.missing(trend.spearman) else rank)
 
 
 def effects(findings: Findings) -> Table | None:
@@ -176,11 +176,11 @@ def effects(findings: Findings) -> Table | None:
         if found.effects is not None:
             for term, row in found.effects.iterrows():
                 numbers = [
-                    number(row["df"], wording.integer(row["df"])),
-                    number(row["share"], wording.percent(row["share"])),
+                    number(row["df"], messages.integer(row["df"])),
+                    number(row["share"], messages.percent(row["share"])),
                 ]
-                tests = [number(row[name], wording.number(row[name])) for name in ("sum_sq", "F")]
-                tests.append(number(row["p"], wording.p_value(row["p"])))
+                tests = [number(row[name], messages.number(row[name])) for name in ("sum_sq", "F")]
+                tests.append(number(row["p"], messages.p_value(row["p"])))
                 name = " × ".join(KNOBS.get(part, part) for part in str(term).split(":"))
                 rows.append([*_in_front(findings, label), words(name), *numbers, *tests, words("ANOVA")])
         else:
@@ -190,7 +190,7 @@ def effects(findings: Findings) -> Table | None:
                 cells = [
                     term_cell,
                     blank(),
-                    number(share, wording.percent(share)),
+                    number(share, messages.percent(share)),
                     blank(),
                     blank(),
                     blank(),
@@ -211,16 +211,16 @@ def correlations(findings: Findings) -> Table | None:
     rows: list[list[Cell]] = []
     for label, found in findings.models.items():
         for item in found.correlations:
-            interval = [wording.acc(item.low), wording.acc(item.high)]
+            interval = [messages.acc(item.low), messages.acc(item.high)]
             rows.append(
                 [
                     *_in_front(findings, label),
                     words(item.column, style="name"),
-                    number(item.r, wording.acc(item.r)),
-                    number(item.n, wording.integer(item.n)),
-                    number(item.n_independent, wording.integer(item.n_independent)),
-                    number(item.r_independent, wording.acc(item.r_independent)),
-                    blank() if wording.missing(item.low) else number(item.low, " to ".join(interval)),
+                    number(item.r, messages.acc(item.r)),
+                    number(item.n, messages.integer(item.n)),
+                    number(item.n_independent, messages.integer(item.n_independent)),
+                    number(item.r_independent, messages.acc(item.r_independent)),
+                    blank() if messages.missing(item.low) else number(item.low, " to ".join(interval)),
                     words(_note(item), style="long"),
                 ]
             )
@@ -240,10 +240,10 @@ def correlations(findings: Findings) -> Table | None:
 
 def _note(item: Correlation) -> str:
     if item.reason is not None:
-        return wording.say(item.reason)
+        return messages.format_message(item.reason)
     if item.n_independent is None:
         return ""
-    return wording.say(Remark("shared_gradients", {"column": item.column, "passes": item.n_independent}))
+    return messages.format_message(Remark("shared_gradients", {"column": item.column, "passes": item.n_independent}))
 
 
 def best_tasks(findings: Findings) -> Table:
@@ -251,10 +251,10 @@ def best_tasks(findings: Findings) -> Table:
         [
             *_in_front(findings, label),
             words(task),
-            number(row["acc"], wording.pm(row["acc"], row["stderr"])),
-            number(row["dense"], wording.acc(row["dense"])),
-            number(row["retained"], wording.percent(row["retained"])),
-            number(row["items"], wording.integer(row["items"])),
+            number(row["acc"], messages.pm(row["acc"], row["stderr"])),
+            number(row["dense"], messages.acc(row["dense"])),
+            number(row["retained"], messages.percent(row["retained"])),
+            number(row["items"], messages.integer(row["items"])),
         ]
         for label, found in findings.models.items()
         for task, row in found.tasks.iterrows()
@@ -271,7 +271,7 @@ def transfer(findings: Findings) -> Table | None:
     for_all = findings.best_for_all if findings.best_for_all and findings.best_for_all.get("config") else None
     shared = {label: (for_all or {}).get("models", {}).get(label, {}) for label in lost.index}
     shared_points = [entry.get("loss_points") for entry in shared.values()]
-    known = [value for value in [*lost.to_numpy().ravel(), *shared_points] if not wording.missing(value)]
+    known = [value for value in [*lost.to_numpy().ravel(), *shared_points] if not messages.missing(value)]
     worst = max([0.0, *known])
     columns = [Column("Model", numeric=False), Column("Own best", numeric=False, style="name")]
     columns += [Column(f"with {label}'s best") for label in lost.columns]
@@ -279,9 +279,9 @@ def transfer(findings: Findings) -> Table | None:
         columns.append(Column(f"with {for_all['config']}", hint="the best single configuration for all models"))
 
     def cell(value: Any, stderr: Any, share: Any) -> Cell:
-        if wording.missing(value):
+        if messages.missing(value):
             return Cell("not tried", style="muted")
-        text = wording.pm(value, stderr, "points") + ("" if wording.missing(share) else f" ({share:.1f}%)")
+        text = messages.pm(value, stderr, "points") + ("" if messages.missing(share) else f" ({share:.1f}%)")
         return number(value, text, weight=max(0.0, value) / worst if worst > 0 else 0.0)
 
     rows = []
@@ -293,7 +293,7 @@ def transfer(findings: Findings) -> Table | None:
             row.append(Cell("own", 0.0, style="muted") if other == label else cell(*values))
         if for_all:
             loss = shared[label].get("loss_points")
-            share = None if wording.missing(loss) else loss / own["acc_mean"]
+            share = None if messages.missing(loss) else loss / own["acc_mean"]
             row.append(cell(loss, shared[label].get("loss_points_stderr"), share))
         rows.append(row)
     return Table("transfer-table", "Accuracy lost with another model's best", columns, rows)
@@ -325,13 +325,13 @@ def costs(findings: Findings) -> Table | None:
         seconds = cost.get("seconds_per_stage", {})
         values = [
             *(
-                (cost.get(name), wording.integer(cost.get(name)))
+                (cost.get(name), messages.integer(cost.get(name)))
                 for name in ("trials", "gradient_passes", "removal_passes")
             ),
             *((seconds.get(stage), _time(seconds.get(stage))) for stage in _STAGES),
             (cost.get("worker_seconds"), _time(cost.get("worker_seconds"))),
-            (cost.get("evaluation_fraction"), wording.percent(cost.get("evaluation_fraction"))),
-            (cost.get("gpu_hours"), wording.points(cost.get("gpu_hours"))),
+            (cost.get("evaluation_fraction"), messages.percent(cost.get("evaluation_fraction"))),
+            (cost.get("gpu_hours"), messages.points(cost.get("gpu_hours"))),
         ]
         rows.append([words(folder.name, title=folder.as_posix()), *(number(*value) for value in values)])
     titles = ["Trials", "Gradient passes", "Removal passes", *(stage.replace("_", "-") for stage in _STAGES)]

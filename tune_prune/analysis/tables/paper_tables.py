@@ -10,7 +10,7 @@ from tune_prune.analysis.render.paragraphs import write_paragraphs
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables import appendix_tables, effect_tables, result_tables
 from tune_prune.analysis.tables.table_data import PaperTable
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 __all__ = ["PaperTable", "tables", "write_paragraphs", "write_tables"]
 

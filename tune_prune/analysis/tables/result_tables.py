@@ -9,16 +9,16 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.load import difference
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.analysis.tables.table_data import MARK, MODEL, Column, PaperTable, accuracy_note, paper_table, ratio
 
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
 
 _METHOD = Column("Method", "method", align="l")
-_SEQ_LEN = Column("Seq.", "taylor_seq_len", wording.integer)
-_SAMPLES = Column("Samples", "taylor_num_samples", wording.integer)
-_PPL = Column("PPL", "ppl", wording.perplexity)
+_SEQ_LEN = Column("Seq.", "taylor_seq_len", messages.integer)
+_SAMPLES = Column("Samples", "taylor_num_samples", messages.integer)
+_PPL = Column("PPL", "ppl", messages.perplexity)
 
 
 def optimal(findings: Findings) -> PaperTable:
@@ -44,12 +44,12 @@ def optimal(findings: Findings) -> PaperTable:
         )
     columns = [
         *(MODEL, _METHOD, _SEQ_LEN, _SAMPLES),
-        Column("Accuracy", "acc_mean", wording.acc, "acc_mean_stderr"),
-        Column("Cross-fitted", "cross_fitted", wording.acc, "cross_fitted_stderr", optional=True),
+        Column("Accuracy", "acc_mean", messages.acc, "acc_mean_stderr"),
+        Column("Cross-fitted", "cross_fitted", messages.acc, "cross_fitted_stderr", optional=True),
         _PPL,
-        Column("Dense", "dense_acc", wording.acc, "dense_acc_stderr", optional=True),
-        Column("Dense PPL", "dense_ppl", wording.perplexity, optional=True),
-        Column("Retained", "retained", wording.percent, optional=True),
+        Column("Dense", "dense_acc", messages.acc, "dense_acc_stderr", optional=True),
+        Column("Dense PPL", "dense_ppl", messages.perplexity, optional=True),
+        Column("Retained", "retained", messages.percent, optional=True),
         Column("Set", "share_of_runs"),
     ]
     note = f"Chosen by the rule {findings.rule}: {_rule_words(findings.rule)}. {accuracy_note(findings)} "
@@ -71,9 +71,9 @@ def selection_rules(findings: Findings) -> PaperTable:
                 rows.append(_configuration(label, row) | values | {"not_told_apart": _tied(found, row)})
     columns = [
         *(MODEL, Column("Rule", "rule", align="l"), _METHOD, _SEQ_LEN, _SAMPLES),
-        Column("Accuracy", "acc_mean", wording.acc, "acc_mean_stderr", bold="most_accurate", dagger="not_told_apart"),
+        Column("Accuracy", "acc_mean", messages.acc, "acc_mean_stderr", bold="most_accurate", dagger="not_told_apart"),
         _PPL,
-        Column("Parameters", "params_count", wording.integer, optional=True),
+        Column("Parameters", "params_count", messages.integer, optional=True),
     ]
     rules = dict.fromkeys(row["rule"] for row in rows)
     note = f"{' '.join(f'{rule}: {_rule_words(rule)}.' for rule in rules)} Bold: the most accurate. {MARK}"
@@ -95,10 +95,10 @@ def tasks(findings: Findings) -> PaperTable:
         rows.append(mean | {"items": None if frame["items"].isna().any() else frame["items"].sum()})
     columns = [
         *(MODEL, Column("Configuration", "config", align="l"), Column("Task", "task", align="l")),
-        Column("Items", "items", wording.integer, optional=True),
-        Column("Pruned", "acc", wording.acc, "stderr"),
-        Column("Dense", "dense", wording.acc, "dense_stderr", optional=True),
-        Column("Retained", "retained", wording.percent, optional=True),
+        Column("Items", "items", messages.integer, optional=True),
+        Column("Pruned", "acc", messages.acc, "stderr"),
+        Column("Dense", "dense", messages.acc, "dense_stderr", optional=True),
+        Column("Retained", "retained", messages.percent, optional=True),
     ]
     note = accuracy_note(findings)
     if any("acc_mean" in found.model.baseline for found in findings.models.values()):
@@ -118,14 +118,14 @@ def methods(findings: Findings) -> PaperTable:
             row |= {"highest": values["max"] == found.methods["max"].max(), "not_told_apart": _tied(found, best)}
             rows.append(row)
     columns = [
-        *(MODEL, _METHOD, Column("Runs", "n", wording.integer)),
-        Column("Mean", "mean", wording.acc, bold="highest_mean"),
+        *(MODEL, _METHOD, Column("Runs", "n", messages.integer)),
+        Column("Mean", "mean", messages.acc, bold="highest_mean"),
         *(
-            Column("Std", "std", wording.acc),
-            Column("Min", "min", wording.acc),
-            Column("Median", "median", wording.acc),
+            Column("Std", "std", messages.acc),
+            Column("Min", "min", messages.acc),
+            Column("Median", "median", messages.acc),
         ),
-        Column("Best", "best_acc", wording.acc, "best_acc_stderr", bold="highest", dagger="not_told_apart"),
+        Column("Best", "best_acc", messages.acc, "best_acc_stderr", bold="highest", dagger="not_told_apart"),
         Column("Best configuration", "best", align="l"),
     ]
     note = "Accuracy over the complete runs of each method. Std: over runs, with n - 1 (std_n in the CSV file divides by n). "
@@ -143,14 +143,14 @@ def architecture(findings: Findings) -> PaperTable:
         rows.append(row | {name: best.get(name) for name in names})
     columns = [
         MODEL,
-        Column("Layers", "layers", wording.integer, optional=True),
-        Column("Parameters", "total_params", wording.integer, optional=True),
+        Column("Layers", "layers", messages.integer, optional=True),
+        Column("Parameters", "total_params", messages.integer, optional=True),
         *(
-            Column(f"{name.capitalize()} ratio", f"grad_{name}_ratio", wording.points, optional=True)
+            Column(f"{name.capitalize()} ratio", f"grad_{name}_ratio", messages.points, optional=True)
             for name in ("mean", "norm", "std", "max")
         ),
-        Column("Extreme", "extreme_pruning_layers", wording.integer, optional=True),
-        *(_METHOD, _SEQ_LEN, _SAMPLES, Column("Accuracy", "acc_mean", wording.acc, "acc_mean_stderr")),
+        Column("Extreme", "extreme_pruning_layers", messages.integer, optional=True),
+        *(_METHOD, _SEQ_LEN, _SAMPLES, Column("Accuracy", "acc_mean", messages.acc, "acc_mean_stderr")),
     ]
     note = "Ratios: largest over smallest of the layers' gradients at the best configuration, by mean, norm, standard deviation "
     note += "and maximum. Extreme: layers that lose more than half of their MLP channels. "
@@ -166,14 +166,14 @@ def impact(findings: Findings) -> PaperTable | None:
         return None
     columns = [
         *(MODEL, Column("Setting", "setting", align="l"), Column("Configuration", "config", align="l")),
-        Column("Accuracy", "acc_mean", wording.acc, "acc_mean_stderr", bold="own"),
-        Column("Loss (points)", "loss_points", wording.points, "loss_points_stderr"),
-        Column("Loss", "loss", wording.percent),
-        Column("Retained", "retained", wording.percent, optional=True),
+        Column("Accuracy", "acc_mean", messages.acc, "acc_mean_stderr", bold="own"),
+        Column("Loss (points)", "loss_points", messages.points, "loss_points_stderr"),
+        Column("Loss", "loss", messages.percent),
+        Column("Retained", "retained", messages.percent, optional=True),
         _PPL,
     ]
     note = "Loss: accuracy below the model's own optimum, in points and as a part of it. Retained: of the dense model's accuracy. "
-    note += f"Bold: own optimum. {wording.MISSING}: not measured on that model."
+    note += f"Bold: own optimum. {messages.MISSING}: not measured on that model."
     return paper_table("configuration_impact", "Impact of the configuration", note, rows, columns)
 
 
@@ -240,9 +240,9 @@ def _ratios(findings: Findings) -> str:
     shapes = {found.model.shape for found in findings.models.values()}
     shape = f", shape {shapes.pop()}" if len(shapes) == 1 and shapes != {"free"} else ""
     return (
-        f" with {wording.number(100 * ratios.pop())}% of all parameters removed{shape}" if len(ratios) == 1 else shape
+        f" with {messages.number(100 * ratios.pop())}% of all parameters removed{shape}" if len(ratios) == 1 else shape
     )
 
 
 def _rule_words(rule: str) -> str:
-    return wording.SENTENCES[f"rule_{rule}"]["en"]
+    return messages.SENTENCES[f"rule_{rule}"]["en"]

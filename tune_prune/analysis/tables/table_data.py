@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.render import wording
+from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics.findings import Findings, Trend
 
 KNOBS = {
@@ -86,12 +86,12 @@ def _cell(column: Column, row: Mapping[str, Any]) -> str:
 def with_stderr(value: Any, stderr: Any, form: Form) -> str:
     """`value ± stderr`; the value alone where its standard error is not known, an en dash where it is not known itself."""
     if _blank(value):
-        return wording.MISSING
+        return messages.MISSING
     return form(value) if _blank(stderr) else f"{form(value)} ± {form(stderr)}"
 
 
 def _blank(value: Any) -> bool:
-    return wording.missing(value) or value == ""
+    return messages.missing(value) or value == ""
 
 
 def short_accuracy(value: Any) -> str:
@@ -107,7 +107,7 @@ def one_line(value: Any, most: int = 120) -> str:
 
 def ratio(value: Any, whole: Any) -> float | None:
     """value / whole; None where either is not known."""
-    return None if wording.missing(value) or wording.missing(whole) or whole <= 0 else float(value / whole)
+    return None if messages.missing(value) or messages.missing(whole) or whole <= 0 else float(value / whole)
 
 
 def accuracy_note(findings: Findings) -> str:
@@ -121,12 +121,12 @@ def p_words(p: float) -> str:
     """`p = .032`, `p < .001`; nothing where there is none."""
     return (
         ""
-        if wording.missing(p)
-        else f"p {wording.p_value(p).replace('<', '< ') if p < 0.001 else f'= {wording.p_value(p)}'}"
+        if messages.missing(p)
+        else f"p {messages.p_value(p).replace('<', '< ') if p < 0.001 else f'= {messages.p_value(p)}'}"
     )
 
 
 def trend_words(trend: Trend) -> str:
     """What a trend says, with the knob in words, as a clause."""
-    remark = wording.trend_remark(trend)
-    return wording.say(replace(remark, values={**remark.values, "knob": KNOBS[trend.knob]}))
+    remark = messages.trend_remark(trend)
+    return messages.format_message(replace(remark, values={**remark.values, "knob": KNOBS[trend.knob]}))

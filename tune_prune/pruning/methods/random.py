@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tune_prune.core.config import seed_for
+from tune_prune.core.hashing import seed_for
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense
 

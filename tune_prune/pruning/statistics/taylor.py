@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tune_prune.core.store import GRADIENTS
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.pruning.batches import batch_size, batches, check_snapshots, needs_copy, samples_run
@@ -97,7 +98,7 @@ class Taylor(Statistic):
         return gradient_metrics(_gradients(found))
 
     def files(self, found: Mapping[Need, Arrays]) -> dict[str, Any]:
-        return {"gradient_diagnosis.json": gradient_diagnosis(_gradients(found))}
+        return {GRADIENTS: gradient_diagnosis(_gradients(found))}
 
 
 def _gradients(found: Mapping[Need, Arrays]) -> LayerGradients:

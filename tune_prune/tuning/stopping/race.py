@@ -1,4 +1,5 @@
-"""Early stopping by racing (tune_prune.tuning.stopping.racing) as a Ray scheduler: one race per model, nothing waits for anything.
+"""Early stopping by racing (tune_prune.tuning.stopping.racing) as a Ray scheduler: one race per model and pruning ratio,
+nothing waits for anything.
 
 A worker reports the outcome of every item that a slice adds. The trial goes on, or Ray stops it at once. Trials that an
 earlier start of the search completed go on competing; those that it stopped have left no items and do not.
@@ -19,15 +20,15 @@ from ray.tune.schedulers import TrialScheduler
 from tune_prune.core.errors import UserError
 from tune_prune.tuning.stopping.racing import Race, Verdict
 from tune_prune.tuning.stopping.schedulers import PlainScheduler
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
 
-class RacePerModel(PlainScheduler):
+class RaceScheduler(PlainScheduler):
     """Stops a trial whose verdict is in; see `tune_prune.tuning.stopping.racing` for the rule and its guarantee.
 
     `specs`: every configuration that the search may visit, by key. `known`: the outcomes of complete trials of earlier
     starts, by key: one dict task -> "0" or "1" per item for each slice, as `read_outcomes` gives them. `confidence` holds
-    for all configurations of one model together.
+    for all configurations of one model at one pruning ratio together.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class RacePerModel(PlainScheduler):
         super().__init__()
         self._specs = dict(specs)
         self._confidence = confidence
-        self._num_configs = Counter(spec.run.label for spec in specs.values())
-        self._races: dict[str, Race] = {}  # by model's label; made when the sizes of its tasks are known
+        self._groups = labels_of_groups(specs.values())
+        self._num_configs = Counter(self._groups.values())
+        self._races: dict[str, Race] = {}  # by group's label; made when the sizes of its tasks are known
         self._reasons: dict[str, str] = {}
         for key, slices in (known or {}).items():
             sizes = {task: sum(len(added.get(task, "")) for added in slices) for task in slices[0]}
@@ -62,11 +64,11 @@ class RacePerModel(PlainScheduler):
         return self._reasons.get(trial_key)
 
     def _race(self, key: str, task_sizes: Mapping[str, int]) -> Race:
-        run = self._specs[key].run
-        if run.label not in self._races:
-            num_slices = len(run.protocol.slices)
-            self._races[run.label] = Race(self._num_configs[run.label], task_sizes, num_slices, self._confidence)
-        return self._races[run.label]
+        label = self._groups[key]
+        if label not in self._races:
+            num_slices = len(self._specs[key].run.protocol.slices)
+            self._races[label] = Race(self._num_configs[label], task_sizes, num_slices, self._confidence)
+        return self._races[label]
 
     def _sentence(self, verdict: Verdict, items_total: int) -> str:
         rival = f"{self._specs[verdict.rival].config.name}-{verdict.rival[:6]}"

@@ -51,7 +51,7 @@ class Verdict:
 
 
 class Race:
-    """The race of one model's configurations. Deterministic given the order of calls.
+    """The race of the configurations of one model at one pruning ratio. Deterministic given the order of calls.
 
     `num_configs`: all that the search may visit, whether they come to run or not. `task_sizes`: task -> its number of
     items in the protocol. `num_slices`: the last one has all items and is no look.

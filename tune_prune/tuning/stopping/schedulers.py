@@ -1,8 +1,8 @@
 """Which trial gets which actor, and early stopping of weak trials by asynchronous successive halving (ASHA, Li et al. 2020,
-arXiv:1810.05934) per model.
+arXiv:1810.05934) per model and pruning ratio.
 
-A trial is compared, at each level, with the trials of its own model that reached that level: accuracies of different
-models say nothing about each other. The levels are the first slice with a quarter of the zero-shot items and its
+A trial is compared, at each level, with the trials of its own model and ratio that reached that level: accuracies of
+other models and sizes say nothing about it. The levels are the first slice with a quarter of the zero-shot items and its
 doublings. Finer slices before it are no levels: ASHA stops about half of the trials at its first level, whether the items
 can tell them apart or not. From a sixteenth of the items it spent 27% of the tokens instead of 50% on 200 simulated grids
 (made as in scripts/bench_racing.py), but stopped the best configuration in 2.5% of them. A search that is started
@@ -18,7 +18,7 @@ from ray.tune.experiment import Trial as RayTrial
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
 from tune_prune.tuning.queue import is_job
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
 REDUCTION_FACTOR = 2  # the better half goes on
 SMALLEST_LEVEL = 0.25  # of the items; see above
@@ -37,14 +37,14 @@ class PlainScheduler(FIFOScheduler):
         return None
 
 
-class AshaPerModel(PlainScheduler):
-    """One ASHA per model label, on acc_mean."""
+class AshaScheduler(PlainScheduler):
+    """One ASHA per model and pruning ratio, on acc_mean."""
 
     def __init__(self, specs: Mapping[str, TrialSpec]) -> None:
         super().__init__()
-        self._labels = {key: spec.run.label for key, spec in specs.items()}
+        self._groups = labels_of_groups(specs.values())
         self._schedulers = {
-            spec.run.label: AsyncHyperBandScheduler(
+            self._groups[spec.key]: AsyncHyperBandScheduler(
                 time_attr="evaluated_fraction",
                 metric="acc_mean",
                 mode="max",
@@ -56,7 +56,7 @@ class AshaPerModel(PlainScheduler):
         }
 
     def _of(self, trial: RayTrial) -> AsyncHyperBandScheduler:
-        return self._schedulers[self._labels[trial.config["key"]]]
+        return self._schedulers[self._groups[trial.config["key"]]]
 
     def on_trial_add(self, tune_controller: Any, trial: RayTrial) -> None:
         if not is_job(trial):

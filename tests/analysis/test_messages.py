@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tune_prune.analysis.render.templating import TEMPLATES, environment
-from tune_prune.analysis.render.wording import (
+from tune_prune.analysis.render.messages import (
     LANGUAGES,
     SENTENCES,
     WORDS,
     acc,
+    format_message,
     integer,
     names,
     number,
@@ -23,9 +23,9 @@ from tune_prune.analysis.render.wording import (
     percent,
     pm,
     points,
-    say,
     trend_remark,
 )
+from tune_prune.analysis.render.templating import TEMPLATES, environment
 from tune_prune.analysis.statistics.findings import RULES, Remark, Trend
 
 # What the statistics put into each kind of remark.
@@ -71,41 +71,41 @@ def test_every_kind_has_every_language_with_the_same_values(kind: str) -> None:
 @pytest.mark.parametrize("kind", VALUES)
 def test_the_statistics_remarks_are_said_with_all_their_values(kind: str, language: str) -> None:
     assert {name for name, _ in placeholders(SENTENCES[kind][language])} == set(VALUES[kind])
-    said = say(Remark(kind, VALUES[kind]), language)
+    said = format_message(Remark(kind, VALUES[kind]), language)
     assert "{" not in said and said.endswith("." if language == "en" else "。")
     assert "[" not in said  # a list is spelled out
 
 
 def test_every_remark_that_is_made_has_a_sentence() -> None:
-    sources = "".join(path.read_text(encoding="utf-8") for path in TEMPLATES.parent.glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in TEMPLATES.parents[1].rglob("*.py"))
     made = set(re.findall(r'Remark\(\s*"(\w+)"', sources))
     assert len(made) > 10
     assert made <= set(SENTENCES)
 
 
 def test_sentences_as_they_read() -> None:
-    assert say(Remark("not_finite", {"column": "grad_norm_ratio", "count": 3})) == (
+    assert format_message(Remark("not_finite", {"column": "grad_norm_ratio", "count": 3})) == (
         "grad_norm_ratio is not computable: it is not a finite number in 3 rows."
     )
-    assert "in 1 row." in say(Remark("not_finite", {"column": "x", "count": 1}))
-    assert "15 gradient passes" in say(Remark("shared_gradients", VALUES["shared_gradients"]))
-    assert say(Remark("selection_bias", VALUES["selection_bias"]), "zh").count(".59") == 2
-    assert "taylor_seq_len, 256, is the largest" in say(Remark("edge", VALUES["edge"]))
-    assert "最小" in say(Remark("edge", VALUES["edge"] | {"side": "lower"}), "zh")
+    assert "in 1 row." in format_message(Remark("not_finite", {"column": "x", "count": 1}))
+    assert "15 gradient passes" in format_message(Remark("shared_gradients", VALUES["shared_gradients"]))
+    assert format_message(Remark("selection_bias", VALUES["selection_bias"]), "zh").count(".59") == 2
+    assert "taylor_seq_len, 256, is the largest" in format_message(Remark("edge", VALUES["edge"]))
+    assert "最小" in format_message(Remark("edge", VALUES["edge"] | {"side": "lower"}), "zh")
 
 
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(KeyError, match="'no_such_kind'"):
-        say(Remark("no_such_kind"))
+        format_message(Remark("no_such_kind"))
     with pytest.raises(KeyError, match="count"):
-        say(Remark("not_finite", {"column": "ppl"}))
+        format_message(Remark("not_finite", {"column": "ppl"}))
 
 
 @pytest.mark.parametrize("direction", ["rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed"])
 def test_every_trend_and_rule_has_words(direction: str) -> None:
     trend = Trend("taylor_seq_len", direction, 8.166, 0.5, 256, 0.9, 0.01)
     for language in LANGUAGES:
-        said = say(trend_remark(trend), language)
+        said = format_message(trend_remark(trend), language)
         assert "taylor_seq_len" in said and "8.17 ± 0.50" in said
     assert all(f"rule_{rule}" in SENTENCES for rule in RULES)
 

@@ -12,9 +12,8 @@ import string
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import pandas as pd
-
 from tune_prune.analysis.statistics.findings import Remark, Trend
+from tune_prune.analysis.tables.table import Column, Row, missing
 
 LANGUAGES = ("en", "zh")
 MISSING = "–"
@@ -175,7 +174,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
 _PLURALS = {"gradient pass": "gradient passes"}
 
 
-def say(remark: Remark, language: str = "en") -> str:
+def format_message(remark: Remark, language: str = "en") -> str:
     """The sentence of `remark`. KeyError naming a kind, a language or a value that is not there."""
     if remark.kind not in SENTENCES:
         raise KeyError(f"no sentence for a remark of kind {remark.kind!r}; add one to SENTENCES")
@@ -221,10 +220,6 @@ class _Sentence(string.Formatter):
     def _noun(self, name: str, count: float) -> str:
         noun = WORDS[name][self.language]
         return noun if self.language != "en" or count == 1 else _PLURALS.get(noun, f"{noun}s")
-
-
-def missing(value: Any) -> bool:
-    return value is None or bool(pd.isna(value))
 
 
 def _finite(value: Any, form: str, scale: float = 1.0) -> str:
@@ -282,6 +277,20 @@ def pm(value: Any, stderr: Any, form: str = "acc") -> str:
     """`value ± stderr`, both by the same one of NUMBERS; the value alone where there is no standard error."""
     text = NUMBERS[form](value)
     return text if missing(value) or missing(stderr) else f"{text} ± {NUMBERS[form](stderr)}"
+
+
+def cell_text(column: Column, row: Row, language: str = "en") -> str:
+    """What a table shows of a row in a column: `value`, `value ± stderr` or `[lower, upper]`; an en dash for a number that is
+    not known, nothing for such a text."""
+    value = row.get(column.key)
+    if isinstance(value, Remark):
+        return format_message(value, language)
+    if missing(value) or not column.format:
+        return MISSING if column.format else "" if missing(value) else str(value)
+    form = row.get("_format", column.format)
+    if column.upper:
+        return f"[{NUMBERS[form](value)}, {NUMBERS[form](row[column.upper])}]"
+    return pm(value, row.get(column.stderr), form)
 
 
 NUMBERS = {

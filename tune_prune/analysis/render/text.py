@@ -6,12 +6,16 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from tune_prune.analysis.render.messages import cell_text
+from tune_prune.analysis.tables.table import Table
+
 COLUMNS = 100
 _WIDE = "\u2e80-\u9fff\uf900-\ufaff\uff00-\uff60"  # blocks of double width that prose here uses
 _OPENING, _CLOSING = "（“《", "，。：；、）”》！？"
 # What a line may not be broken within: a wide character or a run of others, with the punctuation that belongs to it.
 _UNIT = re.compile(rf"\s+|[{_OPENING}]*(?:[^\s{_WIDE}{_OPENING}{_CLOSING}]+|[{_WIDE}])[{_CLOSING}]*|\S")
 _GAP = "  "
+_MARKS = {"best": "*", "tied": "~", "": " "}
 _CELL = 48  # columns; two such cells fill a line
 
 
@@ -57,7 +61,20 @@ def clip(text: str, columns: int) -> str:
     return text[: max(n for n in range(len(text)) if width(text[:n]) < columns)] + "…"
 
 
-def table(
+def text_table(table: Table, language: str = "en", columns: int = COLUMNS) -> str:
+    """The table as `aligned` does it, without title and notes: numbers flush right, `*` behind the best, `~` behind a tied one."""
+    shown = table.shown
+    rows = [[cell_text(column, row, language) for column in shown] for row in table.rows]
+    for index, column in enumerate(shown):
+        marks = [column.mark(row) for row in table.rows]
+        if any(marks):
+            for row, mark in zip(rows, marks, strict=True):
+                row[index] += _MARKS[mark]
+    align = "".join("r" if column.format else "l" for column in shown)
+    return aligned([column.label for column in shown], rows, align, columns=columns)
+
+
+def aligned(
     header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", indent: int = 2, columns: int = COLUMNS
 ) -> str:
     """Aligned columns below a header and a rule, each line ended by a newline.

@@ -1,0 +1,76 @@
+"""A table as data: rows of numbers in full precision, and columns that say how they are shown.
+
+Each subject has one table (configurations, hyperparameters, trial_tables), which every renderer of render/ takes: screen
+text, HTML, LaTeX, Markdown, CSV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pandas as pd
+
+from tune_prune.analysis.statistics.findings import Remark
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """How values of the rows are shown as one column; every `str` but the label names a key of the rows."""
+
+    key: str
+    label: str  # in English; the catalogue of messages translates it
+    format: str = ""  # one of messages.NUMBERS; "" is a text
+    stderr: str = ""  # the standard error, shown behind ±
+    upper: str = ""  # the upper end of an interval whose lower end is `key`
+    best: str = ""  # True where the value is marked as the best
+    tied: str = ""  # True where it is marked as statistically tied with the best
+    weight: str = ""  # from 0 to 1: how strongly a page colours it
+    hint: str = ""  # what the values are, for a page
+    detail: bool = False  # left out in LaTeX and Markdown, where a line is short
+    wrap: bool = False  # a text of many words
+
+    def mark(self, row: Row) -> Literal["", "best", "tied"]:
+        """What is to be marked of the row's value."""
+        return "best" if self.best and row[self.best] else "tied" if self.tied and row[self.tied] else ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One subject's table. What no row knows is None, NaN or an empty text, and shown as missing.
+
+    A row's own `_format`, where it has one, goes before the formats of its columns. Keys that begin with an underscore
+    are no part of the CSV file.
+    """
+
+    key: str  # unique; the name of its files without suffix
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    notes: Sequence[Remark] = ()  # what the columns hold; one with a value `model` is about that model's rows only
+    best: str = ""  # kind of the message that says what the mark of the best means
+    long: bool = False  # may break across pages
+
+    @property
+    def shown(self) -> list[Column]:
+        """The columns of which any row knows a value."""
+        return [column for column in self.columns if any(not missing(row.get(column.key)) for row in self.rows)]
+
+    def pick(self, *keys: str) -> Table:
+        """The same with these columns only."""
+        return replace(self, columns=[column for key in keys for column in self.columns if column.key == key])
+
+    def of(self, model: str) -> Table:
+        """The rows and notes of one model, without the column that names it."""
+        columns = [column for column in self.columns if column.key != "model"]
+        rows = [row for row in self.rows if row["model"] == model]
+        notes = [note for note in self.notes if note.values.get("model", model) == model]
+        return replace(self, columns=columns, rows=rows, notes=notes)
+
+
+def missing(value: Any) -> bool:
+    """Whether there is nothing to show."""
+    return value is None or (not value if isinstance(value, str) else bool(pd.isna(value)))
