@@ -257,7 +257,7 @@ def correlations(competing: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> t
     """
     present = [column for column in columns if column in competing and competing[column].notna().any()]
     gradients = [column for column in present if column.startswith("grad_")]
-    taken = competing[gradients].notna().any(axis=1).groupby(competing["method"]).transform("any")
+    taken = competing[gradients].notna().any(axis=1).groupby(competing["pruning_method"]).transform("any")
     with_gradients = competing[taken]
     return tuple(_correlation(with_gradients if c in gradients else competing, c) for c in present)
 
