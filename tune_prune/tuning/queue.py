@@ -55,8 +55,8 @@ class WorkQueue(Searcher):
         if self._adaptive is not None:
             return self._adaptive.suggest(trial_id)
         for spec in self._waiting:
-            reads_data = load_method(spec.config.method).reads_data
-            if not reads_data or (spec.run, spec.config.taylor_seq_len) not in self._unprepared:
+            waits = load_method(spec.config.method).statistics
+            if not waits or (spec.run, spec.config.taylor_seq_len) not in self._unprepared:
                 self._waiting.remove(spec)
                 return {"key": spec.key}
         return None if self._waiting else Searcher.FINISHED

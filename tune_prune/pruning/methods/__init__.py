@@ -48,11 +48,6 @@ class Method:
     description: str  # first line of the module's docstring
 
     @property
-    def reads_data(self) -> bool:
-        """Whether it decides by calibration samples; else no hyperparameter of theirs matters to it."""
-        return bool(self.statistics)
-
-    @property
     def reads(self) -> frozenset[str]:
         """Hyperparameters of the calibration samples that its scores depend on."""
         return frozenset(name for text in self.statistics for name in load_statistic(parse(text)[0]).reads)
