@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from bench_common import Subject, benchmark_parser, sizes_of, subject, table, ti
 from bench_grid import run_search
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
-from tune_prune.core.ledger import Ledger, PassLog, parse_json
+from tune_prune.core.ledger import Ledger, PassLog, read_baselines
+from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import SharedStatistics, prepare, run_trial
 
@@ -109,9 +111,10 @@ def in_process(subject: Subject, args: argparse.Namespace, work: Path) -> dict[s
 
     with clock.on(type(context.loaded.model)):
         part("passes", lambda: list(prepare(context, args.seq_len, SharedStatistics.of(configs))))
-        part("baseline", lambda: run_trial(None, context, work / "dense"))
+        part("baseline", lambda: run_trial(None, context, FolderStore(work / "dense")))
         for index, config in enumerate(configs):
-            part(f"trial {index + 1}", lambda config=config, at=str(index): run_trial(config, context, work / at))  # type: ignore[misc]
+            at = FolderStore(work / str(index))
+            part(f"trial {index + 1}", partial(run_trial, config, context, at))
     trials = [values for values in parts if values["part"].startswith("trial")]
     wall, outside = (sum(values[name] for values in parts) for name in ("wall", "outside"))
     softmax = sum(values["softmax"] for values in parts)
@@ -137,9 +140,10 @@ def through_ray(subject: Subject, args: argparse.Namespace, work: Path) -> dict[
     """Wall time times slots of a search's process, and the seconds of its stages."""
     seconds, _ = run_search(subject, args, work / "ray")
     folder = work / "ray" / "grid"
-    records = [*Ledger(folder / "ledger").records()]
-    baselines = [values["elapsed_time_s"] for values in parse_json(folder / "baseline.json").values()]
-    passes = sum(values["duration_s"] for values in PassLog(folder / "passes").read())
+    store = FolderStore(folder)
+    records = [*Ledger(store).records()]
+    baselines = [record.elapsed_time_s for record in read_baselines(store).values()]
+    passes = sum(values["duration_s"] for values in PassLog(store).read())
     stages = sum(record.elapsed_time_s for record in records) + sum(baselines) + passes
     slots = os.cpu_count() or 1
     return {
@@ -163,7 +167,7 @@ def memory(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     resident, tensors = {}, []
     for trial in range(1, args.memory_trials + 1):
         config = PruningConfig(METHODS[trial % 3], 16, 32, pruning_ratio=0.05 + 0.3 * trial / args.memory_trials)
-        run_trial(config, context, work / "memory-trials" / str(trial))
+        run_trial(config, context, FolderStore(work / "memory-trials" / str(trial)))
         if trial in MEMORY_AFTER or trial == args.memory_trials:
             resident[trial] = resident_bytes()
         if trial in (1, args.memory_trials) or trial % 10 == 0:  # looking through all objects takes a while

@@ -37,9 +37,10 @@ import numpy as np
 import pandas as pd
 from bench_common import data_dir, table, write_json
 
-from tune_prune.analysis.input.load import TASK_ITEMS
+from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import ITEMS, TRIALS, FolderStore
 from tune_prune.evaluation.slices import even_slices
 from tune_prune.tuning.stopping.race import read_outcomes
 from tune_prune.tuning.stopping.racing import Race
@@ -250,7 +251,7 @@ def guarantee(count: int, confidence: float, seed: int) -> dict[str, dict[str, f
 def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population]]:
     """label -> (methods [C], outcomes) of a finished search's complete trials."""
     records: dict[str, list] = {}
-    for record in Ledger(folder / "ledger").records():
+    for record in Ledger(FolderStore(folder)).records():
         if record.status == "complete":
             records.setdefault(record.model, []).append(record)
     if not records:
@@ -259,7 +260,7 @@ def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population]]:
     for label, members in records.items():
         scores: dict[str, list[np.ndarray]] = {}
         for record in members:
-            path = folder / "trials" / record.key / "items.parquet"
+            path = folder / TRIALS / record.key / ITEMS
             slices = read_outcomes(path, 1 + max(pd.read_parquet(path, columns=["slice"])["slice"]))
             for task in slices[0]:
                 text = "".join(added.get(task, "") for added in slices)  # slices are cut from one order: it comes back

@@ -25,6 +25,9 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet
 
+from tune_prune.core import artifact_cache
+from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, PASSES, PLAN, TENSORBOARD, TUNE
+
 VOLATILE = (
     "elapsed_time", "elapsed_time_s", "peak_memory_bytes", "started_at", "host", "stages", "resources", "versions", "git_commit",
     "command", "created_at", "updated_at", "output_dir",
@@ -34,13 +37,12 @@ SHOWN = 12
 
 def kind(path: Path) -> str | None:
     """What a file is compared as; None: it is not compared."""
-    if path.name in ("experiment.json", "cost.json") or {"passes", "tune", "tensorboard", "artifacts"} & set(
-        path.parts
-    ):
+    skipped = {PASSES, TUNE, TENSORBOARD, artifact_cache.FOLDER}
+    if path.name in (EXPERIMENT, COST) or path.name.startswith(".") or skipped & set(path.parts):
         return None
-    if path.parent.name == "ledger" or path.name == "baseline.json":
-        return "records" if path.suffix == ".json" and not path.name.startswith(".") else None
-    kinds = {"pruning_plan.json": "plans", "items.parquet": "items"}
+    if path.parent.name == LEDGER or path.name == BASELINES:
+        return "records" if path.suffix == ".json" else None
+    kinds = {PLAN: "plans", ITEMS: "items"}
     return kinds.get(path.name) or {".json": "views", ".csv": "tables"}.get(path.suffix)
 
 

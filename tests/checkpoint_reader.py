@@ -76,6 +76,11 @@ def check(model: PreTrainedModel, case: dict[str, torch.Tensor]) -> dict[str, ob
     return found
 
 
+def decoder_output(decoder: torch.nn.Module, case: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Not the logits: some families scale those behind the head."""
+    return decoder(input_ids=case["ids"]).last_hidden_state
+
+
 def remote(folder: str, thorough: bool) -> dict[str, object]:
     model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     case = load_file(Path(folder) / "case.safetensors")
@@ -92,9 +97,10 @@ def remote(folder: str, thorough: bool) -> dict[str, object]:
     twice = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=True)
     found["saved again"] = far(twice(input_ids=case["ids"]).logits, case["logits"])
     decoder = AutoModel.from_pretrained(again, trust_remote_code=True)
-    found["decoder"] = far(model.lm_head(decoder(input_ids=case["ids"]).last_hidden_state), case["logits"])
+    found["decoder"] = far(decoder_output(decoder, case), decoder_output(model.model, case))
     small = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
-    found["bfloat16"] = [str(small.dtype), far(small(input_ids=case["ids"]).logits.float(), case["logits"])]
+    error = far(small(input_ids=case["ids"]).logits.float(), case["logits"])
+    found["bfloat16"] = [str(small.dtype), error / case["logits"].std().item()]
     return found
 
 
@@ -138,9 +144,8 @@ def main(how: str) -> dict[str, object]:
         case = load_file(Path(folder) / "case.safetensors")
         model = AutoModelForCausalLM.from_pretrained(folder)
         found[name] |= check(model, case) | {"module": type(model).__module__}
-        found[name]["decoder"] = far(
-            model.lm_head(AutoModel.from_pretrained(folder)(input_ids=case["ids"]).last_hidden_state), case["logits"]
-        )
+        decoder = AutoModel.from_pretrained(folder)
+        found[name]["decoder"] = far(decoder_output(decoder, case), decoder_output(model.model, case))
     return found
 
 

@@ -20,12 +20,13 @@ import pytest
 from scipy.special import ndtri
 
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.statistics.compute import find
-from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hashing import digest
-from tune_prune.core.ledger import Ledger, atomic_write_text, to_json
+from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
 
 LAYERS, GROUPS, CHANNELS, PARAMS = 4, 4, 64, 100_000
 SEQ_LENS, SAMPLES = (16, 64, 256), (128, 512)
@@ -119,7 +120,7 @@ def simulated_study(
                 record.metrics |= gradients[config.taylor_seq_len, config.taylor_num_samples]
                 record.metrics["ppl"] = float(20 - 15 * (truths[index] - 0.5) + generator.normal(0, 0.2))
                 _write_trial(experiment / "trials" / record.key, record, scores if with_items else {}, index)
-            Ledger(experiment / "ledger").write(record)
+            Ledger(FolderStore(experiment)).write(record)
         baselines[model] = _record(None, model, "complete", {task: s[:, -1] for task, s in scores.items()})
         baselines[model].metrics |= {"ppl": 15.0, "params_count": float(PARAMS), "removed_fraction": 0.0}
         run = ModelRun(f"/models/{model}", model, None, "wikitext2", None, protocol, seed, "float32")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tune_prune.checkpoint import layers, manifest
 from tune_prune.checkpoint.save import Format, Origin, save_checkpoint
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.store import FolderStore
 from tune_prune.data.sources import measured_on
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext
@@ -37,7 +38,7 @@ def measured_checkpoint(folder: Path, context: TrialContext) -> Path:
     for _ in trial.stages():
         pass
     assert trial.plan is not None
-    trial.write_files(folder.with_name(TRIAL))
+    trial.write_files(FolderStore(folder.with_name(TRIAL)))
     return save(folder, context, trial.plan, metrics=trial.record().metrics)
 
 

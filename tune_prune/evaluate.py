@@ -65,7 +65,7 @@ def _main(argv: list[str]) -> None:
     output = None if args.output is None else _output(args.output)
 
     from tune_prune.checkpoint import recorded  # imports torch: not before every flag has been read
-    from tune_prune.core.ledger import atomic_write_text, to_json
+    from tune_prune.core.files import atomic_write_text, to_json
     from tune_prune.data.sources import measured_on
     from tune_prune.models import loading
     from tune_prune.trial.context import TrialContext
@@ -116,7 +116,7 @@ def _checked(args: argparse.Namespace, dtype: str) -> tuple[ModelRun, Manifest |
     from tune_prune.data.sources import EMBEDDED_DATA
     from tune_prune.models import catalog, loading, weight_files
     from tune_prune.planning.plan import SearchSettings
-    from tune_prune.planning.preflight import model_run
+    from tune_prune.planning.resolve import model_run
 
     settings = SearchSettings(
         models=(args.model,),

@@ -18,6 +18,7 @@ from tune_prune.cli import flags
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tune_prune.core.store import FolderStore
     from tune_prune.planning.plan import Plan, SearchSettings
     from tune_prune.tuning.driver import SearchResult
 
@@ -47,15 +48,10 @@ def parser() -> argparse.ArgumentParser:
         "--num-trials",
         type=flags.whole_number(1, 10**9),
         metavar="N",
-        help="trials per model with --search optuna",
+        help="trials per model and pruning ratio with --search optuna",
     )
-    what.add_argument(
-        "--pruning-ratio",
-        type=flags.ratio,
-        metavar="R",
-        help="fraction of ALL parameters to remove (default: 0.2)",
-    )
-    flags.add_shape_flags(what, "as the space says, else free")
+    flags.add_hyperparameter_flags(what, ["pruning_ratio"], "as the space says, else 0.2")
+    flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free")
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
         "--calibration", type=flags.text, metavar="TEXT",
@@ -152,28 +148,38 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
 
 
 def search(plan: Plan, command: list[str]) -> SearchResult:
-    """Run a plan to its end, write every view of its results and print the final table. Raises UserError,
-    KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+    """Run a plan to its end, write every view of its results and print the final table. Raises UserError (also where another
+    search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+    from tune_prune.core.store import FolderStore
+
+    store = FolderStore(plan.experiment_dir)
+    with store.lock():
+        return _search(plan, store, command)
+
+
+def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
     from tune_prune.analysis.cost import cost_line, totals, write_cost
     from tune_prune.analysis.export import write_views
+    from tune_prune.analysis.input.reading import study_of_search
+    from tune_prune.analysis.statistics.findings import find
     from tune_prune.analysis.tables.tables import final_table
     from tune_prune.core import artifact_cache
-    from tune_prune.core.ledger import Ledger, PassLog, parse_json
+    from tune_prune.core.ledger import Ledger, PassLog, read_baselines
+    from tune_prune.core.store import COST
     from tune_prune.planning import experiment
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search
-    from tune_prune.tuning.preparation import read_baselines
 
     started = time.monotonic()
     settings, folder = plan.settings, plan.experiment_dir
-    ledger, passes = Ledger(folder / "ledger"), PassLog(folder / "passes")
-    before = totals(ledger.records(), read_baselines(folder / "baseline.json"), passes.read())
-    experiment.write(plan, command)
+    ledger, passes = Ledger(store), PassLog(store)
+    before = totals(ledger.records(), read_baselines(store), passes.read())
+    models = experiment.write(store, plan, command)  # those of earlier starts, too
     jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
     options = TuneOptions(
         experiment_dir=folder,
         artifact_dir=folder.parent / artifact_cache.FOLDER,
-        search="optuna" if plan.search == "optuna" else "grid",
-        num_trials=plan.num_trials if plan.search == "optuna" else None,
+        search="optuna" if plan.space.search == "optuna" else "grid",
+        num_trials=plan.space.num_trials,
         seed=settings.seed,
         scheduler=settings.scheduler,
         address=settings.address,
@@ -183,11 +189,10 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
     )
     result = run_search(jobs, options)
     records = ledger.records()
-    models = parse_json(folder / experiment.FILE)["models"]  # those of earlier starts, too
-    sources = {label: model["run"] for label, model in models.items()}
-    views = write_views(folder, records, result.baselines, sources)
+    findings = find(study_of_search(folder, {"models": models}, result.baselines, records))
+    write_views(store, records, findings)
     cost = write_cost(
-        folder / "cost.json",
+        folder / COST,
         records,
         result.baselines,
         passes.read(),
@@ -196,7 +201,7 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
         time.monotonic() - started,
     )
     print()
-    print(final_table(views, result.baselines))
+    print(final_table(findings))
     print()
     print(cost_line(cost))
     return result
@@ -206,11 +211,12 @@ def _save_best(experiment_dir: Path) -> None:
     """The best configuration of every model as a checkpoint, in place of an earlier one. Raises UserError."""
     from tune_prune import prune
     from tune_prune.cli import prune_request
-    from tune_prune.core.ledger import parse_json
+    from tune_prune.core.files import parse_json
+    from tune_prune.core.store import BEST_CONFIG, SAVED_MODELS
 
-    for label in parse_json(experiment_dir / prune_request.BEST)["models"]:
-        order = prune_request.from_config(str(experiment_dir), label)
-        saved = prune.save(order, experiment_dir / "best" / label, overwrite=True)
+    for label in parse_json(experiment_dir / BEST_CONFIG)["models"]:
+        request = prune_request.from_config(str(experiment_dir), label)
+        saved = prune.save(request, experiment_dir / SAVED_MODELS / label, overwrite=True)
         print(f"{prune.describe(saved)}\n", flush=True)
 
 

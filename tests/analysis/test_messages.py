@@ -24,8 +24,8 @@ from tune_prune.analysis.render.messages import (
     points,
 )
 from tune_prune.analysis.render.templating import TEMPLATES, environment
-from tune_prune.analysis.statistics.findings import RULES, Remark, Trend
-from tune_prune.analysis.tables.hyperparameters import trend_remark
+from tune_prune.analysis.statistics.findings import RULES, Message, Trend
+from tune_prune.analysis.tables.hyperparameters import trend_message
 
 # What the statistics put into each kind of remark.
 VALUES: dict[str, dict[str, Any]] = {
@@ -72,14 +72,14 @@ def test_every_kind_has_every_language_with_the_same_values(kind: str) -> None:
 @pytest.mark.parametrize("kind", VALUES)
 def test_the_statistics_remarks_are_said_with_all_their_values(kind: str, language: str) -> None:
     assert {name for name, _ in placeholders(CATALOGUE[kind][language])} == set(VALUES[kind])
-    said = format_message(Remark(kind, VALUES[kind]), language)
+    said = format_message(Message(kind, VALUES[kind]), language)
     assert "{" not in said and said.endswith("." if language == "en" else "。")
     assert "[" not in said  # a list is spelled out
 
 
 def test_every_message_that_is_made_is_in_the_catalogue_and_the_other_way_round() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in TEMPLATES.parents[1].rglob("*.py"))
-    made = set(re.findall(r'(?:Remark|message|_section)\(\s*"(\w+)"', sources))
+    made = set(re.findall(r'(?:Message|message|_section)\(\s*"(\w+)"', sources))
     assert len(made) > 50
     assert made <= set(CATALOGUE)
     prefixes = tuple(re.findall(r'f"(\w+_)\{', sources))
@@ -89,27 +89,27 @@ def test_every_message_that_is_made_is_in_the_catalogue_and_the_other_way_round(
 
 
 def test_sentences_as_they_read() -> None:
-    assert format_message(Remark("not_finite", {"column": "grad_norm_ratio", "count": 3})) == (
+    assert format_message(Message("not_finite", {"column": "grad_norm_ratio", "count": 3})) == (
         "grad_norm_ratio is not computable: it is not a finite number in 3 rows."
     )
-    assert "in 1 row." in format_message(Remark("not_finite", {"column": "x", "count": 1}))
-    assert format_message(Remark("selection_bias", VALUES["selection_bias"]), "zh").count(".59") == 2
-    assert "taylor_seq_len, 256, is the largest" in format_message(Remark("edge", VALUES["edge"]))
-    assert "最小" in format_message(Remark("edge", VALUES["edge"] | {"side": "lower"}), "zh")
+    assert "in 1 row." in format_message(Message("not_finite", {"column": "x", "count": 1}))
+    assert format_message(Message("selection_bias", VALUES["selection_bias"]), "zh").count(".59") == 2
+    assert "taylor_seq_len, 256, is the largest" in format_message(Message("edge", VALUES["edge"]))
+    assert "最小" in format_message(Message("edge", VALUES["edge"] | {"side": "lower"}), "zh")
 
 
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(KeyError, match="'no_such_kind'"):
-        format_message(Remark("no_such_kind"))
+        format_message(Message("no_such_kind"))
     with pytest.raises(KeyError, match="count"):
-        format_message(Remark("not_finite", {"column": "ppl"}))
+        format_message(Message("not_finite", {"column": "ppl"}))
 
 
 @pytest.mark.parametrize("direction", ["rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed"])
 def test_every_trend_and_rule_has_words(direction: str) -> None:
     trend = Trend("taylor_seq_len", direction, 8.166, 0.5, 256, 0.9, 0.01)
     for language in LANGUAGES:
-        said = format_message(trend_remark(trend), language)
+        said = format_message(trend_message(trend), language)
         assert "taylor_seq_len" in said and "8.17 ± 0.50" in said
     assert all(f"rule_{rule}" in CATALOGUE for rule in RULES)
 

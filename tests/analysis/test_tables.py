@@ -23,8 +23,7 @@ from tune_prune.analysis.render.latex import escape, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.render.templating import html_table
 from tune_prune.analysis.render.text import text_table, width
-from tune_prune.analysis.statistics.compute import find
-from tune_prune.analysis.statistics.findings import Findings, Remark
+from tune_prune.analysis.statistics.findings import Findings, Message, find
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables, write_tables
 from tune_prune.analysis.tables.table import Column, Row, Table
@@ -167,14 +166,14 @@ def read_html(table: Table) -> Grid:
 def assert_shown(text: str, column: Column, row: Row) -> None:
     """That `text` is what the row holds: numbers to half of their last digit, texts from their beginning."""
     value = row.get(column.key)
-    if value is None or value == "" or (not isinstance(value, (str, Remark)) and pd.isna(value)):
+    if value is None or value == "" or (not isinstance(value, (str, Message)) and pd.isna(value)):
         assert text in ("", "–")
     elif not column.format:
         readable = re.sub(r"[^\w.=+<>|-]", "", text.partition(" best")[0] if column.badge else text)
         if isinstance(value, str):
             assert re.sub(r"[^\w.=+<>|-]", "", value).startswith(readable.removesuffix("…")[:12]) and readable
         else:
-            assert isinstance(value, Remark) and readable
+            assert isinstance(value, Message) and readable
     elif column.format == "duration":
         assert text == duration(value)
     elif text == "<.001":

@@ -9,8 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from tune_prune import embedded
-from tune_prune.analysis.input.load import paired_difference, read_items
+from tune_prune.analysis.statistics.differences import paired_difference, read_items
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow  # five trials on each of three models
 def test_pruning_hurts_and_every_method_beats_chance_removal(name: str, tmp_path: Path) -> None:
     run = ModelRun(name, name, None, "embedded", None, EvaluationProtocol(slices=(1.0,)), 0, "float32")
     context = TrialContext.open(run, tmp_path / "artifacts", device="cpu")
-    dense = run_trial(None, context, tmp_path / "dense").metrics
+    dense = run_trial(None, context, FolderStore(tmp_path / "dense")).metrics
     assert dense["acc_mean"] >= 0.80
     rows = pyarrow.parquet.read_table(tmp_path / "dense" / "items.parquet").to_pylist()
     for task in ZERO_SHOT_TASKS:
@@ -33,7 +34,7 @@ def test_pruning_hurts_and_every_method_beats_chance_removal(name: str, tmp_path
     scores = {}
     for method in ("random", "taylor", "layerwise", "blockwise"):
         config = PruningConfig(method, 64, 128)
-        scores[method] = run_trial(config, context, tmp_path / method).metrics["acc_mean"]
+        scores[method] = run_trial(config, context, FolderStore(tmp_path / method)).metrics["acc_mean"]
     by_item = {method: read_items(str(tmp_path / method)) for method in scores}
     for method in ("taylor", "layerwise", "blockwise"):
         assert scores[method] < dense["acc_mean"] - 0.01

@@ -1,11 +1,10 @@
-"""The ledger: what is written is read back whole, with concurrent writers, after a kill, with non-finite numbers."""
+"""The ledger: what is written is read back whole, with non-finite numbers; what is damaged is named."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from pprint import pformat
@@ -13,10 +12,11 @@ from pprint import pformat
 import numpy as np
 import pytest
 
-from tune_prune.core import ledger
+from tune_prune.core import files
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
 
 RECORD = TrialRecord(
     key="0f",
@@ -53,8 +53,8 @@ def test_random_records_survive_bit_by_bit(tmp_path: Path) -> None:
             stages=[{"stage": "zero_shot", "duration_s": numbers[0], "tokens": 3}],
             elapsed_time_s=numbers[1],
         )
-        Ledger(tmp_path).write(record)
-        read = Ledger(tmp_path).read(record.key)
+        Ledger(FolderStore(tmp_path)).write(record)
+        read = Ledger(FolderStore(tmp_path)).read(record.key)
         assert read is not None
         assert same(read, record)
 
@@ -64,21 +64,21 @@ def test_files_are_strict_and_stable_json(tmp_path: Path) -> None:
         raise AssertionError(f"{name} is no JSON")
 
     record = replace(RECORD, metrics={"ppl": math.inf, "acc_mean": math.nan})
-    Ledger(tmp_path).write(record)
-    text = (tmp_path / "0f.json").read_text(encoding="utf-8")
+    Ledger(FolderStore(tmp_path)).write(record)
+    text = (tmp_path / "ledger" / "0f.json").read_text(encoding="utf-8")
     assert json.loads(text, parse_constant=refuse)["metrics"] == {"acc_mean": "nan", "ppl": "inf"}
     assert text.endswith("}\n")
-    Ledger(tmp_path).write(replace(record, metrics=dict(reversed(record.metrics.items()))))
-    assert (tmp_path / "0f.json").read_text(encoding="utf-8") == text
+    Ledger(FolderStore(tmp_path)).write(replace(record, metrics=dict(reversed(record.metrics.items()))))
+    assert (tmp_path / "ledger" / "0f.json").read_text(encoding="utf-8") == text
 
 
 def test_numpy_numbers_are_written_as_plain_ones() -> None:
     value = {"a": np.float32(0.5), "b": np.int64(3), "c": [np.float64("inf")], "d": np.bool_(True), "e": (1, None)}
-    assert json.loads(ledger.to_json(value)) == {"a": 0.5, "b": 3, "c": ["inf"], "d": True, "e": [1, None]}
+    assert json.loads(files.to_json(value)) == {"a": 0.5, "b": 3, "c": ["inf"], "d": True, "e": [1, None]}
 
 
 def test_unknown_key_and_missing_folder(tmp_path: Path) -> None:
-    empty = Ledger(tmp_path / "not" / "yet")
+    empty = Ledger(FolderStore(tmp_path / "not" / "yet"))
     assert empty.read("0f") is None
     assert empty.records() == []
     empty.write(RECORD)
@@ -86,81 +86,69 @@ def test_unknown_key_and_missing_folder(tmp_path: Path) -> None:
 
 
 def test_records_come_by_key_and_are_replaced(tmp_path: Path) -> None:
-    trials = Ledger(tmp_path)
+    trials = Ledger(FolderStore(tmp_path))
     for key in ("b", "a", "c"):
         trials.write(replace(RECORD, key=key))
     trials.write(replace(RECORD, key="b", status="failed", reason="again"))
     assert [(record.key, record.reason) for record in trials.records()] == [("a", ""), ("b", "again"), ("c", "")]
 
 
-def test_a_killed_writer_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = Ledger(tmp_path)
-    trials.write(RECORD)
-
-    def killed(source: object, target: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger.os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            trials.write(replace(RECORD, status="failed"))
-    assert trials.records() == [RECORD]
-    assert [path.name for path in tmp_path.iterdir()] == ["0f.json"]
-
-
 def test_stray_files_are_ignored(tmp_path: Path) -> None:
-    trials = Ledger(tmp_path)
+    trials = Ledger(FolderStore(tmp_path))
     trials.write(RECORD)
     for name in (".0f.json.abc.tmp", "._0f.json", "notes.txt"):
-        (tmp_path / name).write_text("{", encoding="utf-8")
+        (tmp_path / "ledger" / name).write_text("{", encoding="utf-8")
     assert trials.records() == [RECORD]
 
 
-def test_concurrent_writers_and_readers(tmp_path: Path) -> None:
-    """Writers of the same keys race; a reader in between sees whole records only."""
-    trials = Ledger(tmp_path)
-
-    def write(number: int) -> int:
-        trials.write(replace(RECORD, key=f"{number % 4:02x}", reason="x" * number * 50))
-        return len(trials.records())
-
-    with ThreadPoolExecutor(8) as pool:
-        counts = list(pool.map(write, range(80)))
-    assert max(counts) == 4
-    assert [record.key for record in trials.records()] == ["00", "01", "02", "03"]
-    assert all(path.suffix == ".json" for path in tmp_path.iterdir())
+def with_field(name: str, value: object) -> str:
+    return json.dumps(RECORD.to_dict() | {name: value})
 
 
+# What stands in the file, and what the sentence must hold: the field, its value and what it must be.
 DAMAGED = {
-    "torn": ledger.to_json(RECORD.to_dict())[:-30],
-    "empty": "",
-    "list": "[]",
-    "no_status": json.dumps({"key": "0f", "model": "m", "config": {}}),
-    "bad_status": json.dumps(RECORD.to_dict() | {"status": "done"}),
-    "bad_metric": json.dumps(RECORD.to_dict() | {"metrics": {"ppl": "12.5 or so"}}),
-    "bad_metrics": json.dumps(RECORD.to_dict() | {"metrics": [1]}),
-    "bad_stages": json.dumps(RECORD.to_dict() | {"stages": ["perplexity"]}),
-    "bad_config": json.dumps(RECORD.to_dict() | {"config": None}),
-    "other_key": json.dumps(RECORD.to_dict() | {"key": "10"}),
+    "torn": (files.to_json(RECORD.to_dict())[:-30], "not valid JSON"),
+    "empty": ("", "not valid JSON"),
+    "list": ("[]", "not an object"),
+    "no_status": (json.dumps({"key": "0f", "model": "m", "config": {}}), "(status is missing)"),
+    "bad_status": (
+        with_field("status", "done"),
+        "(status is 'done'; it must be 'complete', 'failed' or 'stopped_early')",
+    ),
+    "bad_metric": (with_field("metrics", {"ppl": "12.5 or so"}), "(metrics.ppl is '12.5 or so'; it must be a number)"),
+    "bad_metrics": (with_field("metrics", [1]), "(metrics is [1]; it must be an object {...})"),
+    "bad_stages": (
+        with_field("stages", ["perplexity"]),
+        "(stages[0] is 'perplexity'; it must be an object {...})",
+    ),
+    "bad_config": (with_field("config", None), "(config is None; it must be an object {...})"),
+    "bad_time": (with_field("elapsed_time_s", True), "(elapsed_time_s is True; it must be a number)"),
+    "other_key": (with_field("key", "11"), "the record of another trial, '11'"),
 }
 
 
-@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED.keys())
-def test_damaged_file_is_named(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "0f.json"
-    path.write_text(text, encoding="utf-8")
-    for read in (Ledger(tmp_path).records, lambda: Ledger(tmp_path).read("0f")):
+@pytest.mark.parametrize(("text", "said"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    store = FolderStore(tmp_path)
+    store.put("ledger/0f.json", text)
+    Ledger(store).write(replace(RECORD, key="10"))
+    path = Ledger(store).path("0f")
+    for read in (Ledger(store).records, lambda: Ledger(store).read("0f")):
         with pytest.raises(UserError) as caught:
             read()
-        assert str(caught.value).startswith(f"{path} is ")
+        assert str(caught.value).startswith(f"{path} is ") and said in str(caught.value)
+    records, damaged = Ledger(store).readable()
+    assert [record.key for record in records] == ["10"]
+    assert [error.path for error in damaged] == [path] and said in damaged[0].what
 
 
 def test_a_newer_version_with_more_fields_is_read(tmp_path: Path) -> None:
-    (tmp_path / "0f.json").write_text(ledger.to_json(RECORD.to_dict() | {"colour": "blue"}), encoding="utf-8")
-    assert Ledger(tmp_path).read("0f") == RECORD
+    store = FolderStore(tmp_path)
+    store.put("ledger/0f.json", files.to_json(RECORD.to_dict() | {"colour": "blue"}))
+    assert Ledger(store).read("0f") == RECORD
 
 
 @pytest.mark.parametrize("value", ["1.5", True, None, "Infinity", []])
 def test_number_takes_numbers_only(value: object) -> None:
     with pytest.raises(ValueError, match="is not a number"):
-        ledger.number(value)
+        files.number(value)

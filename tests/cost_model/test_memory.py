@@ -32,7 +32,7 @@ def test_planned_tensors_are_those_that_torch_allocates(name):
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     plan = stage.plan
     if name == "evaluation":
-        planned = plan.evaluation_activations / EVALUATION_SLACK
+        planned = plan.evaluation_activations / EVALUATION_SLACK["cpu"]
     else:
         planned = plan.accumulators + plan.gradient_activations / FRAGMENTATION["cpu"]
     assert peak <= planned <= TENSORS[name] * peak
@@ -42,7 +42,7 @@ def test_planned_tensors_are_those_that_torch_allocates(name):
 @pytest.mark.parametrize("name", STAGES)
 def test_planned_memory_is_what_fresh_processes_take(name):
     """The peak of the resident set. How much the C library keeps beyond the tensors differs from process to process (in a
-    gradient pass 15 to 50% of them, in an evaluation up to as much again), so that the largest of three counts."""
+    gradient pass 15 to 50% of them, in an evaluation up to twice as much again), so that the largest of three counts."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.memory_stages", name]
     runs = [
@@ -53,7 +53,7 @@ def test_planned_memory_is_what_fresh_processes_take(name):
     measured = max(int(run.stdout) for run in runs)
     plan = build(name).plan
     if name == "evaluation":
-        assert measured <= plan.evaluation_activations <= 2 * measured
+        assert measured <= plan.evaluation_activations <= 2.5 * measured
     else:
         assert measured <= plan.accumulators + plan.gradient_activations <= 1.5 * measured
 

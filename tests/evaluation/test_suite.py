@@ -15,7 +15,7 @@ from tests.quiz import DATA, byte_tokenizer, quiz_items, score_all, unequal_llam
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation import zero_shot
-from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, write_items
+from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
 from tune_prune.evaluation.suite import Outcomes, ZeroShotSuite
 from tune_prune.evaluation.zero_shot import build_suite
 
@@ -142,7 +142,7 @@ def test_outcomes_by_task_follow_the_reported_metric():
 def test_items_are_kept_as_a_table(tmp_path):
     suite = build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), write_quiz(tmp_path, quiz_items()), 512)
     scores = score_all(suite, unequal_llama())
-    write_items(scores, tmp_path / "items.parquet")
+    (tmp_path / "items.parquet").write_bytes(to_parquet(scores))
     rows = pyarrow.parquet.read_table(tmp_path / "items.parquet").to_pylist()
     assert [(row["doc_id"], row["slice"], row["score"]) for row in rows] == [(s.doc_id, s.slice, s.acc) for s in scores]
     for row, item in zip(rows, scores, strict=True):

@@ -36,7 +36,7 @@ ONLY_IN = {
 }
 # Everything outside the standard library that a layer may import; layers that are not named may import anything else.
 ALLOWED = {
-    0: {"numpy"},
+    0: {"numpy", "pydantic", "pydantic_core", "filelock"},
     SIDE: {"numpy", "pandas", "pyarrow", "scipy", "statsmodels", "matplotlib", "jinja2", "optuna"},
 }
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "optuna", "datasets")

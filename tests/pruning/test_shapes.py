@@ -24,6 +24,7 @@ from tune_prune import search
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.pruning import shapes
@@ -326,7 +327,7 @@ def test_a_model_of_uniform_shape_is_a_plain_model_of_its_family(tiny, variant) 
 def test_a_trial_prunes_to_its_shape_and_records_it(shape: str, tmp_path: Path) -> None:
     context = open_context(tmp_path / "artifacts")
     config = replace(BLOCKWISE, method="taylor", shape=shape)
-    record = run_trial(config, context, tmp_path / "trial")
+    record = run_trial(config, context, FolderStore(tmp_path / "trial"))
     assert record.status == "complete" and PruningConfig.from_dict(record.config) == config
     assert record.config["shape"] == shape and record.key == context.key(config) != context.key(
         replace(config, shape="free")
@@ -363,7 +364,7 @@ def test_a_search_of_a_shape(
     out, _ = capfd.readouterr()
     assert f"{tmp_path}/tiny-llama-20-smoke-{shape}-limit5\n" in out and f"-{shape}" in out.partition("best")[2]
     experiment = tmp_path / f"tiny-llama-20-smoke-{shape}-limit5"
-    records = Ledger(experiment / "ledger").records()
+    records = Ledger(FolderStore(experiment)).records()
     assert [record.status for record in records] == ["complete"] * 6
     for record in records:
         assert record.config["shape"] == shape

@@ -10,6 +10,7 @@ import pytest
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
 from tune_prune.core.config import EvaluationProtocol, PruningConfig
 from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration
 from tune_prune.evaluation import perplexity
 from tune_prune.pruning.groups import PruningPlan
@@ -138,7 +139,7 @@ def test_removing_nothing_is_the_baseline(fresh):
 
 
 def test_configurations_that_keep_the_same_groups_are_measured_once(fresh, tmp_path):
-    one = run_trial(replace(BLOCKWISE, method="taylor"), fresh, tmp_path / "one")
+    one = run_trial(replace(BLOCKWISE, method="taylor"), fresh, FolderStore(tmp_path / "one"))
     # The sums over ten samples rank as the means over the same ten: the same plan by another name.
     same_plan = Trial(replace(BLOCKWISE, method="taylor", removal_divisor=4), fresh)
     for _ in same_plan.stages():

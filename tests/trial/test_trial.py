@@ -17,6 +17,7 @@ import torch
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import FolderStore
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method
 from tune_prune.pruning.selection import select
@@ -35,7 +36,7 @@ def context(tmp_path_factory) -> TrialContext:
 def first(context, tmp_path_factory):
     """The first trial of the context, which finds no artifact, and its folder."""
     folder = tmp_path_factory.mktemp("trials") / "key"
-    return run_trial(BLOCKWISE, context, folder), folder
+    return run_trial(BLOCKWISE, context, FolderStore(folder)), folder
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_memory_does_not_grow_from_trial_to_trial(fresh):
 
 
 def test_the_dense_model_through_the_same_evaluation(context, tmp_path):
-    record = run_trial(None, context, tmp_path / "dense")
+    record = run_trial(None, context, FolderStore(tmp_path / "dense"))
     assert record.config == {} and [stage["stage"] for stage in record.stages] == ["perplexity"] + ["zero_shot"] * 5
     assert record.metrics["params_count"] == context.loaded.geometry.total_params
     assert record.metrics["removed_fraction"] == 0
@@ -194,10 +195,10 @@ def test_keys_tell_configurations_models_data_and_protocols_apart(context, tmp_p
 
 IN_A_BARE_PROCESS = """
 import json
-from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial, run_trial
 run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(limit=5), 0, "float32")
@@ -207,7 +208,7 @@ config = PruningConfig("blockwise", 16, 10, 0.2)
 
 
 def test_a_whole_trial_needs_neither_ray_nor_optuna(first, run_without, tmp_path):
-    code = IN_A_BARE_PROCESS + "print(json.dumps(run_trial(config, context, Path(sys.argv[2])).to_dict()))"
+    code = IN_A_BARE_PROCESS + "print(json.dumps(run_trial(config, context, FolderStore(sys.argv[2])).to_dict()))"
     told = run_without(("ray", "optuna", "tensorboard"), code, str(tmp_path / "artifacts"), str(tmp_path / "trial"))
     record = json.loads(told.splitlines()[-1])
     here = json.loads(json.dumps(first[0].metrics))

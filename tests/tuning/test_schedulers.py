@@ -13,7 +13,7 @@ from ray import tune
 
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.evaluation.item_scores import ItemScore, write_items
+from tune_prune.evaluation.item_scores import ItemScore, to_parquet
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster import cluster
 from tune_prune.tuning.stopping.race import RaceScheduler, read_outcomes
@@ -116,7 +116,7 @@ def score(task: str, doc_id: int, part: int, right: bool) -> ItemScore:
 def test_items_of_a_complete_trial_are_read_in_scoring_order(tmp_path):
     items = [score("boolq", 7, 0, True), score("boolq", 2, 0, False), score("piqa", 5, 0, True)]
     items += [score("boolq", 1, 2, True), score("piqa", 0, 2, False), score("piqa", 9, 2, True)]
-    write_items(items, tmp_path / "items.parquet")
+    (tmp_path / "items.parquet").write_bytes(to_parquet(items))
     assert read_outcomes(tmp_path / "items.parquet", 3) == [
         {"boolq": "10", "piqa": "1"},
         {},
@@ -133,7 +133,7 @@ def test_items_that_cannot_be_read_say_which_record_to_remove(tmp_path):
     path.write_bytes(b"no parquet")
     with pytest.raises(UserError, match=r"0123abcd\.json"):
         read_outcomes(path, 3)
-    write_items([score("boolq", 0, 4, True)], path)
+    path.write_bytes(to_parquet([score("boolq", 0, 4, True)]))
     with pytest.raises(UserError, match=r"0123abcd\.json"):
         read_outcomes(path, 3)
 

@@ -24,6 +24,7 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.driver import SearchResult, TuneOptions, run_search
 from tune_prune.tuning.ray_cluster import cluster
@@ -87,7 +88,7 @@ def experiment(local_ray, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def second_start(experiment) -> tuple[list[TrialRecord], SearchResult]:
     """What the killed driver had recorded, and the result of the same search started again."""
-    before = Ledger(experiment / "ledger").records()
+    before = Ledger(FolderStore(experiment)).records()
     return before, run_search(story_jobs(experiment / "artifacts"), TuneOptions(experiment))
 
 
@@ -97,7 +98,7 @@ def test_after_a_kill_exactly_the_rest_is_run(experiment, second_start):
     finished = {record.key for record in before if record.status == "complete"}
     assert KILL_AFTER <= len(before) < len(jobs)
     assert sorted(result.ran) == sorted(spec.key for spec in jobs if spec.key not in finished)
-    after = {record.key: record for record in Ledger(experiment / "ledger").records()}
+    after = {record.key: record for record in Ledger(FolderStore(experiment)).records()}
     assert {key: after[key] for key in finished} == {record.key: record for record in before if record.key in finished}
     assert after == result.records
 
@@ -169,11 +170,11 @@ def test_a_time_limit_that_comes_too_late_does_not_touch_the_record(experiment, 
     settings = WorkerSettings(experiment, experiment / "artifacts", TrialResources(), trial_timeout_s=60)
     specs = {spec.key: spec for spec in jobs}
     worker = tune.with_parameters(PruneTrainable, specs=specs, jobs=[], settings=settings)({"key": jobs[0].key})
-    before = Ledger(experiment / "ledger").records()
+    before = Ledger(FolderStore(experiment)).records()
     worker._time_is_up(jobs[0].key)  # its trial has not begun, or has ended
     worker._watchdog = threading.Timer(60, worker._time_is_up)
     worker._time_is_up(jobs[1].key)  # the actor has gone on to another trial
-    assert Ledger(experiment / "ledger").records() == before
+    assert Ledger(FolderStore(experiment)).records() == before
 
 
 def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(local_ray, tmp_path):
@@ -192,7 +193,7 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(loc
         assert record.stages[-1]["items_scored"] == 10
         assert "10 of 20" in record.reason
         assert record.metrics["acc_mean"] < max(other.metrics["acc_mean"] for other in complete)
-    assert Ledger(tmp_path / "ledger").records() == sorted(result.records.values(), key=lambda record: record.key)
+    assert Ledger(FolderStore(tmp_path)).records() == sorted(result.records.values(), key=lambda record: record.key)
     assert run_search(jobs, options).ran == []
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tune_prune.core.ledger import atomic_write_text, to_json
+from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.records import TrialRecord
 
 

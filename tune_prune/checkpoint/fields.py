@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from tune_prune.core.ledger import number
+from tune_prune.core.files import number
 
 
 class Fields:

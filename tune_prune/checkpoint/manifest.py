@@ -22,7 +22,7 @@ from tune_prune import __version__
 from tune_prune.checkpoint.fields import Fields
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import atomic_write_text, to_json
+from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.models import loading, weight_files
 from tune_prune.models.registration import PREFIX
 from tune_prune.pruning.groups import PruningPlan

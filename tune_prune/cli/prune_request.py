@@ -1,6 +1,6 @@
 """What `prune` is asked for: a model, a configuration, and what a search already knows about it.
 
-From a search comes the plan of what to keep (trials/<key>/pruning_plan.json), which is then carried out as it was
+From a search comes the plan of what to keep (trials/<key>/pruning_plan.json), which is then executed as it was
 measured. Without it, the same steps as in a trial find it again: calibration, scores, selection.
 """
 
@@ -21,9 +21,10 @@ from tune_prune.checkpoint.manifest import run_from_dict
 from tune_prune.checkpoint.save import Origin
 from tune_prune.cli.plan_text import shown_path
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import parse_json
+from tune_prune.core.files import parse_json
+from tune_prune.core.store import BASELINES, BEST_CONFIG, EXPERIMENT, LEDGER, PLAN
 from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint, measured_on
 from tune_prune.models import catalog, loading
@@ -34,12 +35,9 @@ from tune_prune.pruning.methods import load_method
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
-BEST = "global_best_config.json"
-PLAN = "pruning_plan.json"
-
 
 @dataclass(frozen=True)
-class Order:
+class PruneRequest:
     """One configuration of one model. Without a search, only the first two are known."""
 
     run: ModelRun
@@ -57,16 +55,18 @@ class Order:
         return Origin(asdict(self.config), self.source, self.metrics, self.measured_on, self.baseline)
 
 
-def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> Order:
+def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> PruneRequest:
     """The best configuration that a search (global_best_config.json, or its folder) or an analysis (best_config.json) names.
 
     `label` says which model of several; `base` and `revision` where that model is, if not where it was searched. Raises
     UserError.
     """
     path = Path(asked).expanduser()
-    path = path / BEST if path.is_dir() else path
+    path = path / BEST_CONFIG if path.is_dir() else path
     if not path.is_file():
-        raise UserError(f"--config {asked} does not exist; name the {BEST} that a search has written, or its folder")
+        raise UserError(
+            f"--config {asked} does not exist; name the {BEST_CONFIG} that a search has written, or its folder"
+        )
     try:
         values = parse_json(path)
         entries = values["models"] if "models" in values else {values["model"]: values}
@@ -79,8 +79,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{path} names no configuration of a search ({cause}); give the {BEST} that a search has written, or all of --model, "
-            "--method, --seq-len and --num-samples"
+            f"{path} names no configuration of a search ({cause}); give the {BEST_CONFIG} that a search has written, or all of "
+            "--model, --method, --seq-len and --num-samples"
         ) from error
     if run is None:
         raise UserError(
@@ -91,7 +91,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     known = _known(trial, entry, run)
     if base is not None or revision is not None:
         run = _moved(run, base, revision)
-    return Order(run, config, source=source, artifact_dir=_artifacts(trial, path), **known)
+    return PruneRequest(run, config, source=source, artifact_dir=_artifacts(trial, path), **known)
 
 
 def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
@@ -133,11 +133,11 @@ def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[
             known |= {"plan": PruningPlan.from_dict(parse_json(trial / PLAN)), "plan_file": trial / PLAN}
         except (KeyError, TypeError) as error:
             raise UserError(f"{trial / PLAN} holds no plan ({error!r}); delete it to have it found again") from error
-    meaning = _part(experiment / "experiment.json", "models", run.label, "meaning") or {}
+    meaning = _part(experiment / EXPERIMENT, "models", run.label, "meaning") or {}
     found = {
         "fingerprint": meaning.get("model"),
-        "metrics": _part(experiment / "ledger" / f"{trial.name}.json", "metrics"),
-        "baseline": _part(experiment / "baseline.json", run.label, "metrics"),
+        "metrics": _part(experiment / LEDGER / f"{trial.name}.json", "metrics"),
+        "baseline": _part(experiment / BASELINES, run.label, "metrics"),
         "measured_on": _same_data(run, meaning.get("data")),
     }
     return known | {name: value for name, value in found.items() if value is not None}
@@ -175,13 +175,12 @@ def _baseline(values: Mapping[str, Any] | None) -> dict[str, float] | None:
     )
 
 
-def from_flags(args: argparse.Namespace) -> Order:
+def from_flags(args: argparse.Namespace) -> PruneRequest:
     """The configuration that the flags of prune.py name. Raises UserError."""
+    from tune_prune.planning import resolve
     from tune_prune.planning.plan import SearchSettings
-    from tune_prune.planning.preflight import model_run
 
     load_method(args.method)
-    source = catalog.resolve(args.model, args.revision)
     settings = SearchSettings(
         models=(args.model,),
         revision=args.revision,
@@ -189,43 +188,47 @@ def from_flags(args: argparse.Namespace) -> Order:
         data_dir=args.data_dir,
         seed=args.seed or 0,
     )
-    run = model_run(settings, args.model, source, "bfloat16" if torch.cuda.is_available() else "float32")
-    model_config = loading.load_config(source)
-    origin.require_dense(source, model_config)
-    _, geometry = loading.config_geometry(model_config)
-    tokenizer = loading.load_tokenizer(source)
-    checks.check_calibration(run, source, model_config, tokenizer, (args.seq_len,), args.num_samples)
-    if args.align is not None and args.shape != "aligned":
-        raise UserError(f"--align {args.align} is for --shape aligned; leave it out or add --shape aligned")
-    shape = shapes.resolve(args.shape or "free", args.align, geometry.total_params)
-    ratio = 0.2 if args.pruning_ratio is None else args.pruning_ratio
-    divisor = PruningConfig.removal_divisor if args.removal_divisor is None else args.removal_divisor
-    config = PruningConfig(args.method, args.seq_len, args.num_samples, ratio, divisor, shape)
-    selection.budget(geometry, ratio, shape)
+    dense = resolve.dense_model(settings, args.model, "bfloat16" if torch.cuda.is_available() else "float32")
+    given = {name: getattr(args, row.short) for name, row in HYPERPARAMETERS.items()}
+    values = {name: HYPERPARAMETERS[name].default if value is None else value for name, value in given.items()}
+    (shape,) = resolve.aligned((values["shape"],), args.align)
+    config = PruningConfig(**values | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)})
+    selection.budget(dense.geometry, config.pruning_ratio, config.shape)
+    lengths, count = (config.taylor_seq_len,), config.taylor_num_samples
+    checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
     shared = Path("ray_results") / artifact_cache.FOLDER
-    return Order(run, config, source=run.to_dict(), artifact_dir=shared.absolute() if shared.is_dir() else None)
+    return PruneRequest(
+        dense.run,
+        config,
+        source=dense.run.to_dict(),
+        artifact_dir=shared.absolute() if shared.is_dir() else None,
+    )
 
 
-def carry_out(order: Order, device: str, dtype: str | None) -> tuple[LoadedModel, PruningPlan, str]:
+def execute(request: PruneRequest, device: str, dtype: str | None) -> tuple[LoadedModel, PruningPlan, str]:
     """The dense model in `dtype` (None: its own) on `device`, the plan, and in words where that comes from. Raises
     UserError where the model cannot be had or is not the one that was searched."""
     device = loading.pick_device(device)
-    source = catalog.resolve(order.run.model, order.run.revision)
+    source = catalog.resolve(request.run.model, request.run.revision)
     config = loading.load_config(source)
     origin.require_dense(source, config)
     found = loading.fingerprint(source, config)
-    if order.fingerprint is not None and found != order.fingerprint:
+    if request.fingerprint is not None and found != request.fingerprint:
         raise UserError(
             f"{source.location} is not the model that was searched (its files have another content); give that one with --base, "
             "or search again"
         )
     wanted = getattr(torch, dtype) if dtype else (getattr(config, "dtype", None) or torch.float32)
-    if order.plan is not None and order.plan_file is not None:
-        return loading.load_model(source, wanted, device), order.plan, f"as searched ({shown_path(order.plan_file)})"
+    if request.plan is not None and request.plan_file is not None:
+        return (
+            loading.load_model(source, wanted, device),
+            request.plan,
+            f"as searched ({shown_path(request.plan_file)})",
+        )
     with ExitStack() as stack:
-        folder = order.artifact_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="tune_prune_"))
-        context = TrialContext.open(order.run, folder, device)
-        trial = Trial(order.config, context)
+        folder = request.artifact_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="tune_prune_"))
+        context = TrialContext.open(request.run, folder, device)
+        trial = Trial(request.config, context)
         for report in trial.stages():
             print(f"{report.stage:<12} {report.tokens:,} tokens, {report.duration_s:.1f} s", flush=True)
             if trial.plan is not None:
@@ -235,4 +238,4 @@ def carry_out(order: Order, device: str, dtype: str | None) -> tuple[LoadedModel
     if loaded.model.dtype != wanted:
         del context, trial.context  # before the weights are loaded again
         loaded = loading.load_model(source, wanted, device)
-    return loaded, trial.plan, f"found here (calibration: {order.run.calibration})"
+    return loaded, trial.plan, f"found here (calibration: {request.run.calibration})"

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import canonical_json, digest
-from tune_prune.core.ledger import atomic_write_bytes
+from tune_prune.core.store import FolderStore
 
 log = logging.getLogger(__name__)
 
@@ -28,20 +29,21 @@ class ArtifactStore:
     """The cache in one folder, which need not exist yet."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self._store = FolderStore(folder)
+        self.folder = self._store.folder
 
     def path(self, kind: str, key: dict[str, Any]) -> Path:
-        return self.folder / f"{kind}-{digest(key)}.npz"
+        return self._store.path(_name(kind, key))
 
     def get(self, kind: str, key: dict[str, Any]) -> dict[str, np.ndarray] | None:
         """The arrays stored under `key` (plain data), or None where there are none or the file is damaged."""
         path = self.path(kind, key)
         try:
-            content = path.read_bytes()
-        except FileNotFoundError:
+            content = self._store.get(_name(kind, key))
+        except DamagedFile as error:
+            log.warning("artifact %s is %s; it is computed again", path, error.what)
             return None
-        except OSError as error:
-            log.warning("artifact %s cannot be read (%s); it is computed again", path, error)
+        if content is None:
             return None
         archive, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
         if hashlib.sha256(archive).digest() != checksum:
@@ -56,5 +58,8 @@ class ArtifactStore:
         named: dict[str, Any] = {"key": np.array(canonical_json(key)), **arrays}
         np.savez(archive, **named)
         checksum = hashlib.sha256(archive.getbuffer()).digest()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        atomic_write_bytes(self.path(kind, key), archive.getvalue() + checksum)
+        self._store.put(_name(kind, key), archive.getvalue() + checksum)
+
+
+def _name(kind: str, key: dict[str, Any]) -> str:
+    return f"{kind}-{digest(key)}.npz"

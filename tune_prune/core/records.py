@@ -6,10 +6,31 @@ not percent); *_s are seconds, *_bytes bytes, *_tokens tokens.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PlainValidator, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+
+from tune_prune.core.errors import validation_problem
+from tune_prune.core.files import NON_FINITE, number
 
 Status = Literal["complete", "failed", "stopped_early"]
+
+
+def _number(value: Any) -> float | int:
+    try:
+        return number(value)
+    except ValueError as error:
+        raise PydanticCustomError("number", "Input should be a number") from error
+
+
+# As `to_json` writes it, a whole one as it is.
+Number = Annotated[float, PlainValidator(_number)]
+_StageValue = Annotated[
+    Any, BeforeValidator(lambda value: NON_FINITE.get(value, value) if isinstance(value, str) else value)
+]
 
 
 @dataclass
@@ -34,22 +55,28 @@ class TrialRecord:
     config: dict[str, Any]  # PruningConfig as a dict; {} for the dense baseline
     status: Status
     reason: str = ""  # why it failed or was stopped; empty when complete
-    metrics: dict[str, float] = field(default_factory=dict)
-    stages: list[dict[str, Any]] = field(default_factory=list)  # StageReport dicts without metrics
+    metrics: dict[str, Number] = field(default_factory=dict)
+    stages: list[dict[str, _StageValue]] = field(default_factory=list)  # StageReport dicts without metrics
     started_at: str = ""  # ISO 8601, UTC
-    elapsed_time_s: float = 0.0
+    elapsed_time_s: Number = 0.0
     peak_memory_bytes: int = 0  # GPU: torch's peak; CPU: the process's peak resident set
     host: str = ""
-    resources: dict[str, float] = field(default_factory=dict)
+    resources: dict[str, Number] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what a reader of the numbers should know, in sentences
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrialRecord:
-        """Unknown keys (of a newer version) are ignored; a missing required key is a KeyError."""
-        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        for name in ("key", "model", "config", "status"):
-            known[name] = values[name]
-        return cls(**known)
+    def from_dict(cls, values: Any) -> TrialRecord:
+        """The inverse of `to_dict`, also after `to_json`. Unknown fields (of a newer version) are ignored. Raises ValueError that
+        names a field which is missing or wrong."""
+        try:
+            return _record_type().validate_python(values)
+        except ValidationError as error:
+            raise ValueError(validation_problem(error)) from error
+
+
+@cache
+def _record_type() -> TypeAdapter[TrialRecord]:
+    return TypeAdapter(TrialRecord)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -92,6 +91,8 @@ def items_table(items: Iterable[ItemScore]) -> pyarrow.Table:
     return pyarrow.Table.from_pylist([vars(item) | {"score": item.score} for item in items], schema=_SCHEMA)
 
 
-def write_items(items: Iterable[ItemScore], path: Path) -> None:
-    """Writes `items_table` as a Parquet file."""
-    pyarrow.parquet.write_table(items_table(items), path)
+def to_parquet(items: Iterable[ItemScore]) -> bytes:
+    """The content of a Parquet file of `items_table`."""
+    content = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(items_table(items), content)
+    return content.getvalue().to_pybytes()

@@ -9,21 +9,19 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import atomic_write_text, parse_json, to_json
+from tune_prune.core.files import to_json
+from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, FolderStore
+from tune_prune.planning.plan import Plan, one_or_list
 
-if TYPE_CHECKING:
-    from tune_prune.planning.plan import Plan
-
-FILE = "experiment.json"
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
 
 
-def place(storage_path: str, name: str | None, default_name: str) -> Path:
+def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Path:
     """The absolute folder of an experiment. Raises UserError where it cannot be written; creates nothing."""
     if name is not None and not re.fullmatch(r"\w[\w .+-]{0,99}", name):
         raise UserError(
@@ -47,21 +45,22 @@ def place(storage_path: str, name: str | None, default_name: str) -> Path:
     return folder
 
 
-def check_same_identity(folder: Path, identities: Mapping[str, Mapping[str, Any]]) -> None:
+def check_same_identity(store: FolderStore, identities: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse to add trials of another identity to an experiment that has results, and say what differs.
 
     `identities` is ModelPlan.identity() by label.
     """
-    if not (folder / "baseline.json").exists() and not any((folder / "ledger").glob("*.json")):
+    if store.get(BASELINES) is None and not store.names(LEDGER):
         return
+    models = _models(store)
     changes: list[str] = []
     for label, new in identities.items():
-        old = _models(folder).get(label, {}).get("meaning")
+        old = models.get(label, {}).get("meaning")
         if old is not None:
             changes += [f"{label}: {change}" for change in _changes(_flat(old), _flat(new))]
     if changes:
         raise UserError(
-            f"experiment {folder} was made with other settings ({'; '.join(changes)}); use them again, or start another "
+            f"experiment {store.folder} was made with other settings ({'; '.join(changes)}); use them again, or start another "
             "experiment with --name"
         )
 
@@ -84,53 +83,46 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _models(folder: Path) -> dict[str, Any]:
+def _models(store: FolderStore) -> dict[str, Any]:
     """What experiment.json says of each model, by label; nothing where there is no such file."""
-    path = folder / FILE
-    if not path.is_file():
+    about = store.read(EXPERIMENT)
+    if about is None:
         return {}
-    models = parse_json(path).get("models")
+    models = about.get("models")
     if not isinstance(models, dict) or not all(
         isinstance(model, dict) and isinstance(model.get("meaning", {}).get("protocol"), dict)
         for model in models.values()
     ):
         raise UserError(
-            f"{path} does not describe an experiment; restore it from a copy, or start another experiment with --name"
+            f"{store.path(EXPERIMENT)} does not describe an experiment; restore it from a copy, or start another experiment "
+            "with --name"
         )
     return models
 
 
-def write(plan: Plan, command: list[str]) -> None:
-    """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept."""
-    path = plan.experiment_dir / FILE
-    models = _models(plan.experiment_dir)
+def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
+    """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept; gives all of
+    them, by label. Hold `store.lock()`: another search may have started since the plan was made."""
+    check_same_identity(store, {model.run.label: model.identity() for model in plan.models})
+    models = _models(store)
     for model in plan.models:
         models[model.run.label] = {
             "run": model.run.to_dict(),
             "meaning": model.identity(),
             "geometry": asdict(model.geometry),
-            "target_params": model.target_params,
+            "target_params": one_or_list(model.targets.values()),
             "trial_keys": {key: config.name for config, key in model.trials},
         }
-    plan.experiment_dir.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(
-        path,
+    store.put(
+        EXPERIMENT,
         to_json(
             {
                 "schema_version": 1,
                 "command": command,
                 "settings": asdict(plan.settings),
-                "search": plan.search,
-                "num_trials": plan.num_trials,
-                "space": {
-                    "name": plan.space.name,
-                    "method": list(plan.space.method),
-                    "taylor_seq_len": list(plan.space.seq_len),
-                    "taylor_num_samples": list(plan.space.num_samples),
-                    "pruning_ratio": plan.pruning_ratio,
-                    "removal_divisor": plan.space.removal_divisor,
-                    "shape": plan.shape,
-                },
+                "search": plan.space.search,
+                "num_trials": plan.trials_per_model,
+                "space": {"name": plan.space.name} | plan.searched(),
                 "models": models,
                 "versions": {"tune_prune": __version__}
                 | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
@@ -138,6 +130,7 @@ def write(plan: Plan, command: list[str]) -> None:
             }
         ),
     )
+    return models
 
 
 def git_commit() -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.ledger import parse_json
+from tune_prune.core.store import BASELINES, FolderStore
 from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.speed import Speed, SpeedRequest, measure
@@ -22,12 +23,12 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     None where no worker of the cluster was free to measure its speed.
     """
     settings, device = plan.settings, plan.resources.device
-    baselines = plan.experiment_dir / "baseline.json"
-    measured = parse_json(baselines).keys() if baselines.exists() else ()
+    measured = (FolderStore(plan.experiment_dir).read(BASELINES) or {}).keys()
     works = []
     for model in plan.models:
+        configs = [config for config, _ in model.trials]
         pending = [config for config, key in model.trials if key not in finished]
-        trials = plan.num_trials - (len(model.trials) - len(pending))
+        trials = plan.trials_per_model - (len(model.trials) - len(pending))
         passes = passes_to_make(pending if trials > 0 else [], model.run, model.model_fingerprint, device, store)
         if trials <= 0 and model.run.label in measured:
             continue
@@ -44,7 +45,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
                 passes=dict(list(passes.items())[: max(0, trials)]),  # an adaptive trial visits one seq_len at most
                 baseline=model.run.label not in measured,
                 trials=max(0, trials),
-                removed_params=model.target_params,
+                removed_params=round(mean(model.targets[config.pruning_ratio] for config in pending or configs)),
                 perplexity_tokens=model.workload.perplexity_tokens,
                 perplexity_window=model.workload.perplexity_window,
                 zero_shot=model.workload.zero_shot,
@@ -55,9 +56,9 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
         notes.append("~ zero-shot tokens are estimated from a sample of the items")
     if settings.scheduler != "none":
         notes.append(f"an upper bound: {settings.scheduler} stops trials early")
-    elif plan.search == "optuna":
+    elif plan.space.search == "optuna":
         notes.append("an upper bound: trials at the same seq_len share their passes")
-    return estimate(works, plan.slots, plan.resources.gpus, plan.search == "optuna", notes)
+    return estimate(works, plan.slots, plan.resources.gpus, plan.space.search == "optuna", notes)
 
 
 def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> Speed | None:

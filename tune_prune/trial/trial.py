@@ -23,16 +23,16 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.ledger import atomic_write_text, to_json
+from tune_prune.core.files import to_json
 from tune_prune.core.records import StageReport, Status, TrialRecord
-from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, write_items
+from tune_prune.core.store import GRADIENTS, ITEMS, PLAN, PLAN_COMPARISON, FolderStore
+from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
 from tune_prune.pruning.diagnostics import (
     extreme_pruning_layers,
     gradient_diagnosis,
@@ -187,28 +187,25 @@ class Trial:
             notes=self.context.notes,
         )
 
-    def write_files(self, folder: Path) -> None:
-        """trials/<key>/: what each decision was made from, and every item's outcome."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def write_files(self, store: FolderStore) -> None:
+        """The trial's own files: what each decision was made from, and every item's outcome."""
         geometry = self.context.loaded.geometry
         if self.plan is not None:
-            atomic_write_text(folder / "pruning_plan.json", to_json(self.plan.to_dict()))
-            atomic_write_text(folder / "pruning_comparison.json", to_json(pruning_comparison(self.plan, geometry)))
+            store.put(PLAN, to_json(self.plan.to_dict()))
+            store.put(PLAN_COMPARISON, to_json(pruning_comparison(self.plan, geometry)))
         if self.importance is not None:
-            atomic_write_text(
-                folder / "gradient_diagnosis.json", to_json(gradient_diagnosis(self.importance.gradients))
-            )
+            store.put(GRADIENTS, to_json(gradient_diagnosis(self.importance.gradients)))
         if self.items:
-            write_items(self.items, folder / "items.parquet")
+            store.put(ITEMS, to_parquet(self.items))
 
 
-def run_trial(config: PruningConfig | None, context: TrialContext, folder: Path | None = None) -> TrialRecord:
-    """The whole trial at once; its files go to `folder`. Raises what its stages raise."""
+def run_trial(config: PruningConfig | None, context: TrialContext, store: FolderStore | None = None) -> TrialRecord:
+    """The whole trial at once; its files go to `store`. Raises what its stages raise."""
     trial = Trial(config, context)
     for _ in trial.stages():
         pass
-    if folder is not None:
-        trial.write_files(folder)
+    if store is not None:
+        trial.write_files(store)
     return trial.record()
 
 

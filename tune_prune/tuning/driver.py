@@ -17,11 +17,13 @@ from ray import tune
 from ray.tune import Callback
 from ray.tune.experiment import Trial as RayTrial
 
+from tune_prune.core import artifact_cache
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import seed_for
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, TUNE, FolderStore
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.tuning import preparation
 from tune_prune.tuning.callbacks import LedgerCallback, TensorBoardCallback
@@ -82,10 +84,11 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     if not folder.is_absolute():
         raise UserError(f"the experiment folder is {str(folder)!r}; workers need an absolute path")
     folder.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(folder / "ledger")
+    store = FolderStore(folder)
+    ledger = Ledger(store)
     known = [record for key in specs if (record := ledger.read(key)) is not None]
     searcher, pending = _pending(list(specs.values()), known, options)
-    baselines = preparation.read_baselines(folder / "baseline.json")
+    baselines = read_baselines(store)
     missing = [run for run in dict.fromkeys(spec.run for spec in specs.values()) if run.label not in baselines]
     if not pending and not missing:
         return SearchResult({record.key: record for record in known}, [], baselines)
@@ -95,7 +98,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         slots = trial_slots(options.resources, nodes)
         cluster.check_shared_storage(folder)
         failures = {record.key: record for record in known if record.status == "failed"}
-        artifact_dir = options.artifact_dir or folder / "artifacts"
+        artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
         settings = WorkerSettings(folder, artifact_dir, options.resources, options.trial_timeout_s, failures)
 
         finished = [record for record in known if record.status != "failed"]
@@ -106,7 +109,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
 
         def keep(run: ModelRun, baseline: TrialRecord) -> None:
             baselines[run.label] = baseline
-            preparation.write_baselines(folder / "baseline.json", baselines)
+            write_baselines(store, baselines)
             for note in baseline.notes:
                 line.say(f"note: {run.label}: {note}")
 
@@ -178,8 +181,8 @@ def _tune(
         ),
         run_config=tune.RunConfig(
             name=f"{datetime.now():%Y%m%d-%H%M%S}",
-            storage_path=str(folder / "tune"),
-            callbacks=[ledger, TensorBoardCallback(folder / "tensorboard", specs), *callbacks],
+            storage_path=str(folder / TUNE),
+            callbacks=[ledger, TensorBoardCallback(folder / TENSORBOARD, specs), *callbacks],
             failure_config=tune.FailureConfig(max_failures=CRASHES_PER_TRIAL),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             stop=StopAtFailure(queue),
@@ -210,9 +213,7 @@ def _known_outcomes(
 ) -> dict[str, list[dict[str, str]]]:
     """The item outcomes of complete trials, slice by slice: they go on competing when a race is started again."""
     return {
-        record.key: read_outcomes(
-            folder / "trials" / record.key / "items.parquet", len(specs[record.key].run.protocol.slices)
-        )
+        record.key: read_outcomes(folder / TRIALS / record.key / ITEMS, len(specs[record.key].run.protocol.slices))
         for record in finished
         if record.status == "complete"
     }

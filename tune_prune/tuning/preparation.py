@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from tune_prune.core.config import ModelRun
-from tune_prune.core.ledger import PassLog, atomic_write_text, parse_json, parse_record, to_json
+from tune_prune.core.ledger import PassLog
 from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.core.store import TRIALS
 from tune_prune.trial import trial
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import SharedStatistics
@@ -62,24 +61,12 @@ def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) ->
 def run_job(job: PrepareJob, context: TrialContext, settings: WorkerSettings) -> Prepared:
     """Do a job in the worker that has its model open; every pass is noted as soon as it is made."""
     if job.seq_len is not None and job.shared is not None:
-        passes = PassLog(settings.experiment_dir / "passes")
+        passes = PassLog(settings.store)
         reports = []
         for what, report in trial.prepare(context, job.seq_len, job.shared):
             passes.write(what, report)
             reports.append(report)
         return Prepared(reports)
-    record = trial.run_trial(None, context, settings.experiment_dir / "trials" / context.key(None))
+    record = trial.run_trial(None, context, settings.store.within(f"{TRIALS}/{context.key(None)}"))
     record.resources = settings.resources.to_ray()
     return Prepared(baseline=record)
-
-
-def read_baselines(path: Path) -> dict[str, TrialRecord]:
-    """The dense models' records by label; empty when there is no file yet. UserError if it is damaged."""
-    if not path.exists():
-        return {}
-    return {label: parse_record(values, path) for label, values in parse_json(path).items()}
-
-
-def write_baselines(path: Path, baselines: dict[str, TrialRecord]) -> None:
-    values: dict[str, Any] = {label: record.to_dict() for label, record in baselines.items()}
-    atomic_write_text(path, to_json(values))

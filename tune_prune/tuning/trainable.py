@@ -18,6 +18,7 @@ from ray import tune
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport, Status, TrialRecord
+from tune_prune.core.store import TRIALS
 from tune_prune.trial.trial import SharedStatistics, Trial
 from tune_prune.tuning.preparation import PrepareJob, run_job
 from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
@@ -128,7 +129,7 @@ class PruneTrainable(tune.Trainable):
             self._metrics |= last.metrics
         self.cleanup()
         record = self._record("complete")
-        self._trial.write_files(self._settings.experiment_dir / "trials" / self._spec.key)
+        self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
         self._settings.ledger.write(record)
         return self._result("complete", record, report)
 

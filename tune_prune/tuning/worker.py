@@ -9,6 +9,7 @@ from pathlib import Path
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.ray_cluster.resources import TrialResources, claim
 
@@ -40,8 +41,12 @@ class WorkerSettings:
     earlier_failures: dict[str, TrialRecord] = field(default_factory=dict)  # by key, from before this search
 
     @property
+    def store(self) -> FolderStore:
+        return FolderStore(self.experiment_dir)
+
+    @property
     def ledger(self) -> Ledger:
-        return Ledger(self.experiment_dir / "ledger")
+        return Ledger(self.store)
 
     def failure_of_this_search(self, key: str) -> TrialRecord | None:
         """The failed record that a worker of this search left, not one of an earlier start."""

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from tune_prune.core.ledger import atomic_write_bytes
+from tune_prune.core.files import atomic_write_bytes
 
 SINGLE, DOUBLE = 3.3, 6.9  # inches: width of one column and of both
 SMALL, TINY = 7, 6  # pt; all else is 8

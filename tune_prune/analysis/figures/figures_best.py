@@ -17,9 +17,9 @@ from tune_prune.analysis.figures import figure_style
 from tune_prune.analysis.figures.figure_style import BLACK, BLUE, DOUBLE, GREY, ORANGE, SINGLE, SMALL
 from tune_prune.analysis.statistics.findings import ModelFindings
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import number, parse_json
+from tune_prune.core.files import number, parse_json
+from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON
 
-GRADIENTS, COMPARISON = "gradient_diagnosis.json", "pruning_comparison.json"
 MAX_LAYERS_IN_COLUMN = 40
 _PARTS = (("kv_groups", "attention (KV groups)", ORANGE, "s"), ("mlp_channels", "MLP (channels)", BLUE, "o"))
 
@@ -60,7 +60,7 @@ def layer_shares(trial_folder: Path) -> pd.DataFrame | None:
     """The share of each layer that a trial kept, of kv_groups, mlp_channels and params; None if its file is not there."""
     names = ("kv_groups", "mlp_channels", "params")
     columns = [f"{name}_{when}" for name in names for when in ("before", "kept")]
-    table = layer_table(trial_folder / COMPARISON, columns)
+    table = layer_table(trial_folder / PLAN_COMPARISON, columns)
     if table is None:
         return None
     return pd.DataFrame({name: table[f"{name}_kept"] / table[f"{name}_before"] for name in names})

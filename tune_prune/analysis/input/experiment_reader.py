@@ -1,39 +1,41 @@
-"""Reads one place an analysis is given, an experiment folder in any state or a results file, as a `Part` per model.
+"""Reads one input of an analysis, an experiment folder in any state or a results file, as the `ModelRows` of each model.
 
 Of an experiment whatever is left counts: what is damaged or missing is a `Problem`, and the rest is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
-from tune_prune.analysis.input.load import frame
-from tune_prune.analysis.input.results_csv import FILE, read_results_csv
+from tune_prune.analysis.input.results_csv import read_results_csv
+from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Problem
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import digest
-from tune_prune.core.ledger import Ledger, parse_json, parse_record
+from tune_prune.core.ledger import Ledger, parse_record
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, FolderStore
 
 _TELLS = {
-    "experiment.json": "what was planned, and how it was measured,",
-    "baseline.json": "what the dense model scores",
+    EXPERIMENT: "what was planned, and how it was measured,",
+    BASELINES: "what the dense model scores",
 }
 
 
 @dataclass
-class Part:
-    """The trials of one model from one place."""
+class ModelRows:
+    """The trials of one model from one experiment or file."""
 
     label: str
     measured: str | None  # equal for what was measured alike: a key; None if that is lost
-    rows: pd.DataFrame  # as `load.frame`, and `where`
+    rows: pd.DataFrame  # as `rows.frame`, and `where`
     origin: Path
     baseline: Mapping[str, float] = field(default_factory=dict)
     source: Mapping[str, Any] | None = None
@@ -46,15 +48,13 @@ class Part:
 
 def is_experiment(folder: Path) -> bool:
     """Whether something of an experiment is there."""
-    return (folder / "ledger").is_dir() or any(
-        (folder / name).is_file() for name in ("experiment.json", "baseline.json")
-    )
+    return (folder / LEDGER).is_dir() or any((folder / name).is_file() for name in (EXPERIMENT, BASELINES))
 
 
-def read_published(path: Path, label: str) -> Part:
+def read_published(path: Path, label: str) -> ModelRows:
     """The trials of a results file under that label. UserError if it cannot be read."""
     file = read_results_csv(path, label)
-    part = Part(label, f"csv {label}", file.rows, path, file.baseline, published=True)
+    part = ModelRows(label, f"csv {label}", file.rows, path, file.baseline, published=True)
     part.rows["where"] = [f"line {line} of {path}" for line in file.lines]
     for text in file.notes:
         part.note(text, "note")
@@ -65,92 +65,95 @@ def read_published(path: Path, label: str) -> Part:
 
 def read_experiment(
     folder: Path, experiments: dict[Path, Mapping[str, Any]], costs: dict[Path, Mapping[str, Any]]
-) -> list[Part]:
-    """A part per model of the experiment, and its experiment.json and cost.json where they can be read."""
+) -> list[ModelRows]:
+    """The rows of each model of the experiment, and its experiment.json and cost.json where they can be read."""
     lost: list[tuple[str, str]] = []  # where, what: of no model in particular
-    about = _object(folder / "experiment.json", lost)
+    store = FolderStore(folder)
+    about = _object(store, EXPERIMENT, lost)
     if about:
         experiments[folder] = about
-    if (folder / "cost.json").is_file() and (cost := _object(folder / "cost.json", lost)):
+    if (folder / COST).is_file() and (cost := _object(store, COST, lost)):
         costs[folder] = cost
-    known = about.get("models")
-    models: dict[str, Any] = {k: v for k, v in known.items() if isinstance(v, dict)} if isinstance(known, dict) else {}
-    baselines = _baselines(folder / "baseline.json", lost)
-    records = _records(folder / "ledger", lost)
-    if not (folder / "ledger").is_dir() and (folder / FILE).is_file():
-        lost.append((str(folder / "ledger"), f"it is missing: the trials are those of {FILE}"))
+    baselines = _baselines(store, lost)
+    records = _records(Ledger(store), lost)
+    if not (folder / LEDGER).is_dir() and (folder / RESULTS).is_file():
+        lost.append((str(folder / LEDGER), f"it is missing: the trials are those of {RESULTS}"))
         try:
-            rows = read_results_csv(folder / FILE, None).rows
+            rows = read_results_csv(folder / RESULTS, None).rows
         except UserError as error:
-            lost.append((str(folder / FILE), str(error)))
+            lost.append((str(folder / RESULTS), str(error)))
             rows = frame([], folder)
     else:
         rows = frame(records, folder)
-    labels = list(dict.fromkeys([*models, *rows["model"], *baselines]))
-    if not labels:
+    found = model_rows(folder, about, baselines, rows, lost)
+    if not found:
         raise UserError(f"experiment {folder} holds no trial and names no model ({_joined(lost)}); name another folder")
-    parts = []
-    for label in labels:
-        mine, entry = rows[rows["model"] == label].reset_index(drop=True), models.get(label, {})
-        mine["where"] = [f"trial {key} of {folder}" for key in mine["key"]]
+    return found
+
+
+def model_rows(
+    folder: Path,
+    about: Mapping[str, Any],
+    baselines: Mapping[str, TrialRecord],
+    rows: pd.DataFrame,
+    lost: Sequence[tuple[str, str]] = (),
+) -> list[ModelRows]:
+    """The `rows` (`rows.frame`) of each model of the experiment in `folder`, with what its experiment.json (`about`) and the
+    dense models' records by label tell, and what was `lost` of it (where, what)."""
+    known = about.get("models")
+    models: dict[str, Any] = {k: v for k, v in known.items() if isinstance(v, dict)} if isinstance(known, dict) else {}
+    found = []
+    for label in dict.fromkeys([*models, *rows["model"], *baselines]):
+        own, entry = rows[rows["model"] == label].reset_index(drop=True), models.get(label, {})
+        own["where"] = [f"trial {key} of {folder}" for key in own["key"]]
         dense = baselines.get(label)
-        part = Part(label, _measured(entry, dense), mine, folder, dense.metrics if dense else {}, _source(entry))
+        part = ModelRows(label, _measured(entry, dense), own, folder, dense.metrics if dense else {}, _source(entry))
         for where, what in lost:
             part.note(what, where=where)
-        if dense is None and (folder / "baseline.json").is_file():
-            part.note("baseline.json has no dense model: nothing says what pruning has cost")
+        if dense is None and (folder / BASELINES).is_file():
+            part.note(f"{BASELINES} has no dense model: nothing says what pruning has cost")
         _note_missing(part, about, entry)
-        parts.append(part)
-    return parts
+        found.append(part)
+    return found
 
 
 def _joined(lost: list[tuple[str, str]]) -> str:
     return "; ".join(f"{where}: {what}" for where, what in lost) or "its ledger is empty"
 
 
-def _object(path: Path, lost: list[tuple[str, str]]) -> dict[str, Any]:
-    """The JSON object in a file; nothing, and a reason among what is lost, where it is missing or damaged."""
+def _object(store: FolderStore, name: str, lost: list[tuple[str, str]]) -> dict[str, Any]:
+    """A JSON object; nothing, and a reason among what is lost, where it is missing or damaged."""
     try:
-        return parse_json(path)
-    except FileNotFoundError:
-        lost.append((str(path), f"it is missing: {_TELLS.get(path.name, 'what it tells')} is unknown"))
-    except (OSError, UserError) as error:
-        lost.append((str(path), _reason(error, path)))
+        values = store.read(name)
+        if values is not None:
+            return values
+        lost.append((str(store.path(name)), f"it is missing: {_TELLS[name]} is unknown"))
+    except DamagedFile as error:
+        lost.append((str(error.path), f"it is {error.what}"))
     return {}
 
 
-def _reason(error: Exception, path: Path) -> str:
-    if isinstance(error, OSError):
-        return f"it cannot be read ({error.strerror or error})"
-    return f"it is {str(error).removeprefix(f'{path} is ').partition('; delete it')[0]}"
-
-
-def _baselines(path: Path, lost: list[tuple[str, str]]) -> dict[str, TrialRecord]:
+def _baselines(store: FolderStore, lost: list[tuple[str, str]]) -> dict[str, TrialRecord]:
     baselines = {}
-    for label, values in _object(path, lost).items():
+    for label, values in _object(store, BASELINES, lost).items():
         try:
-            baselines[label] = parse_record(values if isinstance(values, dict) else {}, path)
-        except UserError as error:
-            lost.append((str(path), _reason(error, path)))
+            baselines[label] = parse_record(values, store.path(BASELINES))
+        except DamagedFile as error:
+            lost.append((str(error.path), f"it is {error.what}"))
     return baselines
 
 
-def _records(folder: Path, lost: list[tuple[str, str]]) -> list[TrialRecord]:
+def _records(ledger: Ledger, lost: list[tuple[str, str]]) -> list[TrialRecord]:
     """The records that can be read; a file that cannot is lost, and says why."""
-    ledger, records = Ledger(folder), []
-    for path in sorted(path for path in folder.glob("*.json") if not path.name.startswith(".")):
-        try:
-            record = ledger.read(path.stem)
-        except (OSError, UserError) as error:
-            lost.append((str(path), _reason(error, path)))
-            continue
-        if record is None:  # removed since the folder was listed
-            continue
+    readable, damaged = ledger.readable()
+    lost += [(str(error.path), f"it is {error.what}") for error in damaged]
+    records = []
+    for record in readable:
         try:
             PruningConfig.from_dict(record.config)
             records.append(record)
         except (UserError, TypeError) as error:
-            lost.append((str(path), f"its configuration cannot be ({error})"))
+            lost.append((str(ledger.path(record.key)), f"its configuration cannot be ({error})"))
     return records
 
 
@@ -178,7 +181,7 @@ def _measured(entry: Mapping[str, Any], dense: TrialRecord | None) -> str | None
     return digest({"config": {}, **shared, "protocol": meaning["protocol"] | {"version": PROTOCOL_VERSION}})
 
 
-def _note_missing(part: Part, about: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+def _note_missing(part: ModelRows, about: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
     """Name what the search was to try and has no record of, and trials that lost their files."""
     planned = entry.get("trial_keys")
     if isinstance(planned, dict):
@@ -189,7 +192,7 @@ def _note_missing(part: Part, about: Mapping[str, Any], entry: Mapping[str, Any]
             names = "" if about.get("search") == "optuna" else f": {', '.join(sorted(missing))}"
             part.note(f"{absent} of {count} configurations have no record yet{names}")
     complete = part.rows[part.rows["success"]]
-    alone = [row for _, row in complete.iterrows() if not (Path(row["output_dir"]) / "items.parquet").is_file()]
+    alone = [row for _, row in complete.iterrows() if not (Path(row["output_dir"]) / ITEMS).is_file()]
     if alone and len(alone) == len(complete):
         part.note("no trial has its items.parquet: configurations are compared by their standard errors alone")
     else:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.load import ACCURACIES, INTEGERS, TASK_ITEMS, TEXTS, config_of, typed
+from tune_prune.analysis.input.rows import ACCURACIES, INTEGERS, TASK_ITEMS, TEXTS, config_of, typed
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import RESULTS
 
-FILE = "all_methods_results.csv"
 _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
 _BOOLEANS = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 _METHOD = re.compile(r"(?:^|[/_-])(taylor|layerwise|blockwise|random)(?=[/_-]|$)")
@@ -29,7 +29,7 @@ _DENSE = ("dense", "unpruned", "baseline")  # as pruning_method: the model befor
 class ResultsFile:
     """What a results file holds."""
 
-    rows: pd.DataFrame  # as `load.frame` gives them
+    rows: pd.DataFrame  # as `rows.frame` gives them
     lines: list[int]  # of each row in the file
     baseline: dict[str, float] = field(default_factory=dict)  # metrics of the dense model, where a row gives them
     notes: tuple[str, ...] = ()  # what a reader must know of how the file was read
@@ -43,7 +43,7 @@ def read_results_csv(path: Path, model: str | None) -> ResultsFile:
     fraction in pruning_ratio: what was asked is that to two decimals, and the same for rows that fall short of it by
     less than 0.02. A row whose pruning_method is dense, unpruned or baseline is the model before pruning.
 
-    Where there are no standard errors they are the binomial ones, sqrt(p (1 - p) / n) with the n of `load.TASK_ITEMS`;
+    Where there are no standard errors they are the binomial ones, sqrt(p (1 - p) / n) with the n of `rows.TASK_ITEMS`;
     that of acc_mean is the root of the sum of their squares, over the number of tasks.
 
     UserError, with line and column where there is one, if the file is no results file or a value cannot be.
@@ -54,7 +54,7 @@ def read_results_csv(path: Path, model: str | None) -> ResultsFile:
     notes: list[str] = []
     if "acc_mean" not in columns:
         if missing := [name for name in ("output_dir", *ACCURACIES[1:]) if name not in columns]:
-            raise UserError(f"{path} has no column acc_mean ({', '.join(missing)}); name an {FILE}")
+            raise UserError(f"{path} has no column acc_mean ({', '.join(missing)}); name an {RESULTS}")
         notes.append("it has no acc_mean: the mean of its seven tasks was taken")
     rows = pd.DataFrame({name: table.column(name) for name in columns})
     if "acc_mean" not in rows:
@@ -91,7 +91,7 @@ def _cells(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]
             if not any(header):
-                raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {FILE}")
+                raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {RESULTS}")
             if twice := [name for name in dict.fromkeys(header) if header.count(name) > 1]:
                 raise UserError(f"{path}, line 1 names the column {twice[0]!r} twice; keep one")
             line = reader.line_num + 1
@@ -107,7 +107,7 @@ def _cells(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num} cannot be read as CSV ({error}); correct it") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a CSV file ({error}); name an {FILE}") from error
+        raise UserError(f"{path} cannot be read as a CSV file ({error}); name an {RESULTS}") from error
     return header, lines, records
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.render.messages import cell_text, format_message, note_sentences, one_line
-from tune_prune.analysis.statistics.findings import Remark
+from tune_prune.analysis.statistics.findings import Message
 from tune_prune.analysis.tables.table import Column, Row, Table
 
 
@@ -40,6 +40,6 @@ def csv_text(table: Table) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Remark):
+    if isinstance(value, Message):
         value = format_message(value)
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

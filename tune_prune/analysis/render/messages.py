@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune.analysis.cost import duration
-from tune_prune.analysis.statistics.findings import Remark
+from tune_prune.analysis.statistics.findings import Message
 from tune_prune.analysis.tables.table import Column, Row, Table, missing
 
 LANGUAGES = ("en", "zh")
@@ -27,7 +27,7 @@ _LISTED = 4  # names of a list that a sentence spells out
 _COMMA = {"en": ", ", "zh": "，"}
 
 
-def format_message(message: Remark, language: str = "en") -> str:
+def format_message(message: Message, language: str = "en") -> str:
     """The sentence of `message`. KeyError naming a kind, a language or a value that is not there."""
     if message.kind not in CATALOGUE:
         raise KeyError(f"no message of kind {message.kind!r}; add one to templates/messages.toml")
@@ -44,9 +44,9 @@ def note_sentences(table: Table, language: str = "en", best: str = "Bold", tied:
     marks = {column.mark(row) for column in table.shown for row in table.rows}
     notes = list(table.notes)
     if "best" in marks:
-        notes.append(Remark("mark_best", {"mark": best, "meaning": Remark(table.best)}))
+        notes.append(Message("mark_best", {"mark": best, "meaning": Message(table.best)}))
     if "tied" in marks:
-        notes.append(Remark("mark_tied", {"mark": tied}))
+        notes.append(Message("mark_tied", {"mark": tied}))
     return [format_message(note, language) for note in notes]
 
 
@@ -54,7 +54,7 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
     """What a table shows of a row in a column: `value`, `value ± stderr` or `[lower, upper]`; an en dash for a number that is
     not known, nothing for such a text."""
     value = row.get(column.key)
-    if isinstance(value, Remark):
+    if isinstance(value, Message):
         return format_message(value, language)
     if missing(value) or not column.format:
         return MISSING if column.format else "" if missing(value) else str(value)
@@ -82,7 +82,7 @@ class _Sentence(string.Formatter):
         self.language = language
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        if isinstance(value, Remark):
+        if isinstance(value, Message):
             return format_message(value, self.language)
         if format_spec.startswith("list"):
             return names(value, self.language, int(format_spec.removeprefix("list") or _LISTED))

@@ -19,11 +19,11 @@ from typing import Any
 from tune_prune.analysis import rerun
 from tune_prune.analysis.render import messages, templating
 from tune_prune.analysis.render.rank_plot import RankPlot, rank_plot
-from tune_prune.analysis.statistics.findings import RULES, Findings, ModelFindings, Remark
+from tune_prune.analysis.statistics.findings import RULES, Findings, Message, ModelFindings
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.configurations import marks, ratio
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 _BASIS = {
     "paired": "compared on the same items",
@@ -92,7 +92,7 @@ def render(findings: Findings, figures: Sequence[Path]) -> str:
             script=script,
             script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
             findings=findings,
-            rule_words=messages.format_message(Remark(f"rule_{findings.rule}")),
+            rule_words=messages.format_message(Message(f"rule_{findings.rule}")),
             counts=_counts(findings),
             shared_warnings=_shared_warnings(cards),
             overview=overview,
@@ -136,7 +136,7 @@ def _card(index: int, found: ModelFindings) -> Card:
         retained=ratio(best["acc_mean"], found.model.baseline.get("acc_mean")),
         compared=_BASIS.get(found.basis),
         tied=[row["name"] for row in rows if row["name"] in marked - {best["name"]}],
-        other_rules=[(rule, messages.format_message(Remark(f"rule_{rule}")), names) for rule, names in rules],
+        other_rules=[(rule, messages.format_message(Message(f"rule_{rule}")), names) for rule, names in rules],
         # The statistically tied stand on the card by themselves.
         warnings=[messages.format_message(remark) for remark in found.warnings if remark.kind != "within_noise"],
         plot=rank_plot(found),

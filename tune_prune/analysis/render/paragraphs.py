@@ -15,10 +15,10 @@ from tune_prune.analysis.render import messages
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.statistics.findings import Correlation, Findings, ModelFindings
 from tune_prune.analysis.tables.configurations import ratio
-from tune_prune.analysis.tables.hyperparameters import trend_remark
+from tune_prune.analysis.tables.hyperparameters import trend_message
 from tune_prune.analysis.tables.trial_tables import statistics
 from tune_prune.core.config import ZERO_SHOT_METRIC
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 SIGNIFICANCE = 0.05  # level of every claim
 
@@ -95,7 +95,7 @@ def _claims(found: ModelFindings) -> dict[str, Any]:
         "retained_corrected": ratio(found.cross_fit.corrected, dense) if found.cross_fit else None,
         "spread_of_tasks": _retained_by_task(found),
         "methods": _methods(found),
-        "trends": [messages.format_message(trend_remark(trend, words=True)) for trend in found.trends.values()],
+        "trends": [messages.format_message(trend_message(trend, words=True)) for trend in found.trends.values()],
         "correlations": [_correlation(entry) for entry in found.correlations],
     }
 

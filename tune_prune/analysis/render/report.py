@@ -22,13 +22,13 @@ from tune_prune.analysis.render.messages import (
     pm,
 )
 from tune_prune.analysis.render.text import COLUMNS, pad, text_table, width, wrap
-from tune_prune.analysis.statistics.findings import Findings, ModelFindings, Remark
+from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.all_tables import all_tables
-from tune_prune.analysis.tables.configurations import ratio, tied_names
+from tune_prune.analysis.tables.configurations import ratio
 from tune_prune.analysis.tables.table import Table, missing
 from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 SHOWN_PROBLEMS = 5  # on the first screen; the appendix has all of them
 _LABEL = 17  # columns of the names of the entries
@@ -57,11 +57,11 @@ class _Report:
         self.problems = {name: _problems(found) for name, found in findings.models.items()}
 
     def message(self, kind: str, **values: Any) -> str:
-        return self.say(Remark(kind, values))
+        return self.say(Message(kind, values))
 
     def text(self) -> str:
         findings = self.findings
-        rule = {"rule": findings.rule, "meaning": Remark(f"rule_{findings.rule}")}
+        rule = {"rule": findings.rule, "meaning": Message(f"rule_{findings.rule}")}
         parts = [_heading(self.message("report_title")), "\n", wrap(self.message("report_intro", **rule))]
         parts += [self._decision(name, found) for name, found in findings.models.items()]
         if findings.without:
@@ -85,7 +85,7 @@ class _Report:
     def _decision(self, name: str, found: ModelFindings) -> str:
         """What a reader must know of one model."""
         model, best, statistics = found.model, found.best, found.statistics
-        shape = "" if model.shape == "free" else Remark("report_shape", {"shape": model.shape})
+        shape = "" if model.shape == "free" else Message("report_shape", {"shape": model.shape})
         counts = {"runs": statistics["runs"], "complete": statistics["complete"]}
         title = self.message("report_model", label=name, ratio=number(100 * model.ratio), shape=shape, **counts)
         columns = [column for column in self.tables["trials"].columns if column.key in HYPERPARAMETERS]
@@ -108,11 +108,11 @@ class _Report:
             lines.append(f"  {self.message('report_warnings')}\n")
             lines += [wrap(self.say(warning), "  - ") for warning in found.warnings]
         kinds = Counter(problem.kind for problem in model.problems)
-        said = [Remark("report_problems", {"count": n, "kind": Remark(f"problem_{k}")}) for k, n in kinds.items()]
+        said = [Message("report_problems", {"count": n, "kind": Message(f"problem_{k}")}) for k, n in kinds.items()]
         problems = self.problems[name]
         if len(problems) > SHOWN_PROBLEMS:
-            said.append(Remark("report_see_appendix"))
-        lines.append(self._entry("Input", self.message("report_list", items=said or [Remark("report_no_problem")])))
+            said.append(Message("report_see_appendix"))
+        lines.append(self._entry("Input", self.message("report_list", items=said or [Message("report_no_problem")])))
         lines += [wrap(problem, "  - ") for problem in problems if len(problems) <= SHOWN_PROBLEMS]
         return "\n" + _heading(title) + "".join(lines)
 
@@ -125,12 +125,12 @@ class _Report:
         return self.message(f"report_cross_fitted_{'alone' if alone else 'unknown'}", count=len(found.competing))
 
     def _tied(self, found: ModelFindings) -> str:
-        others, tied = len(found.competing) - 1, tied_names(found)
+        others, tied = len(found.competing) - 1, found.tied[1:]
         if not others or found.basis == "unknown":
             return self.message("report_tied_unknown" if others else "report_tied_alone")
-        paired = Remark("report_paired") if found.basis == "paired" else ""
+        paired = Message("report_paired") if found.basis == "paired" else ""
         top = found.competing["name"].iloc[0]
-        outside = "" if found.best["name"] in (top, *tied) else Remark("report_outside")
+        outside = "" if found.best["name"] in (top, *tied) else Message("report_outside")
         values = {"count": len(tied), "others": others, "top": top, "names": tied, "outside": outside, "paired": paired}
         return self.message("report_tied" if tied else "report_tied_none", **values)
 

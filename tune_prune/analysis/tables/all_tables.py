@@ -9,7 +9,7 @@ from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables import configurations, hyperparameters, trial_tables
 from tune_prune.analysis.tables.table import Table
-from tune_prune.core.ledger import atomic_write_text
+from tune_prune.core.files import atomic_write_text
 
 
 def all_tables(findings: Findings) -> dict[str, Table]:

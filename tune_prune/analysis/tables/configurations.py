@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.load import difference
-from tune_prune.analysis.statistics.findings import Findings, ModelFindings, Remark
+from tune_prune.analysis.statistics.differences import difference
+from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.config import HYPERPARAMETERS
 
@@ -43,7 +43,7 @@ def best_configurations(findings: Findings) -> Table:
     """The chosen configuration of each model, with what it keeps and how certain the choice is."""
     rows = []
     for label, found in findings.models.items():
-        dense, cross_fit, tied = found.model.baseline, found.cross_fit, tied_names(found)
+        dense, cross_fit, tied = found.model.baseline, found.cross_fit, len(found.tied)
         values = {
             "cross_fitted": cross_fit.corrected if cross_fit else None,
             "cross_fitted_stderr": cross_fit.stderr if cross_fit else None,
@@ -52,9 +52,9 @@ def best_configurations(findings: Findings) -> Table:
             "dense_acc_stderr": dense.get("acc_mean_stderr"),
             "dense_ppl": dense.get("ppl"),
             "retained": ratio(found.best["acc_mean"], dense.get("acc_mean")),
-            "confidence_set": len(tied) + 1,
+            "confidence_set": tied,
             "complete": len(found.competing),
-            "share_of_runs": None if found.basis == "unknown" else f"{len(tied)} of {len(found.competing) - 1}",
+            "share_of_runs": None if found.basis == "unknown" else f"{tied - 1} of {len(found.competing) - 1}",
         }
         rows.append(_configuration(label, found.best) | values)
     columns = [
@@ -67,12 +67,12 @@ def best_configurations(findings: Findings) -> Table:
         Column("share_of_runs", "Tied", hint="others that are statistically tied with the most accurate (95%)"),
     ]
     notes = [
-        Remark("note_rule", {"rule": findings.rule, "meaning": Remark(f"rule_{findings.rule}")}),
+        Message("note_rule", {"rule": findings.rule, "meaning": Message(f"rule_{findings.rule}")}),
         *accuracy_notes(findings),
     ]
     if any(found.cross_fit for found in findings.models.values()):
-        notes.append(Remark("note_cross_fitted"))
-    notes.append(Remark("note_confidence_set"))
+        notes.append(Message("note_cross_fitted"))
+    notes.append(Message("note_confidence_set"))
     ratios = {found.model.ratio for found in findings.models.values()}
     shapes = {found.model.shape for found in findings.models.values()}
     title = "Best configurations" + (
@@ -88,7 +88,7 @@ def selection_rules(findings: Findings) -> Table:
     for label, found in findings.models.items():
         for rule, names in found.chosen.items():
             for name in names:
-                row = _named(found, name)
+                row = found.named(name)
                 values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
                 rows.append(_configuration(label, row) | values | marks(found, row))
     columns = [
@@ -97,7 +97,7 @@ def selection_rules(findings: Findings) -> Table:
         *(PERPLEXITY, TOKENS, Column("params_count", "Parameters", "int")),
     ]
     rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
-    notes = [Remark("note_rule", {"rule": rule, "meaning": Remark(f"rule_{rule}")}) for rule in rules]
+    notes = [Message("note_rule", {"rule": rule, "meaning": Message(f"rule_{rule}")}) for rule in rules]
     return Table(
         "selection_rules", "Configurations chosen by each rule", columns, rows, notes, best="best_most_accurate"
     )
@@ -128,7 +128,7 @@ def task_accuracies(findings: Findings) -> Table:
         *(Column("dense", "Dense", "acc", "dense_stderr"), RETAINED),
     ]
     title = "Zero-shot accuracy of the best configurations by task"
-    return Table("task_accuracies", title, columns, rows, [*accuracy_notes(findings), Remark("note_retained")])
+    return Table("task_accuracies", title, columns, rows, [*accuracy_notes(findings), Message("note_retained")])
 
 
 def architecture(findings: Findings) -> Table:
@@ -144,7 +144,7 @@ def architecture(findings: Findings) -> Table:
         Column("extreme_pruning_layers", "Extreme layers", "int"),
         *(*hyperparameter_columns(findings), ACCURACY),
     ]
-    notes = [Remark("note_architecture"), Remark("note_few_models", {"count": len(rows)})]
+    notes = [Message("note_architecture"), Message("note_few_models", {"count": len(rows)})]
     return Table("architecture", "Gradient structure and best configuration", columns, rows, notes)
 
 
@@ -168,7 +168,7 @@ def transfer(findings: Findings) -> Table | None:
         *(Column(f"{other}_percent", f"{other}, %", "points") for other in lost.columns),
     ]
     title = "Accuracy lost with another model's best configuration"
-    return Table("transfer", title, columns, rows, [Remark("note_transfer")])
+    return Table("transfer", title, columns, rows, [Message("note_transfer")])
 
 
 def configuration_impact(findings: Findings) -> Table | None:
@@ -182,7 +182,7 @@ def configuration_impact(findings: Findings) -> Table | None:
         Column("loss_points", "Points lost", "points", "loss_points_stderr"),
         *(Column("loss", "Loss", "percent"), RETAINED, PERPLEXITY),
     ]
-    notes = [Remark("note_impact")]
+    notes = [Message("note_impact")]
     return Table("configuration_impact", "Impact of the configuration", columns, rows, notes, best="best_own")
 
 
@@ -205,7 +205,7 @@ def _impact(findings: Findings, label: str, found: ModelFindings) -> Iterator[di
         for other, owner in findings.models.items():
             if other != label:
                 name, points = owner.best["name"], findings.transfer_points.at[label, other]
-                row = {} if missing(points) else _named(found, name)
+                row = {} if missing(points) else found.named(name)
                 yield entry(f"optimum of {other}", name, row, points, findings.transfer_stderr.at[label, other])
     for_all = findings.best_for_all
     if for_all is not None and for_all.get("config") is not None:
@@ -220,21 +220,10 @@ def _configuration(label: str, row: Any) -> dict[str, Any]:
     return {"model": label, "method": row["pruning_method"], **{name: row[name] for name in names}}
 
 
-def _named(found: ModelFindings, name: str) -> pd.Series:
-    return found.competing[found.competing["name"] == name].iloc[0]
-
-
-def tied_names(found: ModelFindings) -> list[str]:
-    """The configurations that are statistically tied with the most accurate, without itself."""
-    others = found.competing.iloc[1:]
-    return list(others["name"][others["in_confidence_set"].fillna(False).astype("bool")])
-
-
 def marks(found: ModelFindings, row: Any) -> dict[str, bool]:
     """Whether the row is the model's most accurate, or else statistically tied with it."""
     top = row["name"] == found.competing["name"].iloc[0]
-    inside = row["in_confidence_set"]
-    return {"most_accurate": top, "not_told_apart": not top and not missing(inside) and bool(inside)}
+    return {"most_accurate": top, "not_told_apart": not top and row["name"] in found.tied}
 
 
 def ratio(value: Any, whole: Any) -> float | None:
@@ -242,10 +231,10 @@ def ratio(value: Any, whole: Any) -> float | None:
     return None if missing(value) or missing(whole) or whole <= 0 else float(value / whole)
 
 
-def accuracy_notes(findings: Findings) -> list[Remark]:
+def accuracy_notes(findings: Findings) -> list[Message]:
     """What accuracies and their standard errors are."""
     kinds = {found.model.kind for found in findings.models.values()}
-    return [Remark(f"note_accuracy_{kind}") for kind in sorted(kinds)]
+    return [Message(f"note_accuracy_{kind}") for kind in sorted(kinds)]
 
 
 def _geometry(findings: Findings, found: ModelFindings) -> dict[str, Any]:

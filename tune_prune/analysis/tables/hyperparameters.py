@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.statistics.findings import Findings, Remark, Trend
+from tune_prune.analysis.statistics.findings import Findings, Message, Trend
 from tune_prune.analysis.tables.configurations import MODEL, marks
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.core.config import HYPERPARAMETERS
@@ -33,7 +33,7 @@ def methods(findings: Findings) -> Table:
         Column("best_acc", "Best", "acc", "best_acc_stderr", best="highest", tied="not_told_apart"),
         Column("best", "Best configuration", style="name"),
     ]
-    return Table("methods", "Pruning methods", columns, rows, [Remark("note_methods")], best="best_method")
+    return Table("methods", "Pruning methods", columns, rows, [Message("note_methods")], best="best_method")
 
 
 def levels(findings: Findings) -> list[Table]:
@@ -43,12 +43,12 @@ def levels(findings: Findings) -> list[Table]:
 
 
 def _levels(findings: Findings, name: str) -> Table:
-    rows, notes = [], [Remark("note_levels")]
+    rows, notes = [], [Message("note_levels")]
     for label, found in findings.models.items():
         trend = found.trends.get(name)
         if trend is not None:
-            values = {"model": label, "trend": trend_remark(trend), "r": trend.spearman, "p": trend.spearman_p}
-            notes.append(Remark("note_trend", values))
+            values = {"model": label, "trend": trend_message(trend), "r": trend.spearman, "p": trend.spearman_p}
+            notes.append(Message("note_trend", values))
         for level, values in found.levels.get(name, pd.DataFrame()).iterrows():
             highest = trend is not None and trend.direction != "flat" and level == trend.best_level
             rows.append({"model": label, "level": level, **values, "highest": highest})
@@ -65,11 +65,11 @@ def _levels(findings: Findings, name: str) -> Table:
     return Table(known.short, f"Accuracy by {known.label.lower()}", columns, rows, notes, best="best_level")
 
 
-def trend_remark(trend: Trend, words: bool = False) -> Remark:
+def trend_message(trend: Trend, words: bool = False) -> Message:
     """What a trend says, as a clause without a full stop; of the hyperparameter's label in `words`."""
     name = HYPERPARAMETERS[trend.knob].label.lower() if words else trend.knob
     values = {"knob": name, "spread": trend.spread_points, "stderr": trend.stderr_points}
-    return Remark(f"trend_{trend.direction}", values | {"best_level": trend.best_level})
+    return Message(f"trend_{trend.direction}", values | {"best_level": trend.best_level})
 
 
 def effects(findings: Findings) -> Table | None:
@@ -83,13 +83,13 @@ def effects(findings: Findings) -> Table | None:
             rows += [{"model": label, "term": term, "share": share} for term, share in found.importance.items()]
         basis = found.importance_basis if found.importance else "none"
         shares = [f"{name} {100 * share:.1f}%" for name, share in sorted(found.importance.items(), key=lambda i: -i[1])]
-        notes.append(Remark(f"note_importance_{basis}", {"model": label, "shares": shares}))
+        notes.append(Message(f"note_importance_{basis}", {"model": label, "shares": shares}))
     if not rows:
         return None
     for row in rows:
         row["_term"] = row["term"].replace(":", " × ")
     if any(found.effects is not None for found in findings.models.values()):
-        notes.insert(0, Remark("note_effects"))
+        notes.insert(0, Message("note_effects"))
     columns = [
         *(MODEL, Column("_term", "Term"), Column("df", "df", "int"), Column("share", "Share of variance", "percent")),
         Column("sum_sq", "Sum of squares", "number", detail=True),
@@ -121,9 +121,9 @@ def correlations(findings: Findings) -> Table | None:
         Column("low", "95% interval", "acc", upper="high"),
         Column("reason", "Not computable because", wrap=True),
     ]
-    notes = [Remark("note_correlations")]
+    notes = [Message("note_correlations")]
     if any(row["passes"] is not None for row in rows):
-        notes.append(Remark("note_passes"))
+        notes.append(Message("note_passes"))
     title = "Correlation of accuracy with perplexity, gradient and pruning measures"
     return Table("correlations", title, columns, rows, notes) if rows else None
 
@@ -142,4 +142,4 @@ def extreme_layers(findings: Findings) -> Table | None:
         Column("ppl", "Mean perplexity", "ppl"),
     ]
     title = "Accuracy by extreme pruning layers"
-    return Table("extreme_layers", title, columns, rows, [Remark("note_extreme")]) if rows else None
+    return Table("extreme_layers", title, columns, rows, [Message("note_extreme")]) if rows else None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.statistics.findings import Findings, Remark
+from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
     CONFIGURATION,
     MODEL,
@@ -62,9 +62,9 @@ def trials(findings: Findings) -> Table:
         *(Column("reason", "Reason", wrap=True), TOKENS),
         *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
     ]
-    notes = [Remark("note_trials")]
+    notes = [Message("note_trials")]
     if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
-        notes.append(Remark("note_stopped_early"))
+        notes.append(Message("note_stopped_early"))
     return Table("trials", "All trials", columns, rows, notes, best="best_most_accurate", long=True)
 
 
@@ -85,7 +85,7 @@ def trial_tasks(findings: Findings) -> Table:
     kept = ["not_told_apart", *(key for column in columns for key in (column.key, column.stderr) if key)]
     rows = [{name: row.get(name) for name in kept} for row in _trial_rows(findings) if row["state"] == "complete"]
     title = "Accuracy of all complete trials by task"
-    return Table("trial_tasks", title, columns, rows, [Remark("note_best_first")], long=True)
+    return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], long=True)
 
 
 def _task_names(findings: Findings) -> list[str]:
@@ -157,14 +157,14 @@ def statistics(findings: Findings) -> Table:
         for name, (title, form) in shown.items()
     ]
     rows = [row for row in rows if not all(missing(row[label]) for label in columns)]
-    notes = [Remark("note_statistics")]
+    notes = [Message("note_statistics")]
     duplicates = sum(
         problem.kind == "duplicate" for model in findings.study.models.values() for problem in model.problems
     )
     if duplicates:
-        notes.append(Remark("note_duplicates", {"count": duplicates}))
+        notes.append(Message("note_duplicates", {"count": duplicates}))
     if findings.without:
-        notes.append(Remark("note_without", {"names": findings.without}))
+        notes.append(Message("note_without", {"names": findings.without}))
     shown_columns = [Column("_title", "Statistic"), *(Column(label, label, "number") for label in columns)]
     return Table("experiment_statistics", "Experiment statistics", shown_columns, rows, notes)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tune_prune.core.ledger import number
+from tune_prune.core.files import number
 
 UNKNOWN = "–"
 

@@ -39,7 +39,7 @@ from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.checkpoint.sizes import Sizes
 from tune_prune.checkpoint.speed import Speed, conditions, rate
 from tune_prune.core.config import ZERO_SHOT_METRIC
-from tune_prune.core.ledger import atomic_write_bytes, atomic_write_text
+from tune_prune.core.files import atomic_write_bytes, atomic_write_text
 from tune_prune.models.geometry import Geometry
 
 CARD, PICTURE = "README.md", "layers.png"

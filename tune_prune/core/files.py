@@ -1,0 +1,95 @@
+"""Files that others read: JSON with non-finite numbers, and writes that a reader sees whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from tune_prune.core.errors import UserError
+
+NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+class DamagedFile(UserError):
+    """A file of results that cannot be used: `path`, and in `what` the rest of the clause "it is ..."."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} is {what}; delete it to have that result computed again, or restore it from a copy")
+        self.path, self.what = path, what
+
+
+def to_json(value: Any) -> str:
+    """The text of `value` (plain data or NumPy scalars) as files keep it: sorted keys, indented, a newline at the end.
+
+    JSON has no NaN or infinity: they become the strings "nan", "inf" and "-inf"; `number` turns them back.
+    """
+    return json.dumps(_plain(value), sort_keys=True, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def number(value: Any) -> float | int:
+    """The number that `to_json` wrote as `value`; ValueError if it is none."""
+    if isinstance(value, str) and value in NON_FINITE:
+        return NON_FINITE[value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"{value!r} is not a number")
+
+
+def parse_json(path: Path, content: bytes | None = None) -> dict[str, Any]:
+    """The JSON object in the file `path` (`content`: what was read from it already). Raises DamagedFile if it holds anything
+    else."""
+    try:
+        value = json.loads((path.read_bytes() if content is None else content).decode())
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(path, f"not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise DamagedFile(path, "JSON, but not an object {...}")
+    return value
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write `text` (UTF-8) to `path`: a reader sees the old file or the whole new one, even after a power loss."""
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` as `atomic_write_text` does."""
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
+        value = value.item()  # a NumPy scalar
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
