@@ -160,6 +160,8 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
 def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
     from tune_prune.analysis.cost import cost_line, totals, write_cost
     from tune_prune.analysis.export import write_views
+    from tune_prune.analysis.input.reading import study_of_search
+    from tune_prune.analysis.statistics.findings import find
     from tune_prune.analysis.tables.tables import final_table
     from tune_prune.core import artifact_cache
     from tune_prune.core.ledger import Ledger, PassLog, read_baselines
@@ -187,8 +189,8 @@ def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
     )
     result = run_search(jobs, options)
     records = ledger.records()
-    sources = {label: model["run"] for label, model in models.items()}
-    views = write_views(folder, records, result.baselines, sources)
+    findings = find(study_of_search(folder, {"models": models}, result.baselines, records))
+    write_views(store, records, findings)
     cost = write_cost(
         folder / COST,
         records,
@@ -199,7 +201,7 @@ def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
         time.monotonic() - started,
     )
     print()
-    print(final_table(views, result.baselines))
+    print(final_table(findings))
     print()
     print(cost_line(cost))
     return result

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tune_prune import embedded, search
 from tune_prune.analysis import rerun
-from tune_prune.analysis.input.load import frame
+from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
