@@ -99,7 +99,7 @@ for label, best in json.loads((experiment / "global_best_config.json").read_text
     for _ in trial.stages():
         pass
     record = json.loads((experiment / "ledger" / f"{best['key']}.json").read_text())
-    assert trial.record().metrics["ppl"] == record["metrics"]["ppl"], label
+    assert trial.progress.metrics["ppl"] == record["metrics"]["ppl"], label
     rows = pyarrow.parquet.read_table(experiment / best["output_dir"] / "items.parquet").to_pylist()
     then = {(row["task"], row["doc_id"]): (row["acc"], row["acc_norm"], tuple(row["loglikelihoods"])) for row in rows}
     now = {(item.task, item.doc_id): (item.acc, item.acc_norm, item.loglikelihoods) for item in trial.items}
