@@ -191,7 +191,7 @@ def test_another_model_is_not_pruned_by_this_search(
     assert "is not the model that was searched" in sentence(*argv, "--base", other)
     assert "is not in" in sentence("--config", searched.folder, "--model", "mistral", "--output", tmp_path / "o")
     told = sentence("--config", searched.folder, "--output", tmp_path / "o")
-    assert "holds 3 models" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told
+    assert "holds 3 results" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told
 
 
 @pytest.mark.slow
