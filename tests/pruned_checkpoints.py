@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def measured_checkpoint(folder: Path, context: TrialContext) -> Path:
         pass
     assert trial.plan is not None
     trial.write_files(FolderStore(folder.with_name(TRIAL)))
-    return save(folder, context, trial.plan, metrics=trial.record().metrics)
+    return save(folder, context, trial.plan, metrics=dict(trial.record().metrics))
 
 
 def save(
@@ -47,13 +47,11 @@ def save(
     context: TrialContext,
     plan: PruningPlan,
     fmt: Format = "hf",
-    metrics: Mapping[str, float] | None = None,
+    metrics: dict[str, float | None] | None = None,
 ) -> Path:
     """The checkpoint of the model of `context` pruned by `plan`."""
     run = context.run
-    origin = Origin(
-        config=asdict(CONFIG), source=run.to_dict(), metrics=metrics, measured_on=measured_on(run), baseline=None
-    )
+    origin = Origin(config=CONFIG, source=run, metrics=metrics, measured_on=measured_on(run), baseline=None)
     return save_checkpoint(context.loaded, plan, origin, folder, fmt).folder
 
 
@@ -82,5 +80,5 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
 
 def record_files(folder: Path) -> None:
     """Let the manifest describe the weight files as they are now."""
-    files = {path.name: manifest.file_entry(path) for path in folder.glob("*.safetensors")}
+    files = {path.name: asdict(manifest.weight_file(path)) for path in folder.glob("*.safetensors")}
     change_json(folder / manifest.MANIFEST, lambda values: values.update(files=files))

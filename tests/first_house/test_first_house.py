@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 
 from tune_prune import evaluate, prune, search
 from tune_prune.analysis import command
+from tune_prune.checkpoint import manifest
+from tune_prune.core.files import to_json
 
 HERE = Path(__file__).parent
 NAME = "tiny-llama-20-smoke-limit5"
@@ -87,6 +89,12 @@ def test_it_runs_what_is_missing_from_its_cache(storage: Path) -> None:
     for name in ("pruning_plan.json", "gradient_diagnosis.json", "pruning_comparison.json"):
         path = Path(NAME, "trials", key, name)
         assert read(storage / path) == read(HERE / "storage" / path), name
+
+
+def test_its_manifest_is_written_as_it_was() -> None:
+    about = manifest.read(HERE / "pruned")
+    assert about is not None
+    assert to_json(about.to_dict()).encode() == (HERE / "pruned" / manifest.MANIFEST).read_bytes()
 
 
 def test_its_checkpoint_is_measured_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
