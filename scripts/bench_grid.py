@@ -33,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.planning import search_space
-from tune_prune.pruning.methods import load_method, method_names
+from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics.block_removal import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -234,8 +234,8 @@ def mean_parts(trials: list[dict[str, Any]], scale: dict[str, float]) -> tuple[d
 
 
 def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    space = search_space.load(args.search_space, method_names())
-    configs = space.configs(args.pruning_ratio)
+    space = search_space.load(args.search_space)
+    configs = replace(space, values=space.values | {"pruning_ratio": (args.pruning_ratio,)}).configs()
     count = min(args.sample or len(configs), len(configs))
     # Taken evenly from the order by method, seq_len and num_samples.
     ordered = sorted(configs, key=lambda c: (c.method, c.taylor_seq_len, c.taylor_num_samples))

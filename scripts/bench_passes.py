@@ -33,7 +33,7 @@ from tune_prune.models.families import decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.loading import LoadedModel
 from tune_prune.planning import search_space
-from tune_prune.pruning.methods import load_method, method_names
+from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics.block_removal import removal_losses
 from tune_prune.pruning.statistics.taylor import Importance, batch_size, taylor
 
@@ -195,23 +195,23 @@ def report(results: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    space = search_space.load("paper_grid", method_names())
+    space = search_space.load("paper_grid").values
     p = benchmark_parser(__doc__, ["tiny-llama", "stories260K"])
     numbers: dict[str, Any] = {"type": lambda text: tuple(map(int, text.split(","))), "metavar": "A,B"}
-    p.add_argument("--seq-len", default=space.seq_len, help="of the grid (default: %(default)s)", **numbers)
-    p.add_argument("--num-samples", default=space.num_samples, help="of the grid (default: %(default)s)", **numbers)
+    p.add_argument("--seq-len", default=space["taylor_seq_len"], help="of the grid (default: %(default)s)", **numbers)
+    p.add_argument(
+        "--num-samples", default=space["taylor_num_samples"], help="of the grid (default: %(default)s)", **numbers
+    )
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
+    methods = space["method"]
     configs = [
-        PruningConfig(method, seq_len, n)
-        for method in space.method
-        for seq_len in args.seq_len
-        for n in args.num_samples
+        PruningConfig(method, seq_len, n) for method in methods for seq_len in args.seq_len for n in args.num_samples
     ]
     with tempfile.TemporaryDirectory() as work:
         results = [measure(subject(name, Path(work)), configs, args.repeats) for name in args.model]
     print(
-        f"{len(configs)} configurations: {', '.join(space.method)} x seq_len {args.seq_len} x num_samples {args.num_samples}\n"
+        f"{len(configs)} configurations: {', '.join(methods)} x seq_len {args.seq_len} x num_samples {args.num_samples}\n"
     )
     print(report(results))
     values = {"benchmark": "passes", "configurations": len(configs), "repeats": args.repeats, "models": results}

@@ -37,7 +37,7 @@ import numpy as np
 import pandas as pd
 from bench_common import data_dir, table, write_json
 
-from tune_prune.analysis.input.load import TASK_ITEMS
+from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import ITEMS, TRIALS, FolderStore

@@ -20,8 +20,7 @@ import pytest
 from scipy.special import ndtri
 
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.statistics.compute import find
-from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hashing import digest

@@ -116,7 +116,7 @@ def _checked(args: argparse.Namespace, dtype: str) -> tuple[ModelRun, Manifest |
     from tune_prune.data.sources import EMBEDDED_DATA
     from tune_prune.models import catalog, loading, weight_files
     from tune_prune.planning.plan import SearchSettings
-    from tune_prune.planning.preflight import model_run
+    from tune_prune.planning.resolve import model_run
 
     settings = SearchSettings(
         models=(args.model,),

@@ -13,20 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
-from tune_prune.core.config import ZERO_SHOT_TASKS
+from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.checkpoint.save import Format, Saved
-    from tune_prune.cli.prune_request import Order
+    from tune_prune.cli.prune_request import PruneRequest
 
-FROM_FLAGS = (
-    *("method", "seq_len", "num_samples", "pruning_ratio", "removal_divisor", "shape", "align"),
-    *("calibration", "data_dir", "seed"),
-)
+FROM_FLAGS = (*(row.short for row in HYPERPARAMETERS.values()), "align", "calibration", "data_dir", "seed")
 CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
-NEEDED = ("model", "method", "seq_len", "num_samples")  # where there is no --config
+NEEDED = ("model", *(row.short for row in HYPERPARAMETERS.values() if row.required))  # where there is no --config
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,17 +49,7 @@ def parser() -> argparse.ArgumentParser:
         help="with --config: where the dense model is now (default: where it was searched)",
     )  # fmt: skip
     what.add_argument("--revision", type=flags.text, metavar="REV", help="of a hub model (default: main)")
-    what.add_argument("--method", type=flags.text, metavar="NAME", help="taylor, layerwise, blockwise or random")
-    what.add_argument("--seq-len", type=flags.whole_number(2, 131_072), metavar="T", help="tokens per sample")
-    what.add_argument("--num-samples", type=flags.whole_number(1, 1_000_000), metavar="N", help="calibration samples")
-    what.add_argument(
-        "--pruning-ratio", type=flags.ratio, metavar="R", help="fraction of ALL parameters (default: 0.2)"
-    )
-    what.add_argument(
-        "--removal-divisor", type=flags.whole_number(1, 1_000_000), metavar="D",
-        help="removal losses use the first N/D samples (default: 5)",
-    )  # fmt: skip
-    flags.add_shape_flags(what, "free")
+    flags.add_hyperparameter_flags(what, HYPERPARAMETERS)
     what.add_argument("--calibration", type=flags.text, metavar="TEXT", help="embedded, wikitext2, c4 or a text file")
     what.add_argument(
         "--data-dir", type=flags.text, metavar="DIR", help="texts for machines without a hub (docs/data.md)"
@@ -107,11 +94,11 @@ def _main(argv: list[str]) -> None:
     folder = Path(args.output).expanduser().absolute()
     check_folder(folder, args.overwrite)
     if args.config is not None:
-        order = prune_request.from_config(args.config, args.model, args.base, args.revision)
+        request = prune_request.from_config(args.config, args.model, args.base, args.revision)
     else:
-        order = prune_request.from_flags(args)
+        request = prune_request.from_flags(args)
     saved = save(
-        order,
+        request,
         folder,
         args.format,
         device=args.device,
@@ -124,17 +111,24 @@ def _main(argv: list[str]) -> None:
 
 
 def save(
-    order: Order, folder: Path, fmt: Format = "hf", device: str = "auto", dtype: str | None = None, **options: Any
+    request: PruneRequest,
+    folder: Path,
+    fmt: Format = "hf",
+    device: str = "auto",
+    dtype: str | None = None,
+    **options: Any,
 ) -> Saved:
-    """Carry out an order, saying what is done. `options` as in `save_checkpoint`. Raises UserError."""
+    """Execute a request, saying what is done. `options` as in `save_checkpoint`. Raises UserError."""
     from tune_prune.checkpoint.save import save_checkpoint
     from tune_prune.cli import prune_request
 
-    print(f"{order.run.label}: {order.config.name}, {order.config.pruning_ratio:.0%} of all parameters", flush=True)
-    dense, plan, how = prune_request.carry_out(order, device, dtype)
-    removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters go ({plan.removed_fraction:.2%})"
+    print(
+        f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters", flush=True
+    )
+    dense, plan, how = prune_request.execute(request, device, dtype)
+    removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters removed ({plan.removed_fraction:.2%})"
     print(f"plan         {how}: {removed}", flush=True)
-    return save_checkpoint(dense, plan, order.origin(), folder, fmt, **options)
+    return save_checkpoint(dense, plan, request.origin(), folder, fmt, **options)
 
 
 def _check_flags(args: argparse.Namespace) -> None:

@@ -48,15 +48,10 @@ def parser() -> argparse.ArgumentParser:
         "--num-trials",
         type=flags.whole_number(1, 10**9),
         metavar="N",
-        help="trials per model with --search optuna",
+        help="trials per model and pruning ratio with --search optuna",
     )
-    what.add_argument(
-        "--pruning-ratio",
-        type=flags.ratio,
-        metavar="R",
-        help="fraction of ALL parameters to remove (default: 0.2)",
-    )
-    flags.add_shape_flags(what, "as the space says, else free")
+    flags.add_hyperparameter_flags(what, ["pruning_ratio"], "as the space says, else 0.2")
+    flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free")
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
         "--calibration", type=flags.text, metavar="TEXT",
@@ -165,6 +160,8 @@ def search(plan: Plan, command: list[str]) -> SearchResult:
 def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
     from tune_prune.analysis.cost import cost_line, totals, write_cost
     from tune_prune.analysis.export import write_views
+    from tune_prune.analysis.input.reading import study_of_search
+    from tune_prune.analysis.statistics.findings import find
     from tune_prune.analysis.tables.tables import final_table
     from tune_prune.core import artifact_cache
     from tune_prune.core.ledger import Ledger, PassLog, read_baselines
@@ -181,8 +178,8 @@ def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
     options = TuneOptions(
         experiment_dir=folder,
         artifact_dir=folder.parent / artifact_cache.FOLDER,
-        search="optuna" if plan.search == "optuna" else "grid",
-        num_trials=plan.num_trials if plan.search == "optuna" else None,
+        search="optuna" if plan.space.search == "optuna" else "grid",
+        num_trials=plan.space.num_trials,
         seed=settings.seed,
         scheduler=settings.scheduler,
         address=settings.address,
@@ -192,8 +189,8 @@ def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
     )
     result = run_search(jobs, options)
     records = ledger.records()
-    sources = {label: model["run"] for label, model in models.items()}
-    views = write_views(folder, records, result.baselines, sources)
+    findings = find(study_of_search(folder, {"models": models}, result.baselines, records))
+    write_views(store, records, findings)
     cost = write_cost(
         folder / COST,
         records,
@@ -204,7 +201,7 @@ def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
         time.monotonic() - started,
     )
     print()
-    print(final_table(views, result.baselines))
+    print(final_table(findings))
     print()
     print(cost_line(cost))
     return result
@@ -218,8 +215,8 @@ def _save_best(experiment_dir: Path) -> None:
     from tune_prune.core.store import BEST_CONFIG, SAVED_MODELS
 
     for label in parse_json(experiment_dir / BEST_CONFIG)["models"]:
-        order = prune_request.from_config(str(experiment_dir), label)
-        saved = prune.save(order, experiment_dir / SAVED_MODELS / label, overwrite=True)
+        request = prune_request.from_config(str(experiment_dir), label)
+        saved = prune.save(request, experiment_dir / SAVED_MODELS / label, overwrite=True)
         print(f"{prune.describe(saved)}\n", flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tune_prune.analysis.export import Views, write_views
-from tune_prune.analysis.input import load
+from tune_prune.analysis.export import write_views
+from tune_prune.analysis.input.reading import study_of_search
+from tune_prune.analysis.input.rows import frame
+from tune_prune.analysis.statistics.differences import difference, paired_difference, read_items
+from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.tables import final_table
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
 
 DOCUMENTED_COLUMNS = [
     "model",
@@ -75,16 +80,35 @@ def dense(model: str = "tiny", acc: float = 0.8) -> TrialRecord:
     return TrialRecord(key="dense", model=model, config={}, status="complete", metrics=metrics)
 
 
+def found(
+    folder: Path, records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord], about: Any = None
+) -> Findings:
+    """What a search finds at its end."""
+    return find(study_of_search(folder, about or {}, baselines, records))
+
+
+def view(folder: Path, name: str, *records: TrialRecord, **context: Any) -> Any:
+    """One of the views of an experiment with these records, read back from its file."""
+    write_views(
+        FolderStore(folder), records, found(folder, records, context.get("baselines", {}), context.get("about"))
+    )
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def table_of(folder: Path, *records: TrialRecord, top: int = 5, **baselines: TrialRecord) -> str:
+    return final_table(found(folder, records, baselines), top)
+
+
 def test_one_folder_for_all_trials_does_not_make_them_one(tmp_path):
     """As in results files whose output_dir names the experiment."""
-    rows = load.frame([trial("taylor-s16-n8", 0.7), trial("taylor-s32-n8", 0.6)], tmp_path).assign(output_dir="runs")
-    gap = load.difference(rows.iloc[0], rows.iloc[1])
+    rows = frame([trial("taylor-s16-n8", 0.7), trial("taylor-s32-n8", 0.6)], tmp_path).assign(output_dir="runs")
+    gap = difference(rows.iloc[0], rows.iloc[1])
     assert (gap.points, gap.basis) == (pytest.approx(10), "unpaired")
-    assert load.difference(rows.iloc[0], rows.iloc[0]).points == 0
+    assert difference(rows.iloc[0], rows.iloc[0]).points == 0
 
 
 def best_of(folder: Path, *records: TrialRecord) -> dict[str, Any]:
-    return write_views(folder, records, {"tiny": dense()}).global_best_config["models"]["tiny"]
+    return view(folder, "global_best_config", *records, baselines={"tiny": dense()})["models"]["tiny"]
 
 
 def keep_items(folder: Path, record: TrialRecord, scores: dict[str, np.ndarray]) -> None:
@@ -98,7 +122,7 @@ def keep_items(folder: Path, record: TrialRecord, scores: dict[str, np.ndarray])
 
 def test_columns_begin_with_the_documented_ones(tmp_path: Path) -> None:
     failed = trial("taylor-s16-n8", 0, status="failed")
-    rows = load.frame([trial("taylor-s64-n128", 0.6), failed], tmp_path)
+    rows = frame([trial("taylor-s64-n128", 0.6), failed], tmp_path)
     assert list(rows.columns[: len(DOCUMENTED_COLUMNS)]) == DOCUMENTED_COLUMNS
     first, second = (row for _, row in rows.iterrows())
     assert (first["pruning_method"], first["taylor_seq_len"], first["taylor_num_samples"]) == ("taylor", 64, 128)
@@ -110,10 +134,9 @@ def test_columns_begin_with_the_documented_ones(tmp_path: Path) -> None:
 
 
 def test_no_records_give_empty_views(tmp_path: Path) -> None:
-    views = write_views(tmp_path, [], {"tiny": dense()})
-    assert views.global_best_config["models"] == {}
+    assert view(tmp_path, "global_best_config", baselines={"tiny": dense()})["models"] == {}
     assert (tmp_path / "all_methods_results.csv").read_text().count("\n") == 1
-    assert "tiny: no trials" in final_table(views, {"tiny": dense()})
+    assert "tiny: no trials" in table_of(tmp_path, tiny=dense())
 
 
 @pytest.mark.parametrize(
@@ -143,14 +166,14 @@ def test_a_stopped_trial_with_good_partial_numbers_does_not_compete(tmp_path: Pa
 
 def test_best_entry_can_be_run_again_and_names_its_evidence(tmp_path: Path) -> None:
     records = [trial("taylor-s64-n128", 0.6), trial("taylor-s16-n8", 0.4), trial("taylor-s16-n16", 0, status="failed")]
-    source = {"model": "/models/tiny", "protocol": {"tasks": ("boolq",)}}
-    write_views(tmp_path, records, {"tiny": dense()}, {"tiny": source})
-    file = json.loads((tmp_path / "global_best_config.json").read_text())
+    run = ModelRun("/models/tiny", "tiny", None, "wikitext2", None, EvaluationProtocol(("boolq",)), 0, "float32")
+    about = {"models": {"tiny": {"run": json.loads(json.dumps(run.to_dict()))}}}
+    file = view(tmp_path, "global_best_config", *records, baselines={"tiny": dense()}, about=about)
     entry = file["models"]["tiny"]
     assert (file["schema_version"], file["selection_rule"]) == (2, "accuracy")
     assert PruningConfig.from_dict(entry) == PruningConfig("taylor", 64, 128)
     assert (entry["pruning_method"], entry["key"]) == ("taylor", records[0].key)
-    assert entry["source"] == {"model": "/models/tiny", "protocol": {"tasks": ["boolq"]}}
+    assert entry["source"] == about["models"]["tiny"]["run"]
     assert entry["retained_accuracy"] == pytest.approx(0.6 / 0.8)
     assert entry["baseline"] == {"acc_mean": 0.8, "acc_mean_stderr": 0.008, "ppl": 5.0, "params": 1000.0}
     assert list(entry["tasks"]) == sorted(ZERO_SHOT_TASKS)
@@ -169,10 +192,10 @@ def test_edges_only_where_a_range_was_searched(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_trials_all_failed_is_listed(tmp_path: Path) -> None:
-    views = write_views(tmp_path, [trial("taylor-s16-n8", 0, status="failed")], {})
-    assert views.global_best_config["models_without_complete_trial"] == ["tiny"]
-    assert views.method_comparison["models"]["tiny"]["taylor"]["best"] is None
-    assert "no complete trial" in final_table(views, {})
+    failed = trial("taylor-s16-n8", 0, status="failed")
+    assert view(tmp_path, "global_best_config", failed)["models_without_complete_trial"] == ["tiny"]
+    assert view(tmp_path, "method_comparison", failed)["models"]["tiny"]["taylor"]["best"] is None
+    assert "no complete trial" in table_of(tmp_path, failed)
 
 
 def test_unpaired_noise_adds_both_standard_errors(tmp_path: Path) -> None:
@@ -192,7 +215,7 @@ def test_paired_difference_equals_a_direct_computation(tmp_path: Path) -> None:
     records = [trial("taylor-s16-n8", 0.6), trial("taylor-s32-n8", 0.5)]
     for record, scores in zip(records, (first, second), strict=True):
         keep_items(tmp_path, record, scores)
-    a, b = (load.read_items(str(tmp_path / "trials" / record.key)) for record in records)
+    a, b = (read_items(str(tmp_path / "trials" / record.key)) for record in records)
     assert a is not None
     assert b is not None
     mean, variance = 0.0, 0.0
@@ -201,9 +224,9 @@ def test_paired_difference_equals_a_direct_computation(tmp_path: Path) -> None:
         average = sum(gaps) / n
         mean += average / 3
         variance += sum((gap - average) ** 2 for gap in gaps) / (n - 1) / n / 9
-    assert load.paired_difference(a, b) == (pytest.approx(mean), pytest.approx(math.sqrt(variance)))
-    assert load.paired_difference(a, b.drop(("piqa", 3))) is None
-    assert load.paired_difference(a, a) == (0.0, 0.0)
+    assert paired_difference(a, b) == (pytest.approx(mean), pytest.approx(math.sqrt(variance)))
+    assert paired_difference(a, b.drop(("piqa", 3))) is None
+    assert paired_difference(a, a) == (0.0, 0.0)
 
 
 def test_paired_noise_separates_what_unpaired_cannot(tmp_path: Path) -> None:
@@ -225,7 +248,7 @@ def test_damaged_items_are_named(tmp_path: Path) -> None:
     path = tmp_path / "trials" / records[0].key / "items.parquet"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UserError, match=r"items\.parquet cannot be read"):
-        write_views(tmp_path, records, {})
+        found(tmp_path, records, {})
 
 
 def test_method_comparison(tmp_path: Path) -> None:
@@ -234,7 +257,7 @@ def test_method_comparison(tmp_path: Path) -> None:
         trial("taylor-s128-n8", 0, status="failed"),
         trial("blockwise-s16-n8", 0.7),
     ]
-    methods = write_views(tmp_path, records, {}).method_comparison["models"]["tiny"]
+    methods = view(tmp_path, "method_comparison", *records)["models"]["tiny"]
     taylor = methods["taylor"]
     assert (taylor["n"], taylor["n_failed_or_stopped"], taylor["min"], taylor["max"]) == (3, 1, 0.4, 0.9)
     assert taylor["mean"] == pytest.approx(0.6)
@@ -249,8 +272,7 @@ def test_cross_model_comparison(tmp_path: Path) -> None:
         "b": {"taylor-s16-n8": 0.40, "taylor-s32-n8": 0.70, "taylor-s64-n8": 0.66},
     }
     records = [trial(name, acc, model) for model, accs in accuracies.items() for name, acc in accs.items()]
-    views = write_views(tmp_path, records, {})
-    across = json.loads((tmp_path / "cross_model_comparison.json").read_text())
+    across = view(tmp_path, "cross_model_comparison", *records)
     assert {label: entry["config"] for label, entry in across["best"].items()} == {
         "a": "taylor-s128-n8",
         "b": "taylor-s32-n8",
@@ -264,7 +286,7 @@ def test_cross_model_comparison(tmp_path: Path) -> None:
     assert (for_all["config"], for_all["num_candidates"]) == ("taylor-s64-n8", 3)
     assert (for_all["acc_mean"], for_all["acc_mean_stderr"]) == (pytest.approx(0.62), pytest.approx(0.01))
     assert for_all["models"]["b"]["loss_points"] == pytest.approx(4.0)
-    rows = [line.split("  ") for line in final_table(views, {}).splitlines()]
+    rows = [line.split("  ") for line in table_of(tmp_path, *records).splitlines()]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert ["a", "taylor-s128-n8", "-", "11.00 ± 1.41", "3.00 ± 1.41"] in cells
     assert ["b", "taylor-s32-n8", "not tried", "-", "4.00 ± 1.41"] in cells
@@ -272,22 +294,20 @@ def test_cross_model_comparison(tmp_path: Path) -> None:
 
 def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:
     records = [trial("taylor-s16-n8", 0.5, "a"), trial("taylor-s16-n8", 0.5, "b", status="failed")]
-    views = write_views(tmp_path, records, {})
-    assert views.cross_model_comparison is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in views.paths)
-    assert len(views.paths) == 3
+    names = write_views(FolderStore(tmp_path), records, found(tmp_path, records, {}))
+    assert set(names) == {path.name for path in tmp_path.iterdir()}
+    assert set(names) == {
+        "all_methods_results.csv",
+        "global_best_config.json",
+        "method_comparison.json",
+    }
 
 
 def test_models_with_no_configuration_in_common(tmp_path: Path) -> None:
     records = [trial("taylor-s16-n8", 0.5, "a"), trial("taylor-s32-n8", 0.5, "b")]
-    across = write_views(tmp_path, records, {}).cross_model_comparison
-    assert across is not None
+    across = view(tmp_path, "cross_model_comparison", *records)
     assert across["best_for_all"] == {"config": None, "num_candidates": 0}
-    assert "not tried" in final_table(write_views(tmp_path, records, {}), {})
-
-
-def table_rows(views: Views, baselines: dict[str, TrialRecord]) -> list[list[str]]:
-    return [line.split() for line in final_table(views, baselines, top=2).splitlines()]
+    assert "not tried" in table_of(tmp_path, *records)
 
 
 def test_final_table(tmp_path: Path) -> None:
@@ -298,8 +318,7 @@ def test_final_table(tmp_path: Path) -> None:
         trial("random-s16-n8", 0.2, ppl=4e9),
         trial("layerwise-s16-n8", 0, status="failed"),
     ]
-    views = write_views(tmp_path, records, {"tiny": dense()})
-    rows = table_rows(views, {"tiny": dense()})
+    rows = [line.split() for line in table_of(tmp_path, *records, top=2, tiny=dense()).splitlines()]
     assert " ".join(rows[0]) == "tiny: 5 trials (4 complete, 1 failed)"
     assert rows[1] == ["method", "seq", "n", "ppl", "acc", "±", "se", "kept%", "params"]
     assert rows[2] == ["dense", "-", "-", "5.00", "0.8000", "±", "0.0080", "100.0", "1,000"]
@@ -315,15 +334,14 @@ def test_final_table(tmp_path: Path) -> None:
 def test_final_table_warns_of_a_model_at_chance(tmp_path: Path, acc: float, warned: bool) -> None:
     baseline = dense()
     baseline.metrics |= {"acc_mean": acc, "acc_mean_stderr": 0.02, "chance_acc_mean": 0.36}
-    views = write_views(tmp_path, [trial("taylor-s64-n128", 0.36)], {"tiny": baseline})
-    assert ("at chance" in final_table(views, {"tiny": baseline})) is warned
+    assert ("at chance" in table_of(tmp_path, trial("taylor-s64-n128", 0.36), tiny=baseline)) is warned
 
 
 def test_final_table_is_aligned_and_narrow(tmp_path: Path) -> None:
     records = [trial(f"{method}-s131072-n1000000", 0.5, "m" * 150) for method in ("taylor", "a" * 60)]
     for record in records:
         record.metrics["params_count"] = 8_030_261_248.0
-    text = final_table(write_views(tmp_path, records, {}), {})
+    text = table_of(tmp_path, *records)
     assert max(map(len, text.splitlines())) <= 100
     table = [line for line in text.splitlines() if "8,030,261,248" in line]
     assert len(table) == 2  # one a method, and no list of the best that would only repeat them

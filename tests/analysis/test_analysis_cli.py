@@ -12,7 +12,7 @@ from tests.findings import published_folder, simulated_study
 from tune_prune.analysis import command
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render import messages
-from tune_prune.analysis.statistics import compute, findings
+from tune_prune.analysis.statistics import findings
 
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "datasets", "optuna")
 
@@ -125,7 +125,7 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compute, "find", interrupt)
+    monkeypatch.setattr(findings, "find", interrupt)
     assert (
         command.main([str(simulated_study(tmp_path, models=("alpha",), items=5)), "--output", str(tmp_path / "o")])
         == 130

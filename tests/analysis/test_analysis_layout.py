@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 
 from tests.findings import published_findings, simulated_findings
-from tune_prune.analysis.input import load
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.layout import folder_name, write_layout
+from tune_prune.analysis.statistics.differences import read_items
+from tune_prune.analysis.statistics.findings import find
 from tune_prune.core.config import PruningConfig
 
 ITEMS = 30
@@ -115,7 +116,7 @@ def test_the_table_can_be_analysed_again(written: Any) -> None:
     rows = found.study.models["alpha"].rows
     columns = [name for name in rows if name != "output_dir"]
     pd.testing.assert_frame_equal(again["alpha"].rows[columns], rows[columns], check_exact=True)
-    items = load.read_items(again["alpha"].rows["output_dir"][0])
+    items = read_items(again["alpha"].rows["output_dir"][0])
     assert items is not None and len(items) == 7 * ITEMS  # the trial's folder is found from there
 
 
@@ -175,8 +176,7 @@ def test_a_model_without_a_complete_trial_is_listed(tmp_path: Path) -> None:
     models = dict(found.study.models)
     rows = models["beta"].rows.assign(success=False, status="failed")
     study = replace(found.study, models=models | {"beta": replace(models["beta"], rows=rows)})
-    lone = replace(found, study=study, models={"alpha": found.models["alpha"]}, without=("beta",), transfer_points=None)
-    write_layout(lone, tmp_path / "out")
+    write_layout(find(study), tmp_path / "out")
     values = read(tmp_path / "out" / "consolidated_beta_20" / "global_best_config.json")
     assert (values["models"], values["models_without_complete_trial"]) == ({}, ["beta"])
     assert not (tmp_path / "out" / "best_beta_20").exists()

@@ -14,10 +14,11 @@ import pytest
 
 from tests.findings import published_folder
 from tune_prune.analysis.export import write_views
-from tune_prune.analysis.input import load
-from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input import rows as columns
+from tune_prune.analysis.input.reading import read_study, study_of_search
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.study import Model
+from tune_prune.analysis.statistics.findings import find
 from tune_prune.core.config import (
     ZERO_SHOT_TASKS,
     EvaluationProtocol,
@@ -80,6 +81,10 @@ def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, plan
     return folder
 
 
+def views(folder: Path, records: Sequence[TrialRecord]) -> None:
+    write_views(FolderStore(folder), records, find(study_of_search(folder, {}, {}, records)))
+
+
 def only(*folders: Path) -> Model:
     (model,) = read_study(folders, []).models.values()
     return model
@@ -101,13 +106,13 @@ def test_the_published_grid(tmp_path: Path) -> None:
     ):
         pd.testing.assert_frame_equal(other.models["Llama"].rows, model.rows)
     assert (len(model.rows), model.ratio, model.kind, model.source) == (45, 0.2, "published", None)
-    assert list(model.rows.columns) == [*load.COLUMNS, "name"]
+    assert list(model.rows.columns) == [*columns.COLUMNS, "name"]
     assert model.rows["pruning_method"].value_counts().to_dict() == {"taylor": 15, "layerwise": 15, "blockwise": 15}
-    best = load.ranked(model.rows).iloc[0]
+    best = columns.ranked(model.rows).iloc[0]
     assert (best["name"], round(best["acc_mean"], 4), round(best["ppl"], 2)) == ("blockwise-s64-n128", 0.5980, 13.17)
     assert best["acc_boolq"] * 3270 == pytest.approx(2395)  # so its error is that of 2395 in 3270
     assert best["acc_boolq_stderr"] == pytest.approx(math.sqrt(2395 * 875 / 3270**3))
-    squares = [best[f"acc_{task}"] * (1 - best[f"acc_{task}"]) / n for task, n in load.TASK_ITEMS.items()]
+    squares = [best[f"acc_{task}"] * (1 - best[f"acc_{task}"]) / n for task, n in columns.TASK_ITEMS.items()]
     assert best["acc_mean_stderr"] == pytest.approx(math.sqrt(sum(squares)) / 7)
     assert {p.kind for p in model.problems} == {"missing", "not_finite"}
     assert [p.where.split(" of ")[0] for p in model.problems if p.kind == "not_finite"] == [
@@ -138,9 +143,9 @@ def test_our_own_table_reads_back_the_same(tmp_path: Path) -> None:
     records[1].reason = 'two\nlines, a comma and "quotes"'
     for one in records:
         (tmp_path / "here" / "trials" / one.key).mkdir(parents=True)
-    views = write_views(tmp_path / "here", records, {})
+    views(tmp_path / "here", records)
     file = read_results_csv(tmp_path / "here" / "all_methods_results.csv", "tiny")
-    pd.testing.assert_frame_equal(file.rows, views.results, check_exact=True)
+    pd.testing.assert_frame_equal(file.rows, columns.frame(records, tmp_path / "here"), check_exact=True)
     assert file.lines == [2, 3, 5]  # the second one is two lines long
     moved = (tmp_path / "here").rename(tmp_path / "there")
     read = read_results_csv(moved / "all_methods_results.csv", "tiny").rows
@@ -169,7 +174,7 @@ def test_a_file_with_few_columns(tmp_path: Path) -> None:
     )
     model = read_study([], [("M", path)]).models["M"]
     rows = model.rows.set_index("name")
-    assert load.config_of(rows.iloc[0]) == PruningConfig(
+    assert columns.config_of(rows.iloc[0]) == PruningConfig(
         "taylor", 16, 128, 0.2
     )  # .19437 falls short of the .2 of the others
     assert rows.loc["taylor-s16-n128", ["acc_mean", "removed_fraction"]].to_list() == [
@@ -184,7 +189,7 @@ def test_a_file_with_few_columns(tmp_path: Path) -> None:
     assert said(model, "not_finite") == [
         f"line 7 of {path} | blockwise-s128-n128: acc_mean is nan: it does not compete"
     ]
-    assert len(load.ranked(model.rows)) == 3
+    assert len(columns.ranked(model.rows)) == 3
 
 
 def test_what_a_file_does_not_say(tmp_path: Path) -> None:
@@ -311,7 +316,7 @@ def test_an_experiment_that_kept_only_its_table(tmp_path: Path) -> None:
     folder = experiment(tmp_path / "e", [record(name) for name in NAMES])
     for items in folder.glob("trials/*/items.parquet"):
         items.unlink()
-    write_views(folder, Ledger(FolderStore(folder)).records(), {})
+    views(folder, Ledger(FolderStore(folder)).records())
     whole = only(folder)
     shutil.rmtree(folder / "ledger")
     model = only(folder)

@@ -16,10 +16,10 @@ from scipy import stats
 from statsmodels.formula.api import ols
 
 from tests.findings import published_folder
-from tune_prune.analysis.input.load import ranked
 from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input.rows import ranked
 from tune_prune.analysis.statistics import effects
-from tune_prune.analysis.statistics.findings import Remark
+from tune_prune.analysis.statistics.message import Message
 
 METHODS = ("taylor", "layerwise", "blockwise")
 SEQ_LENS = (16, 32, 64, 128, 256)
@@ -29,7 +29,7 @@ SAMPLES = (128, 256, 512)
 def grid(
     methods: Sequence[str] = METHODS, seq_lens: Sequence[int] = SEQ_LENS, samples: Sequence[int] = SAMPLES
 ) -> pd.DataFrame:
-    """One row a combination, typed as `analysis.load` types them; every accuracy is 0.5."""
+    """One row a combination, typed as `rows.typed` types them; every accuracy is 0.5."""
     cells = list(itertools.product(methods, seq_lens, samples))
     rows = pd.DataFrame(cells, columns=["pruning_method", "taylor_seq_len", "taylor_num_samples"])
     rows["name"] = [f"{m}-s{s}-n{n}" for m, s, n in cells]
@@ -72,7 +72,7 @@ def test_published_correlations(llama: pd.DataFrame) -> None:
     assert {name: round(found[name].r or 0, 4) for name in expected} == expected
     norms = found["grad_norm_ratio"]
     assert (norms.r, norms.n, norms.low) == (None, 45, None)
-    assert norms.reason == Remark("not_finite", {"column": "grad_norm_ratio", "count": 3})
+    assert norms.reason == Message("not_finite", {"column": "grad_norm_ratio", "count": 3})
     assert "grad_std_ratio" not in found  # an empty column
     assert found["ppl"].n_independent is None
     assert found["grad_mean_ratio"].n_independent == found["grad_mean_range"].n_independent == 15
@@ -321,13 +321,13 @@ def test_correlations_that_cannot_be_computed() -> None:
     assert [entry.column for entry in found] == ["ppl", "grad_max_ratio", "removed_fraction"]
     assert [entry.reason for entry in found] == [
         None,
-        Remark("not_finite", {"column": "grad_max_ratio", "count": 2}),
-        Remark("constant", {"column": "removed_fraction"}),
+        Message("not_finite", {"column": "grad_max_ratio", "count": 2}),
+        Message("constant", {"column": "removed_fraction"}),
     ]
     assert all(entry.r is None and entry.low is None for entry in found[1:])
-    assert effects.correlations(rows.iloc[2:5], ("ppl",))[0].reason == Remark("too_few", {"n": 3})
+    assert effects.correlations(rows.iloc[2:5], ("ppl",))[0].reason == Message("too_few", {"n": 3})
     flat = effects.correlations(rows.assign(acc_mean=0.5), ("ppl",))[0]
-    assert flat.reason == Remark("constant", {"column": "acc_mean"})
+    assert flat.reason == Message("constant", {"column": "acc_mean"})
 
 
 def test_the_order_of_rows_changes_nothing() -> None:

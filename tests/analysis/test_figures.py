@@ -22,10 +22,9 @@ from matplotlib.patches import Rectangle
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
 from tune_prune.analysis.figures import figure_style, figures
-from tune_prune.analysis.input.load import config_name, typed
+from tune_prune.analysis.input.rows import config_name, typed
 from tune_prune.analysis.input.study import Model, Study
-from tune_prune.analysis.statistics.compute import find
-from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
 
 LOST = "layerwise-s16-n128"
 

@@ -26,7 +26,7 @@ from tune_prune.analysis.render.messages import (
     trend_remark,
 )
 from tune_prune.analysis.render.templating import TEMPLATES, environment
-from tune_prune.analysis.statistics.findings import RULES, Remark, Trend
+from tune_prune.analysis.statistics.findings import RULES, Message, Trend
 
 # What the statistics put into each kind of remark.
 VALUES: dict[str, dict[str, Any]] = {
@@ -71,34 +71,34 @@ def test_every_kind_has_every_language_with_the_same_values(kind: str) -> None:
 @pytest.mark.parametrize("kind", VALUES)
 def test_the_statistics_remarks_are_said_with_all_their_values(kind: str, language: str) -> None:
     assert {name for name, _ in placeholders(SENTENCES[kind][language])} == set(VALUES[kind])
-    said = format_message(Remark(kind, VALUES[kind]), language)
+    said = format_message(Message(kind, VALUES[kind]), language)
     assert "{" not in said and said.endswith("." if language == "en" else "。")
     assert "[" not in said  # a list is spelled out
 
 
 def test_every_remark_that_is_made_has_a_sentence() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in TEMPLATES.parents[1].rglob("*.py"))
-    made = set(re.findall(r'Remark\(\s*"(\w+)"', sources))
+    made = set(re.findall(r'Message\(\s*"(\w+)"', sources))
     assert len(made) > 10
     assert made <= set(SENTENCES)
 
 
 def test_sentences_as_they_read() -> None:
-    assert format_message(Remark("not_finite", {"column": "grad_norm_ratio", "count": 3})) == (
+    assert format_message(Message("not_finite", {"column": "grad_norm_ratio", "count": 3})) == (
         "grad_norm_ratio is not computable: it is not a finite number in 3 rows."
     )
-    assert "in 1 row." in format_message(Remark("not_finite", {"column": "x", "count": 1}))
-    assert "15 gradient passes" in format_message(Remark("shared_gradients", VALUES["shared_gradients"]))
-    assert format_message(Remark("selection_bias", VALUES["selection_bias"]), "zh").count(".59") == 2
-    assert "taylor_seq_len, 256, is the largest" in format_message(Remark("edge", VALUES["edge"]))
-    assert "最小" in format_message(Remark("edge", VALUES["edge"] | {"side": "lower"}), "zh")
+    assert "in 1 row." in format_message(Message("not_finite", {"column": "x", "count": 1}))
+    assert "15 gradient passes" in format_message(Message("shared_gradients", VALUES["shared_gradients"]))
+    assert format_message(Message("selection_bias", VALUES["selection_bias"]), "zh").count(".59") == 2
+    assert "taylor_seq_len, 256, is the largest" in format_message(Message("edge", VALUES["edge"]))
+    assert "最小" in format_message(Message("edge", VALUES["edge"] | {"side": "lower"}), "zh")
 
 
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(KeyError, match="'no_such_kind'"):
-        format_message(Remark("no_such_kind"))
+        format_message(Message("no_such_kind"))
     with pytest.raises(KeyError, match="count"):
-        format_message(Remark("not_finite", {"column": "ppl"}))
+        format_message(Message("not_finite", {"column": "ppl"}))
 
 
 @pytest.mark.parametrize("direction", ["rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed"])

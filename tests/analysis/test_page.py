@@ -18,8 +18,7 @@ import pytest
 from tests.findings import published_findings, simulated_study
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render import messages, page
-from tune_prune.analysis.statistics.compute import find
-from tune_prune.analysis.statistics.findings import Findings, Remark
+from tune_prune.analysis.statistics.findings import Findings, Message, find
 
 HOSTILE = "<script>alert(1)</script>"
 HOSTILE_REASON = "\"><img src=x onerror='alert(1)'> & {{ 7 * 7 }}"
@@ -236,7 +235,7 @@ def test_many_models_begin_with_a_table_and_say_what_they_share_once(tmp_path: P
     best = [model.best["acc_mean"] for model in found.models.values()]
     assert parsed.numbers("overview", "Accuracy") == pytest.approx(best)
     assert parsed.numbers("overview", "Free of selection bias") == [None] * 4  # no items
-    shared = messages.format_message(Remark("no_items"))
+    shared = messages.format_message(Message("no_items"))
     assert [text.strip() for text in parsed.texts["li"]].count(shared) == 1
 
 

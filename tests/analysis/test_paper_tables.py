@@ -16,8 +16,7 @@ import pytest
 from tests.findings import published_findings, simulated_findings
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.latex import escape, latex_table
-from tune_prune.analysis.statistics.compute import find
-from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.paper_tables import PaperTable, tables, write_paragraphs, write_tables
 from tune_prune.core.config import ZERO_SHOT_TASKS
 

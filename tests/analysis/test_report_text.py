@@ -7,14 +7,14 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
+from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.messages import LANGUAGES, acc, format_message, percent, points
 from tune_prune.analysis.render.report_text import SHOWN_PROBLEMS, report, write_report
 from tune_prune.analysis.render.text import COLUMNS, aligned, width, wrap
-from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.core.errors import UserError
 
 NUMBER = re.compile(r"(?<![A-Za-z0-9_.])-?\d*\.?\d+(?![A-Za-z0-9_])")
@@ -142,14 +142,10 @@ def test_no_line_is_wider_than_the_page(published: Findings, two_models: Finding
     """Also with many models of long names, and where nothing is known of a best."""
     labels = [f"an-organisation/a-model-of-quite-some-size-{number}-instruct" for number in range(14)]
     alpha = two_models.models["alpha"]
-    rows = alpha.competing.assign(acc_mean_stderr=float("nan"), ppl=float("nan"), in_confidence_set=True)
-    bare = replace(
-        alpha, basis="unknown", cross_fit=None, competing=rows, best=rows.iloc[0], effects=None, correlations=()
-    )
-    bare = replace(bare, model=replace(alpha.model, baseline={}, label="x" * 130), importance={})
-    matrix = pd.DataFrame(1.25, index=labels, columns=labels)
-    many = replace(two_models, models={label: bare for label in labels}, transfer_points=matrix, transfer_stderr=matrix)
-    many = replace(many, transfer_percent=matrix, without=tuple(labels), best_for_all={"config": None})
+    rows = alpha.model.rows.assign(acc_mean_stderr=float("nan"), ppl=float("nan"), output_dir="")
+    bare = replace(alpha.model, rows=rows, baseline={})
+    many = find(Study({label: replace(bare, label=label) for label in [*labels, "x" * 130]}))
+    many = replace(many, without=tuple(labels))
     for findings in (published, two_models, many):
         text = report(findings, language)
         assert max(map(width, text.splitlines())) <= COLUMNS

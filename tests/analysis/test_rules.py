@@ -60,7 +60,7 @@ def test_perplexity_ignores_what_is_not_finite() -> None:
     assert rules.perplexity(frame) == ["c"]
     assert rules.perplexity(frame.iloc[:2]) == []
     with pytest.raises(UserError, match="finds no finite ppl in the trials of llama"):
-        rules.best_of(rules.choose_all(frame.iloc[:2]), "perplexity", "llama")
+        rules.require_choice(rules.choose_all(frame.iloc[:2]), "perplexity", "llama")
 
 
 @pytest.mark.parametrize(

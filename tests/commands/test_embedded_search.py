@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from tune_prune import embedded
-from tune_prune.analysis.input.load import paired_difference, read_items
+from tune_prune.analysis.statistics.differences import paired_difference, read_items
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext

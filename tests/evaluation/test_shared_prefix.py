@@ -112,7 +112,7 @@ def test_of_equally_likely_tokens_the_first_is_greedy(monkeypatch, dtype):
     expected = log_probs.argmax(dim=-1)[rows] == targets
     assert 0 < expected.sum() < (log_probs[rows, targets] == log_probs.amax(dim=-1)[rows]).sum()
     for elements in (1 << 20, 5 * 9):
-        monkeypatch.setattr(rows, "_SOFTMAX_ELEMENTS", {"cpu": elements})
+        monkeypatch.setattr("tune_prune.evaluation.engine.rows._SOFTMAX_ELEMENTS", {"cpu": elements})
         chosen, greedy = token_log_probs(logits, targets, rows)
         assert torch.equal(greedy, expected)
         assert torch.equal(chosen, log_probs[rows, targets])

@@ -290,7 +290,7 @@ def test_check_names_everything_that_is_missing(tmp_path):
 def test_check_does_not_import_lm_eval(tmp_path):
     write_quiz(tmp_path, [GOOD])
     program = (
-        "import sys; from tune_prune.evaluation.task_files import TaskSource, check, stock_definition\n"
+        "import sys; from tune_prune.data.task_files import TaskSource, check, stock_definition\n"
         f"check(TaskSource.of({str(tmp_path)!r}, False), ('quiz',)); stock_definition('piqa')\n"
         "assert not {'lm_eval', 'torch', 'datasets'} & set(sys.modules)"
     )

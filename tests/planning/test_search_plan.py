@@ -19,7 +19,7 @@ from safetensors import safe_open
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tune_prune import embedded, search
 from tune_prune.analysis import rerun
-from tune_prune.analysis.input.load import frame
+from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
@@ -32,7 +32,6 @@ from tune_prune.planning import experiment, search_space
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import _check_memory, make_plan
 from tune_prune.pruning import shapes
-from tune_prune.pruning.methods import method_names
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import SharedStatistics, prepare
 
@@ -74,14 +73,14 @@ def table(out: str) -> dict[str, list[str]]:
 def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     """Passes and tokens of the smoke space follow from its YAML file."""
     out = plan_text(*TINY, "--gpus-per-trial", "0")
-    space = search_space.load("smoke", method_names())
-    samples = max(space.num_samples)
+    space = search_space.load("smoke").values
+    lengths, samples = space["taylor_seq_len"], max(space["taylor_num_samples"])
     cost = table(out)
     assert list(cost) == list(STAGES)
-    assert cost["importance"][:2] == [str(len(space.seq_len)), f"{sum(space.seq_len) * samples:,}"]
+    assert cost["importance"][:2] == [str(len(lengths)), f"{sum(lengths) * samples:,}"]
     layers = json.loads((TINY_FOLDER / "config.json").read_text())["num_hidden_layers"]
-    removal = sum(space.seq_len) * (samples // 5) * (1 + 3 * layers)  # a layer, its attention, its MLP
-    assert cost["removal"][:2] == [str(len(space.seq_len)), f"{removal:,}"]
+    removal = sum(lengths) * (samples // 5) * (1 + 3 * layers)  # a layer, its attention, its MLP
+    assert cost["removal"][:2] == [str(len(lengths)), f"{removal:,}"]
     assert cost["pruning"][0] == "6" and cost["perplexity"][0] == cost["zero_shot"][0] == "7"
     tokenizer = loading.load_tokenizer(catalog.resolve("tiny-llama"))
     words = len(tokenizer(embedded.perplexity_text(), add_special_tokens=False)["input_ids"])
@@ -107,7 +106,8 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     plan = make_plan(settings)
     (model,) = plan.models
     context = TrialContext.open(model.run, tmp_path / "kept" / "artifacts", device="cpu")
-    short = min(plan.space.seq_len)
+    values = plan.space.values
+    short = min(values["taylor_seq_len"])
     needs = SharedStatistics.of(config for config, _ in model.trials if config.taylor_seq_len == short)
     made = [report.stage for _, report in prepare(context, short, needs)]
     assert made == ["importance", "removal"]
@@ -120,7 +120,7 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
 
     out = plan_text(*AGAIN, "--gpus-per-trial", "0")
     cost = table(out)
-    assert cost["importance"][:2] == ["1", f"{max(plan.space.seq_len) * max(plan.space.num_samples):,}"]
+    assert cost["importance"][:2] == ["1", f"{max(values['taylor_seq_len']) * max(values['taylor_num_samples']):,}"]
     assert cost["removal"][0] == "1"
     assert cost["zero_shot"][:2] == ["5", f"{5 * tokens:,}"]
     assert "~" not in out
@@ -229,7 +229,7 @@ def test_plan_of_a_shape(
     if "--align" in flags:
         settings = replace(settings, align=int(flags[-1]))
     plan = make_plan(settings)
-    assert {config.shape for config, _ in plan.models[0].trials} == {shape} and plan.shape == shape
+    assert {config.shape for config, _ in plan.models[0].trials} == {shape} and plan.models[0].shapes == (shape,)
 
 
 def test_what_is_removable_depends_on_the_shape(plan_text: Callable[..., str]) -> None:
@@ -240,6 +240,40 @@ def test_what_is_removable_depends_on_the_shape(plan_text: Callable[..., str]) -
         removable.append(int(row.split()[3].replace(",", "")))
     groups = 5 * 3 * 3072
     assert removable == [19 * 3072 + 5 * 64 * 192, groups + 5 * 48 * 192, groups, groups + 5 * 63 * 192]
+
+
+def test_plan_of_several_ratios_and_shapes(plan_text: Callable[..., str]) -> None:
+    """Each ratio is a row, and its trials are those of the ratio alone; passes and baseline are shared."""
+    text = (search_space.folder() / "smoke.yaml").read_text()
+    Path("mine.yaml").write_text(f"{text}\npruning_ratio: [0.1, 0.3]\nshape: [free, aligned-16]\n")
+    out = plan_text("--model", "tiny-llama", "--search-space", "mine.yaml", "--gpus-per-trial", "0")
+    assert "= 24 configurations a model, 24 trials" in out and "pruning_ratio 0.1, 0.3" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("tiny-llama@")]
+    total = int(rows[0][1].replace(",", ""))
+    assert [row[0] for row in rows] == ["tiny-llama@0.1", "tiny-llama@0.3"]
+    assert [row[2] for row in rows] == [f"{int(ratio * total):,}" for ratio in (0.1, 0.3)]
+    cost = table(out)
+    assert (cost["importance"][0], cost["pruning"][0], cost["perplexity"][0]) == ("2", "24", "25")
+    trials: dict[float, set[object]] = {}
+    plan = make_plan(SearchSettings(("tiny-llama",), "mine.yaml", gpus_per_trial=0))
+    assert plan.experiment_dir.name == "tiny-llama-10+30-mine-free+aligned-16"
+    for config, key in plan.models[0].trials:
+        trials.setdefault(config.pruning_ratio, set()).add((config, key))
+    Path("mine.yaml").write_text(f"{text}\nshape: [free, aligned-16]\n")
+    for ratio, members in trials.items():
+        alone = make_plan(SearchSettings(("tiny-llama",), "mine.yaml", pruning_ratio=ratio, gpus_per_trial=0))
+        assert set(alone.models[0].trials) == members
+    optuna = ("--search", "optuna", "--num-trials", "5")
+    Path("mine.yaml").write_text(f"{text}\npruning_ratio: [0.1, 0.3]\n")
+    out = plan_text("--model", "tiny-llama", "--search-space", "mine.yaml", *optuna)
+    assert "5 of 6 configurations a model and pruning ratio, 10 trials" in out
+
+
+def test_shapes_that_are_the_same_for_a_model(refusal: Callable[..., str]) -> None:
+    text = (search_space.folder() / "smoke.yaml").read_text()
+    Path("mine.yaml").write_text(f"{text}\nshape: [aligned, aligned-64]\n")
+    sentence = refusal("--model", "tiny-llama", "--search-space", "mine.yaml")
+    assert "shape lists aligned, aligned-64, of which two are the same here" in sentence
 
 
 @pytest.mark.parametrize("shape", ["free", "aligned-16", "uniform"])

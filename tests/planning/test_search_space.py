@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tune_prune.core.config import PruningConfig
+from tune_prune.core.config import HYPERPARAMETERS, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.planning import search_space
-
-METHODS = ("taylor", "layerwise", "blockwise")
 
 GOOD = {
     "search": "grid",
@@ -31,7 +30,7 @@ def problems(folder: Path, text: str) -> list[tuple[int, str]]:
     """(line, problem) of every problem that the reader finds in `text`."""
     path = yaml_file(folder, text)
     with pytest.raises(UserError) as caught:
-        search_space.load(path, METHODS)
+        search_space.load(path)
     first, *lines = str(caught.value).splitlines()
     assert first == f"{path} has {len(lines)} problem{'s' * (len(lines) > 1)}:"
     found = []
@@ -56,10 +55,10 @@ def with_value(**values: str) -> str:
     ],
 )
 def test_shipped_spaces(name: str, size: int, search: str, num_trials: int | None) -> None:
-    space = search_space.load(name, METHODS)
+    space = search_space.load(name)
     assert (space.name, space.size, space.search, space.num_trials) == (name, size, search, num_trials)
-    assert len(set(space.configs(0.2))) == size
-    assert max(space.seq_len) <= 256
+    assert len(set(space.configs())) == size
+    assert max(space.values["taylor_seq_len"]) <= 256
 
 
 def test_every_shipped_space_is_tested() -> None:
@@ -67,19 +66,17 @@ def test_every_shipped_space_is_tested() -> None:
 
 
 def test_paper_grid_is_the_published_one() -> None:
-    configs = {
-        (c.method, c.taylor_seq_len, c.taylor_num_samples)
-        for c in search_space.load("paper_grid", METHODS).configs(0.2)
+    configs = {(c.method, c.taylor_seq_len, c.taylor_num_samples) for c in search_space.load("paper_grid").configs()}
+    assert configs == {
+        (m, s, n) for m in ("taylor", "layerwise", "blockwise") for s in (16, 32, 64, 128, 256) for n in (128, 256, 512)
     }
-    assert configs == {(m, s, n) for m in METHODS for s in (16, 32, 64, 128, 256) for n in (128, 256, 512)}
 
 
 def test_configs_share_seq_len_between_neighbours(tmp_path: Path) -> None:
     text = with_value(removal_divisor="3", pruning_ratio="0.3")
-    space = search_space.load(yaml_file(tmp_path, text), METHODS)
-    assert space.pruning_ratio == 0.3
-    assert space.configs(0.25) == tuple(
-        PruningConfig(method, seq_len, samples, 0.25, 3)
+    space = search_space.load(yaml_file(tmp_path, text))
+    assert space.configs() == tuple(
+        PruningConfig(method, seq_len, samples, 0.3, 3)
         for seq_len in (64, 16)
         for samples in (4, 8)
         for method in ("taylor", "blockwise")
@@ -89,26 +86,26 @@ def test_configs_share_seq_len_between_neighbours(tmp_path: Path) -> None:
 def test_comments_block_lists_and_byte_order_mark(tmp_path: Path) -> None:
     text = "\ufeff# why\nsearch: optuna\nnum_trials: 2\nmethod:\n  - taylor\n"
     text += "taylor_seq_len: [16]\ntaylor_num_samples:\n- 1\n- 2  # two\n"
-    space = search_space.load(yaml_file(tmp_path, text), METHODS)
-    assert (space.num_trials, space.num_samples, space.pruning_ratio, space.removal_divisor) == (2, (1, 2), None, 5)
+    space = search_space.load(yaml_file(tmp_path, text))
+    assert (space.num_trials, space.values["taylor_num_samples"]) == (2, (1, 2))
+    assert space.values["pruning_ratio"] == (0.2,) and "pruning_ratio" not in space.given
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("search", "gird", "search is 'gird'; did you mean 'grid'?"),
-        ("search", "[grid]", "search is a list; it must be text"),
-        ("method", "taylor", "method is the text 'taylor'; it must be a list"),
-        ("method", "{taylor: 1}", "method is a mapping; it must be a list"),
-        ("method", "[]", "method is an empty list"),
-        ("method", "", "method is empty; it must be a list"),
+        ("search", "gird", "search is the text 'gird'; did you mean 'grid'?"),
+        ("search", "[grid]", "search is a list; known: grid, optuna"),
+        ("method", "{taylor: 1}", "method is a mapping; it must be the name of a pruning method"),
+        ("method", "", "method is empty; it must be the name of a pruning method"),
+        ("method", "[]", "method is an empty list; give at least one value, e.g. `method: ["),
         (
             "method",
             "[blokwise]",
-            "unknown method 'blokwise'; did you mean 'blockwise'? known: blockwise, layerwise, taylor",
+            "unknown method 'blokwise'; did you mean 'blockwise'? known: blockwise, layerwise, ",
         ),
         ("method", "[taylor, taylor]", "method lists 'taylor' twice"),
-        ("method", "[true]", "method is true (true or false); it must be text"),
+        ("method", "[true]", "method is true (true or false); it must be the name"),
         ("taylor_seq_len", "[1]", "taylor_seq_len is 1; it must be a whole number from 2 to 131072"),
         ("taylor_seq_len", "[131073]", "taylor_seq_len is 131073; it must be"),
         ("taylor_seq_len", "[64, 64]", "taylor_seq_len lists 64 twice"),
@@ -139,13 +136,13 @@ def test_bad_value(tmp_path: Path, name: str, value: str, expected: str) -> None
         ("pruning_ratio", "nan", "pruning_ratio is the text 'nan'; it must be"),
         ("pruning_ratio", "true", "pruning_ratio is true (true or false); it must be"),
         ("pruning_ratio", "'0.2'", "pruning_ratio is the text '0.2'; it must be"),
-        ("pruning_ratio", "[0.2]", "pruning_ratio is a list; it must be"),
+        ("pruning_ratio", "[0.1, 0.2, 1.5]", "pruning_ratio is 1.5; it must be"),
+        ("pruning_ratio", "[0.1, 1e-1]", "pruning_ratio lists 0.1 twice"),
+        ("pruning_ratio", "[]", "pruning_ratio is an empty list"),
         ("removal_divisor", "0", "removal_divisor is 0; it must be a whole number from 1"),
-        ("shape", "square", "shape is 'square'; known: aligned, aligned-N, free, uniform"),
-        ("shape", "unifrom", "shape is 'unifrom'; did you mean 'uniform'?"),
-        ("shape", "aligned-0", "shape is 'aligned-0'; did you mean 'aligned"),
-        ("shape", "64", "shape is 64; it must be text, e.g. `shape: aligned`"),
-        ("shape", "[free]", "shape is a list; it must be text"),
+        ("shape", "square", "shape is the text 'square'; it must be free, uniform, aligned or aligned-N"),
+        ("shape", "aligned-0", "shape is the text 'aligned-0'; it must be free, "),
+        ("shape", "64", "shape is 64; it must be free, "),
         ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
         ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'taylor_seq_len'?"),
         ("[a, b]", "3", "unknown key '[...]'; known: method"),
@@ -158,29 +155,63 @@ def test_bad_extra_key(tmp_path: Path, name: str, value: str, expected: str) -> 
     assert problem.startswith(expected)
 
 
-@pytest.mark.parametrize("shape", ["free", "aligned", "aligned-128", "uniform"])
-def test_shape(tmp_path: Path, shape: str) -> None:
-    assert search_space.load(yaml_file(tmp_path, with_value(shape=shape)), METHODS).shape == shape
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
+def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
+    """Every row of the table reads the same way."""
+    several = {
+        "method": ("taylor", "layerwise"),
+        "taylor_seq_len": (64, 2),
+        "taylor_num_samples": (8, 1_000_000),
+        "pruning_ratio": (0.1, 0.25),
+        "removal_divisor": (5, 1),
+        "shape": ("aligned", "aligned-128", "uniform", "free"),
+    }[name]
+    for text, values in (
+        (str(several[0]), several[:1]),
+        (f"[{several[0]}]", several[:1]),
+        (f"[{', '.join(map(str, several))}]", several),
+    ):
+        space = search_space.load(yaml_file(tmp_path, with_value(**{name: text})))
+        assert space.values[name] == values
+        assert name in space.given
 
 
-def test_configs_have_the_shape_they_are_asked_for(tmp_path: Path) -> None:
-    space = search_space.load(yaml_file(tmp_path, with_value()), METHODS)
-    assert space.shape is None
-    assert {config.shape for config in space.configs(0.2)} == {"free"}
-    assert {config.shape for config in space.configs(0.2, "aligned-8")} == {"aligned-8"}
+def test_a_grid_over_ratios_divisors_and_shapes(tmp_path: Path) -> None:
+    text = with_value(pruning_ratio="[0.3, 0.1]", removal_divisor="[2, 5]", shape="[free, uniform]")
+    space = search_space.load(yaml_file(tmp_path, text))
+    expected = {
+        PruningConfig(method, seq_len, samples, ratio, divisor, shape)
+        for method in ("taylor", "blockwise")
+        for seq_len in (64, 16)
+        for samples in (4, 8)
+        for ratio in (0.3, 0.1)
+        for divisor in (2, 5)
+        for shape in ("free", "uniform")
+        if method == "blockwise" or divisor == 2  # taylor reads no removal losses: the first divisor stands for all
+    }
+    assert set(space.configs()) == expected and len(space.configs()) == len(expected)
+    assert space.size == len(expected) / 2
+
+
+def test_what_a_method_does_not_read_makes_no_configuration(tmp_path: Path) -> None:
+    space = search_space.load(yaml_file(tmp_path, with_value(removal_divisor="[3, 5]")))
+    nothing: dict[str, tuple[str, ...]] = {"taylor": (), "blockwise": ("taylor_seq_len", "removal_divisor")}
+    assert replace(space, reads=nothing).configs() == (
+        PruningConfig("taylor", 64, 4, removal_divisor=3),
+        *(PruningConfig("blockwise", s, 4, removal_divisor=d) for s, d in ((64, 3), (64, 5), (16, 3), (16, 5))),
+    )
 
 
 @pytest.mark.parametrize("ratio", ["0.2", "2e-1", ".2", "0.5"])
 def test_pruning_ratio_as_python_reads_it(tmp_path: Path, ratio: str) -> None:
-    assert search_space.load(yaml_file(tmp_path, with_value(pruning_ratio=ratio)), METHODS).pruning_ratio == float(
-        ratio
-    )
+    space = search_space.load(yaml_file(tmp_path, with_value(pruning_ratio=ratio)))
+    assert space.values["pruning_ratio"] == (float(ratio),)
 
 
 @pytest.mark.parametrize(
     ("num_trials", "expected"),
     [
-        ("0", "it must be a whole number of at least 1"),
+        ("0", "it must be a whole number from 1 to 1000000000"),
         ("9", "num_trials is 9; the space has 8 points: write at most 8"),
     ],
 )
@@ -193,7 +224,7 @@ def test_num_trials_bounds(tmp_path: Path, num_trials: str, expected: str) -> No
 @pytest.mark.parametrize("num_trials", [1, 8])
 def test_num_trials_within_bounds(tmp_path: Path, num_trials: int) -> None:
     text = with_value(search="optuna", num_trials=str(num_trials))
-    assert search_space.load(yaml_file(tmp_path, text), METHODS).num_trials == num_trials
+    assert search_space.load(yaml_file(tmp_path, text)).num_trials == num_trials
 
 
 def test_num_trials_is_not_held_against_a_list_that_is_wrong_itself(tmp_path: Path) -> None:
@@ -203,7 +234,7 @@ def test_num_trials_is_not_held_against_a_list_that_is_wrong_itself(tmp_path: Pa
 
 def test_bounds_are_included(tmp_path: Path) -> None:
     text = with_value(taylor_seq_len="[2, 131072]", taylor_num_samples="[1, 1000000]")
-    assert search_space.load(yaml_file(tmp_path, text), METHODS).size == 8
+    assert search_space.load(yaml_file(tmp_path, text)).size == 8
 
 
 def test_optuna_needs_num_trials(tmp_path: Path) -> None:
@@ -263,7 +294,7 @@ colour: blue
 @pytest.mark.parametrize("name", ["papergrid", "no/such/paper_gird.yaml", "paper_gird.yml"])
 def test_missing_file_suggests_a_name(name: str) -> None:
     with pytest.raises(UserError, match="did you mean 'paper_grid'") as caught:
-        search_space.load(name, METHODS)
+        search_space.load(name)
     assert repr(name) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -271,4 +302,4 @@ def test_missing_file_suggests_a_name(name: str) -> None:
 def test_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"space\.yaml cannot be read"):
-        search_space.load(str(tmp_path / "space.yaml"), METHODS)
+        search_space.load(str(tmp_path / "space.yaml"))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tune_prune.analysis.input.study import Study
     from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 
-RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")  # findings.RULES, without its imports
+RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")  # rules.RULES, without its imports
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
 _KINDS = {"failed": "failed", "stopped_early": "stopped early"}
@@ -122,7 +122,7 @@ def analyse(
     from tune_prune.analysis.layout import write_layout
     from tune_prune.analysis.render.page import write_page
     from tune_prune.analysis.render.report_text import write_report
-    from tune_prune.analysis.statistics.compute import find
+    from tune_prune.analysis.statistics.findings import find
     from tune_prune.analysis.tables.paper_tables import write_paragraphs, write_tables
 
     done("imports")

@@ -19,14 +19,21 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.export import SCHEMA_VERSION, best_entry, method_comparison, plain_value, plain_values
+from tune_prune.analysis.export import (
+    SCHEMA_VERSION,
+    best_entry,
+    cross_model_comparison,
+    csv_text,
+    global_best_config,
+    method_comparison,
+)
 from tune_prune.analysis.figures.figures_best import draw_best
+from tune_prune.analysis.input.rows import plain_value, plain_values
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.rerun import command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, parse_json, to_json
-from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import (
     BEST_CONFIG,
     CROSS_MODEL_COMPARISON,
@@ -50,10 +57,10 @@ def write_layout(findings: Findings, output: Path) -> list[Path]:
         found = findings.models.get(label)
         consolidated = output / f"consolidated_{name}"
         entry = _entry(found, consolidated) if found is not None else None
-        written += _consolidated(model, entry, findings.rule, consolidated)
+        written += _consolidated(findings, model, entry, consolidated)
         if found is not None and entry is not None:
             written += _best(found, entry, output / f"best_{name}")
-    across = cross_model(findings)
+    across = cross_model_comparison(findings)
     if across is None:
         (output / CROSS_MODEL_COMPARISON).unlink(missing_ok=True)
     else:
@@ -75,71 +82,31 @@ def folder_name(model: Model, taken: set[str]) -> str:
     return name
 
 
-def cross_model(findings: Findings) -> dict[str, Any] | None:
-    """What each model loses with another model's best, as plain data; None with fewer than two models."""
-    points, stderrs = findings.transfer_points, findings.transfer_stderr
-    if points is None or stderrs is None:
-        return None
-    best = {label: found.best["name"] for label, found in findings.models.items()}
-
-    def outcome(label: str, other: str) -> dict[str, Any]:
-        found, name = findings.models[label], best[other]
-        if pd.isna(points.loc[label, other]):
-            return {"config": name, "evaluated": False}
-        row = found.competing[found.competing["name"] == name].iloc[0]
-        return {
-            "config": name,
-            "evaluated": True,
-            **plain_values(row, "acc_mean", "acc_mean_stderr", "ppl"),
-            "loss_points": plain_value(points.loc[label, other]),
-            "loss_points_stderr": plain_value(stderrs.loc[label, other]),
-            "loss_basis": found.basis,
-        }
-
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "selection_rule": findings.rule,
-        "best": {label: outcome(label, label) for label in best},
-        "transfer": {label: {other: outcome(label, other) for other in best if other != label} for label in best},
-        "best_for_all": findings.best_for_all,
-    }
-
-
 def _entry(found: ModelFindings, base: Path) -> dict[str, Any]:
     """The best configuration of a model with the evidence for it; its output_dir is relative to the folder `base`."""
-    model, competing = found.model, found.competing
-    dense = TrialRecord("", model.label, {}, "complete", metrics=dict(model.baseline)) if model.baseline else None
-    confidence_set = competing.loc[competing["in_confidence_set"], "name"].tolist()
-    entry = best_entry(model.rows, competing, found.best, dense, confidence_set, found.basis)
+    entry = best_entry(found)
     entry["output_dir"] = _relative(entry["output_dir"], base)
     return entry | {
-        "model": model.label,
-        "source": None if model.source is None else dict(model.source),
-        "command": command(model, found.best),
+        "model": found.model.label,
+        "command": command(found.model, found.best),
         "selection": {
             "rule": found.rule,
             "chosen": {rule: list(names) for rule, names in found.chosen.items()},
-            "confidence_set": confidence_set,
-            "p_best": {row["name"]: plain_value(row["p_best"]) for _, row in competing.iterrows()},
+            "confidence_set": found.tied,
+            "p_best": {row["name"]: plain_value(row["p_best"]) for _, row in found.competing.iterrows()},
             "basis": found.basis,
             "cross_fit": None if found.cross_fit is None else asdict(found.cross_fit),
         },
     }
 
 
-def _consolidated(model: Model, entry: Mapping[str, Any] | None, rule: str, folder: Path) -> list[Path]:
+def _consolidated(findings: Findings, model: Model, entry: Mapping[str, Any] | None, folder: Path) -> list[Path]:
     rows = model.rows.drop(columns="name")
-    rows["output_dir"] = [_relative(name, folder) for name in rows["output_dir"]]
-    best = {
-        "schema_version": SCHEMA_VERSION,
-        "selection_rule": rule,
-        "models": {} if entry is None else {model.label: entry},
-        "models_without_complete_trial": [model.label] if entry is None else [],
-    }
+    entries, without = ({}, [model.label]) if entry is None else ({model.label: entry}, [])
     texts = {
-        RESULTS: rows.to_csv(index=False, lineterminator="\n"),
-        BEST_CONFIG: to_json(best),
-        METHOD_COMPARISON: to_json(method_comparison(model.rows)),
+        RESULTS: csv_text(rows, [_relative(name, folder) for name in rows["output_dir"]]),
+        BEST_CONFIG: to_json(global_best_config(findings.rule, entries, without)),
+        METHOD_COMPARISON: to_json(method_comparison(findings, [model.label])),
     }
     return [_write(folder / name, text) for name, text in texts.items()]
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from tune_prune.analysis.input.load import config_of
+from tune_prune.analysis.input.rows import config_of
 from tune_prune.analysis.input.study import Model
 
 

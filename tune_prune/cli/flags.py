@@ -10,10 +10,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
-from tune_prune.core.config import SHAPES
+from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter
 from tune_prune.core.errors import UserError
 
 
@@ -56,20 +56,31 @@ def add_device_flag(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_shape_flags(group: argparse._ActionsContainer, default: str) -> None:
-    """--shape and --align: what the layers of a pruned model may become; `default` in words."""
-    group.add_argument(
-        "--shape",
-        choices=SHAPES,
-        help="what layers may become: free; aligned: MLP widths in multiples of --align, a KV group in every layer; uniform: the "
-        f"same widths in every layer, a plain checkpoint of the family (default: {default})",
-    )
-    group.add_argument(
-        "--align",
-        type=whole_number(1, 10**6),
-        metavar="N",
-        help="of --shape aligned (default: 64, from 1B parameters on 256)",
-    )
+def add_hyperparameter_flags(
+    group: argparse._ActionsContainer, names: Iterable[str], default: str | None = None
+) -> None:
+    """A flag for each of these rows of the table, and --align with the shape; `default` in words, else the row's."""
+    for row in (HYPERPARAMETERS[name] for name in names):
+        usual = "" if row.required else f" (default: {default or row.default})"
+        metavar = row.short.rpartition("_")[2].upper()
+        group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=f"{row.help}{usual}")
+        if row.name == "shape":
+            group.add_argument(
+                "--align",
+                type=whole_number(1, 10**6),
+                metavar="N",
+                help="of --shape aligned (default: 64, from 1B parameters on 256)",
+            )
+
+
+def _hyperparameter(row: Hyperparameter) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return row.kind.read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {row.kind}") from None
+
+    return parse
 
 
 def run(main: Callable[[], None]) -> int:
@@ -112,13 +123,6 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return parse
-
-
-def ratio(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and below 1, e.g. 0.2 for 20% smaller")
-    return value
 
 
 def seconds(text: str) -> float:

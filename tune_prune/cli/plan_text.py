@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tune_prune.analysis.cost import duration
-from tune_prune.core.config import alignment
+from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, alignment, group_labels
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.data.sources import uses_embedded_data
 from tune_prune.planning.plan import Plan
@@ -20,29 +22,19 @@ from tune_prune.pruning.methods import load_method
 def describe(plan: Plan) -> str:
     """The plan as text for the screen."""
     space, first = plan.space, plan.models[0]
-    total, done = plan.total_trials, plan.recorded
+    total, done = plan.trials_per_model * len(plan.models), plan.recorded
     protocol = first.run.protocol
     items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
-    lists = [
-        f"{len(values)} {name}"
-        for name, values in (("methods", space.method), ("seq_len", space.seq_len), ("num_samples", space.num_samples))
-    ]
-    removals = any(load_method(method).removals for method in space.method)
-    if plan.search == "grid":
-        search = f"grid over {space.name}: {' x '.join(lists)} = {space.size} configurations a model"
-    else:
-        search = f"optuna (TPE) on {space.name}: {plan.num_trials} of {space.size} configurations a model"
+    removals = any(load_method(method).removals for method in space.values["method"])
+    lengths = len(space.values["taylor_seq_len"])
     rows = [
         (
             "experiment",
             f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
         ),
-        ("search", search + f", {total} trials"),
-        (
-            "",
-            f"method {', '.join(space.method)}; seq_len {_list(space.seq_len)}; num_samples {_list(space.num_samples)}",
-        ),
-        *_shape(plan),
+        ("search", f"{_search(plan)}, {total} trials"),
+        ("", "; ".join(f"{row.short} {_list(space.values[row.name])}" for row in _searched(plan))),
+        *_shapes(plan),
         ("calibration", f"{shown_path(first.run.calibration)}, seed {first.run.seed}"),
         (
             "evaluation",
@@ -57,10 +49,10 @@ def describe(plan: Plan) -> str:
         ),
         (
             "shared",
-            f"{len(space.seq_len)} gradient passes{f' and {len(space.seq_len)} removal passes' if removals else ''} a model"
+            f"{lengths} gradient passes{f' and {lengths} removal passes' if removals else ''} a model"
             + (
                 f", one {'of each ' if removals else ''}per seq_len"
-                if plan.search == "grid"
+                if space.search == "grid"
                 else " at most, as seq_len are visited"
             )
             + "; 1 dense baseline a model",
@@ -69,55 +61,75 @@ def describe(plan: Plan) -> str:
         ("memory", _memory(plan.memory)),
     ]
     lines = [f"{name:<12} {text}" for name, text in rows]
-    table = [
-        (
-            "model",
-            "parameters",
-            f"remove {plan.pruning_ratio:.4g}",
-            "removable",
-            "layers",
-            "KV group",
-            "MLP channel",
-            "dtype",
-        )
+    return "\n".join([*lines, "", *_aligned(_models(plan)), "", *_cost(plan)])
+
+
+def _searched(plan: Plan) -> list[Hyperparameter]:
+    """Those that every space names, and of the others those with several values or one off its default; shapes have lines of
+    their own, and a single ratio is in the table of models."""
+    usual = {"shape": (plan.space.values["shape"][0],), "pruning_ratio": plan.space.values["pruning_ratio"][:1]}
+    return [
+        row
+        for name, row in HYPERPARAMETERS.items()
+        if row.required or plan.space.values[name] != usual.get(name, (row.default,))
+    ]
+
+
+def _search(plan: Plan) -> str:
+    """How the configurations are searched, and how many they are."""
+    space = plan.space
+    lists = [
+        f"{len(space.values[row.name])} {'methods' if row.name == 'method' else row.short}" for row in _searched(plan)
+    ]
+    points = space.size * len(space.values["pruning_ratio"])
+    each = "a model" if points == space.size else "a model and pruning ratio"
+    if space.search == "optuna":
+        return f"optuna (TPE) on {space.name}: {space.num_trials} of {space.size} configurations {each}"
+    product = prod(len(values) for values in space.values.values())
+    found = str(points) if product == points else f"{product} points, {points} distinct"
+    return f"grid over {space.name}: {' x '.join(lists)} = {found} configurations a model"
+
+
+def _models(plan: Plan) -> list[tuple[str, ...]]:
+    """The table of models and pruning ratios: what is removed of each, and what a KV group and an MLP channel cost."""
+    ratios = plan.space.values["pruning_ratio"]
+    labels = group_labels((model.run.label, ratio) for model in plan.models for ratio in ratios)
+    remove = f"remove {ratios[0]:.4g}" if len(ratios) == 1 else "remove"
+    table: list[tuple[str, ...]] = [
+        ("model", "parameters", remove, "removable", "layers", "KV group", "MLP channel", "dtype")
     ]
     for model in plan.models:
         g = model.geometry
-        table.append(
-            (
-                model.run.label,
-                f"{g.total_params:,}",
-                f"{model.target_params:,}",
-                f"{shapes.removal_bounds(g, model.shape).most:,}",
-                str(g.num_layers),
-                f"{max(g.kv_heads)} x {max(g.group_cost):,}",
-                f"{max(g.mlp_width)} x {max(g.channel_cost):,}",
-                model.run.dtype,
-            )
+        removable = " / ".join(f"{shapes.removal_bounds(g, shape).most:,}" for shape in model.shapes)
+        layers = (
+            str(g.num_layers),
+            f"{max(g.kv_heads)} x {max(g.group_cost):,}",
+            f"{max(g.mlp_width)} x {max(g.channel_cost):,}",
+            model.run.dtype,
         )
-    lines += ["", *_aligned(table), "", *_cost(plan)]
-    return "\n".join(lines)
+        for ratio, target in model.targets.items():
+            table.append((labels[model.run.label, ratio], f"{g.total_params:,}", f"{target:,}", removable, *layers))
+    return table
 
 
-def _shape(plan: Plan) -> list[tuple[str, str]]:
-    """What the pruned layers will look like, unless they are free."""
-    if plan.shape == "free":
+def _shapes(plan: Plan) -> list[tuple[str, str]]:
+    """What the pruned layers will look like, a line for each shape, unless all are free."""
+    if plan.space.values["shape"] == ("free",):
         return []
-    if plan.shape == "uniform":
-        by_model = {model.run.label: _list(model.geometry.uniform_kv_heads) for model in plan.models}
-        return [
-            (
-                "shape",
-                f"uniform: one MLP width for all layers, and one of {_by_model('{} KV groups', by_model)} in each",
+    lines = []
+    for index, shape in enumerate(plan.space.values["shape"]):
+        if shape == "free":
+            lines.append("free: each layer has its own widths")
+        elif shape == "uniform":
+            heads = {model.run.label: _list(model.geometry.uniform_kv_heads) for model in plan.models}
+            lines.append(
+                f"uniform: one MLP width for all layers, and one of {_by_model('{} KV groups', heads)} in each"
             )
-        ]
-    by_model = {model.run.label: str(alignment(model.shape)) for model in plan.models}
-    return [
-        (
-            "shape",
-            f"aligned: MLP widths in multiples of {_by_model('{}', by_model)}, at least one KV group in every layer",
-        )
-    ]
+        else:
+            blocks = {model.run.label: str(alignment(model.shapes[index])) for model in plan.models}
+            multiples = _by_model("{}", blocks)
+            lines.append(f"aligned: MLP widths in multiples of {multiples}, at least one KV group in every layer")
+    return [("" if index else "shape", line) for index, line in enumerate(lines)]
 
 
 def _by_model(text: str, values: Mapping[str, str]) -> str:
@@ -183,7 +195,7 @@ def _resources(plan: Plan) -> str:
     )
 
 
-def _list(values: tuple[int, ...]) -> str:
+def _list(values: tuple[Any, ...]) -> str:
     return ", ".join(map(str, values))
 
 

@@ -1,6 +1,6 @@
 """What `prune` is asked for: a model, a configuration, and what a search already knows about it.
 
-From a search comes the plan of what to keep (trials/<key>/pruning_plan.json), which is then carried out as it was
+From a search comes the plan of what to keep (trials/<key>/pruning_plan.json), which is then executed as it was
 measured. Without it, the same steps as in a trial find it again: calibration, scores, selection.
 """
 
@@ -20,7 +20,7 @@ from tune_prune.checkpoint import origin
 from tune_prune.checkpoint.save import Origin
 from tune_prune.cli.plan_text import shown_path
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json
 from tune_prune.core.store import BASELINES, BEST_CONFIG, EXPERIMENT, LEDGER, PLAN
@@ -37,7 +37,7 @@ from tune_prune.trial.trial import Trial
 
 
 @dataclass(frozen=True)
-class Order:
+class PruneRequest:
     """One configuration of one model. Without a search, only the first two are known."""
 
     run: ModelRun
@@ -55,7 +55,7 @@ class Order:
         return Origin(self.config, self.source, self.metrics, self.measured_on, self.baseline)
 
 
-def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> Order:
+def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> PruneRequest:
     """The best configuration that a search (global_best_config.json, or its folder) or an analysis (best_config.json) names.
 
     `label` says which model of several; `base` and `revision` where that model is, if not where it was searched. Raises
@@ -88,9 +88,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         )
     trial = _trial_folder(path, entry.get("output_dir"))
     known = _known(trial, entry, run)
-    if base is not None or revision is not None:
-        run = _moved(run, base, revision)
-    return Order(run, config, source=run, artifact_dir=_artifacts(trial, path), **known)
+    moved = run if base is None and revision is None else _moved(run, base, revision)
+    return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
 def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
@@ -128,8 +127,9 @@ def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[
         return known
     experiment = trial.parents[1]
     if (trial / PLAN).is_file():
+        values = parse_json(trial / PLAN)
         try:
-            known |= {"plan": PruningPlan.from_dict(parse_json(trial / PLAN)), "plan_file": trial / PLAN}
+            known |= {"plan": PruningPlan.from_dict(values), "plan_file": trial / PLAN}
         except ValueError as error:
             raise UserError(f"{trial / PLAN} holds no plan ({error}); delete it to have it found again") from error
     meaning = _part(experiment / EXPERIMENT, "models", run.label, "meaning") or {}
@@ -174,13 +174,12 @@ def _baseline(values: Mapping[str, Any] | None) -> dict[str, float] | None:
     )
 
 
-def from_flags(args: argparse.Namespace) -> Order:
+def from_flags(args: argparse.Namespace) -> PruneRequest:
     """The configuration that the flags of prune.py name. Raises UserError."""
+    from tune_prune.planning import resolve
     from tune_prune.planning.plan import SearchSettings
-    from tune_prune.planning.preflight import model_run
 
     load_method(args.method)
-    source = catalog.resolve(args.model, args.revision)
     settings = SearchSettings(
         models=(args.model,),
         revision=args.revision,
@@ -188,43 +187,47 @@ def from_flags(args: argparse.Namespace) -> Order:
         data_dir=args.data_dir,
         seed=args.seed or 0,
     )
-    run = model_run(settings, args.model, source, "bfloat16" if torch.cuda.is_available() else "float32")
-    model_config = loading.load_config(source)
-    origin.require_dense(source, model_config)
-    _, geometry = loading.config_geometry(model_config)
-    tokenizer = loading.load_tokenizer(source)
-    checks.check_calibration(run, source, model_config, tokenizer, (args.seq_len,), args.num_samples)
-    if args.align is not None and args.shape != "aligned":
-        raise UserError(f"--align {args.align} is for --shape aligned; leave it out or add --shape aligned")
-    shape = shapes.resolve(args.shape or "free", args.align, geometry.total_params)
-    ratio = 0.2 if args.pruning_ratio is None else args.pruning_ratio
-    divisor = PruningConfig.removal_divisor if args.removal_divisor is None else args.removal_divisor
-    config = PruningConfig(args.method, args.seq_len, args.num_samples, ratio, divisor, shape)
-    selection.budget(geometry, ratio, shape)
+    dense = resolve.dense_model(settings, args.model, "bfloat16" if torch.cuda.is_available() else "float32")
+    given = {name: getattr(args, row.short) for name, row in HYPERPARAMETERS.items()}
+    values = {name: HYPERPARAMETERS[name].default if value is None else value for name, value in given.items()}
+    (shape,) = resolve.aligned((values["shape"],), args.align)
+    config = PruningConfig(**values | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)})
+    selection.budget(dense.geometry, config.pruning_ratio, config.shape)
+    lengths, count = (config.taylor_seq_len,), config.taylor_num_samples
+    checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
     shared = Path("ray_results") / artifact_cache.FOLDER
-    return Order(run, config, source=run, artifact_dir=shared.absolute() if shared.is_dir() else None)
+    return PruneRequest(
+        dense.run,
+        config,
+        source=dense.run,
+        artifact_dir=shared.absolute() if shared.is_dir() else None,
+    )
 
 
-def carry_out(order: Order, device: str, dtype: str | None) -> tuple[LoadedModel, PruningPlan, str]:
+def execute(request: PruneRequest, device: str, dtype: str | None) -> tuple[LoadedModel, PruningPlan, str]:
     """The dense model in `dtype` (None: its own) on `device`, the plan, and in words where that comes from. Raises
     UserError where the model cannot be had or is not the one that was searched."""
     device = loading.pick_device(device)
-    source = catalog.resolve(order.run.model, order.run.revision)
+    source = catalog.resolve(request.run.model, request.run.revision)
     config = loading.load_config(source)
     origin.require_dense(source, config)
     found = loading.fingerprint(source, config)
-    if order.fingerprint is not None and found != order.fingerprint:
+    if request.fingerprint is not None and found != request.fingerprint:
         raise UserError(
             f"{source.location} is not the model that was searched (its files have another content); give that one with --base, "
             "or search again"
         )
     wanted = getattr(torch, dtype) if dtype else (getattr(config, "dtype", None) or torch.float32)
-    if order.plan is not None and order.plan_file is not None:
-        return loading.load_model(source, wanted, device), order.plan, f"as searched ({shown_path(order.plan_file)})"
+    if request.plan is not None and request.plan_file is not None:
+        return (
+            loading.load_model(source, wanted, device),
+            request.plan,
+            f"as searched ({shown_path(request.plan_file)})",
+        )
     with ExitStack() as stack:
-        folder = order.artifact_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="tune_prune_"))
-        context = TrialContext.open(order.run, folder, device)
-        trial = Trial(order.config, context)
+        folder = request.artifact_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="tune_prune_"))
+        context = TrialContext.open(request.run, folder, device)
+        trial = Trial(request.config, context)
         for report in trial.stages():
             print(f"{report.stage:<12} {report.tokens:,} tokens, {report.duration_s:.1f} s", flush=True)
             if trial.plan is not None:
@@ -234,4 +237,4 @@ def carry_out(order: Order, device: str, dtype: str | None) -> tuple[LoadedModel
     if loaded.model.dtype != wanted:
         del context, trial.context  # before the weights are loaded again
         loaded = loading.load_model(source, wanted, device)
-    return loaded, trial.plan, f"found here (calibration: {order.run.calibration})"
+    return loaded, trial.plan, f"found here (calibration: {request.run.calibration})"

@@ -127,9 +127,7 @@ class Hyperparameter:
     kind: Kind
     example: str  # a value, as a search space has it
     help: str  # of its flag
-    # The step that reads it. A method that does not need the step does not read it (planning/search_space.py): "calibration"
-    # is every statistic taken from calibration samples.
-    step: Literal["scores", "calibration", "block_removal", "selection"]
+    read_by: Literal["scores", "statistics", "selection"]  # the step; statistics say which of theirs they read
     default: Any = None  # None: a search space must say it
     name_prefix: str | None = ""  # before its value in a configuration's name; None: names do not show it
     always_in_key: bool = False  # also at its default: the hyperparameters that the first keys had
@@ -151,11 +149,11 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "taylor_seq_len", "seq_len", "Tokens per sample", Whole(2, 131_072), "64",
-            "tokens per calibration sample", "calibration", name_prefix="s",
+            "tokens per calibration sample", "statistics", name_prefix="s",
         ),
         Hyperparameter(
             "taylor_num_samples", "num_samples", "Calibration samples", Whole(1, 1_000_000), "128",
-            "calibration samples", "calibration", name_prefix="n",
+            "calibration samples", "statistics", name_prefix="n",
         ),
         Hyperparameter(
             "pruning_ratio", "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
@@ -163,7 +161,7 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "removal_divisor", "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
-            "removal losses use the first num_samples // D samples", "block_removal", 5, "d", always_in_key=True,
+            "removal losses use the first num_samples // D samples", "statistics", 5, "d", always_in_key=True,
         ),
         Hyperparameter(
             "shape", "shape", "Shape", ShapeName(), "aligned",

@@ -9,16 +9,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, FolderStore
-
-if TYPE_CHECKING:
-    from tune_prune.planning.plan import Plan
+from tune_prune.planning.plan import Plan, one_or_list
 
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
 
@@ -112,7 +110,7 @@ def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
             "run": model.run.to_dict(),
             "meaning": model.identity(),
             "geometry": asdict(model.geometry),
-            "target_params": model.target_params,
+            "target_params": one_or_list(model.targets.values()),
             "trial_keys": {key: config.name for config, key in model.trials},
         }
     store.put(
@@ -122,17 +120,9 @@ def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
                 "schema_version": 1,
                 "command": command,
                 "settings": asdict(plan.settings),
-                "search": plan.search,
-                "num_trials": plan.num_trials,
-                "space": {
-                    "name": plan.space.name,
-                    "method": list(plan.space.method),
-                    "taylor_seq_len": list(plan.space.seq_len),
-                    "taylor_num_samples": list(plan.space.num_samples),
-                    "pruning_ratio": plan.pruning_ratio,
-                    "removal_divisor": plan.space.removal_divisor,
-                    "shape": plan.shape,
-                },
+                "search": plan.space.search,
+                "num_trials": plan.trials_per_model,
+                "space": {"name": plan.space.name} | plan.searched(),
                 "models": models,
                 "versions": {"tune_prune": __version__}
                 | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.cost_model.workload import Workload
@@ -22,9 +23,9 @@ class SearchSettings:
     models: tuple[str, ...]
     search_space: str = "paper_grid"  # a name of search_spaces/ or a YAML file
     search: str | None = None  # grid or optuna; None: as the search space says
-    num_trials: int | None = None  # per model, optuna only
+    num_trials: int | None = None  # per model and pruning ratio, optuna only
     pruning_ratio: float | None = None  # None: the search space's, else 0.2
-    shape: str | None = None  # free, aligned or uniform; None: the search space's, else free
+    shape: str | None = None  # free, aligned, aligned-N or uniform; None: the search space's, else free
     align: int | None = None  # N of the aligned shape; None: as suits the model
     revision: str | None = None
     calibration: str | None = None
@@ -50,15 +51,15 @@ class ModelPlan:
     geometry: Geometry
     model_fingerprint: str
     data_fingerprint: str
-    target_params: int  # parameters to remove
+    targets: Mapping[float, int]  # pruning ratio -> parameters to remove
     trials: tuple[tuple[PruningConfig, str], ...]  # configuration and trial key
     workload: Workload
-    memory: MemoryPlan  # of a trial
+    memory: MemoryPlan  # of its largest trial
 
     @property
-    def shape(self) -> str:
-        """Of all its trials: "free", "aligned-N" or "uniform"."""
-        return self.trials[0][0].shape
+    def shapes(self) -> tuple[str, ...]:
+        """Of its trials: "free", "aligned-N", "uniform"."""
+        return tuple(dict.fromkeys(config.shape for config, _ in self.trials))
 
     def identity(self) -> dict[str, Any]:
         """What must not change when an experiment goes on."""
@@ -70,8 +71,8 @@ class ModelPlan:
             "protocol": asdict(run.protocol) | {"tasks": list(run.protocol.tasks), "slices": list(run.protocol.slices)},
             "seed": run.seed,
             "dtype": run.dtype,
-            "pruning_ratio": self.trials[0][0].pruning_ratio,
-            "shape": self.shape,
+            "pruning_ratio": one_or_list(self.targets),
+            "shape": one_or_list(self.shapes),
         }
 
 
@@ -80,11 +81,7 @@ class Plan:
     """A search that can start."""
 
     settings: SearchSettings
-    space: SearchSpace
-    search: str  # grid or optuna
-    num_trials: int  # per model
-    pruning_ratio: float
-    shape: str  # "free", "uniform", "aligned-N", or "aligned" where it has another N for each model
+    space: SearchSpace  # as the file and the flags say together
     experiment_dir: Path  # absolute
     models: tuple[ModelPlan, ...]
     recorded: int  # trials of this plan that the ledger already holds as finished
@@ -93,10 +90,30 @@ class Plan:
     cost: CostEstimate | None  # of what the ledger lacks; None: no worker of the cluster was free to measure its speed
 
     @property
-    def total_trials(self) -> int:
-        return self.num_trials * len(self.models)
+    def trials_per_model(self) -> int:
+        return (self.space.num_trials or self.space.size) * len(self.space.values["pruning_ratio"])
+
+    def searched(self) -> dict[str, Any]:
+        """Every hyperparameter's values for experiment.json, those of optional ones by themselves where there is one."""
+        values = self.space.values | {"shape": shapes_of(self.space, self.models)}
+        return {
+            name: list(found) if HYPERPARAMETERS[name].required else one_or_list(found)
+            for name, found in values.items()
+        }
 
     @property
     def memory(self) -> MemoryPlan:
         """Of the largest trial."""
         return max((model.memory for model in self.models), key=lambda memory: memory.total)
+
+
+def shapes_of(space: SearchSpace, models: Sequence[ModelPlan]) -> tuple[str, ...]:
+    """Of all trials; "aligned" where it has another N for each model."""
+    first, *others = (model.shapes for model in models)
+    return first if all(other == first for other in others) else space.values["shape"]
+
+
+def one_or_list(values: Iterable[Any]) -> Any:
+    """As files have a hyperparameter: its value where it has one, else all of them."""
+    found = list(values)
+    return found[0] if len(found) == 1 else found

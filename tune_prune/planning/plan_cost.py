@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from tune_prune.core.artifact_cache import ArtifactStore
@@ -25,8 +26,9 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     measured = (FolderStore(plan.experiment_dir).read(BASELINES) or {}).keys()
     works = []
     for model in plan.models:
+        configs = [config for config, _ in model.trials]
         pending = [config for config, key in model.trials if key not in finished]
-        trials = plan.num_trials - (len(model.trials) - len(pending))
+        trials = plan.trials_per_model - (len(model.trials) - len(pending))
         passes = passes_to_make(pending if trials > 0 else [], model.run, model.model_fingerprint, device, store)
         if trials <= 0 and model.run.label in measured:
             continue
@@ -43,7 +45,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
                 passes=dict(list(passes.items())[: max(0, trials)]),  # an adaptive trial visits one seq_len at most
                 baseline=model.run.label not in measured,
                 trials=max(0, trials),
-                removed_params=model.target_params,
+                removed_params=round(mean(model.targets[config.pruning_ratio] for config in pending or configs)),
                 perplexity_tokens=model.workload.perplexity_tokens,
                 perplexity_window=model.workload.perplexity_window,
                 zero_shot=model.workload.zero_shot,
@@ -54,9 +56,9 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
         notes.append("~ zero-shot tokens are estimated from a sample of the items")
     if settings.scheduler != "none":
         notes.append(f"an upper bound: {settings.scheduler} stops trials early")
-    elif plan.search == "optuna":
+    elif plan.space.search == "optuna":
         notes.append("an upper bound: trials at the same seq_len share their passes")
-    return estimate(works, plan.slots, plan.resources.gpus, plan.search == "optuna", notes)
+    return estimate(works, plan.slots, plan.resources.gpus, plan.space.search == "optuna", notes)
 
 
 def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> Speed | None:

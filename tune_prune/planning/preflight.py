@@ -1,7 +1,8 @@
 """Everything that can be known before a search starts: which trials, of which sizes, on which data, whether it fits.
 
 Loads configs and tokenizers, never weights. Every check that can fail does so here, in one sentence, rather than an hour
-into a search.
+into a search. The road: resolve (what is asked for) -> each model (checks, trials, memory) -> the machine (resources) -> the
+experiment (may it go on) -> plan_cost.
 """
 
 from __future__ import annotations
@@ -15,22 +16,20 @@ from pathlib import Path
 
 import torch
 
-from tune_prune.checkpoint import origin
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import EvaluationProtocol, ModelRun, trial_key
+from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.cost_model.workload import memory_of, workload
-from tune_prune.data import calibration, checks
+from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
-from tune_prune.models import catalog, hub, loading, weight_files
+from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.geometry import Geometry
-from tune_prune.planning import experiment, plan_cost, search_space
-from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings
+from tune_prune.planning import experiment, plan_cost, resolve
+from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
-from tune_prune.pruning.methods import method_names
 from tune_prune.pruning.selection import budget
 from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.ray_cluster.resources import plan_resources, trial_slots
@@ -42,49 +41,39 @@ def make_plan(settings: SearchSettings) -> Plan:
         raise UserError(
             f"--gpus-per-trial is {settings.gpus_per_trial:g}, but a trial runs on one GPU; use 1, a share 1/k such as 0.5, or auto"
         )
-    space = search_space.load(settings.search_space, method_names())
-    search = settings.search or space.search
-    num_trials = _num_trials(settings, space, search)
-    ratio, shape = _pruning_ratio(settings, space), _shape(settings, space)
+    space = resolve.space(settings)
     store = artifact_cache.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifact_cache.FOLDER)
     with _cluster(settings):
         nodes, gpu_bytes = _nodes(settings)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
-        models = tuple(_plan_model(settings, space, name, ratio, shape, device, store) for name in settings.models)
+        models = tuple(_plan_model(settings, space, name, device, store) for name in settings.models)
+        _check_distinct(models)
         trial_bytes = max(model.memory.total for model in models)
         resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
         slots = trial_slots(resources, nodes)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        _check_distinct(models)
-        shape = models[0].shape if len({model.shape for model in models}) == 1 else shape
-        default_name = "-".join(
-            [
-                *("+".join(model.run.label for model in models), f"{ratio * 100:g}", space.name),
-                *([] if shape == "free" else [shape]),
-                *([f"limit{settings.limit}"] if settings.limit else []),
-            ]
-        )
-        folder = experiment.experiment_dir(settings.storage_path, settings.name, default_name)
+        folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
         results = FolderStore(folder)
         finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
         experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
-        plan = Plan(
-            settings=settings,
-            space=space,
-            search=search,
-            num_trials=num_trials,
-            pruning_ratio=ratio,
-            shape=shape,
-            experiment_dir=folder,
-            models=models,
-            recorded=sum(key in finished for model in models for _, key in model.trials),
-            resources=resources,
-            slots=slots,
-            cost=None,
-        )
+        recorded = sum(key in finished for model in models for _, key in model.trials)
+        plan = Plan(settings, space, folder, models, recorded, resources, slots, cost=None)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
+
+
+def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
+    """Of an experiment without --name: models, percentages, search space; shapes and limit where they are not the usual ones."""
+    shapes = shapes_of(space, models)
+    parts = [
+        "+".join(model.run.label for model in models),
+        "+".join(f"{100 * ratio:g}" for ratio in space.values["pruning_ratio"]),
+        space.name,
+        *(["+".join(shapes)] if shapes != ("free",) else []),
+        *([f"limit{settings.limit}"] if settings.limit else []),
+    ]
+    return "-".join(parts)
 
 
 def _check_distinct(models: tuple[ModelPlan, ...]) -> None:
@@ -102,66 +91,19 @@ def _check_distinct(models: tuple[ModelPlan, ...]) -> None:
         labels[run.label] = trials[key] = run.model
 
 
-def _num_trials(settings: SearchSettings, space: SearchSpace, search: str) -> int:
-    if search == "grid":
-        if settings.num_trials is not None:
-            raise UserError(
-                f"--num-trials {settings.num_trials} is for --search optuna, but a grid runs all {space.size} configurations; "
-                "leave it out or use --search optuna"
-            )
-        return space.size
-    wanted = settings.num_trials or space.num_trials or min(20, space.size)
-    if wanted > space.size:
-        raise UserError(
-            f"--num-trials is {wanted}, but search space {space.name} has only {space.size} configurations; ask for at most "
-            f"{space.size}, or leave it out and use --search grid"
-        )
-    return wanted
-
-
-def _pruning_ratio(settings: SearchSettings, space: SearchSpace) -> float:
-    asked, fixed = settings.pruning_ratio, space.pruning_ratio
-    if asked is not None and fixed is not None and asked != fixed:
-        raise UserError(f"--pruning-ratio is {asked}, but {space.path} says {fixed}; leave one of them out")
-    ratio = asked if asked is not None else fixed if fixed is not None else 0.2
-    if not 0 < ratio < 1:
-        raise UserError(f"--pruning-ratio is {ratio}; it must lie between 0 and 1, e.g. 0.2 for 20% smaller")
-    return ratio
-
-
-def _shape(settings: SearchSettings, space: SearchSpace) -> str:
-    """The shape asked for; "aligned" without a number where each model gets the N that suits it."""
-    shape = settings.shape or space.shape or "free"
-    if settings.align is None:
-        return shape
-    if not shape.startswith("aligned"):
-        raise UserError(
-            f"--align {settings.align} is for --shape aligned, but the shape is {shape}; leave it out or add --shape aligned"
-        )
-    return shapes.resolve("aligned", settings.align, 0)
-
-
 def _plan_model(
-    settings: SearchSettings,
-    space: SearchSpace,
-    name: str,
-    ratio: float,
-    shape: str,
-    device: str,
-    store: artifact_cache.ArtifactStore,
+    settings: SearchSettings, space: SearchSpace, name: str, device: str, store: artifact_cache.ArtifactStore
 ) -> ModelPlan:
-    dtype = settings.dtype or ("bfloat16" if device == "cuda" else "float32")
     try:
-        source = catalog.resolve(name, settings.revision)
-        run = model_run(settings, name, source, dtype)
-        config = loading.load_config(source)
-        origin.require_dense(source, config)
-        _, geometry = loading.config_geometry(config)
-        shape = shapes.resolve(shape, None, geometry.total_params)
-        target = _target_params(geometry, ratio, shape)
+        model = resolve.dense_model(settings, name, settings.dtype or ("bfloat16" if device == "cuda" else "float32"))
+        source, run, config, geometry = model.source, model.run, model.config, model.geometry
+        configs = _configs(space, geometry)
+        sizes = dict.fromkeys((config.pruning_ratio, config.shape) for config in configs)
+        targets = {ratio: _target_params(geometry, ratio, shape) for ratio, shape in sizes}
         checks.check_data(run)
-        tokenizer = loading.load_tokenizer(source)
-        checks.check_calibration(run, source, config, tokenizer, space.seq_len, max(space.num_samples))
+        seq_lens = dict.fromkeys(config.taylor_seq_len for config in configs)
+        most = max(config.taylor_num_samples for config in configs)
+        checks.check_calibration(run, source, config, model.tokenizer, seq_lens, most)
         if source.kind != "hub":
             weight_files.check(Path(source.location), loading.meta_model(config))
     except UserError as error:
@@ -172,41 +114,28 @@ def _plan_model(
     if commit:  # workers load what was planned, whatever the branch says by then
         run = replace(run, revision=commit)
     fingerprints = loading.fingerprint(source, config), data_fingerprint(run)
-    configs = space.configs(ratio, shape)
-    work = workload(run, config, tokenizer, store, fingerprints[0])
+    work = workload(run, config, model.tokenizer, store, fingerprints[0])
+    itemsize = getattr(torch, run.dtype).itemsize
     return ModelPlan(
         run=run,
         geometry=geometry,
         model_fingerprint=fingerprints[0],
         data_fingerprint=fingerprints[1],
-        target_params=target,
+        targets=targets,
         trials=tuple((config, trial_key(config, *fingerprints, run)) for config in configs),
         workload=work,
-        memory=memory_of(work, geometry, configs, target, getattr(torch, run.dtype).itemsize, device),
+        memory=memory_of(work, geometry, configs, min(targets.values()), itemsize, device),
     )
 
 
-def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
-    """What all trials of the model share. Raises UserError for flags that do not fit together."""
-    if settings.revision is not None and source.kind != "hub":
+def _configs(space: SearchSpace, geometry: Geometry) -> tuple[PruningConfig, ...]:
+    """Of a model; "aligned" gets the N that suits its size."""
+    named = {shape: shapes.resolve(shape, None, geometry.total_params) for shape in space.values["shape"]}
+    if len(set(named.values())) < len(named):
         raise UserError(
-            f"--revision {settings.revision} is for models of the hub, but {name} is {'an' if source.kind == 'embedded' else 'a'} "
-            f"{source.kind} model; leave it out"
+            f"shape lists {', '.join(named)}, of which two are the same here ({', '.join(named.values())}); keep one of them"
         )
-    data_dir = checks.data_dir(settings.data_dir)
-    protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
-    if settings.tasks is not None:
-        protocol = replace(protocol, tasks=settings.tasks)
-    return ModelRun(
-        model=source.location if source.kind == "folder" else name,
-        label=source.label,
-        revision=settings.revision,
-        calibration=calibration.resolve(settings.calibration, data_dir, source.kind == "embedded"),
-        data_dir=data_dir,
-        protocol=protocol,
-        seed=settings.seed,
-        dtype=dtype,
-    )
+    return replace(space, values=space.values | {"shape": tuple(named.values())}).configs()
 
 
 def _target_params(geometry: Geometry, ratio: float, shape: str) -> int:

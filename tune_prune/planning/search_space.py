@@ -4,19 +4,19 @@
     method: [taylor, layerwise, blockwise]
     taylor_seq_len: [64, 128]                 # tokens per calibration sample
     taylor_num_samples: [128, 256]            # calibration samples
-    pruning_ratio: 0.2                        # optional; fraction of all parameters to remove
+    pruning_ratio: [0.1, 0.2]                 # optional; fractions of all parameters, each searched by itself
     removal_divisor: 5                        # optional; removal losses use the first taylor_num_samples // 5 samples
-    shape: aligned                            # optional; free, aligned, aligned-N (e.g. aligned-128) or uniform
-    num_trials: 6                             # search: optuna only
+    shape: [free, aligned]                    # optional; free, aligned, aligned-N (e.g. aligned-128) or uniform
+    num_trials: 6                             # search: optuna only; per model and pruning ratio
 
-The reader is strict and reports every problem of the file at once, each with its line.
+A key is a row of core.config.HYPERPARAMETERS, with one value (it is fixed) or a list (it is searched). The reader is strict
+and reports every problem of the file at once, each with its line.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -25,16 +25,12 @@ from typing import Any
 import yaml
 
 import tune_prune
-from tune_prune.core.config import SHAPES, PruningConfig, alignment
+from tune_prune.core.config import HYPERPARAMETERS, Kind, PruningConfig, Whole
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.pruning.methods import load_method, method_names
 
 SEARCHES = ("grid", "optuna")
-SEQ_LEN_BOUNDS = (2, 131_072)
-NUM_SAMPLES_BOUNDS = (1, 1_000_000)
-
-_DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
-_REQUIRED = ("search", "method", "taylor_seq_len", "taylor_num_samples")
-_OPTIONAL = ("pruning_ratio", "removal_divisor", "shape", "num_trials")
+NUM_TRIALS = Whole(1, 10**9)
 
 
 @dataclass(frozen=True)
@@ -44,25 +40,34 @@ class SearchSpace:
     name: str
     path: Path
     search: str  # "grid" or "optuna"
-    num_trials: int | None  # how many configurations optuna tries; None for a grid
-    method: tuple[str, ...]
-    seq_len: tuple[int, ...]
-    num_samples: tuple[int, ...]
-    pruning_ratio: float | None = None  # None: the command line's
-    removal_divisor: int = 5
-    shape: str | None = None  # free, aligned, aligned-N or uniform; None: the command line's
+    num_trials: int | None  # how many configurations optuna tries per model and pruning ratio; None for a grid
+    values: dict[str, tuple[Any, ...]]  # of every hyperparameter; a shape may still be "aligned", without its number
+    given: Collection[str]  # hyperparameters that the file names; the others have their defaults
+    reads: Mapping[str, Collection[str]]  # method -> hyperparameters that its statistics depend on
 
     @property
     def size(self) -> int:
-        """How many configurations there are."""
-        return len(self.method) * len(self.seq_len) * len(self.num_samples)
+        """How many configurations there are at each pruning ratio."""
+        return len(self.points()) // len(self.values["pruning_ratio"])
 
-    def configs(self, pruning_ratio: float, shape: str = "free") -> tuple[PruningConfig, ...]:
-        """Every configuration at `pruning_ratio` and `shape`, seq_len outermost: neighbours share their gradient pass."""
-        return tuple(
-            PruningConfig(method, seq_len, num_samples, pruning_ratio, self.removal_divisor, shape)
-            for seq_len, num_samples, method in product(self.seq_len, self.num_samples, self.method)
-        )
+    def points(self) -> list[dict[str, Any]]:
+        """Every distinct configuration as its values, methods innermost: neighbours share their passes.
+
+        Configurations that differ only in what their method does not read are one: it has the first value of each such list.
+        """
+        others = [name for name in HYPERPARAMETERS if name != "method"]
+        points = {}
+        for *point, method in product(*(self.values[name] for name in others), self.values["method"]):
+            values = {"method": method} | dict(zip(others, point, strict=True))
+            for name in others:
+                if HYPERPARAMETERS[name].read_by == "statistics" and name not in self.reads[method]:
+                    values[name] = self.values[name][0]
+            points[tuple(values.values())] = values
+        return list(points.values())
+
+    def configs(self) -> tuple[PruningConfig, ...]:
+        """The points as configurations; no shape may lack its number."""
+        return tuple(PruningConfig(**point) for point in self.points())
 
 
 def folder() -> Path:
@@ -77,7 +82,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder().glob("*.yaml")))
 
 
-def load(name_or_path: str, known_methods: Collection[str]) -> SearchSpace:
+def load(name_or_path: str) -> SearchSpace:
     """The search space of that name (one of `names()`) or in that YAML file.
 
     Raises UserError with one line per problem: `<file>:<line>: <problem>`.
@@ -87,7 +92,7 @@ def load(name_or_path: str, known_methods: Collection[str]) -> SearchSpace:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"search space {path} cannot be read ({error}); name a YAML text file") from error
-    return _Reader(path, known_methods).read(text)
+    return _Reader(path).read(text)
 
 
 def _find(name_or_path: str) -> Path:
@@ -105,30 +110,23 @@ def _find(name_or_path: str) -> Path:
 class _Reader:
     """Walks the YAML nodes (they know their lines) and collects problems instead of stopping at the first."""
 
-    def __init__(self, path: Path, known_methods: Collection[str]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.known_methods = known_methods
+        self.reads = {name: load_method(name).reads for name in method_names()}
         self.shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         self.problems: list[tuple[int, int, str]] = []  # line, column, text; both from 1
 
     def read(self, text: str) -> SearchSpace:
         nodes = self._mapping(text)
-        values = {name: getattr(self, f"_{name}")(node) for name, node in nodes.items()}
-        self._check_num_trials(nodes, values)
+        given = {name: self._values(name, node) for name, node in nodes.items() if name in HYPERPARAMETERS}
+        search = self._search(nodes.get("search"))
+        num_trials = self._value("num_trials", NUM_TRIALS, nodes["num_trials"]) if "num_trials" in nodes else None
+        values = {name: given.get(name, (row.default,)) for name, row in HYPERPARAMETERS.items()}
+        space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), self.reads)
+        self._check_num_trials(nodes, space)
         if self.problems:
             raise self._error()
-        return SearchSpace(
-            name=self.path.stem,
-            path=self.path,
-            search=values["search"],
-            num_trials=values.get("num_trials"),
-            method=values["method"],
-            seq_len=values["taylor_seq_len"],
-            num_samples=values["taylor_num_samples"],
-            pruning_ratio=values.get("pruning_ratio"),
-            removal_divisor=values.get("removal_divisor", SearchSpace.removal_divisor),
-            shape=values.get("shape"),
-        )
+        return space
 
     def _error(self) -> UserError:
         lines = [f"{self.shown}:{line}: {problem}" for line, _, problem in sorted(self.problems)]
@@ -151,7 +149,7 @@ class _Reader:
             raise self._error() from error
         if not isinstance(root, yaml.MappingNode):
             what = "is empty" if root is None else "is not a mapping"
-            self.problems.append((1, 1, f"the file {what}; write one `key: value` per line: {', '.join(_REQUIRED)}"))
+            self.problems.append((1, 1, f"the file {what}; write one `key: value` per line: {', '.join(_EXAMPLES)}"))
             raise self._error()
         nodes: dict[str, yaml.Node] = {}
         first_line: dict[str, int] = {}
@@ -161,123 +159,64 @@ class _Reader:
                 self._problem(key, f"key {name!r} is given twice (first in line {first_line[name]}); keep one")
                 continue
             first_line[name] = key.start_mark.line + 1
-            if name in _REQUIRED + _OPTIONAL:
+            if name in _KEYS:
                 nodes[name] = value
             else:
-                self._problem(key, f"unknown key {name!r}; {did_you_mean(name, _REQUIRED + _OPTIONAL)}")
-        for name in _REQUIRED:
+                self._problem(key, f"unknown key {name!r}; {did_you_mean(name, _KEYS)}")
+        for name in _EXAMPLES:
             if name not in nodes:
-                self._problem(root, f"key {name!r} is missing; add it, e.g. `{_EXAMPLES[name]}`")
+                self._problem(root, f"key {name!r} is missing; add it, e.g. `{name}: {_EXAMPLES[name]}`")
         return nodes
 
-    # One method per key, named after it. Each returns the value, or None after noting a problem.
-
-    def _search(self, node: yaml.Node) -> str | None:
-        text = self._text(node, "search")
-        if text is not None and text not in SEARCHES:
-            self._problem(node, f"search is {text!r}; {did_you_mean(text, SEARCHES)}")
-        return text
-
-    def _method(self, node: yaml.Node) -> tuple[str, ...] | None:
-        return self._list(node, "method", self._one_method)
-
-    def _taylor_seq_len(self, node: yaml.Node) -> tuple[int, ...] | None:
-        return self._list(node, "taylor_seq_len", lambda item: self._integer(item, "taylor_seq_len", *SEQ_LEN_BOUNDS))
-
-    def _taylor_num_samples(self, node: yaml.Node) -> tuple[int, ...] | None:
-        name = "taylor_num_samples"
-        return self._list(node, name, lambda item: self._integer(item, name, *NUM_SAMPLES_BOUNDS))
-
-    def _pruning_ratio(self, node: yaml.Node) -> float | None:
-        """A fraction above 0 and below 1; YAML 1.1 takes 1e-1 for text, so plain scalars are read as Python does."""
-        plain = isinstance(node, yaml.ScalarNode) and node.style is None and not _is(node, "bool")
-        try:
-            ratio = float(node.value) if plain else math.nan
-        except ValueError:
-            ratio = math.nan
-        if 0 < ratio < 1:
-            return ratio
-        self._problem(node, f"pruning_ratio is {_shown(node)}; it must be a number above 0 and below 1, e.g. 0.2")
+    def _search(self, node: yaml.Node | None) -> str | None:
+        if node is not None and isinstance(node, yaml.ScalarNode) and node.value in SEARCHES:
+            return str(node.value)
+        if node is not None:
+            self._problem(node, f"search is {_shown(node)}; {did_you_mean(str(node.value), SEARCHES)}")
         return None
 
-    def _removal_divisor(self, node: yaml.Node) -> int | None:
-        return self._integer(node, "removal_divisor", 1, NUM_SAMPLES_BOUNDS[1])
-
-    def _shape(self, node: yaml.Node) -> str | None:
-        text = self._text(node, "shape")
-        if text is None or text in SHAPES:
-            return text
-        try:
-            alignment(text)
-        except UserError:
-            known = did_you_mean(text, (*SHAPES, "aligned-N"))
-            self._problem(node, f"shape is {text!r}; {known}, N a whole number from 1, e.g. aligned-64")
-            return None
-        return text
-
-    def _num_trials(self, node: yaml.Node) -> int | None:
-        return self._integer(node, "num_trials", 1, None)
-
-    def _check_num_trials(self, nodes: dict[str, yaml.Node], values: dict[str, Any]) -> None:
-        """What several keys say together."""
-        search, node, num_trials = values.get("search"), nodes.get("num_trials"), values.get("num_trials")
-        lists = [values.get(name) for name in ("method", "taylor_seq_len", "taylor_num_samples")]
-        size = math.prod(len(items) for items in lists if items) if all(lists) else None
-        if search == "grid" and node is not None:
-            self._problem(node, "num_trials has no meaning for `search: grid`, which tries every point; remove it")
-        elif search == "optuna" and node is None:
-            self._problem(nodes["search"], f"`search: optuna` needs num_trials; add e.g. `{_EXAMPLES['num_trials']}`")
-        elif search == "optuna" and node is not None and size is not None and (num_trials or 0) > size:
-            step = f"write at most {size}, or use `search: grid` to try them all"
-            self._problem(node, f"num_trials is {num_trials}; the space has {size} points: {step}")
-
-    def _one_method(self, node: yaml.Node) -> str | None:
-        text = self._text(node, "method")
-        if text is not None and text not in self.known_methods:
-            self._problem(node, f"unknown method {text!r}; {did_you_mean(text, self.known_methods)}")
-        return text
-
-    def _list(self, node: yaml.Node, name: str, read: Callable[[yaml.Node], Any]) -> tuple[Any, ...] | None:
-        if not isinstance(node, yaml.SequenceNode):
-            self._problem(node, f"{name} is {_shown(node)}; it must be a list, e.g. `{_EXAMPLES[name]}`")
-            return None
-        if not node.value:
-            self._problem(node, f"{name} is an empty list; give at least one value, e.g. `{_EXAMPLES[name]}`")
-        before = len(self.problems)
+    def _values(self, name: str, node: yaml.Node) -> tuple[Any, ...]:
+        """Those of a list, or the one of a scalar; fewer after noting a problem."""
+        row = HYPERPARAMETERS[name]
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if not items:
+            self._problem(node, f"{name} is an empty list; give at least one value, e.g. `{name}: [{row.example}]`")
         values: list[Any] = []
-        for item in node.value:
-            value = read(item)
+        for item in items:
+            value = self._value(name, row.kind, item)
             if value is not None and value in values:
                 self._problem(item, f"{name} lists {value!r} twice; keep one")
+            elif name == "method" and value is not None and value not in self.reads:
+                self._problem(item, f"unknown method {value!r}; {did_you_mean(value, self.reads)}")
             elif value is not None:
                 values.append(value)
-        return tuple(values) if len(self.problems) == before else None
+        return tuple(values)
 
-    def _text(self, node: yaml.Node, name: str) -> str | None:
-        if isinstance(node, yaml.ScalarNode) and _is(node, "str"):
-            return str(node.value)
-        self._problem(node, f"{name} is {_shown(node)}; it must be text, e.g. `{_EXAMPLES[name]}`")
+    def _value(self, name: str, kind: Kind, node: yaml.Node) -> Any:
+        """The value of a scalar, or None after noting a problem. Numbers are read as Python does: YAML 1.1 takes 1e-1 for text
+        and 010 for eight."""
+        if isinstance(node, yaml.ScalarNode) and (_is(node, "str") if kind.is_text else node.style is None):
+            with suppress(ValueError):
+                return kind.read(node.value)
+        self._problem(node, f"{name} is {_shown(node)}; it must be {kind}")
         return None
 
-    def _integer(self, node: yaml.Node, name: str, low: int, high: int | None) -> int | None:
-        bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        # YAML 1.1 also takes 0x10, 010 (eight) and 1:30 (ninety) for integers; only plain decimals are unambiguous.
-        if isinstance(node, yaml.ScalarNode) and _is(node, "int") and _DECIMAL.fullmatch(node.value):
-            value = int(node.value)
-            if value >= low and (high is None or value <= high):
-                return value
-        self._problem(node, f"{name} is {_shown(node)}; it must be a whole number {bounds}, in plain decimal digits")
-        return None
+    def _check_num_trials(self, nodes: dict[str, yaml.Node], space: SearchSpace) -> None:
+        """What several keys say together."""
+        node = nodes.get("num_trials")
+        if space.search == "grid" and node is not None:
+            self._problem(node, "num_trials has no meaning for `search: grid`, which tries every point; remove it")
+        elif space.search == "optuna" and node is None:
+            self._problem(nodes["search"], "`search: optuna` needs num_trials; add e.g. `num_trials: 20`")
+        elif space.search == "optuna" and node is not None and not self.problems:
+            size, num_trials = space.size, space.num_trials or 0
+            if num_trials > size:
+                step = f"write at most {size}, or use `search: grid` to try them all"
+                self._problem(node, f"num_trials is {num_trials}; the space has {size} points: {step}")
 
 
-_EXAMPLES = {
-    "search": "search: grid",
-    "method": "method: [taylor, blockwise]",
-    "taylor_seq_len": "taylor_seq_len: [64, 128]",
-    "taylor_num_samples": "taylor_num_samples: [128, 256]",
-    "num_trials": "num_trials: 20",
-    "shape": "shape: aligned",
-}
+_KEYS = ("search", *HYPERPARAMETERS, "num_trials")
+_EXAMPLES = {"search": "grid"} | {name: f"[{row.example}]" for name, row in HYPERPARAMETERS.items() if row.required}
 
 
 def _is(node: yaml.Node, kind: str) -> bool:

@@ -1,19 +1,19 @@
-"""Reads one place an analysis is given, an experiment folder in any state or a results file, as a `Part` per model.
+"""Reads one input of an analysis, an experiment folder in any state or a results file, as the `ModelRows` of each model.
 
 Of an experiment whatever is left counts: what is damaged or missing is a `Problem`, and the rest is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
-from tune_prune.analysis.input.load import frame
 from tune_prune.analysis.input.results_csv import read_results_csv
+from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Problem
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
@@ -30,12 +30,12 @@ _TELLS = {
 
 
 @dataclass
-class Part:
-    """The trials of one model from one place."""
+class ModelRows:
+    """The trials of one model from one experiment or file."""
 
     label: str
     measured: str | None  # equal for what was measured alike: a key; None if that is lost
-    rows: pd.DataFrame  # as `load.frame`, and `where`
+    rows: pd.DataFrame  # as `rows.frame`, and `where`
     origin: Path
     baseline: Mapping[str, float] = field(default_factory=dict)
     source: Mapping[str, Any] | None = None
@@ -51,10 +51,10 @@ def is_experiment(folder: Path) -> bool:
     return (folder / LEDGER).is_dir() or any((folder / name).is_file() for name in (EXPERIMENT, BASELINES))
 
 
-def read_published(path: Path, label: str) -> Part:
+def read_published(path: Path, label: str) -> ModelRows:
     """The trials of a results file under that label. UserError if it cannot be read."""
     file = read_results_csv(path, label)
-    part = Part(label, f"csv {label}", file.rows, path, file.baseline, published=True)
+    part = ModelRows(label, f"csv {label}", file.rows, path, file.baseline, published=True)
     part.rows["where"] = [f"line {line} of {path}" for line in file.lines]
     for text in file.notes:
         part.note(text, "note")
@@ -65,8 +65,8 @@ def read_published(path: Path, label: str) -> Part:
 
 def read_experiment(
     folder: Path, experiments: dict[Path, Mapping[str, Any]], costs: dict[Path, Mapping[str, Any]]
-) -> list[Part]:
-    """A part per model of the experiment, and its experiment.json and cost.json where they can be read."""
+) -> list[ModelRows]:
+    """The rows of each model of the experiment, and its experiment.json and cost.json where they can be read."""
     lost: list[tuple[str, str]] = []  # where, what: of no model in particular
     store = FolderStore(folder)
     about = _object(store, EXPERIMENT, lost)
@@ -74,8 +74,6 @@ def read_experiment(
         experiments[folder] = about
     if (folder / COST).is_file() and (cost := _object(store, COST, lost)):
         costs[folder] = cost
-    known = about.get("models")
-    models: dict[str, Any] = {k: v for k, v in known.items() if isinstance(v, dict)} if isinstance(known, dict) else {}
     baselines = _baselines(store, lost)
     records = _records(Ledger(store), lost)
     if not (folder / LEDGER).is_dir() and (folder / RESULTS).is_file():
@@ -87,22 +85,36 @@ def read_experiment(
             rows = frame([], folder)
     else:
         rows = frame(records, folder)
-    labels = list(dict.fromkeys([*models, *rows["model"], *baselines]))
-    if not labels:
+    found = model_rows(folder, about, baselines, rows, lost)
+    if not found:
         raise UserError(f"experiment {folder} holds no trial and names no model ({_joined(lost)}); name another folder")
-    parts = []
-    for label in labels:
-        mine, entry = rows[rows["model"] == label].reset_index(drop=True), models.get(label, {})
-        mine["where"] = [f"trial {key} of {folder}" for key in mine["key"]]
+    return found
+
+
+def model_rows(
+    folder: Path,
+    about: Mapping[str, Any],
+    baselines: Mapping[str, TrialRecord],
+    rows: pd.DataFrame,
+    lost: Sequence[tuple[str, str]] = (),
+) -> list[ModelRows]:
+    """The `rows` (`rows.frame`) of each model of the experiment in `folder`, with what its experiment.json (`about`) and the
+    dense models' records by label tell, and what was `lost` of it (where, what)."""
+    known = about.get("models")
+    models: dict[str, Any] = {k: v for k, v in known.items() if isinstance(v, dict)} if isinstance(known, dict) else {}
+    found = []
+    for label in dict.fromkeys([*models, *rows["model"], *baselines]):
+        own, entry = rows[rows["model"] == label].reset_index(drop=True), models.get(label, {})
+        own["where"] = [f"trial {key} of {folder}" for key in own["key"]]
         dense = baselines.get(label)
-        part = Part(label, _measured(entry, dense), mine, folder, dense.metrics if dense else {}, _source(entry))
+        part = ModelRows(label, _measured(entry, dense), own, folder, dense.metrics if dense else {}, _source(entry))
         for where, what in lost:
             part.note(what, where=where)
         if dense is None and (folder / BASELINES).is_file():
             part.note(f"{BASELINES} has no dense model: nothing says what pruning has cost")
         _note_missing(part, about, entry)
-        parts.append(part)
-    return parts
+        found.append(part)
+    return found
 
 
 def _joined(lost: list[tuple[str, str]]) -> str:
@@ -169,7 +181,7 @@ def _measured(entry: Mapping[str, Any], dense: TrialRecord | None) -> str | None
     return digest({"config": {}, **shared, "protocol": meaning["protocol"] | {"version": PROTOCOL_VERSION}})
 
 
-def _note_missing(part: Part, about: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+def _note_missing(part: ModelRows, about: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
     """Name what the search was to try and has no record of, and trials that lost their files."""
     planned = entry.get("trial_keys")
     if isinstance(planned, dict):

@@ -15,11 +15,18 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.experiment_reader import Part, is_experiment, read_experiment, read_published
-from tune_prune.analysis.input.load import PUBLISHED_COLUMNS, TEXTS, config_name
+from tune_prune.analysis.input.experiment_reader import (
+    ModelRows,
+    is_experiment,
+    model_rows,
+    read_experiment,
+    read_published,
+)
+from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, config_name, frame
 from tune_prune.analysis.input.study import Model, Problem, Study
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, RESULTS
 
 _CHECKED = [name for name in PUBLISHED_COLUMNS if name not in (*TEXTS, "success")]
@@ -36,7 +43,7 @@ def read_study(folders: Sequence[Path], csvs: Sequence[tuple[str, Path]]) -> Stu
     UserError for a folder that is none of these and for a results file that cannot be read. What is damaged within an
     experiment is a Problem.
     """
-    parts: list[Part] = []
+    parts: list[ModelRows] = []
     experiments: dict[Path, Mapping[str, Any]] = {}
     costs: dict[Path, Mapping[str, Any]] = {}
     places = [place for folder in folders for place in _places(Path(folder))]
@@ -50,6 +57,13 @@ def read_study(folders: Sequence[Path], csvs: Sequence[tuple[str, Path]]) -> Stu
         else:
             parts.append(read_published(path, label))
     return Study(_models(parts), experiments, costs)
+
+
+def study_of_search(
+    folder: Path, about: Mapping[str, Any], baselines: Mapping[str, TrialRecord], records: Sequence[TrialRecord]
+) -> Study:
+    """The study of one experiment whose `records`, dense `baselines` by label and experiment.json (`about`) were read already."""
+    return Study(_models(model_rows(folder, about, baselines, frame(records, folder))), {folder: about})
 
 
 def _places(folder: Path) -> list[tuple[str | None, Path]]:
@@ -76,9 +90,9 @@ def _places(folder: Path) -> list[tuple[str | None, Path]]:
     return [found for place in inside for found in _places(place)]
 
 
-def _models(parts: list[Part]) -> dict[str, Model]:
+def _models(parts: list[ModelRows]) -> dict[str, Model]:
     """Parts that may be compared with each other, merged; and each such group with a name of its own."""
-    groups: dict[_Key, list[Part]] = {}
+    groups: dict[_Key, list[ModelRows]] = {}
     for part in parts:
         if part.measured is None:  # taken for like the others of its label
             part.measured = next((p.measured for p in parts if p.label == part.label and p.measured), "unknown")
@@ -105,7 +119,7 @@ def _models(parts: list[Part]) -> dict[str, Model]:
     return models
 
 
-def _label(key: _Key, groups: Mapping[_Key, list[Part]], taken: Mapping[str, Model]) -> str:
+def _label(key: _Key, groups: Mapping[_Key, list[ModelRows]], taken: Mapping[str, Model]) -> str:
     """The label, and what tells this group from the others of that label."""
     label, measured, ratio, divisor, shape = key
     same = [other for other in groups if other[0] == label]
@@ -125,7 +139,7 @@ def _label(key: _Key, groups: Mapping[_Key, list[Part]], taken: Mapping[str, Mod
     return name
 
 
-def _merged(label: str, parts: list[Part], problems: list[Problem]) -> Model:
+def _merged(label: str, parts: list[ModelRows], problems: list[Problem]) -> Model:
     problems += [
         Problem(label, problem.where, problem.what, problem.kind) for part in parts for problem in part.problems
     ]

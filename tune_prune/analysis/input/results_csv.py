@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.load import ACCURACIES, INTEGERS, TASK_ITEMS, TEXTS, config_of, typed
+from tune_prune.analysis.input.rows import ACCURACIES, INTEGERS, TASK_ITEMS, TEXTS, config_of, typed
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import RESULTS
@@ -29,7 +29,7 @@ _DENSE = ("dense", "unpruned", "baseline")  # as pruning_method: the model befor
 class ResultsFile:
     """What a results file holds."""
 
-    rows: pd.DataFrame  # as `load.frame` gives them
+    rows: pd.DataFrame  # as `rows.frame` gives them
     lines: list[int]  # of each row in the file
     baseline: dict[str, float] = field(default_factory=dict)  # metrics of the dense model, where a row gives them
     notes: tuple[str, ...] = ()  # what a reader must know of how the file was read
@@ -43,7 +43,7 @@ def read_results_csv(path: Path, model: str | None) -> ResultsFile:
     fraction in pruning_ratio: what was asked is that to two decimals, and the same for rows that fall short of it by
     less than 0.02. A row whose pruning_method is dense, unpruned or baseline is the model before pruning.
 
-    Where there are no standard errors they are the binomial ones, sqrt(p (1 - p) / n) with the n of `load.TASK_ITEMS`;
+    Where there are no standard errors they are the binomial ones, sqrt(p (1 - p) / n) with the n of `rows.TASK_ITEMS`;
     that of acc_mean is the root of the sum of their squares, over the number of tasks.
 
     UserError, with line and column where there is one, if the file is no results file or a value cannot be.

@@ -36,12 +36,18 @@ class Model:
     label: str
     rows: (
         pd.DataFrame
-    )  # the columns of `load.frame`, and `name` (config_name); RangeIndex; failed ones too; no duplicates
+    )  # the columns of `rows.frame`, and `name` (config_name); RangeIndex; failed ones too; no duplicates
     baseline: Mapping[str, float] = field(default_factory=dict)  # metrics of the dense model; empty where unknown
     source: Mapping[str, Any] | None = None  # ModelRun.to_dict(), where known: what it takes to run a trial again
     origins: tuple[Path, ...] = ()  # experiment folders and CSV files that the rows are from
     problems: tuple[Problem, ...] = ()
     kind: Literal["experiment", "published"] = "experiment"
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks that the rows have a column for."""
+        names = (name.removeprefix("acc_") for name in self.rows if name.startswith("acc_"))
+        return [name for name in names if name != "mean" and not name.endswith("_stderr")]
 
     @property
     def ratio(self) -> float:

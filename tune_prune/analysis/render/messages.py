@@ -12,7 +12,7 @@ import string
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tune_prune.analysis.statistics.findings import Remark, Trend
+from tune_prune.analysis.statistics.findings import Message, Trend
 from tune_prune.analysis.tables.table import Column, Row, missing
 
 LANGUAGES = ("en", "zh")
@@ -174,17 +174,17 @@ WORDS: Mapping[str, Mapping[str, str]] = {
 _PLURALS = {"gradient pass": "gradient passes"}
 
 
-def format_message(remark: Remark, language: str = "en") -> str:
+def format_message(remark: Message, language: str = "en") -> str:
     """The sentence of `remark`. KeyError naming a kind, a language or a value that is not there."""
     if remark.kind not in SENTENCES:
         raise KeyError(f"no sentence for a remark of kind {remark.kind!r}; add one to SENTENCES")
     return _Sentence(language).vformat(SENTENCES[remark.kind][language], (), remark.values)
 
 
-def trend_remark(trend: Trend) -> Remark:
+def trend_remark(trend: Trend) -> Message:
     """What a trend says, as a clause without a full stop."""
     values = {"knob": trend.knob, "spread": trend.spread_points, "stderr": trend.stderr_points}
-    return Remark(f"trend_{trend.direction}", values | {"best_level": trend.best_level})
+    return Message(f"trend_{trend.direction}", values | {"best_level": trend.best_level})
 
 
 def names(items: Iterable[Any], language: str = "en", most: int = _LISTED) -> str:
@@ -283,7 +283,7 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
     """What a table shows of a row in a column: `value`, `value ± stderr` or `[lower, upper]`; an en dash for a number that is
     not known, nothing for such a text."""
     value = row.get(column.key)
-    if isinstance(value, Remark):
+    if isinstance(value, Message):
         return format_message(value, language)
     if missing(value) or not column.format:
         return MISSING if column.format else "" if missing(value) else str(value)

@@ -22,7 +22,7 @@ from tune_prune.analysis import rerun
 from tune_prune.analysis.render import messages, templating
 from tune_prune.analysis.render.page_cells import Cell, Column, Table, blank, number, words
 from tune_prune.analysis.render.page_strip import Strip, in_set, strip
-from tune_prune.analysis.statistics.findings import RULES, CrossFit, Findings, ModelFindings, Remark
+from tune_prune.analysis.statistics.findings import RULES, CrossFit, Findings, Message, ModelFindings
 from tune_prune.analysis.tables import page_tables, paper_tables
 from tune_prune.analysis.tables.table_data import PaperTable
 from tune_prune.core.files import atomic_write_text
@@ -88,7 +88,7 @@ def render(findings: Findings, figures: Sequence[Path]) -> str:
         script=script,
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         findings=findings,
-        rule_words=messages.format_message(Remark(f"rule_{findings.rule}")),
+        rule_words=messages.format_message(Message(f"rule_{findings.rule}")),
         counts=_counts(findings),
         shared_warnings=_shared_warnings(cards),
         overview=_overview(cards) if len(cards) > _CARDS_AT_ONCE else None,
@@ -139,7 +139,7 @@ def _card(index: int, found: ModelFindings) -> Card:
         cross_fit=found.cross_fit,
         compared=_BASIS.get(found.basis),
         not_told_apart=others,
-        other_rules=[(rule, messages.format_message(Remark(f"rule_{rule}")), names) for rule, names in rules],
+        other_rules=[(rule, messages.format_message(Message(f"rule_{rule}")), names) for rule, names in rules],
         # The set of those not told apart stands on the card by itself.
         warnings=[messages.format_message(remark) for remark in found.warnings if remark.kind != "within_noise"],
         strip=strip(found),

@@ -31,7 +31,7 @@ from tune_prune.analysis.render.messages import (
     trend_remark,
 )
 from tune_prune.analysis.render.text import COLUMNS, aligned, pad, width, wrap
-from tune_prune.analysis.statistics.findings import RULES, Correlation, Findings, ModelFindings, Remark
+from tune_prune.analysis.statistics.findings import RULES, Correlation, Findings, Message, ModelFindings
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text
 
@@ -63,7 +63,7 @@ def report(findings: Findings, language: str = "en") -> str:
         "heading": lambda title, rule="=": wrap(title) + rule * min(width(title), COLUMNS) + "\n",
         "table": aligned,
         "banner": lambda title: _RULE + wrap(title) + _RULE,
-        "remark": lambda kind, **values: Remark(kind, values),
+        "remark": lambda kind, **values: Message(kind, values),
         "trend_remark": trend_remark,
         "SHOWN_PROBLEMS": SHOWN_PROBLEMS,
         "SHOWN_NAMES": SHOWN_NAMES,
@@ -202,13 +202,13 @@ def _interval(correlation: Correlation) -> str:
     return f"{acc(correlation.low)} .. {acc(correlation.high)}"
 
 
-def _not_computable(correlation: Correlation, competing: pd.DataFrame) -> Remark:
+def _not_computable(correlation: Correlation, competing: pd.DataFrame) -> Message:
     """The reason as short as a table's cell."""
     values = pd.to_numeric(competing[correlation.column], errors="coerce").astype("float64")
     infinite, unknown = int(np.isinf(values).sum()), int(values.isna().sum())
     if infinite or unknown:
-        return Remark("not_computable_in", {"what": "inf" if infinite else "NaN", "count": infinite or unknown})
-    return Remark("not_computable")
+        return Message("not_computable_in", {"what": "inf" if infinite else "NaN", "count": infinite or unknown})
+    return Message("not_computable")
 
 
 def _extreme_rows(competing: pd.DataFrame) -> list[Row]:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy import stats
-from statsmodels.formula.api import ols
-from statsmodels.regression.linear_model import OLS
-from statsmodels.stats.anova import anova_lm
 
-from tune_prune.analysis.statistics.findings import Correlation, Remark, Trend
+from tune_prune.analysis.statistics.message import Message
 
 # Names of the factors in tables -> columns of the rows.
 FACTORS = {
@@ -42,18 +39,50 @@ _MIN_TRIALS = 20
 _ROUNDING = 1e-12  # relative; a sum of squares or a difference below it is a rounding error
 
 
+@dataclass(frozen=True)
+class Trend:
+    """How accuracy moves with a knob's levels."""
+
+    knob: str  # taylor_seq_len or taylor_num_samples
+    direction: (
+        str  # "rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed", "unknown" (no standard error)
+    )
+    spread_points: float  # highest less lowest level mean
+    stderr_points: float  # of that difference
+    best_level: int
+    spearman: float  # rank correlation of level and acc_mean over the rows
+    spearman_p: float
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Pearson correlation of acc_mean with another column over the complete rows."""
+
+    column: str
+    r: float | None  # None: not computable, see `reason`
+    n: int  # rows
+    reason: Message | None = None
+    low: float | None = None  # 95% interval (Fisher), over n_independent where rows share the value
+    high: float | None = None
+    n_independent: int | None = None  # distinct gradient passes, where the column is the same for all methods of one
+    r_independent: float | None = None  # over those: each pass once, with the mean accuracy of its rows
+
+
 def method_table(competing: pd.DataFrame) -> pd.DataFrame:
     """Accuracy of each method, highest mean first.
 
     Index: method; columns: n, mean, std (n - 1; NaN for one row), std_n (divides by n, as the published tables), min,
     median, max, best (name of the configuration).
     """
-    rows = competing.sort_values(["acc_mean", "name"], ascending=[False, True])
-    groups = rows.groupby("pruning_method")
-    table = groups["acc_mean"].agg(["count", "mean", "std", "min", "median", "max"]).rename(columns={"count": "n"})
-    table.insert(3, "std_n", groups["acc_mean"].std(ddof=0))
-    table["best"] = groups["name"].first()
-    return table.rename_axis("method").sort_values("mean", ascending=False, kind="stable")
+    ordered = competing.sort_values("acc_mean", ascending=False, kind="stable")  # of equal ones the first: as ranked
+    table = {}
+    for method, rows in ordered.groupby("pruning_method"):
+        acc = rows["acc_mean"]
+        summary = {name: getattr(acc, name)() for name in ("mean", "std", "min", "median", "max")}
+        table[method] = {"n": len(acc), **summary, "std_n": acc.std(ddof=0), "best": rows["name"].iloc[0]}
+    columns = ["n", "mean", "std", "std_n", "min", "median", "max", "best"]
+    frame = pd.DataFrame.from_dict(table, orient="index", columns=columns)
+    return frame.rename_axis("method").sort_values("mean", ascending=False, kind="stable")
 
 
 def level_table(competing: pd.DataFrame, knob: str) -> pd.DataFrame:
@@ -97,6 +126,9 @@ def trend(competing: pd.DataFrame, knob: str) -> Trend:
 
 def _level_means(rows: pd.DataFrame, knob: str, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """Means at `levels`, their covariance (NaN: unknown), and p of the hypothesis that all are equal."""
+    from scipy.stats import chi2
+    from statsmodels.regression.linear_model import OLS
+
     acc = rows["acc_mean"].to_numpy("float64")
     scale = float(np.abs(acc).max()) * _ROUNDING
     others = [column for column in FACTORS.values() if column != knob and rows[column].nunique() > 1]
@@ -119,7 +151,7 @@ def _level_means(rows: pd.DataFrame, knob: str, levels: np.ndarray) -> tuple[np.
         return means, np.full_like(covariance, np.nan), math.nan
     gaps = contrasts @ means
     wald = gaps @ np.linalg.solve(contrasts @ covariance @ contrasts.T, gaps)
-    return means, covariance, float(stats.chi2.sf(wald, len(levels) - 1))
+    return means, covariance, float(chi2.sf(wald, len(levels) - 1))
 
 
 def _direction(means: np.ndarray, stderr: np.ndarray, p: float) -> str:
@@ -150,7 +182,9 @@ def _turns_at(turn: int, before: np.ndarray, after: np.ndarray) -> bool:
 def _spearman(levels: pd.Series, acc: pd.Series) -> tuple[float, float]:
     if acc.nunique() < 2 or len(acc) < 3:
         return math.nan, math.nan
-    result = stats.spearmanr(levels.to_numpy("float64"), acc.to_numpy("float64"))
+    from scipy.stats import spearmanr
+
+    result = spearmanr(levels.to_numpy("float64"), acc.to_numpy("float64"))
     return float(result.statistic), float(result.pvalue)
 
 
@@ -171,6 +205,9 @@ def anova(competing: pd.DataFrame) -> pd.DataFrame | None:
     total = float(((acc - acc.mean()) ** 2).sum())
     if np.ptp(acc) <= np.abs(acc).max() * _ROUNDING:
         return None
+    from statsmodels.formula.api import ols
+    from statsmodels.stats.anova import anova_lm
+
     data = pd.DataFrame({name: pd.Categorical(competing[FACTORS[name]].astype("str")) for name in factors})
     pairs = [] if len(factors) == 2 else [f"{a}:{b}" for a, b in itertools.combinations(factors, 2)]
     fit = ols(f"acc ~ {' + '.join([*factors, *pairs])}", data.assign(acc=acc)).fit()
@@ -264,12 +301,12 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
     n = len(values)
     bad = int(n - np.isfinite(values).sum())
     if bad:
-        return Correlation(column, None, n, Remark("not_finite", {"column": column, "count": bad}))
+        return Correlation(column, None, n, Message("not_finite", {"column": column, "count": bad}))
     if n < _MIN_ROWS:
-        return Correlation(column, None, n, Remark("too_few", {"n": n}))
+        return Correlation(column, None, n, Message("too_few", {"n": n}))
     for name, numbers in ((column, values), ("acc_mean", acc)):
         if _is_constant(numbers):
-            return Correlation(column, None, n, Remark("constant", {"column": name}))
+            return Correlation(column, None, n, Message("constant", {"column": name}))
     r, low, high = _pearson(values, acc)
     data = pd.DataFrame({"value": values, "acc": acc})
     passes = data.groupby([rows[name].to_numpy("int64") for name in _PASS])
@@ -288,6 +325,8 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _pearson(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    result = stats.pearsonr(x, y)
+    from scipy.stats import pearsonr
+
+    result = pearsonr(x, y)
     interval = result.confidence_interval(0.95)
     return float(result.statistic), float(interval.low), float(interval.high)

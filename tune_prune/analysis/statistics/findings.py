@@ -1,115 +1,298 @@
-"""What the statistics say of a study, as plain data: everything that tables, figures and reports print is in here.
+"""What the statistics say of a study: everything that a search prints at its end and that tables, figures and reports print.
 
-Accuracies and their standard errors are fractions, differences are percentage points. Tables are data frames; what a column
-holds is said where it is declared. A value that cannot be computed is None or NaN and its reason stands beside it as a
-`Remark`.
+`find` chooses the best configuration of each model; the rest is computed when it is asked for, once, so that a search's end
+does not pay for what only a report prints. Accuracies and their standard errors are fractions, differences are percentage
+points. Tables are data frames; what a column holds is said where it is declared. A value that cannot be computed is None or
+NaN and its reason stands beside it as a `Message`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.rows import TASK_ITEMS, ranked
 from tune_prune.analysis.input.study import Model, Study
+from tune_prune.analysis.statistics import effects, rules
+from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
+from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
+from tune_prune.analysis.statistics.differences import Items, read_items
+from tune_prune.analysis.statistics.effects import Correlation, Trend
+from tune_prune.analysis.statistics.message import Message
+from tune_prune.analysis.statistics.rules import RULES
+from tune_prune.analysis.statistics.transfer import Transfer, transfer
+from tune_prune.core.hashing import seed_for
 
-RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")
+__all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
 
-
-@dataclass(frozen=True)
-class Remark:
-    """Something to be said in words, in any language: `messages.format_message(remark, language)` makes the sentence of it."""
-
-    kind: str  # a key of messages.SENTENCES
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class CrossFit:
-    """The best configuration's accuracy free of selection bias: chosen on one part of the items, scored on the other."""
-
-    naive: float  # acc_mean of the best on all items
-    corrected: float
-    stderr: float  # of `corrected`
-    folds: int
-    repeats: int
-    chosen: Mapping[str, float]  # configuration name -> share of the folds in which it was chosen
+_KNOBS = ("taylor_seq_len", "taylor_num_samples")
 
 
-@dataclass(frozen=True)
-class Trend:
-    """How accuracy moves with a knob's levels."""
-
-    knob: str  # taylor_seq_len or taylor_num_samples
-    direction: (
-        str  # "rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed", "unknown" (no standard error)
-    )
-    spread_points: float  # highest less lowest level mean
-    stderr_points: float  # of that difference
-    best_level: int
-    spearman: float  # rank correlation of level and acc_mean over the rows
-    spearman_p: float
-
-
-@dataclass(frozen=True)
-class Correlation:
-    """Pearson correlation of acc_mean with another column over the complete rows."""
-
-    column: str
-    r: float | None  # None: not computable, see `reason`
-    n: int  # rows
-    reason: Remark | None = None
-    low: float | None = None  # 95% interval (Fisher), over n_independent where rows share the value
-    high: float | None = None
-    n_independent: int | None = None  # distinct gradient passes, where the column is the same for all methods of one
-    r_independent: float | None = None  # over those: each pass once, with the mean accuracy of its rows
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelFindings:
-    """One model. `competing` has a row per complete trial with a finite accuracy, best first by accuracy."""
+    """One model. `competing` has a row per eligible trial (complete, with a finite accuracy), best first by accuracy."""
 
     model: Model
-    rule: str  # one of RULES, by which `best` was chosen ("pareto": the most accurate of its set)
-    best: pd.Series  # a row of `competing`
-    # columns of model.rows and: tokens (seq_len x samples); difference_points, difference_stderr_points (own minus the most
-    # accurate's, 0 for itself), p_best (chance of a gap to the best as large as this if this were the best; corrected for all
-    # configurations), in_confidence_set (p_best above 0.05: cannot be told from the best)
+    rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
+    # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own
+    # minus the most accurate's, 0 for itself), p_best (chance of a gap to the best as large as this if this were the best;
+    # corrected for all configurations), in_confidence_set (p_best above 0.05: statistically tied with the best)
     competing: pd.DataFrame
-    basis: str  # of the differences: "paired" (same items), "unpaired" (standard errors of each alone), "unknown"
+    comparison: Comparison
+    scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
+    scores_message: Message | None  # what is missing of them
     chosen: Mapping[str, list[str]]  # rule -> names; one but for "pareto"
-    cross_fit: CrossFit | None  # None without item outcomes, or with fewer than two configurations
-    # index: method; columns: n, mean, std (n - 1), std_n (divides by n, as published), min, median, max, best (name)
-    methods: pd.DataFrame
-    # knob -> index: level; columns: n, mean, std, stderr, min, max
-    levels: Mapping[str, pd.DataFrame]
-    trends: Mapping[str, Trend]  # of knobs with two levels or more
-    # index: term ("method", "taylor_seq_len", "method:taylor_seq_len", ..., "residual"); columns: df, sum_sq, share, F, p
-    effects: pd.DataFrame | None  # ANOVA where the complete trials are a full grid
-    importance: Mapping[str, float]  # knob -> share; from `effects`, else Optuna's evaluator
-    importance_basis: str  # "anova", "optuna", "none"
-    correlations: tuple[Correlation, ...]
-    tasks: pd.DataFrame  # index: task; columns: acc, stderr, dense, retained (acc / dense), items; of `best`
-    statistics: Mapping[
-        str, float
-    ]  # runs, complete, failed, stopped_early, not_finite, task_evaluations, max, min, median, mean, std
-    warnings: tuple[Remark, ...]
+    items: Items
+    seed: int
+
+    @cached_property
+    def best(self) -> pd.Series:
+        """A row of `competing`."""
+        return self.named(self.chosen[self.rule][0])
+
+    def named(self, name: str) -> pd.Series:
+        """The eligible row of a configuration."""
+        return self.competing[self.competing["name"] == name].iloc[0]
+
+    @property
+    def basis(self) -> str:
+        """Of the differences: "paired" (same items), "unpaired" (standard errors of each alone), "unknown"."""
+        return self.comparison.basis
+
+    @cached_property
+    def tied(self) -> list[str]:
+        """Names of the configurations that are statistically tied with the most accurate (95%), itself among them."""
+        return self.competing.loc[self.competing["in_confidence_set"], "name"].tolist()
+
+    @cached_property
+    def edges(self) -> list[tuple[str, int, str]]:
+        """(knob, value, "lower" or "upper") where the best's value is the smallest or largest tried: the optimum may lie beyond."""
+        rows, best = self.model.rows, self.best
+        return [
+            (knob, int(best[knob]), "lower" if best[knob] == low else "upper")
+            for knob in _KNOBS
+            if (low := rows[knob].min()) < (high := rows[knob].max()) and best[knob] in (low, high)
+        ]
+
+    @cached_property
+    def cross_fit(self) -> CrossFit | None:
+        """None without item outcomes, and where rows without them decided."""
+        generator = np.random.default_rng(seed_for(self.seed, f"folds of {self.model.label}"))
+        name = self.best["name"]
+        return cross_fit_rule(self.competing, name, self.scores, self.comparison, self.rule, generator)
+
+    @cached_property
+    def methods(self) -> pd.DataFrame:
+        """`effects.method_table`: index method; columns n, mean, std (n - 1), std_n (over n), min, median, max, best (name)."""
+        return effects.method_table(self.competing)
+
+    @cached_property
+    def levels(self) -> Mapping[str, pd.DataFrame]:
+        """Knob -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
+        return {knob: effects.level_table(self.competing, knob) for knob in _KNOBS}
+
+    @cached_property
+    def trends(self) -> Mapping[str, Trend]:
+        """Of knobs with two levels or more."""
+        return {knob: effects.trend(self.competing, knob) for knob in _KNOBS if self.competing[knob].nunique() > 1}
+
+    @cached_property
+    def effects(self) -> pd.DataFrame | None:
+        """`effects.anova`, where the eligible trials are a full grid; index term ("method", "method:taylor_seq_len", ...,
+        "residual"); columns df, sum_sq, share, F, p."""
+        return effects.anova(self.competing)
+
+    @cached_property
+    def _importance(self) -> tuple[dict[str, float], str]:
+        return effects.importance(self.competing, self.effects)
+
+    @property
+    def importance(self) -> Mapping[str, float]:
+        """Knob -> share of accuracy's variation that it answers for."""
+        return self._importance[0]
+
+    @property
+    def importance_basis(self) -> str:
+        """ "anova", "optuna" or "none"."""
+        return self._importance[1]
+
+    @cached_property
+    def correlations(self) -> tuple[Correlation, ...]:
+        return effects.correlations(self.competing)
+
+    @cached_property
+    def tasks(self) -> pd.DataFrame:
+        """The tasks of `best`: acc, stderr, dense, retained (acc / dense), items; NaN what is not known."""
+        scores = self.items(self.best["output_dir"])
+        sizes: Mapping[str, int] = TASK_ITEMS if self.model.kind == "published" else {}
+        if scores is not None:
+            sizes = scores.groupby(level="task").size()
+        rows = {
+            task: {
+                "acc": self.best[f"acc_{task}"],
+                "stderr": self.best.get(f"acc_{task}_stderr", math.nan),
+                "dense": self.model.baseline.get(f"acc_{task}", math.nan),
+                "items": sizes.get(task, math.nan),
+            }
+            for task in self.model.tasks
+            if not pd.isna(self.best[f"acc_{task}"])
+        }
+        columns = ["acc", "stderr", "dense", "items"]
+        table = pd.DataFrame.from_dict(rows, orient="index", columns=columns, dtype="float64")
+        table.insert(3, "retained", table["acc"] / table["dense"].where(table["dense"] > 0))
+        return table.rename_axis("task")
+
+    @cached_property
+    def statistics(self) -> Mapping[str, float]:
+        """Counts (runs, complete, failed, stopped_early, not_finite, task_evaluations), and max, min, median, mean, std (n - 1)
+        of acc_mean over the eligible runs."""
+        rows, accuracy = self.model.rows, self.competing["acc_mean"]
+        status = rows["status"].value_counts()
+        return {
+            "runs": len(rows),
+            "complete": len(accuracy),
+            "failed": int(status.get("failed", 0)),
+            "stopped_early": int(status.get("stopped_early", 0)),
+            "not_finite": int(rows["success"].sum()) - len(accuracy),
+            "task_evaluations": int(rows[[f"acc_{task}" for task in self.model.tasks]].notna().to_numpy().sum()),
+            **{name: float(getattr(accuracy, name)()) for name in ("max", "min", "median", "mean", "std")},
+        }
+
+    @cached_property
+    def warnings(self) -> tuple[Message, ...]:
+        """What a reader must know before believing the decision; the gravest first."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[Message]:
+        rows, competing, fit = self.model.rows, self.competing, self.cross_fit
+        dense, chance, stderr = (
+            self.model.baseline.get(name, math.nan) for name in ("acc_mean", "chance_acc_mean", "acc_mean_stderr")
+        )
+        if not math.isfinite(dense):
+            yield Message("dense_unknown")
+        elif dense - chance < 2 * stderr:
+            yield Message("at_chance", {"dense": dense, "chance": chance})
+        for knob, value, side in self.edges:
+            yield Message("edge", {"knob": knob, "value": value, "side": side})
+        first = competing["name"].iloc[0]
+        others = [name for name in self.tied if name != first]
+        if others:
+            points = -float(self.named(others[0])["difference_points"])
+            yield Message("within_noise", {"best": first, "others": others, "points": points})
+        if fit is not None and fit.naive - fit.corrected > fit.stderr:
+            yield Message("selection_bias", {"naive": fit.naive, "corrected": fit.corrected})
+        if self.chosen["perplexity"] and self.chosen["perplexity"][0] != first:
+            yield Message("ppl_disagrees", {"best": first, "best_ppl": self.chosen["perplexity"][0]})
+        by_mean = self.methods.index.tolist()
+        by_max = self.methods.sort_values("max", ascending=False, kind="stable").index.tolist()
+        if by_mean != by_max:
+            yield Message("rank_disagrees", {"by_mean": by_mean, "by_max": by_max})
+        expected = math.prod(rows[column].nunique() for column in effects.FACTORS.values())
+        if len(competing) < expected:
+            yield Message("missing_trials", {"missing": expected - len(competing), "expected": expected})
+        if stopped := self.statistics["stopped_early"]:
+            yield Message("stopped_early", {"count": stopped})
+        if len(competing) > 1:
+            if self.scores_message is not None:
+                yield self.scores_message
+            if unknown := competing.loc[competing["p_best"].isna(), "name"].tolist():
+                yield Message("stderr_unknown", {"names": unknown})
+        if competing["name"].is_unique:
+            yield Message("seeds_one")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Findings:
     """Everything."""
 
     study: Study
     rule: str
-    models: Mapping[str, ModelFindings]  # with a complete trial at least
+    models: Mapping[str, ModelFindings]  # with an eligible trial at least
     without: tuple[str, ...]  # labels of models that have none
-    # row: model; column: model whose best is used; points lost against the row's own best, and its standard error; NaN where
-    # that configuration has no complete trial there. `transfer_percent`: the same in percent of the own best.
-    transfer_points: pd.DataFrame | None  # None with fewer than two models
-    transfer_stderr: pd.DataFrame | None
-    transfer_percent: pd.DataFrame | None
-    # the best single configuration for all: config, acc_mean, models {label: {loss_points, loss_points_stderr, ...}}
-    best_for_all: Mapping[str, Any] | None
+    items: Items
+
+    @cached_property
+    def transfer(self) -> Transfer | None:
+        """What models lose with each other's best configurations; None with fewer than two models."""
+        if len(self.models) < 2:
+            return None
+        rows = {label: found.competing for label, found in self.models.items()}
+        return transfer(rows, {label: found.best for label, found in self.models.items()}, self.items)
+
+    @property
+    def transfer_points(self) -> pd.DataFrame | None:
+        """Row: model; column: model whose best is used; points lost against the row's own best, NaN where not evaluated."""
+        return None if self.transfer is None else self.transfer.table("loss_points")
+
+    @property
+    def transfer_stderr(self) -> pd.DataFrame | None:
+        return None if self.transfer is None else self.transfer.table("loss_points_stderr")
+
+    @property
+    def transfer_percent(self) -> pd.DataFrame | None:
+        """`transfer_points` in percent of the row's own best."""
+        points = self.transfer_points
+        own = pd.Series({label: found.best["acc_mean"] for label, found in self.models.items()}, dtype="float64")
+        return None if points is None else points.div(own.where(own > 0), axis="index")
+
+    @property
+    def best_for_all(self) -> Mapping[str, Any] | None:
+        """`Transfer.best_for_all`."""
+        return None if self.transfer is None else self.transfer.best_for_all
+
+
+def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
+    """The findings of `study`, the best of each model chosen by `rule` (one of RULES).
+
+    `seed` is of the bootstrap and of the folds; each model has its own stream, whatever other models there are. UserError
+    for an unknown rule, for a rule that a model's rows cannot decide, and for items that contradict their trial's record.
+    """
+    rules.require_known(rule)
+    items = functools.cache(read_items)
+    competing = {label: ranked(model.rows) for label, model in study.models.items()}
+    models = {
+        label: _decide(study, study.models[label], rows, rule, seed, items)
+        for label, rows in competing.items()
+        if not rows.empty
+    }
+    return Findings(study, rule, models, tuple(label for label in competing if label not in models), items)
+
+
+def _decide(study: Study, model: Model, competing: pd.DataFrame, rule: str, seed: int, items: Items) -> ModelFindings:
+    scores, message = paired_scores(competing, items)
+    accuracies, stderrs = (competing[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
+    generator = np.random.default_rng(seed_for(seed, f"bootstrap of {model.label}"))
+    comparison = compare(accuracies, stderrs, scores, generator)
+    competing = competing.assign(
+        tokens=competing["taylor_seq_len"] * competing["taylor_num_samples"],
+        gradient_pass_s=_gradient_pass_s(competing, model, study.costs),
+        difference_points=100 * (competing["acc_mean"] - competing["acc_mean"].iloc[0]),
+        difference_stderr_points=100 * comparison.stderr[:, 0],
+        p_best=comparison.p_best,
+        in_confidence_set=comparison.in_confidence_set,
+    )
+    chosen = rules.choose_all(competing)
+    rules.require_choice(chosen, rule, model.label)
+    return ModelFindings(model, rule, competing, comparison, scores, message, chosen, items, seed)
+
+
+def _gradient_pass_s(competing: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> list[float]:
+    """Seconds that the gradients of each row take alone: its samples' part of the pass that was made for all of its seq_len."""
+    label = (model.source or {}).get("label", model.label)  # as the search calls the model
+    per_sample = {
+        int(entry["seq_len"]): entry["duration_s"] / entry["num_samples"]
+        for folder in model.origins
+        for entry in costs.get(folder, {}).get("shared_passes", ())
+        if entry["stage"] == "importance" and entry["model"] == label
+    }
+    return [
+        per_sample.get(seq_len, math.nan) * samples
+        for seq_len, samples in zip(competing["taylor_seq_len"], competing["taylor_num_samples"], strict=True)
+    ]

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.statistics.findings import RULES
 from tune_prune.core.errors import UserError, did_you_mean
 
+RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")
 _SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model
 
 
@@ -34,7 +34,7 @@ def choose_all(rows: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def accuracy(rows: pd.DataFrame) -> list[str]:
-    """The highest acc_mean; equal ones by perplexity, tokens, name (`load.ranked`)."""
+    """The highest acc_mean; equal ones by perplexity, tokens, name (`rows.ranked`)."""
     return rows["name"].head(1).tolist()
 
 
@@ -91,11 +91,10 @@ def pareto(rows: pd.DataFrame) -> list[str]:
     return kept
 
 
-def best_of(chosen: Mapping[str, list[str]], rule: str, model: str) -> str:
-    """The name of the best by `rule`; UserError if the rule could not choose."""
+def require_choice(chosen: Mapping[str, list[str]], rule: str, model: str) -> None:
+    """UserError if the rule could not choose."""
     if not chosen[rule]:
         raise UserError(f"selection rule {rule!r} finds no finite ppl in the trials of {model}; use --rule accuracy")
-    return chosen[rule][0]
 
 
 def _numbers(values: pd.Series) -> np.ndarray:

@@ -13,7 +13,7 @@ from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.analysis.render import messages
 from tune_prune.analysis.render.page_cells import Cell, Column, Table, blank, number, words
 from tune_prune.analysis.render.page_strip import in_set
-from tune_prune.analysis.statistics.findings import Correlation, Findings, ModelFindings, Remark, Trend
+from tune_prune.analysis.statistics.findings import Correlation, Findings, Message, ModelFindings, Trend
 
 KNOBS = {"taylor_seq_len": "seq_len", "taylor_num_samples": "num_samples"}
 STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
@@ -243,7 +243,7 @@ def _note(item: Correlation) -> str:
         return messages.format_message(item.reason)
     if item.n_independent is None:
         return ""
-    return messages.format_message(Remark("shared_gradients", {"column": item.column, "passes": item.n_independent}))
+    return messages.format_message(Message("shared_gradients", {"column": item.column, "passes": item.n_independent}))
 
 
 def best_tasks(findings: Findings) -> Table:

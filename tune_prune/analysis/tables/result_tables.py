@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.load import difference
 from tune_prune.analysis.render import messages
+from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.analysis.tables.table_data import MARK, MODEL, Column, PaperTable, accuracy_note, paper_table, ratio
 

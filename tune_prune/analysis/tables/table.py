@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from tune_prune.analysis.statistics.findings import Remark
+from tune_prune.analysis.statistics.findings import Message
 
 Row = Mapping[str, Any]
 
@@ -50,7 +50,7 @@ class Table:
     title: str
     columns: Sequence[Column]
     rows: Sequence[Row]
-    notes: Sequence[Remark] = ()  # what the columns hold; one with a value `model` is about that model's rows only
+    notes: Sequence[Message] = ()  # what the columns hold; one with a value `model` is about that model's rows only
     best: str = ""  # kind of the message that says what the mark of the best means
     long: bool = False  # may break across pages
 

@@ -8,45 +8,38 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.export import Views, retained_accuracy
-from tune_prune.analysis.input.load import config_name, ranked
-from tune_prune.core.records import TrialRecord
+from tune_prune.analysis.export import retained_accuracy
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.statistics.transfer import Transfer
 
 _HEADER = ("", "method", "seq", "n", "ppl", "acc ± se", "kept%", "params")
 _LEGEND = (
     "seq: tokens per calibration sample, n: samples, acc: zero-shot mean, kept%: part of the dense acc",
-    "*: best, ~: not told apart from it (95%, all comparisons together)",
+    "*: best, ~: statistically tied with it (95%, all comparisons together)",
 )
 _MAX_WIDTH = 100
 
 
-def final_table(views: Views, baselines: Mapping[str, TrialRecord], top: int = 5) -> str:
+def final_table(findings: Findings, top: int = 5) -> str:
     """Per model: the dense model, the best configuration of each method and the `top` best; 100 columns at most."""
-    labels = sorted(set(views.results["model"]) | set(baselines))
-    blocks = []
-    for label in labels:
-        rows = views.results[views.results["model"] == label]
-        best = views.global_best_config["models"].get(label, {})
-        blocks.append("\n".join(_model_block(label, rows, best, baselines.get(label), top)))
-    if views.cross_model_comparison is not None:
-        blocks.append("\n".join(_across_models(views.cross_model_comparison)))
-    return "\n\n".join([*blocks, "\n".join(_LEGEND)])
+    blocks = [_model_block(findings, label, top) for label in sorted(findings.study.models)]
+    if findings.transfer is not None:
+        blocks.append(_across_models(findings.transfer))
+    return "\n\n".join("\n".join(block) for block in [*blocks, _LEGEND])
 
 
-def _across_models(comparison: Mapping[str, Any]) -> list[str]:
+def _across_models(transfer: Transfer) -> list[str]:
     """Per model: its own best and what it loses with each other model's best and with the best single configuration."""
-    best, for_all = comparison["best"], comparison["best_for_all"]
-    others = {label: entry["config"] for label, entry in best.items()}
-    header = ["  model", "own best", *(f"with {label}'s" for label in others)]
+    losses, for_all = transfer.losses, transfer.best_for_all
+    header = ["  model", "own best", *(f"with {label}'s" for label in losses)]
     if for_all["config"] is not None:
         header.append(f"with {for_all['config']}")
     table = [header]
-    for label, entry in best.items():
-        row = ["  " + label, entry["config"]]
-        row += ["-" if other == label else _loss(comparison["transfer"][label][other]) for other in others]
+    for label, row in losses.items():
+        cells = ["  " + label, row[label]["config"], *("-" if o == label else _loss(loss) for o, loss in row.items())]
         if for_all["config"] is not None:
-            row.append(_loss(for_all["models"][label]))
-        table.append(row)
+            cells.append(_loss(for_all["models"][label]))
+        table.append(cells)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
     return ["across models: points of accuracy lost with another model's best configuration (± standard error)", *lines]
@@ -59,43 +52,38 @@ def _loss(entry: Mapping[str, Any]) -> str:
     return f"{entry['loss_points']:.2f}" + ("" if stderr is None else f" ± {stderr:.2f}")
 
 
-def _model_block(
-    label: str, rows: pd.DataFrame, best: Mapping[str, Any], dense: TrialRecord | None, top: int
-) -> list[str]:
-    competing = ranked(rows)
-    counts = rows["status"].value_counts()
+def _model_block(findings: Findings, label: str, top: int) -> list[str]:
+    model, found = findings.study.models[label], findings.models.get(label)
+    counts = model.rows["status"].value_counts()
     states = [f"{counts[status]} {word}" for status, word in _STATUS_WORDS.items() if status in counts]
-    trials = f"{len(rows)} trial{'s' if len(rows) > 1 else ''}"
+    trials = f"{len(model.rows)} trial{'s' if len(model.rows) > 1 else ''}"
     title = f"{label}: {trials} ({', '.join(states)})" if states else f"{label}: no trials"
+    table: list[tuple[str, ...] | str] = []
+    if model.baseline:
+        table.append(("", "dense", "-", "-", *_measures(model.baseline, model.baseline)))
+    if found is None:
+        return [title[:_MAX_WIDTH], *_aligned([*table, "no complete trial"]), *_warnings(model.baseline)]
 
     def cells(row: pd.Series) -> tuple[str, ...]:
-        name = config_name(row)
-        mark = "*" if name == best["name"] else "~" if name in best["within_noise"] else ""
+        mark = "*" if row["name"] == found.best["name"] else "~" if row["name"] in found.tied else ""
         knobs = (str(row["pruning_method"]), str(row["taylor_seq_len"]), str(row["taylor_num_samples"]))
-        return (mark, *knobs, *_measures(row, dense))
+        return (mark, *knobs, *_measures(row, model.baseline))
 
-    table: list[tuple[str, ...] | str] = []
-    if dense is not None:
-        table.append(("", "dense", "-", "-", *_measures(dense.metrics, dense)))
-    if competing.empty:
-        table.append("no complete trial")
-    else:
-        table.append("best per method")
-        table += [cells(row) for _, row in competing.drop_duplicates("pruning_method").iterrows()]
-        if len(competing) > competing["pruning_method"].nunique():  # else all rows stand above
-            table.append(f"best {min(top, len(competing))} of {len(competing)} complete")
-            table += [cells(row) for _, row in competing.head(top).iterrows()]
-    return [title[:_MAX_WIDTH], *_aligned(table), *_warnings(dense)]
+    rows, first = found.competing, found.competing.drop_duplicates("pruning_method")
+    table += ["best per method", *(cells(row) for _, row in first.iterrows())]
+    if len(rows) > len(first):  # else all rows stand above
+        table.append(f"best {min(top, len(rows))} of {len(rows)} complete")
+        table += [cells(row) for _, row in rows.head(top).iterrows()]
+    return [title[:_MAX_WIDTH], *_aligned(table), *_warnings(model.baseline)]
 
 
-def _warnings(dense: TrialRecord | None) -> list[str]:
+def _warnings(dense: Mapping[str, float]) -> list[str]:
     """What a reader must know before believing the accuracies above."""
-    metrics = dense.metrics if dense is not None else {}
-    acc, chance, stderr = (metrics.get(name, math.nan) for name in ("acc_mean", "chance_acc_mean", "acc_mean_stderr"))
+    acc, chance, stderr = (dense.get(name, math.nan) for name in ("acc_mean", "chance_acc_mean", "acc_mean_stderr"))
     if acc - chance < 2 * stderr:
         return [
             f"  ! the dense model itself is at chance on these tasks ({acc:.3f}, chance {chance:.3f}):",
-            "    their accuracies say nothing about pruning here; go by perplexity",
+            "    accuracies are at chance and uninformative; go by perplexity",
         ]
     return []
 
@@ -103,7 +91,7 @@ def _warnings(dense: TrialRecord | None) -> list[str]:
 _STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 
 
-def _measures(values: Any, dense: TrialRecord | None) -> tuple[str, str, str, str]:
+def _measures(values: Any, dense: Mapping[str, float]) -> tuple[str, str, str, str]:
     """ppl, acc ± se, kept% and params of a row or of metrics."""
     ppl, acc, stderr, params = (values.get(name) for name in ("ppl", "acc_mean", "acc_mean_stderr", "params_count"))
     accuracy = _text(acc, "{:.4f}") + ("" if _missing(stderr) else f" ± {stderr:.4f}")

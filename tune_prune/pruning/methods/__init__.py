@@ -46,6 +46,11 @@ class Method:
     scores: Callable[[Statistics], GroupScores]
     description: str  # first line of the module's docstring
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """Hyperparameters of the calibration samples that its scores depend on."""
+        return frozenset(("taylor_seq_len", "taylor_num_samples", *(["removal_divisor"] if self.removals else [])))
+
 
 def method_names() -> tuple[str, ...]:
     """Every method there is, sorted."""

@@ -11,8 +11,9 @@ import pytest
 from scipy import stats
 
 from tests.findings import simulated_scores
-from tune_prune.analysis.input.load import paired_difference
-from tune_prune.analysis.statistics.outcomes import Comparison, Outcomes, compare, cross_fit, read_outcomes
+from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
+from tune_prune.analysis.statistics.cross_fit import cross_fit
+from tune_prune.analysis.statistics.differences import paired_difference
 from tune_prune.core.errors import UserError
 
 K = 45
@@ -23,12 +24,12 @@ def most_accurate(accuracies: np.ndarray) -> int:
     return int(accuracies.argmax())
 
 
-def grid(generator: np.random.Generator, truth: np.ndarray, items: int) -> Outcomes:
+def grid(generator: np.random.Generator, truth: np.ndarray, items: int) -> PairedScores:
     scores = {task: simulated_scores(generator, truth + extra, items) for task, extra in TASKS.items()}
-    return Outcomes(scores, np.arange(len(truth)))
+    return PairedScores(scores, np.arange(len(truth)))
 
 
-def compared(outcomes: Outcomes, generator: np.random.Generator, draws: int = 500) -> Comparison:
+def compared(outcomes: PairedScores, generator: np.random.Generator, draws: int = 500) -> Comparison:
     unknown = np.full(len(outcomes.rows), np.nan)
     return compare(outcomes.accuracies, unknown, outcomes, generator, draws)
 
@@ -93,7 +94,7 @@ def test_unpaired_chance_is_that_of_the_normal_distribution() -> None:
 def test_stderr_of_differences_is_that_of_each_pair() -> None:
     outcomes = grid(np.random.default_rng(3), np.array([0.7, 0.6, 0.5]), 90)
     index = pd.MultiIndex.from_product([TASKS, range(90)], names=["task", "doc_id"])
-    first, last = (pd.Series(np.concatenate([s[:, c] for s in outcomes.scores.values()]), index) for c in (0, 2))
+    first, last = (pd.Series(np.concatenate([s[:, c] for s in outcomes.by_task.values()]), index) for c in (0, 2))
     expected = paired_difference(first, last)
     assert expected is not None
     comparison = compared(outcomes, np.random.default_rng(0))
@@ -106,7 +107,7 @@ def test_bootstrap_spread_is_the_analytic_one() -> None:
     """By hand: task a has scores 1 1 1 0 (variance 1/4), task b 1 0 1 0 (1/3); against a configuration that is always wrong."""
     scores = {"a": np.array([[1.0, 0], [1, 0], [1, 0], [0, 0]]), "b": np.array([[1.0, 0], [0, 0], [1, 0], [0, 0]])}
     scores = {task: np.tile(values, (30, 1)) for task, values in scores.items()}
-    outcomes = Outcomes(scores, np.arange(2))
+    outcomes = PairedScores(scores, np.arange(2))
     analytic = math.sqrt((3 / 16 + 1 / 4) * (120 / 119) / 120) / 2
     comparison = compared(outcomes, np.random.default_rng(0))
     assert comparison.stderr[0, 1] == pytest.approx(analytic, rel=1e-12)
@@ -118,8 +119,8 @@ def test_bootstrap_spread_is_the_analytic_one() -> None:
 
 def test_identical_outcomes_are_never_told_apart() -> None:
     generator = np.random.default_rng(4)
-    scores = {task: s[:, [0, 0, 1]] for task, s in grid(generator, np.array([0.8, 0.2]), 100).scores.items()}
-    comparison = compared(Outcomes(scores, np.arange(3)), generator)
+    scores = {task: s[:, [0, 0, 1]] for task, s in grid(generator, np.array([0.8, 0.2]), 100).by_task.items()}
+    comparison = compared(PairedScores(scores, np.arange(3)), generator)
     assert comparison.stderr[0, 1] == 0
     assert comparison.in_confidence_set.tolist() == [True, True, False]
     assert comparison.p_best[:2].tolist() == [1, 1]
@@ -129,12 +130,12 @@ def test_unknown_errors_stay_in_the_set() -> None:
     comparison = compare(np.array([0.9, 0.1]), np.array([np.nan, np.nan]), None, np.random.default_rng(0))
     assert comparison.basis == "unknown" and comparison.in_confidence_set.all() and np.isnan(comparison.p_best).all()
     one = {"a": np.array([[1.0, 0.0]])}  # one item has no spread
-    assert compared(Outcomes(one, np.arange(2)), np.random.default_rng(0)).basis == "unknown"
+    assert compared(PairedScores(one, np.arange(2)), np.random.default_rng(0)).basis == "unknown"
 
 
 def test_rows_without_items_count_by_their_own_error() -> None:
     generator = np.random.default_rng(6)
-    outcomes = Outcomes(grid(generator, np.array([0.8, 0.6]), 500).scores, np.array([0, 2]))
+    outcomes = PairedScores(grid(generator, np.array([0.8, 0.6]), 500).by_task, np.array([0, 2]))
     accuracies = np.r_[outcomes.accuracies[0], 0.3, outcomes.accuracies[1]]
     comparison = compare(accuracies, np.array([9.0, 0.02, 9.0]), outcomes, generator)
     assert comparison.basis == "unpaired"
@@ -158,7 +159,7 @@ def test_cross_fitting_removes_the_winners_bias() -> None:
 def test_no_item_chooses_the_configuration_that_it_scores() -> None:
     """Configuration c is right on item c alone: whoever saw the item it is scored on would score above 0."""
     fit = cross_fit(
-        Outcomes({"a": np.eye(20)}, np.arange(20)),
+        PairedScores({"a": np.eye(20)}, np.arange(20)),
         list("abcdefghijklmnopqrst"),
         most_accurate,
         np.random.default_rng(0),
@@ -193,25 +194,28 @@ def items_of(scores: Mapping[str, str]) -> pd.Series:
 
 def test_items_become_columns_task_by_task() -> None:
     items = {"first": items_of({"a": "110", "b": "01"}), "second": items_of({"a": "100", "b": "00"})}
-    outcomes, remark = read_outcomes(competing(first=(2 / 3 + 1 / 2) / 2, second=1 / 6), items.get)
-    assert outcomes is not None and remark is None
-    assert outcomes.scores["a"].tolist() == [[1, 1], [1, 0], [0, 0]]
-    assert outcomes.scores["b"].tolist() == [[0, 0], [1, 0]]
+    outcomes, message = paired_scores(competing(first=(2 / 3 + 1 / 2) / 2, second=1 / 6), items.get)
+    assert outcomes is not None and message is None
+    assert outcomes.by_task["a"].tolist() == [[1, 1], [1, 0], [0, 0]]
+    assert outcomes.by_task["b"].tolist() == [[0, 0], [1, 0]]
 
 
 def test_rows_with_other_items_are_left_out_by_name() -> None:
     items = {name: items_of({"a": "10"}) for name in ("first", "third")} | {"second": items_of({"a": "1000"})}
     rows = competing(first=0.5, second=0.25, third=0.5, fourth=0.1)
-    outcomes, remark = read_outcomes(rows, items.get)
+    outcomes, message = paired_scores(rows, items.get)
     assert outcomes is not None and outcomes.rows.tolist() == [0, 2]
-    assert remark is not None and (remark.kind, remark.values) == ("partly_unpaired", {"names": ["second", "fourth"]})
-    assert read_outcomes(rows.iloc[:2], items.get)[0] is None
+    assert message is not None and (message.kind, message.values) == (
+        "partly_unpaired",
+        {"names": ["second", "fourth"]},
+    )
+    assert paired_scores(rows.iloc[:2], items.get)[0] is None
     for subset, kind in ((rows.iloc[:2], "unpaired"), (rows.iloc[3:], "no_items")):
-        remark = read_outcomes(subset, items.get)[1]
-        assert remark is not None and remark.kind == kind
+        message = paired_scores(subset, items.get)[1]
+        assert message is not None and message.kind == kind
 
 
 def test_items_that_contradict_the_record_are_refused() -> None:
     items = {name: items_of({"a": "10"}) for name in ("first", "second")}
     with pytest.raises(UserError, match=r"trial second have acc_mean 0\.500000, but its record says 0\.400000; delete"):
-        read_outcomes(competing(first=0.5, second=0.4), items.get)
+        paired_scores(competing(first=0.5, second=0.4), items.get)

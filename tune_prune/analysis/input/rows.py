@@ -1,10 +1,9 @@
-"""Results as data frames: records in, one row per trial out; how rows are ranked and compared."""
+"""Trials as rows of a data frame: records in, one row per trial out; which rows are eligible, and how they are ranked."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
-from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import ITEMS, TRIALS
+from tune_prune.core.store import TRIALS
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 
@@ -92,20 +90,13 @@ def typed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows that compete (complete, with a finite acc_mean), best first.
+    """The eligible rows (complete, with a finite acc_mean), best first; they have a column `name`.
 
     Selection rule "accuracy": highest acc_mean; then lower perplexity, then fewer calibration tokens, then the name.
     """
     rows = rows[rows["success"] & np.isfinite(rows["acc_mean"])]
-    order = pd.DataFrame(
-        {
-            "acc": -rows["acc_mean"],
-            "ppl": rows["ppl"].fillna(math.inf),
-            "tokens": rows["taylor_seq_len"] * rows["taylor_num_samples"],
-            "name": [config_name(row) for _, row in rows.iterrows()],
-        },
-        index=rows.index,
-    )
+    tokens = rows["taylor_seq_len"] * rows["taylor_num_samples"]
+    order = rows[["name"]].assign(acc=-rows["acc_mean"], ppl=rows["ppl"].fillna(math.inf), tokens=tokens)
     return rows.loc[order.sort_values(["acc", "ppl", "tokens", "name"]).index]
 
 
@@ -127,58 +118,13 @@ def config_name(row: Mapping[str, Any]) -> str:
     return config_of(row).name
 
 
-def read_items(output_dir: str) -> pd.Series | None:
-    """The score of every zero-shot item of a trial, indexed by (task, doc_id); None if none were kept."""
-    path = Path(output_dir) / ITEMS
-    if not output_dir or not path.is_file():
+def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:
+    """Cells of a row by name, as plain data."""
+    return {name: plain_value(row.get(name)) for name in names}
+
+
+def plain_value(value: Any) -> Any:
+    """A cell as plain data: None if missing, NumPy and pandas scalars as Python ones."""
+    if value is None or pd.isna(value):
         return None
-    try:
-        items = pd.read_parquet(path, columns=["task", "doc_id", "score"])
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); delete it to compare that trial without its items"
-        ) from error
-    return items.set_index(["task", "doc_id"])["score"].astype("float64").sort_index()
-
-
-def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float] | None:
-    """Difference in acc_mean of two trials on the same items and its standard error; None if the items differ.
-
-    With d_i the difference of item i's scores and n_t the items of task t, of T tasks: mean_t mean_i d_i, and
-    sqrt(sum_t var(d) / n_t) / T with the n_t - 1 variance, tasks being independent samples. NaN for a task of one item.
-    """
-    if not first.index.equals(second.index):
-        return None
-    by_task = (first - second).groupby(level="task")
-    variances = by_task.var(ddof=1) / by_task.count()
-    return float(by_task.mean().mean()), math.sqrt(variances.sum(skipna=False)) / len(variances)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """acc_mean of one trial minus that of another, in percentage points."""
-
-    points: float
-    stderr_points: float
-    basis: str  # "paired": same items; "unpaired": each trial's own standard error; "unknown": there is none
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def difference(
-    first: Mapping[str, Any], second: Mapping[str, Any], items: Callable[[str], pd.Series | None] = read_items
-) -> Difference:
-    """How far the trial of row `first` is above that of row `second`, which must be of the same model."""
-    folder = first["output_dir"]
-    # The same trial. Not by its folder alone: a foreign file may name one folder for all.
-    if folder and folder == second["output_dir"] and config_of(first) == config_of(second):
-        return Difference(0.0, 0.0, "paired")
-    first_items, second_items = items(first["output_dir"]), items(second["output_dir"])
-    if first_items is not None and second_items is not None:
-        paired = paired_difference(first_items, second_items)
-        if paired is not None and math.isfinite(paired[1]):
-            return Difference(100 * paired[0], 100 * paired[1], "paired")
-    stderr = math.hypot(first["acc_mean_stderr"], second["acc_mean_stderr"])
-    basis = "unpaired" if math.isfinite(stderr) else "unknown"
-    return Difference(100 * (first["acc_mean"] - second["acc_mean"]), 100 * stderr, basis)
+    return value.item() if hasattr(value, "item") else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from dataclasses import replace
@@ -13,12 +12,11 @@ import pandas as pd
 import pytest
 
 from tests.findings import METHODS, published_findings, simulated_findings, simulated_study, true_accuracy
-from tune_prune.analysis.export import cross_model_comparison
-from tune_prune.analysis.input.load import config_of, difference, read_items
 from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input.rows import config_of
 from tune_prune.analysis.input.study import Study
-from tune_prune.analysis.statistics.compute import find
-from tune_prune.analysis.statistics.findings import RULES, Findings, ModelFindings
+from tune_prune.analysis.statistics.differences import difference
+from tune_prune.analysis.statistics.findings import RULES, Findings, ModelFindings, find
 from tune_prune.core.errors import UserError
 
 
@@ -33,7 +31,7 @@ def findings(study: Study) -> Findings:
 
 
 def kinds(model: ModelFindings) -> set[str]:
-    return {remark.kind for remark in model.warnings}
+    return {message.kind for message in model.warnings}
 
 
 def test_published_best_comes_with_those_within_noise() -> None:
@@ -47,7 +45,7 @@ def test_published_best_comes_with_those_within_noise() -> None:
         f"blockwise-s{seq_len}-n{n}" for seq_len, n in ((64, 256), (64, 512), (256, 128), (256, 256), (256, 512))
     }
     assert blockwise < set(alike)  # all less than a third of a standard error behind
-    noise = next(remark for remark in model.warnings if remark.kind == "within_noise")
+    noise = next(message for message in model.warnings if message.kind == "within_noise")
     assert [noise.values["best"], *noise.values["others"]] == alike
     assert noise.values["points"] == pytest.approx(100 * (0.5980432152155284 - model.competing["acc_mean"].iloc[1]))
     assert kinds(model) == {"dense_unknown", "edge", "within_noise", "ppl_disagrees", "no_items", "seeds_one"}
@@ -116,9 +114,6 @@ def test_transfer_is_the_paired_difference_to_the_own_best(findings: Findings) -
             assert points.loc[label, other] == pytest.approx(expected.points)
             assert stderrs.loc[label, other] == pytest.approx(expected.stderr_points)
             assert percent.loc[label, other] == pytest.approx(100 * (1 - row["acc_mean"] / model.best["acc_mean"]))
-    rows = pd.concat([model.model.rows for model in findings.models.values()])
-    comparison = cross_model_comparison(rows, functools.cache(read_items))
-    assert comparison is not None and findings.best_for_all == comparison["best_for_all"]
     means = [model.competing.set_index("name")["acc_mean"] for model in findings.models.values()]
     assert findings.best_for_all is not None and findings.best_for_all["config"] == (means[0] + means[1]).idxmax()
 
@@ -158,9 +153,9 @@ def test_what_is_missing_is_counted_and_said(tmp_path: Path) -> None:
     counts = {name: model.statistics[name] for name in ("runs", "complete", "failed", "stopped_early", "not_finite")}
     assert counts == {"runs": 18, "complete": 15, "failed": 2, "stopped_early": 1, "not_finite": 0}
     assert model.effects is None
-    missing = next(remark for remark in model.warnings if remark.kind == "missing_trials")
+    missing = next(message for message in model.warnings if message.kind == "missing_trials")
     assert missing.values == {"missing": 3, "expected": 18}
-    assert next(remark for remark in model.warnings if remark.kind == "stopped_early").values == {"count": 1}
+    assert next(message for message in model.warnings if message.kind == "stopped_early").values == {"count": 1}
 
 
 def test_without_items_errors_are_those_of_each_trial(tmp_path: Path, findings: Findings) -> None:
@@ -180,8 +175,8 @@ def test_a_trial_without_items_is_named(tmp_path: Path) -> None:
     rows = read_study([folder], []).models["alpha"].rows.set_index("name")
     (Path(rows.loc["taylor-s16-n128", "output_dir"]) / "items.parquet").unlink()
     model = find(read_study([folder], [])).models["alpha"]
-    remark = next(remark for remark in model.warnings if remark.kind == "partly_unpaired")
-    assert remark.values == {"names": ["taylor-s16-n128"]}
+    message = next(message for message in model.warnings if message.kind == "partly_unpaired")
+    assert message.values == {"names": ["taylor-s16-n128"]}
     assert model.basis == "unpaired" and model.cross_fit is not None
     assert "taylor-s16-n128" not in model.cross_fit.chosen
 
@@ -197,7 +192,7 @@ def test_warnings_follow_from_the_numbers(study: Study) -> None:
     at_chance = {"acc_mean": 0.36, "acc_mean_stderr": 0.01, "chance_acc_mean": 0.35}
     changed = replace(alpha, rows=rows, baseline=at_chance)
     model = find(Study({"alpha": changed})).models["alpha"]
-    said = {remark.kind: remark.values for remark in model.warnings}
+    said = {message.kind: message.values for message in model.warnings}
     assert said.keys() == {"at_chance", "edge", "rank_disagrees", "no_items", "seeds_one"}
     assert said["edge"] == {"knob": "taylor_num_samples", "value": 512, "side": "upper"}
     assert said["rank_disagrees"] == {

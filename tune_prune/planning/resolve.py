@@ -1,0 +1,110 @@
+"""What a command asks for, with everything resolved that it leaves open: the configurations, and each model without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+from transformers.configuration_utils import PretrainedConfig
+
+from tune_prune.checkpoint import origin
+from tune_prune.core.config import EvaluationProtocol, ModelRun
+from tune_prune.core.errors import UserError
+from tune_prune.data import calibration, checks
+from tune_prune.models import catalog, loading
+from tune_prune.models.geometry import Geometry
+from tune_prune.planning import search_space
+from tune_prune.planning.plan import SearchSettings
+from tune_prune.planning.search_space import SearchSpace
+from tune_prune.pruning import shapes
+
+
+def space(settings: SearchSettings) -> SearchSpace:
+    """The search space with what the flags say put into it. Raises UserError where they do not fit together."""
+    found = search_space.load(settings.search_space)
+    ratio, ratios = settings.pruning_ratio, found.values["pruning_ratio"]
+    if ratio is not None and "pruning_ratio" in found.given and ratios != (ratio,):
+        says = ", ".join(map(str, ratios))
+        raise UserError(f"--pruning-ratio is {ratio}, but {found.path} says {says}; leave one of them out")
+    asked = {
+        "pruning_ratio": ratios if ratio is None else (ratio,),
+        "shape": aligned(found.values["shape"] if settings.shape is None else (settings.shape,), settings.align),
+    }
+    search = settings.search or found.search
+    found = replace(found, search=search, values=found.values | asked)
+    return replace(found, num_trials=_num_trials(settings, found))
+
+
+def aligned(asked: tuple[str, ...], align: int | None) -> tuple[str, ...]:
+    """The shapes asked for, with the N of --align, where one is given, for aligned ones."""
+    if align is None:
+        return asked
+    if not any(shape.startswith("aligned") for shape in asked):
+        raise UserError(
+            f"--align {align} is for --shape aligned, but the shape is {', '.join(asked)}; leave it out or add --shape aligned"
+        )
+    return tuple(
+        dict.fromkeys(shapes.resolve("aligned", align, 0) if shape.startswith("aligned") else shape for shape in asked)
+    )
+
+
+def _num_trials(settings: SearchSettings, found: SearchSpace) -> int | None:
+    """How many configurations optuna tries of each model at each pruning ratio; None for a grid."""
+    asked, size = settings.num_trials, found.size
+    if found.search == "grid":
+        if asked is not None:
+            raise UserError(
+                f"--num-trials {asked} is for --search optuna, but a grid runs all {size} configurations; leave it out or use "
+                "--search optuna"
+            )
+        return None
+    wanted = asked or found.num_trials or min(20, size)
+    if wanted > size:
+        raise UserError(
+            f"--num-trials is {wanted}, but search space {found.name} has only {size} configurations; ask for at most {size}, or "
+            "leave it out and use --search grid"
+        )
+    return wanted
+
+
+@dataclass(frozen=True)
+class DenseModel:
+    """A model before it is loaded, and what all its trials share."""
+
+    source: catalog.ModelSource
+    run: ModelRun
+    config: PretrainedConfig
+    geometry: Geometry
+    tokenizer: PreTrainedTokenizerBase
+
+
+def dense_model(settings: SearchSettings, name: str, dtype: str) -> DenseModel:
+    """Finds the model of that name; loads its config and tokenizer. Raises UserError, also for a pruned model."""
+    source = catalog.resolve(name, settings.revision)
+    run = model_run(settings, name, source, dtype)
+    config = loading.load_config(source)
+    origin.require_dense(source, config)
+    return DenseModel(source, run, config, loading.config_geometry(config)[1], loading.load_tokenizer(source))
+
+
+def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
+    """What all trials of the model share. Raises UserError for flags that do not fit together."""
+    if settings.revision is not None and source.kind != "hub":
+        raise UserError(
+            f"--revision {settings.revision} is for models of the hub, but {name} is {'an' if source.kind == 'embedded' else 'a'} "
+            f"{source.kind} model; leave it out"
+        )
+    data_dir = checks.data_dir(settings.data_dir)
+    protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
+    if settings.tasks is not None:
+        protocol = replace(protocol, tasks=settings.tasks)
+    return ModelRun(
+        model=source.location if source.kind == "folder" else name,
+        label=source.label,
+        revision=settings.revision,
+        calibration=calibration.resolve(settings.calibration, data_dir, source.kind == "embedded"),
+        data_dir=data_dir,
+        protocol=protocol,
+        seed=settings.seed,
+        dtype=dtype,
+    )
