@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def measured_checkpoint(folder: Path, context: TrialContext) -> Path:
         pass
     assert trial.plan is not None
     trial.write_files(FolderStore(folder.with_name(TRIAL)))
-    return save(folder, context, trial.plan, metrics=dict(trial.record().metrics))
+    return save(folder, context, trial.plan, metrics=trial.progress.record("complete").metrics)
 
 
 def save(
@@ -47,7 +47,7 @@ def save(
     context: TrialContext,
     plan: PruningPlan,
     fmt: Format = "hf",
-    metrics: dict[str, float | None] | None = None,
+    metrics: Mapping[str, float | None] | None = None,
 ) -> Path:
     """The checkpoint of the model of `context` pruned by `plan`."""
     run = context.run

@@ -87,7 +87,7 @@ def _main(argv: list[str]) -> None:
         trial = Trial(None, context)
         for report in trial.stages():
             print(_progress(report), flush=True)
-        record = trial.record("complete")
+        record = trial.progress.record("complete")
         before = None if manifest is None else recorded.comparable(manifest, model_run, measured_on(model_run))
         print(f"\n{_describe(trial, record.metrics, before)}")
         for note in [*record.notes, *(before.notes if before else ())]:
@@ -194,8 +194,8 @@ def _describe(trial: Trial, metrics: dict[str, float], before: Recorded | None) 
     rows.append((*cells, *beside, f"{metrics['chance_acc_mean']:.4f}", f"{len(trial.items):,}"))
 
     costs = [("stage", "tokens", "seconds")]
-    for stage in dict.fromkeys(report.stage for report in trial.reports):
-        reports = [report for report in trial.reports if report.stage == stage]
+    for stage in dict.fromkeys(report.stage for report in trial.progress.reports):
+        reports = [report for report in trial.progress.reports if report.stage == stage]
         tokens, seconds = sum(report.tokens for report in reports), sum(report.duration_s for report in reports)
         costs.append((stage.replace("_", "-"), f"{tokens:,}", f"{seconds:.1f}"))
     text = "the embedded text" if uses_embedded_data(context.run) else "WikiText-2 test"

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     what.add_argument(
         "--model", type=flags.text, metavar="NAME",
-        help="alias, hub id or local folder; with --config, which of its models (default: the only one)",
+        help="alias, hub id or local folder; with --config, which of its labels, e.g. tiny-llama@0.3 (default: the only one)",
     )  # fmt: skip
     what.add_argument(
         "--base", type=flags.text, metavar="DIR",

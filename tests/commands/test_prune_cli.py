@@ -99,7 +99,7 @@ for label, best in json.loads((experiment / "global_best_config.json").read_text
     for _ in trial.stages():
         pass
     record = json.loads((experiment / "ledger" / f"{best['key']}.json").read_text())
-    assert trial.record().metrics["ppl"] == record["metrics"]["ppl"], label
+    assert trial.progress.metrics["ppl"] == record["metrics"]["ppl"], label
     rows = pyarrow.parquet.read_table(experiment / best["output_dir"] / "items.parquet").to_pylist()
     then = {(row["task"], row["doc_id"]): (row["acc"], row["acc_norm"], tuple(row["loglikelihoods"])) for row in rows}
     now = {(item.task, item.doc_id): (item.acc, item.acc_norm, item.loglikelihoods) for item in trial.items}
@@ -191,7 +191,7 @@ def test_another_model_is_not_pruned_by_this_search(
     assert "is not the model that was searched" in sentence(*argv, "--base", other)
     assert "is not in" in sentence("--config", searched.folder, "--model", "mistral", "--output", tmp_path / "o")
     told = sentence("--config", searched.folder, "--output", tmp_path / "o")
-    assert "holds 3 models" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told
+    assert "holds 3 results" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told
 
 
 @pytest.mark.slow

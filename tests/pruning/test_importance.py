@@ -14,16 +14,19 @@ from torch import nn
 
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.diagnostics import (
-    extreme_pruning_layers,
-    gradient_diagnosis,
-    gradient_metrics,
-    pruning_comparison,
-)
+from tune_prune.pruning import batches
+from tune_prune.pruning.batches import batch_size
+from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import taylor as module
-from tune_prune.pruning.statistics.taylor import Importance, LayerGradients, batch_size, taylor
+from tune_prune.pruning.statistics.taylor import (
+    Importance,
+    LayerGradients,
+    gradient_diagnosis,
+    gradient_metrics,
+    taylor,
+)
 
 SEQ_LEN = 9
 
@@ -95,7 +98,7 @@ def test_importance_is_the_formula(tiny, variant):
 def test_batching_does_not_matter(tiny, monkeypatch, tokens):
     model, samples = tiny("qwen2"), windows(7)
     whole = taylor(model, FAMILIES["qwen2"], samples, [7])[7].arrays()
-    monkeypatch.setattr(module, "BATCH_TOKENS", {"cpu": tokens})
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": tokens})
     batched = taylor(model, FAMILIES["qwen2"], samples, [7])[7].arrays()
     for name in whole:
         np.testing.assert_allclose(batched[name], whole[name], rtol=1e-11, atol=1e-17, err_msg=name)
@@ -103,7 +106,7 @@ def test_batching_does_not_matter(tiny, monkeypatch, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_prefix_equals_a_pass_over_it_alone_bit_for_bit(tiny, monkeypatch, dtype):
-    monkeypatch.setattr(module, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
     assert batch_size(SEQ_LEN, "cpu") == 4
     model, family, samples = tiny("llama", dtype), FAMILIES["llama"], windows(11)
     counts = [1, 3, 4, 6, 7, 8, 11]  # inside the first batch, at its end, inside the second, at its end, a ragged end
@@ -213,7 +216,7 @@ def test_shuffled_channels_and_heads_have_shuffled_scores(tiny, variant):
 
 
 def test_bfloat16_gradients_are_summed_in_float32(tiny, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_TOKENS", {"cpu": SEQ_LEN})  # one sample a batch
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": SEQ_LEN})  # one sample a batch
     model, samples = tiny("mistral", torch.bfloat16), windows(24)
     found = taylor(model, FAMILIES["mistral"], samples, [24])[24].groups.mlp[1]
 

@@ -11,7 +11,7 @@ import pytest
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
-from tune_prune.trial.trial import SharedStatistics
+from tune_prune.pruning.statistics import Need
 from tune_prune.tuning.preparation import Prepared, PrepareJob
 from tune_prune.tuning.progress import LiveLine, TimeLeft
 from tune_prune.tuning.worker import TrialSpec
@@ -19,7 +19,7 @@ from tune_prune.tuning.worker import TrialSpec
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
 CONFIGS = [PruningConfig("taylor", 16, n) for n in (8, 16, 32, 64)]
 SPECS = {f"k{i}": TrialSpec(RUN, config, f"k{i}") for i, config in enumerate(CONFIGS)}
-JOBS = [PrepareJob(RUN), PrepareJob(RUN, 16, SharedStatistics((8, 16, 32, 64), {}))]
+JOBS = [PrepareJob(RUN), PrepareJob(RUN, 16, tuple(Need("taylor", "", n) for n in (8, 16, 32, 64)))]
 BASELINE, PASS = {"perplexity": 10.0, "zero_shot": 20.0}, {"importance": 40.0}
 TRIAL = {"pruning": 1.0, "perplexity": 9.0, "zero_shot": 20.0}
 COST = CostEstimate((ModelCost("tiny-llama", (), {None: BASELINE, 16: PASS}, TRIAL, 4),), 1, 0.0, 0.0)

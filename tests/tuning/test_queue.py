@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.tune.search import Searcher
 
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.pruning.statistics import Need
 from tune_prune.tuning.preparation import prepare_jobs
 from tune_prune.tuning.queue import StopAtFailure, WorkQueue
 from tune_prune.tuning.searcher import OptunaSearcher
@@ -35,9 +37,9 @@ def test_one_job_per_model_and_seq_len_and_one_per_baseline(specs):
         "statistics at seq_len 32 of one",
         "statistics at seq_len 16 of one",
     ]
-    assert jobs[0].shared is None
-    assert jobs[1].shared is not None and jobs[1].shared.num_samples == (8, 40)
-    assert jobs[1].shared.removals == {"layer": 8, "attention": 8, "mlp": 8}
+    assert jobs[0].needs == ()
+    gradients = [Need("taylor", "", 8), Need("taylor", "", 40)]
+    assert jobs[1].needs == (*gradients, *(Need("block_removal", kind, 8) for kind in ("attention", "layer", "mlp")))
     assert prepare_jobs([], [specs[0].run]) == jobs[:1]
     both = prepare_jobs([*specs, *specs_of("two")], [run_of("two")])
     assert [(job.run.label, job.seq_len) for job in both] == [
@@ -63,6 +65,15 @@ def test_a_trial_is_handed_out_when_its_statistics_are_there(specs):
     long = [spec.key for spec in specs if spec.config.taylor_seq_len == 32]
     assert [queue.suggest(key)["key"] for key in long] == long
     assert queue.suggest("x") == Searcher.FINISHED
+
+
+def test_a_method_that_reads_no_data_waits_for_no_pass(specs):
+    free = [TrialSpec(spec.run, replace(spec.config, method="random"), f"free-{spec.key}") for spec in specs[:2]]
+    jobs = prepare_jobs([*specs, *free], [])
+    assert jobs == prepare_jobs(specs, [])
+    queue = WorkQueue(jobs, [*specs, *free])
+    assert [queue.suggest(str(i)) for i in range(5)] == [{"job": 0}, {"job": 1}, *({"key": s.key} for s in free), None]
+    assert prepare_jobs(free, []) == []
 
 
 @pytest.mark.parametrize("outcome", [{"result": {"refused": "no such text"}}, {"error": True}])

@@ -81,9 +81,9 @@ class Manifest:
     versions: dict[str, Text]  # package -> version
     created: Annotated[str, AfterValidator(_date)]  # ISO date
     source: ModelRun | None = None  # of the search that measured `metrics`
-    metrics: dict[str, Number | None] | None = None  # as recorded by the search (records.py); None: not measured
+    metrics: Mapping[str, Number | None] | None = None  # as recorded by the search (records.py); None: not measured
     measured_on: MeasuredOn | None = None  # what `metrics` were measured on
-    baseline: dict[str, Number | None] | None = None  # the same of the dense model
+    baseline: Mapping[str, Number | None] | None = None  # the same of the dense model
     speed: dict[str, Speed] | None = None
     notes: list[str] = field(default_factory=list)  # what whoever uses the files should know
     schema_version: Positive

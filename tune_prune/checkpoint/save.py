@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -46,9 +46,9 @@ class Origin:
 
     config: PruningConfig
     source: ModelRun | None  # of the search that measured the metrics
-    metrics: dict[str, float | None] | None
+    metrics: Mapping[str, float | None] | None
     measured_on: MeasuredOn | None  # of the metrics
-    baseline: dict[str, float | None] | None
+    baseline: Mapping[str, float | None] | None
 
 
 @dataclass(frozen=True)

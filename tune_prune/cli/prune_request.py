@@ -23,7 +23,8 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json
-from tune_prune.core.store import BASELINES, BEST_CONFIG, EXPERIMENT, LEDGER, PLAN
+from tune_prune.core.ledger import Ledger, read_baselines
+from tune_prune.core.store import BEST_CONFIG, EXPERIMENT, PLAN, FolderStore
 from tune_prune.core.validation import validated
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
@@ -46,9 +47,9 @@ class PruneRequest:
     plan: PruningPlan | None = None
     plan_file: Path | None = None
     fingerprint: str | None = None  # of the model that was searched
-    metrics: dict[str, float | None] | None = None
+    metrics: Mapping[str, float | None] | None = None
     measured_on: MeasuredOn | None = None  # where the data are still those of the search
-    baseline: dict[str, float | None] | None = None
+    baseline: Mapping[str, float | None] | None = None
     artifact_dir: Path | None = None  # where statistics may already be
 
     def origin(self) -> Origin:
@@ -58,8 +59,8 @@ class PruneRequest:
 def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> PruneRequest:
     """The best configuration that a search (global_best_config.json, or its folder) or an analysis (best_config.json) names.
 
-    `label` says which model of several; `base` and `revision` where that model is, if not where it was searched. Raises
-    UserError.
+    `label` says which of several (a model, or one of its ratios: tiny-llama@0.3); `base` and `revision` where that model is, if
+    not where it was searched. Raises UserError.
     """
     path = Path(asked).expanduser()
     path = path / BEST_CONFIG if path.is_dir() else path
@@ -96,7 +97,7 @@ def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[s
     if label is None and len(entries) == 1:
         return next(iter(entries.values()))
     if label is None or label not in entries:
-        what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} models"
+        what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} results"
         raise UserError(f"{what}; choose one with --model: {', '.join(entries) or 'it has none with a complete trial'}")
     return entries[label]
 
@@ -125,29 +126,23 @@ def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[
     known: dict[str, Any] = {"metrics": _metrics(entry), "baseline": _baseline(entry.get("baseline"))}
     if trial is None:
         return known
-    experiment = trial.parents[1]
     if (trial / PLAN).is_file():
         values = parse_json(trial / PLAN)
         try:
             known |= {"plan": PruningPlan.from_dict(values), "plan_file": trial / PLAN}
         except ValueError as error:
             raise UserError(f"{trial / PLAN} holds no plan ({error}); delete it to have it found again") from error
-    meaning = _part(experiment / EXPERIMENT, "models", run.label, "meaning") or {}
+    experiment = FolderStore(trial.parents[1])
+    model = (experiment.read(EXPERIMENT) or {}).get("models", {}).get(run.label, {})
+    identity = model.get("meaning", {})
+    record, baseline = Ledger(experiment).read(trial.name), read_baselines(experiment).get(run.label)
     found = {
-        "fingerprint": meaning.get("model"),
-        "metrics": _part(experiment / LEDGER / f"{trial.name}.json", "metrics"),
-        "baseline": _part(experiment / BASELINES, run.label, "metrics"),
-        "measured_on": _same_data(run, meaning.get("data")),
+        "fingerprint": identity.get("model"),
+        "metrics": None if record is None else record.metrics,
+        "baseline": None if baseline is None else baseline.metrics,
+        "measured_on": _same_data(run, identity.get("data")),
     }
     return known | {name: value for name, value in found.items() if value is not None}
-
-
-def _part(path: Path, *names: str) -> Any:
-    """What stands in a JSON file under those names; None where there is no such thing."""
-    value: Any = parse_json(path) if path.is_file() else None
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
 
 
 def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:

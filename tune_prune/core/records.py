@@ -6,6 +6,7 @@ not percent); *_s are seconds, *_bytes bytes, *_tokens tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,14 @@ from tune_prune.core.files import NON_FINITE
 from tune_prune.core.validation import Number, validated
 
 Status = Literal["complete", "failed", "stopped_early"]
+
+# Of every trial, after one stage for each statistic that its method decides by. The dense baseline has no pruning.
+MODEL_STAGES = ("pruning", "perplexity", "zero_shot")
+
+
+def in_order(stages: Iterable[str]) -> tuple[str, ...]:
+    """Names of stages, each once, as they follow in a trial: those of statistics as given, then MODEL_STAGES."""
+    return tuple(sorted(dict.fromkeys(stages), key=lambda s: MODEL_STAGES.index(s) if s in MODEL_STAGES else -1))
 
 
 def _finite_or_not(value: Any) -> Any:
@@ -28,7 +37,7 @@ _StageValue = Annotated[Any, BeforeValidator(_finite_or_not)]  # text or a numbe
 class StageReport:
     """What one stage of a trial tells: its name, its cost and the metrics known from now on."""
 
-    stage: str  # importance, removal, pruning, perplexity, zero_shot
+    stage: str  # a statistic's, or one of MODEL_STAGES
     duration_s: float
     metrics: dict[str, float] = field(default_factory=dict)
     items_scored: int = 0  # zero-shot items scored so far, over all tasks

@@ -9,9 +9,10 @@ from tune_prune.core.config import ModelRun
 from tune_prune.core.ledger import PassLog
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
+from tune_prune.pruning.statistics import Need
 from tune_prune.trial import trial
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.trial import SharedStatistics
+from tune_prune.trial.statistics import by_seq_len
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 
@@ -21,7 +22,7 @@ class PrepareJob:
 
     run: ModelRun
     seq_len: int | None = None
-    shared: SharedStatistics | None = None
+    needs: tuple[Need, ...] = ()
 
     def __str__(self) -> str:
         what = "baseline" if self.seq_len is None else f"statistics at seq_len {self.seq_len}"
@@ -54,16 +55,16 @@ def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) ->
         configs = [spec.config for spec in specs if spec.run == run]
         if run in baselines:
             jobs.append(PrepareJob(run))
-        jobs += [PrepareJob(run, seq_len, shared) for seq_len, shared in trial.by_seq_len(configs).items()]
+        jobs += [PrepareJob(run, seq_len, needs) for seq_len, needs in by_seq_len(configs).items()]
     return jobs
 
 
 def run_job(job: PrepareJob, context: TrialContext, settings: WorkerSettings) -> Prepared:
     """Do a job in the worker that has its model open; every pass is noted as soon as it is made."""
-    if job.seq_len is not None and job.shared is not None:
+    if job.seq_len is not None:
         passes = PassLog(settings.store)
         reports = []
-        for what, report in trial.prepare(context, job.seq_len, job.shared):
+        for what, report in trial.prepare(context, job.seq_len, job.needs):
             passes.write(what, report)
             reports.append(report)
         return Prepared(reports)

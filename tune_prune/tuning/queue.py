@@ -18,6 +18,7 @@ from ray.tune.search import Searcher
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
+from tune_prune.pruning.methods import load_method
 from tune_prune.tuning.preparation import Prepared, PrepareJob
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.worker import TrialSpec
@@ -54,7 +55,8 @@ class WorkQueue(Searcher):
         if self._adaptive is not None:
             return self._adaptive.suggest(trial_id)
         for spec in self._waiting:
-            if (spec.run, spec.config.taylor_seq_len) not in self._unprepared:
+            waits = load_method(spec.config.method).statistics
+            if not waits or (spec.run, spec.config.taylor_seq_len) not in self._unprepared:
                 self._waiting.remove(spec)
                 return {"key": spec.key}
         return None if self._waiting else Searcher.FINISHED

@@ -19,7 +19,9 @@ from ray import tune
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport, Status, TrialRecord
 from tune_prune.core.store import TRIALS
-from tune_prune.trial.trial import SharedStatistics, Trial
+from tune_prune.pruning.statistics import Need
+from tune_prune.trial.statistics import needs_of
+from tune_prune.trial.trial import Trial
 from tune_prune.tuning.preparation import PrepareJob, run_job
 from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
 
@@ -114,10 +116,10 @@ class PruneTrainable(tune.Trainable):
             self._metrics |= report.metrics
         return report
 
-    def _shared(self) -> SharedStatistics:
+    def _shared(self) -> tuple[Need, ...]:
         """For all trials of this search at the seq_len of this one."""
         seq_len = self._spec.config.taylor_seq_len
-        return SharedStatistics.of(
+        return needs_of(
             spec.config
             for spec in self._specs.values()
             if spec.run == self._spec.run and spec.config.taylor_seq_len == seq_len
@@ -144,7 +146,7 @@ class PruneTrainable(tune.Trainable):
             record = TrialRecord(self._spec.key, self._spec.run.label, asdict(self._spec.config), status, reason)
             record.started_at, record.host = self._started_at, os.uname().nodename
         else:
-            record = self._trial.record(status, reason)
+            record = self._trial.progress.record(status, reason)
         record.resources = self._settings.resources.to_ray()
         return record
 
