@@ -35,7 +35,7 @@ def test_cost_counts_what_was_computed(tmp_path: Path) -> None:
     assert cost["evaluation_fraction"] == pytest.approx(24 / 36)
     assert cost["gpu_hours"] == pytest.approx((28 + 8) * 0.5 / 3600)
     assert cost["shared_passes"] == PASSES
-    assert cost_line(cost) == "cost         2 gradient passes, 1 removal passes"
+    assert cost_line(cost) == "cost         passes over the dense models: importance 2, removal 1"
 
 
 def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Path) -> None:
@@ -59,7 +59,10 @@ def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Pat
     assert last["tokens_per_stage"]["perplexity"] == {"predicted": 90, "measured": 100}
     assert last["tokens_per_stage"]["removal"] == {"predicted": 0, "measured": 0}
     assert last["predicted_gpu_hours"] == 0.25
-    assert cost_line(cost) == "cost         predicted 1m40s, took 1m31s; 2 gradient passes, 1 removal passes"
+    assert (
+        cost_line(cost)
+        == "cost         predicted 1m40s, took 1m31s; passes over the dense models: importance 2, removal 1"
+    )
     first = write_cost(tmp_path / "cost.json", [OWN], {"m": DENSE}, PASSES, predicted, wall_seconds=9.0)
     assert first["last_start"]["seconds_per_stage"]["removal"] == {"predicted": 0.0, "measured": 3.0}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import MODEL_STAGES, TrialRecord
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def write_cost(
     gpu_seconds += gpu_share * sum(stage["duration_s"] for stage in passes)
     cost = {
         "trials": len(records),
-        "gradient_passes": now.computed.get("importance", 0),
-        "removal_passes": now.computed.get("removal", 0),
+        "passes": {stage: count for stage, count in now.computed.items() if stage not in MODEL_STAGES and count},
         "seconds_per_stage": dict(now.seconds),
         "tokens_per_stage": dict(now.tokens),
         "worker_seconds": total,
@@ -94,9 +93,17 @@ def _comparison(predicted: Mapping[str, Any], now: Totals, before: Totals, wall_
     }
 
 
+def pass_counts(cost: Mapping[str, Any]) -> dict[str, int]:
+    """Passes made over dense models, by the stage of their statistic; the first cost.json files had a name for each of two."""
+    first = {"importance": cost.get("gradient_passes"), "removal": cost.get("removal_passes")}
+    return {stage: count for stage, count in cost.get("passes", first).items() if count}
+
+
 def cost_line(cost: Mapping[str, Any]) -> str:
     """One line for the screen from what `write_cost` returned."""
-    line = f"{cost['gradient_passes']} gradient passes, {cost['removal_passes']} removal passes"
+    counts = pass_counts(cost).items()
+    line = ", ".join(f"{stage.replace('_', ' ')} {count}" for stage, count in counts)
+    line = f"passes over the dense models: {line}" if line else "no pass over a dense model"
     if "last_start" in cost:
         wall = cost["last_start"]["wall_seconds"]
         line = f"predicted {duration(wall['predicted'])}, took {duration(wall['measured'])}; {line}"
