@@ -12,7 +12,7 @@ import pytest
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.messages import LANGUAGES, acc, format_message, percent, points
-from tune_prune.analysis.render.report_text import SHOWN_PROBLEMS, report, write_report
+from tune_prune.analysis.render.report import SHOWN_PROBLEMS, report, write_report
 from tune_prune.analysis.render.text import COLUMNS, aligned, width, wrap
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.core.errors import UserError
@@ -54,40 +54,31 @@ def joined(text: str) -> str:
 
 def test_the_published_figures_to_the_digit(published: Findings) -> None:
     text = report(published)
-    methods = section(text, 1)
-    assert cells(methods, "method")[1:8] == ["n", "mean", "std (n-1)", "std (n)", "min", "median", "max"]
-    blockwise = cells(methods, "blockwise")
-    assert blockwise[1:6] == ["15", ".5821", ".0178", ".0172", ".5493"]
-    assert blockwise[7:] == [".5980", "blockwise-s64-n128"]
-    assert [cells(methods, name)[2] for name in ("layerwise", "taylor")] == [".5323", ".5412"]
-
-    levels = section(text, 2)
-    means = [cells(levels, seq_len)[2] for seq_len in ("16", "32", "64")]
-    means += [
-        re.split(" {2,}", line.strip())[2] for line in levels.splitlines() if re.match(r" +(128|256) {2,}9 ", line)
-    ]
-    assert means == [".4988", ".5345", ".5699", ".5755", ".5805"]
-    samples = [re.split(" {2,}", line.strip())[2] for line in levels.splitlines() if re.match(r" +\d{3} {2,}15 ", line)]
-    assert samples == [".5504", ".5515", ".5537"]
-
-    gradients = section(text, 3)
-    assert cells(gradients, "grad_mean_ratio")[1:5] == [".6972", "45", ".9611", "15"]
-    assert cells(gradients, "grad_mean_range")[1] == ".4659"
-    assert cells(gradients, "grad_norm_ratio") == ["grad_norm_ratio", "not computable (inf in 3 rows)"]
-    assert "Methods of one gradient pass share its metrics" in joined(gradients)
-    assert "accuracy -.2940 (45 rows" in section(text, 4)
-    assert "Correlation -.7972 (45 rows" in section(text, 5)
-    assert cells(section(text, 5), "blockwise-s64-n128")[1:4] == [".5980 ± .0048", "1", "13.17"]
+    assert cells(section(text, 1), "blockwise")[1:] == (
+        ["15", ".5821*", ".0178", ".0172", ".5493", ".5879", ".5980 ± .0048*", "blockwise-s64-n128"]
+    )
+    assert cells(section(text, 2), "64")[1] == "9" and "p <.001" in joined(section(text, 2))
+    assert cells(section(text, 2), "residual")[1:4] == ["16", "0.9%", "0.0007125"]
+    correlations = section(text, 3)
+    assert cells(correlations, "grad_mean_ratio") == (
+        ["grad_mean_ratio", "45", ".6972", "15", ".9611", "[.8842, .9873]"]  # the interval is over the passes
+    )
+    assert cells(correlations, "ppl")[1:4] == ["45", "-.7972", "–"]
+    assert "grad_norm_ratio is not computable: it is not a finite number in 3 rows." in joined(correlations)
+    assert cells(section(text, 4), "5")[1] == "13"
+    assert cells(section(text, 5), "blockwise-s64-n128") == (
+        ["blockwise-s64-n128", ".5980 ± .0048*", "1", "13.17", "18"]
+    )
 
 
 def test_the_first_screen_has_the_decision_and_all_that_cannot_be_told_from_it(published: Findings) -> None:
     found = published.models["Llama"]
     screen = joined(first_screen(report(published)))
-    assert "Best blockwise-s64-n128: blockwise, taylor_seq_len 64, taylor_num_samples 128" in screen
+    assert "Best blockwise-s64-n128: method blockwise, taylor_seq_len 64, taylor_num_samples 128" in screen
     assert "Accuracy .5980 ± .0048 as measured" in screen and "Perplexity 13.17" in screen
     close = found.competing.iloc[1:].loc[lambda rows: rows["in_confidence_set"].to_numpy(), "name"]
     assert len(close) > 2
-    assert f"{len(close)} of the other 44 cannot be told from it (95%" in screen
+    assert f"{len(close)} of the other 44 with {found.best['name']}, the most accurate (95%" in screen
     assert all(name in screen.partition("Warnings")[0] for name in close)
     assert "Cross-fitted not known" in screen  # there are no items
     assert all(format_message(warning) in screen for warning in found.warnings)
@@ -107,9 +98,9 @@ def test_the_comparison_says_what_the_findings_say(two_models: Findings, languag
     assert lost is not None and share is not None and two_models.best_for_all is not None
     there, back = lost.at["alpha", "beta"], lost.at["beta", "alpha"]
     assert points(there) != points(back)
-    assert re.search(rf"^ +alpha +\. +{points(there)} ± [\d.]+$", across, re.MULTILINE)
-    assert re.search(rf"^ +beta +{points(back)} ± [\d.]+ +\.$", across, re.MULTILINE)
-    assert re.search(rf"^ +beta +{points(share.at['beta', 'alpha'])} +\.$", across, re.MULTILINE)
+    shares = [points(share.at[row, column]) for row, column in (("alpha", "beta"), ("beta", "alpha"))]
+    assert re.search(rf"^ +alpha +\S+ +0\.00 +{points(there)} ± [\d.]+ +0\.00 +{shares[0]}$", across, re.MULTILINE)
+    assert re.search(rf"^ +beta +\S+ +{points(back)} ± [\d.]+ +0\.00 +{shares[1]} +0\.00$", across, re.MULTILINE)
     assert two_models.best_for_all["config"] in across and acc(two_models.best_for_all["acc_mean"]) in across
 
 
@@ -125,7 +116,7 @@ def test_every_trial_that_does_not_compete_is_listed(two_models: Findings) -> No
         replace(alpha.model.problems[0], where=f"line {number} of x.csv") for number in range(SHOWN_PROBLEMS + 1)
     )
     text = report(replace(two_models, models={"alpha": replace(alpha, model=replace(alpha.model, problems=many))}))
-    assert f"{len(many)} {alpha.model.problems[0].kind}: see the appendix" in joined(first_screen(text))
+    assert f"{len(many)} {alpha.model.problems[0].kind}, see the appendix" in joined(first_screen(text))
     assert all(f"line {number} of x.csv: " in text.partition("Appendix")[2] for number in range(len(many)))
 
 
@@ -159,7 +150,7 @@ def test_another_rule_says_where_its_choice_stands(tmp_path: Path) -> None:
     top = found.competing["name"].iloc[0]
     assert found.best["name"] != top  # else this shows nothing
     screen = joined(first_screen(report(findings)))
-    assert f"Best {found.best['name']}" in screen and f"cannot be told from {top}, the most accurate" in screen
+    assert f"Best {found.best['name']}" in screen and f"with {top}, the most accurate" in screen
     assert "fewest calibration tokens within one standard error" in screen
     assert "at least two models" in report(findings).partition("\n7. ")[2]
 
@@ -170,8 +161,8 @@ def test_a_model_with_one_complete_trial(tmp_path: Path, language: str) -> None:
     text = report(simulated_findings(tmp_path, models=("alpha",), failed=others), language)
     only = {"en": "no other configuration is complete", "zh": "没有其他完成的配置"}[language]
     assert only in text and "nan" not in text.lower()
-    assert cells(section(text, 1), "taylor")[3] == "–"  # the standard deviation of one
-    assert section(text, 3).count("\n  - ") == 1  # why nothing is correlated, once for all metrics
+    assert "Std  " not in section(text, 1) and "标准差  " not in section(text, 1)  # there is none of one
+    assert section(text, 3).count("\n  - ") == 1  # why nothing is correlated, once for all measures
 
 
 def test_the_file_and_a_language_that_is_not_there(published: Findings, tmp_path: Path) -> None:
@@ -183,13 +174,12 @@ def test_the_file_and_a_language_that_is_not_there(published: Findings, tmp_path
 
 
 def test_tables_are_straight_where_characters_are_two_columns_wide() -> None:
-    rows = [["taylor", "7", ".5412"], ["逐层", "45", ".5323"], ["grad", "无法计算"]]
+    rows = [["taylor", "7", ".5412"], ["逐层", "45", ".5323"]]
     assert aligned(["方法", "n", "准确率"], rows) == (
         "  方法     n  准确率\n"  #
         "  ------  --  ------\n"
         "  taylor   7   .5412\n"
         "  逐层    45   .5323\n"
-        "  grad    无法计算\n"
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics.findings import ModelFindings
+from tune_prune.analysis.tables.configurations import marks
 
 WIDTH, HEIGHT = 360, 116  # of the drawing, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 42, 10, 8, 22  # margins around the plotted area
@@ -26,14 +27,14 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Strip:
+class RankPlot:
     points: Sequence[Point]  # the one last drawn stands in front
     ticks: Sequence[tuple[float, str]]  # y and its accuracy
     dense: float | None  # y of the dense model
     text: str  # the drawing in words
 
 
-def strip(found: ModelFindings) -> Strip:
+def rank_plot(found: ModelFindings) -> RankPlot:
     """The drawing for one model; its y axis spans all configurations and the dense model, where that is known."""
     rows = found.competing
     accuracy = rows["acc_mean"].to_numpy(float)
@@ -54,7 +55,8 @@ def strip(found: ModelFindings) -> Strip:
     step = (WIDTH - LEFT - RIGHT) / max(1, len(rows) - 1)
     points = []
     for rank, row in enumerate(rows.to_dict("records")):
-        style = "best" if row["name"] == found.best["name"] else "near" if in_set(row["in_confidence_set"]) else "far"
+        style = "near" if any(marks(found, row).values()) else "far"
+        style = "best" if row["name"] == found.best["name"] else style
         error = row["acc_mean_stderr"]
         bar = None if messages.missing(error) else (y(row["acc_mean"] - error), y(row["acc_mean"] + error))
         title = f"{row['name']}: {messages.pm(row['acc_mean'], error)}"
@@ -71,9 +73,4 @@ def strip(found: ModelFindings) -> Strip:
         f"Accuracy of {len(rows)} configurations by rank, from {messages.acc(accuracy.min())} to {messages.acc(accuracy.max())}"
         + ("" if dense is None else f"; the dense model has {messages.acc(dense)}")
     )
-    return Strip(points, ticks, None if dense is None else y(dense), text)
-
-
-def in_set(value: object) -> bool:
-    """Whether a cell of `in_confidence_set` says so; a missing one does not."""
-    return not messages.missing(value) and bool(value)
+    return RankPlot(points, ticks, None if dense is None else y(dense), text)
