@@ -153,7 +153,7 @@ def _check_vocabulary(context: TrialContext) -> None:
 def _checkpoint(manifest: Manifest) -> str:
     """A line for a pruned checkpoint: what it was made from, and how."""
     return (
-        f"checkpoint   {manifest.base['label']} pruned by {manifest.pruning_config.name}, {manifest.removed_fraction:.1%} of its "
+        f"checkpoint   {manifest.base.label} pruned by {manifest.config.name}, {manifest.plan.removed_fraction:.1%} of its "
         f"parameters removed, format {manifest.format}; config and weights are those that tune_prune.json describes"
     )
 

@@ -161,13 +161,16 @@ def describe(saved: Saved) -> str:
     from tune_prune.cli.plan_text import shown_path
 
     about, folder = saved.manifest, saved.folder
-    lines = ["", sizes.size_table(saved.rows, saved.disk_bytes)]
-    if "padded" in saved.rows:
-        dense, pruned, padded = (saved.rows[name].params for name in ("dense", "pruned", "padded"))
+    on_disk = sum(file.bytes for file in about.files.values())
+    saved_as = "padded" if "padded" in about.sizes else "pruned"
+    disk_bytes = {"dense": about.sizes["dense"].weight_bytes, saved_as: on_disk}
+    lines = ["", sizes.size_table(about.sizes, disk_bytes)]
+    if saved_as == "padded":
+        dense, pruned, padded = (about.sizes[name].params for name in ("dense", "pruned", "padded"))
         stays = (dense - padded) / max(1, dense - pruned)
         lines += ["", f"padding      {padded - pruned:,} zeros; {stays:.0%} of what pruning removed stays removed"]
     if about.speed is not None:
-        lines += ["", speed.speed_table({name: speed.Speed.from_dict(values) for name, values in about.speed.items()})]
+        lines += ["", speed.speed_table(about.speed)]
     if about.dropped_layers:
         lines += ["", f"dropped      layers {', '.join(map(str, about.dropped_layers))}, which had lost both blocks"]
     lines += [f"note: {note}" for note in saved.notes]
@@ -186,7 +189,7 @@ def describe(saved: Saved) -> str:
 def evaluation(folder: str, about: Manifest) -> list[str]:
     """The command that measures a checkpoint on what its recorded numbers were measured on."""
     command = ["python", "-m", "tune_prune.evaluate", "--model", folder]
-    run = about.run
+    run = about.source
     if run is None or about.metrics is None:
         return command
     for flag, value in (("--data-dir", run.data_dir), ("--limit", run.protocol.limit)):

@@ -238,7 +238,7 @@ def test_another_model_is_not_pruned_by_this_search(
     [
         ({"kept_groups": []}, "removes all attention of layer 0"),
         ({"kept_groups": [0, 4]}, "KV groups in layer 0 that tiny-llama does not have"),
-        ({"kept_channels": [3, 3]}, "one twice"),
+        ({"kept_channels": [3, 3]}, "kept_channels is [3, 3]"),
     ],
 )
 def test_a_plan_that_leaves_no_working_model(

@@ -10,14 +10,13 @@ import argparse
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tune_prune.checkpoint import origin
-from tune_prune.checkpoint.manifest import run_from_dict
 from tune_prune.checkpoint.save import Origin
 from tune_prune.cli.plan_text import shown_path
 from tune_prune.core import artifact_cache
@@ -26,8 +25,9 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, read_baselines
 from tune_prune.core.store import BEST_CONFIG, EXPERIMENT, PLAN, FolderStore
+from tune_prune.core.validation import validated
 from tune_prune.data import checks
-from tune_prune.data.sources import data_fingerprint, measured_on
+from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
 from tune_prune.models import catalog, loading
 from tune_prune.models.loading import LoadedModel
 from tune_prune.pruning import selection, shapes
@@ -43,17 +43,17 @@ class PruneRequest:
 
     run: ModelRun
     config: PruningConfig
-    source: Mapping[str, Any] | None = None  # the run of the search, as it was recorded
+    source: ModelRun | None = None  # of the search, as it was recorded
     plan: PruningPlan | None = None
     plan_file: Path | None = None
     fingerprint: str | None = None  # of the model that was searched
-    metrics: Mapping[str, float] | None = None
-    measured_on: Mapping[str, Any] | None = None  # context.measured_on, where the data are still those of the search
-    baseline: Mapping[str, float] | None = None
+    metrics: Mapping[str, float | None] | None = None
+    measured_on: MeasuredOn | None = None  # where the data are still those of the search
+    baseline: Mapping[str, float | None] | None = None
     artifact_dir: Path | None = None  # where statistics may already be
 
     def origin(self) -> Origin:
-        return Origin(asdict(self.config), self.source, self.metrics, self.measured_on, self.baseline)
+        return Origin(self.config, self.source, self.metrics, self.measured_on, self.baseline)
 
 
 def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> PruneRequest:
@@ -73,8 +73,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         entries = values["models"] if "models" in values else {values["model"]: values}
         entry = _chosen(entries, label, path)
         config = PruningConfig.from_dict(entry)
-        source = entry["source"]
-        run = None if source is None else run_from_dict(source)
+        run = None if entry["source"] is None else validated(ModelRun, entry["source"])
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -90,9 +89,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         )
     trial = _trial_folder(path, entry.get("output_dir"))
     known = _known(trial, entry, run)
-    if base is not None or revision is not None:
-        run = _moved(run, base, revision)
-    return PruneRequest(run, config, source=source, artifact_dir=_artifacts(trial, path), **known)
+    moved = run if base is None and revision is None else _moved(run, base, revision)
+    return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
 def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
@@ -129,10 +127,11 @@ def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[
     if trial is None:
         return known
     if (trial / PLAN).is_file():
+        values = parse_json(trial / PLAN)
         try:
-            known |= {"plan": PruningPlan.from_dict(parse_json(trial / PLAN)), "plan_file": trial / PLAN}
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{trial / PLAN} holds no plan ({error!r}); delete it to have it found again") from error
+            known |= {"plan": PruningPlan.from_dict(values), "plan_file": trial / PLAN}
+        except ValueError as error:
+            raise UserError(f"{trial / PLAN} holds no plan ({error}); delete it to have it found again") from error
     experiment = FolderStore(trial.parents[1])
     model = (experiment.read(EXPERIMENT) or {}).get("models", {}).get(run.label, {})
     identity = model.get("meaning", {})
@@ -146,7 +145,7 @@ def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[
     return known | {name: value for name, value in found.items() if value is not None}
 
 
-def _same_data(run: ModelRun, recorded: str | None) -> dict[str, Any] | None:
+def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:
     """What the search measured on, part by part; None where its files are not there any more, or not the same."""
     try:
         return measured_on(run) if recorded is not None and data_fingerprint(run) == recorded else None
@@ -195,7 +194,7 @@ def from_flags(args: argparse.Namespace) -> PruneRequest:
     return PruneRequest(
         dense.run,
         config,
-        source=dense.run.to_dict(),
+        source=dense.run,
         artifact_dir=shared.absolute() if shared.is_dir() else None,
     )
 

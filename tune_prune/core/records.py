@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainValidator, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator
 
-from tune_prune.core.errors import validation_problem
-from tune_prune.core.files import NON_FINITE, number
+from tune_prune.core.files import NON_FINITE
+from tune_prune.core.validation import Number, validated
 
 Status = Literal["complete", "failed", "stopped_early"]
 
@@ -28,18 +26,11 @@ def in_order(stages: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(dict.fromkeys(stages), key=lambda s: MODEL_STAGES.index(s) if s in MODEL_STAGES else -1))
 
 
-def _number(value: Any) -> float | int:
-    try:
-        return number(value)
-    except ValueError as error:
-        raise PydanticCustomError("number", "Input should be a number") from error
+def _finite_or_not(value: Any) -> Any:
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-# As `to_json` writes it, a whole one as it is.
-Number = Annotated[float, PlainValidator(_number)]
-_StageValue = Annotated[
-    Any, BeforeValidator(lambda value: NON_FINITE.get(value, value) if isinstance(value, str) else value)
-]
+_StageValue = Annotated[Any, BeforeValidator(_finite_or_not)]  # text or a number, as before `to_json`
 
 
 @dataclass
@@ -80,12 +71,4 @@ class TrialRecord:
     def from_dict(cls, values: Any) -> TrialRecord:
         """The inverse of `to_dict`, also after `to_json`. Unknown fields (of a newer version) are ignored. Raises ValueError that
         names a field which is missing or wrong."""
-        try:
-            return _record_type().validate_python(values)
-        except ValidationError as error:
-            raise ValueError(validation_problem(error)) from error
-
-
-@cache
-def _record_type() -> TypeAdapter[TrialRecord]:
-    return TypeAdapter(TrialRecord)
+        return validated(cls, values)
