@@ -156,7 +156,7 @@ def simulated_study(
         },
         "cost.json": {
             "trials": len(configs) * len(models),
-            "gradient_passes": len(passes),
+            "passes": {"importance": len(passes)},
             "shared_passes": passes,
             "gpu_hours": 0.0,
         },

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.analysis.cost import cost_line, duration, totals, write_cost
+from tune_prune.analysis.cost import cost_line, duration, pass_counts, totals, write_cost
 from tune_prune.core.records import TrialRecord
 
 
@@ -29,7 +29,8 @@ def test_cost_counts_what_was_computed(tmp_path: Path) -> None:
     returned = write_cost(tmp_path / "cost.json", [OWN, CACHED], {"m": DENSE}, PASSES)
     cost = json.loads((tmp_path / "cost.json").read_text())
     assert cost == returned
-    assert (cost["trials"], cost["gradient_passes"], cost["removal_passes"]) == (2, 2, 1)
+    assert (cost["trials"], cost["passes"]) == (2, {"importance": 2, "removal": 1})
+    assert pass_counts({"gradient_passes": 2, "removal_passes": 0}) == {"importance": 2}  # as the first files say it
     assert cost["tokens_per_stage"] == {"importance": 110, "removal": 40, "perplexity": 300, "zero_shot": 900}
     assert cost["worker_seconds"] == pytest.approx(4 + 5 + 3 + 3 * 8)
     assert cost["evaluation_fraction"] == pytest.approx(24 / 36)

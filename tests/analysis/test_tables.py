@@ -294,8 +294,8 @@ def test_statistics(simulated: Findings) -> None:
     assert rows["completeness"]["beta"] == 16 / 18
     for name in ("max", "min", "median", "mean", "std"):
         assert rows[name]["All models"] == getattr(pooled, name)()
-    assert rows["gradient_passes"]["All models"] == 6  # of the experiment, so of no model alone
-    assert rows["gradient_passes"]["alpha"] is None
+    assert rows["importance_passes"]["All models"] == 6  # of the experiment, so of no model alone
+    assert rows["importance_passes"]["alpha"] is None
 
 
 def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
