@@ -51,7 +51,8 @@ class TrialProgress:
     model: str  # label
     config: PruningConfig | None
     started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    reports: tuple[StageReport, ...] = ()
+    host: str = field(default_factory=platform.node)
+    reports: tuple[StageReport, ...] = ()  # without outcomes: `items` of the trial has them
     peak_memory_bytes: int = 0
     notes: tuple[str, ...] = ()
 
@@ -60,7 +61,7 @@ class TrialProgress:
         return {name: value for report in self.reports for name, value in report.metrics.items()}
 
     def record(self, status: Status, reason: str = "", resources: Mapping[str, float] | None = None) -> TrialRecord:
-        """What the ledger keeps of a trial that ended so. `resources`: Ray's, of a trial."""
+        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`: Ray's, of a trial."""
         return TrialRecord(
             key=self.key,
             model=self.model,
@@ -75,7 +76,7 @@ class TrialProgress:
             started_at=self.started_at,
             elapsed_time_s=sum(report.duration_s for report in self.reports),
             peak_memory_bytes=self.peak_memory_bytes,
-            host=platform.node(),
+            host=self.host,
             resources=dict(resources or {}),
             notes=list(self.notes),
         )
@@ -158,7 +159,7 @@ class Trial:
         try:
             yield report
             report.duration_s = time.perf_counter() - started
-            self.progress = replace(self.progress, reports=(*self.progress.reports, report))
+            self.progress = replace(self.progress, reports=(*self.progress.reports, replace(report, outcomes={})))
         finally:  # what a failed stage has taken is recorded too
             peak = peak_memory_bytes(self.context.loaded.device)
             self.progress = replace(self.progress, peak_memory_bytes=peak)
