@@ -183,6 +183,44 @@ def test_without_its_trial_the_plan_is_found_again(searched: Searched, tmp_path:
 
 
 @pytest.mark.slow
+def test_each_ratio_of_a_search_has_its_best_model(tmp_path: Path) -> None:
+    """One search over two ratios: the passes and the dense baseline are made once, and each ratio is compared in itself."""
+    space = tmp_path / "sizes.yaml"
+    space.write_text(
+        "search: grid\nmethod: [taylor, random]\ntaylor_seq_len: [16, 32]\ntaylor_num_samples: 8\npruning_ratio: [0.1, 0.3]\n"
+    )
+    argv = [
+        "--model",
+        "tiny-llama",
+        "--search-space",
+        space,
+        "--limit",
+        "10",
+        "--storage-path",
+        tmp_path,
+        "--name",
+        "s",
+    ]
+    done = run(*argv, "--scheduler", "race", module="search")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(path.read_text()) for path in (tmp_path / "s" / "ledger").glob("*.json")]
+    assert len(records) == 6  # random stands once at each ratio
+    assert len([*(tmp_path / "s" / "passes").iterdir()]) == 2
+    assert list(json.loads((tmp_path / "s" / "baseline.json").read_text())) == ["tiny-llama"]
+    best = Searched(tmp_path / "s", done.stdout).best
+    for ratio in (0.1, 0.3):
+        label, out = f"tiny-llama@{ratio}", tmp_path / f"out{ratio}"
+        own = [r for r in records if r["config"]["pruning_ratio"] == ratio and r["status"] == "complete"]
+        most = max(own, key=lambda r: (r["metrics"]["acc_mean"], -r["metrics"]["ppl"]))
+        assert (best[label]["key"], best[label]["pruning_ratio"]) == (most["key"], ratio)
+        assert run("--config", tmp_path / "s", "--model", label, "--output", out).returncode == 0
+        about = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+        assert about["params"] == most["metrics"]["params_count"]
+        assert about["baseline"] is not None
+    assert "holds 2 results" in run("--config", tmp_path / "s", "--output", tmp_path / "o").stderr
+
+
+@pytest.mark.slow
 def test_another_model_is_not_pruned_by_this_search(
     searched: Searched, sentence: Callable[..., str], tmp_path: Path
 ) -> None:

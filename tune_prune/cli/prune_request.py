@@ -187,7 +187,7 @@ def from_flags(args: argparse.Namespace) -> PruneRequest:
     values = {name: HYPERPARAMETERS[name].default if value is None else value for name, value in given.items()}
     (shape,) = resolve.aligned((values["shape"],), args.align)
     config = PruningConfig(**values | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)})
-    selection.budget(dense.geometry, config.pruning_ratio, config.shape)
+    selection.target_params(dense.geometry, config.pruning_ratio, config.shape)
     lengths, count = (config.taylor_seq_len,), config.taylor_num_samples
     checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
     shared = Path("ray_results") / artifact_cache.FOLDER
