@@ -46,7 +46,7 @@ class TrialContext:
 
     @classmethod
     def open(cls, run: ModelRun, artifact_dir: str | Path, device: str = "auto") -> TrialContext:
-        """Load the model of `run`. Raises UserError where it cannot be had."""
+        """Load the model of `run`. Raises UserError where it is not available."""
         source = catalog.resolve(run.model, run.revision)
         loaded = loading.load_model(source, getattr(torch, run.dtype), loading.pick_device(device))
         return cls(run, loaded, ArtifactStore(artifact_dir))

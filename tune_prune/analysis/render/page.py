@@ -22,7 +22,7 @@ from tune_prune.analysis.render.rank_plot import RankPlot, rank_plot
 from tune_prune.analysis.statistics.findings import RULES, Findings, Message, ModelFindings
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables
-from tune_prune.analysis.tables.configurations import marks, ratio
+from tune_prune.analysis.tables.configurations import ratio
 from tune_prune.core.files import atomic_write_text
 
 _BASIS = {
@@ -47,10 +47,8 @@ class Card:
     """The decision for one model."""
 
     id: str
-    label: str
     facts: str  # what it rests on, in a line
     found: ModelFindings
-    is_most_accurate: bool
     retained: float | None  # accuracy in parts of the dense model's
     compared: str | None  # how; None where no configuration can be compared with another
     tied: Sequence[str]  # statistically, with the most accurate; itself among them where another was chosen
@@ -122,20 +120,20 @@ def _counts(findings: Findings) -> Mapping[str, int]:
 
 
 def _card(index: int, found: ModelFindings) -> Card:
-    best, rows = found.best, found.competing.to_dict("records")
-    marked = {row["name"] for row in rows if any(marks(found, row).values())}
     rules = [(rule, found.chosen[rule]) for rule in RULES if rule in found.chosen and rule != found.rule]
-    kind = "published results" if found.model.kind == "published" else "own experiment"
+    model = found.model
+    facts = [f"{len(found.competing)} of {len(model.rows)} usable"]
+    facts.append("published results" if model.kind == "published" else "own experiment")
+    facts.append(f"{messages.number(100 * model.ratio)}% to remove")
+    if model.shape != "free":
+        facts.append(f"shape {model.shape}")
     return Card(
         id=f"model-{index}",
-        label=found.model.label,
-        facts=f"{len(rows)} of {len(found.model.rows)} usable · {kind} · {messages.number(100 * found.model.ratio)}% to remove"
-        + ("" if found.model.shape == "free" else f" · shape {found.model.shape}"),
+        facts=" · ".join(facts),
         found=found,
-        is_most_accurate=bool(best["name"] == rows[0]["name"]),
-        retained=ratio(best["acc_mean"], found.model.baseline.get("acc_mean")),
+        retained=ratio(found.best["acc_mean"], model.baseline.get("acc_mean")),
         compared=_BASIS.get(found.basis),
-        tied=[row["name"] for row in rows if row["name"] in marked - {best["name"]}],
+        tied=[name for name in found.tied if name != found.best["name"]],
         other_rules=[(rule, messages.format_message(Message(f"rule_{rule}")), names) for rule, names in rules],
         # The statistically tied stand on the card by themselves.
         warnings=[messages.format_message(remark) for remark in found.warnings if remark.kind != "within_noise"],
@@ -145,9 +143,7 @@ def _card(index: int, found: ModelFindings) -> Card:
 
 def _shared_warnings(cards: Sequence[Card]) -> list[str]:
     """The sentences that hold for every one of several models: said once."""
-    if len(cards) < 2:
-        return []
-    return [warning for warning in cards[0].warnings if all(warning in card.warnings for card in cards)]
+    return [text for text in cards[0].warnings if len(cards) > 1 and all(text in card.warnings for card in cards)]
 
 
 def _image(path: Path) -> Image:
@@ -157,8 +153,8 @@ def _image(path: Path) -> Image:
     of = path.stem.removeprefix(known).removeprefix("_") if known else ""
     caption = (_CAPTIONS[known] if known else path.stem.replace("_", " ")) + (f": {of}" if of else "")
     uri = "data:image/png;base64," + base64.b64encode(content).decode()
-    scale = _CSS_PIXELS_PER_DOT
-    return Image(uri, caption, path.stem, round(width * scale), round(height * scale))
+    width, height = (round(_CSS_PIXELS_PER_DOT * dots) for dots in (width, height))
+    return Image(uri, caption, path.stem, width, height)
 
 
 def _experiment(folder: Path, about: Mapping[str, Any]) -> Mapping[str, Any]:

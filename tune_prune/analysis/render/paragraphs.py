@@ -82,13 +82,11 @@ def _levels(found: list[ModelFindings], knob: str) -> list[str]:
 def _claims(found: ModelFindings) -> dict[str, Any]:
     """What the statistics say of one model, for the template."""
     top = found.competing.iloc[0]
-    inside = found.competing["in_confidence_set"]
     dense = found.model.baseline.get("acc_mean")
     return {
         "top": top,
-        "others": list(found.competing["name"][inside])[1:],
-        "set_size": int(inside.sum()),
-        "outside": int((~inside).sum()),
+        "others": found.tied[1:],
+        "outside": len(found.competing) - len(found.tied),
         "tested": found.basis != "unknown",
         "dense": dense,
         "retained": ratio(top["acc_mean"], dense),
@@ -164,7 +162,6 @@ def _transfer(findings: Findings) -> list[str]:
         return []
     sentences = []
     for label, found in findings.models.items():
-        rows = found.competing.set_index("name")
         for other, owner in findings.models.items():
             if other == label:
                 continue
@@ -175,7 +172,7 @@ def _transfer(findings: Findings) -> list[str]:
                 sentences.append(f"{with_it} has no complete run.")
                 continue
             percent = findings.transfer_percent.loc[label, other]
-            ruled_out = not rows.loc[name, "in_confidence_set"]
+            ruled_out = name not in found.tied
             sentences.append(f"{with_it} {_loss(loss, stderr, percent, ruled_out)}.")
     return sentences
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics.findings import ModelFindings
-from tune_prune.analysis.tables.configurations import marks
 
 WIDTH, HEIGHT = 360, 116  # of the drawing, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 42, 10, 8, 22  # margins around the plotted area
@@ -38,15 +37,10 @@ def rank_plot(found: ModelFindings) -> RankPlot:
     """The drawing for one model; its y axis spans all configurations and the dense model, where that is known."""
     rows = found.competing
     accuracy = rows["acc_mean"].to_numpy(float)
-    stderr = rows["acc_mean_stderr"].to_numpy(float)
+    stderr = np.nan_to_num(rows["acc_mean_stderr"].to_numpy(float))
     dense = found.model.baseline.get("acc_mean")
     dense = None if messages.missing(dense) else dense
-    reach = [
-        accuracy - np.nan_to_num(stderr),
-        accuracy + np.nan_to_num(stderr),
-        np.array([] if dense is None else [dense]),
-    ]
-    low, high = float(min(map(np.min, reach[:2]))), float(np.concatenate(reach).max())
+    low, high = min(accuracy - stderr), max(*(accuracy + stderr), -np.inf if dense is None else dense)
     span = (high - low) or 1.0
 
     def y(value: float) -> float:
@@ -55,8 +49,7 @@ def rank_plot(found: ModelFindings) -> RankPlot:
     step = (WIDTH - LEFT - RIGHT) / max(1, len(rows) - 1)
     points = []
     for rank, row in enumerate(rows.to_dict("records")):
-        style = "near" if any(marks(found, row).values()) else "far"
-        style = "best" if row["name"] == found.best["name"] else style
+        style = "best" if row["name"] == found.best["name"] else "near" if row["name"] in found.tied else "far"
         error = row["acc_mean_stderr"]
         bar = None if messages.missing(error) else (y(row["acc_mean"] - error), y(row["acc_mean"] + error))
         title = f"{row['name']}: {messages.pm(row['acc_mean'], error)}"

@@ -74,9 +74,7 @@ def text_table(table: Table, language: str = "en", columns: int = COLUMNS) -> st
     return aligned([label(column.label, language) for column in shown], rows, align, columns=columns)
 
 
-def aligned(
-    header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", indent: int = 2, columns: int = COLUMNS
-) -> str:
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", columns: int = COLUMNS) -> str:
     """Aligned columns below a header and a rule, each line ended by a newline.
 
     `align` has an l or r per column (r where it is shorter, but l for the first). A table too wide is continued below with
@@ -88,12 +86,12 @@ def aligned(
     widths = [max(map(width, column)) for column in zip(header, *body, strict=True)]
 
     def line(row: Sequence[str], shown: Sequence[int]) -> str:
-        return (" " * indent + _GAP.join(pad(row[i], widths[i], align[i] == "r") for i in shown)).rstrip()
+        return (_GAP + _GAP.join(pad(row[i], widths[i], align[i] == "r") for i in shown)).rstrip()
 
     blocks = []
-    for shown in _fitting(widths, columns - indent):
+    for shown in _fitting(widths, columns - len(_GAP)):
         rule = _GAP.join("-" * widths[i] for i in shown)
-        blocks.append([line(header, shown), " " * indent + rule, *(line(row, shown) for row in body)])
+        blocks.append([line(header, shown), _GAP + rule, *(line(row, shown) for row in body)])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 

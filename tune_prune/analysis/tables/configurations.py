@@ -67,7 +67,7 @@ def best_configurations(findings: Findings) -> Table:
         Column("share_of_runs", "Tied", hint="others that are statistically tied with the most accurate (95%)"),
     ]
     notes = [
-        Message("note_rule", {"rule": findings.rule, "meaning": Message(f"rule_{findings.rule}")}),
+        Message("note_chosen", {"rule": findings.rule, "meaning": Message(f"rule_{findings.rule}")}),
         *accuracy_notes(findings),
     ]
     if any(found.cross_fit for found in findings.models.values()):

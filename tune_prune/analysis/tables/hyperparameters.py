@@ -46,12 +46,13 @@ def _levels(findings: Findings, name: str) -> Table:
     rows, notes = [], [Message("note_levels")]
     for label, found in findings.models.items():
         trend = found.trends.get(name)
+        said = trend_message(trend) if trend is not None else None
         if trend is not None:
-            values = {"model": label, "trend": trend_message(trend), "r": trend.spearman, "p": trend.spearman_p}
+            values = {"model": label, "trend": said, "r": trend.spearman, "p": trend.spearman_p}
             notes.append(Message("note_trend", values))
         for level, values in found.levels.get(name, pd.DataFrame()).iterrows():
             highest = trend is not None and trend.direction != "flat" and level == trend.best_level
-            rows.append({"model": label, "level": level, **values, "highest": highest})
+            rows.append({"model": label, "level": level, **values, "highest": highest, "trend": said})
     known = HYPERPARAMETERS[name]
     columns = [
         *(MODEL, Column("level", known.short, "int" if isinstance(rows[0]["level"], (int, float)) else "")),
