@@ -25,7 +25,7 @@ import torch
 from bench_common import benchmark_parser, median_times, table, write_json
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
-from tune_prune.evaluation.engine.prefix_trees import count_tokens, refusal, score_items
+from tune_prune.evaluation.engine.prefix_trees import count_tokens, score_items, unsupported_reason
 from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import Family, family_of
@@ -212,7 +212,7 @@ def evaluate_stages(bench: Bench, args: Any) -> dict[str, Any]:
     by_task = random_items(vocab_size, args.items, min(longest, 1024))
     items = [item for task in by_task.values() for item in task]
     scored = sum(len(request.targets) for item in items for request in item)
-    refused = refusal(bench.model)
+    refused = unsupported_reason(bench.model)
     answers: list[np.ndarray] = []
     for share in (True, False):
         tokens = count_tokens(items, share)

@@ -46,7 +46,7 @@ class TrialContext:
 
     @classmethod
     def open(cls, run: ModelRun, artifact_dir: str | Path, device: str = "auto") -> TrialContext:
-        """Load the model of `run`. Raises UserError where it cannot be had."""
+        """Load the model of `run`. Raises UserError where it is not available."""
         source = catalog.resolve(run.model, run.revision)
         loaded = loading.load_model(source, getattr(torch, run.dtype), loading.pick_device(device))
         return cls(run, loaded, ArtifactStore(artifact_dir))
@@ -102,7 +102,7 @@ class TrialContext:
     @cached_property
     def _sharing_refused(self) -> str | None:
         """Why the choices of an item are scored one by one on this model; None: they share their prefix."""
-        return prefix_trees.refusal(self.loaded.model)
+        return prefix_trees.unsupported_reason(self.loaded.model)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ def score_items(
     model: PreTrainedModel, items: Sequence[Sequence[Request]], batch_tokens: int | None = None, share: bool = True
 ) -> Outcomes:
     """Scores of all requests of `items`, in order. `batch_tokens` as in `row_scoring.score_rows`; `share` needs a model
-    that `refusal` has nothing against."""
+    that `unsupported_reason` has nothing against."""
     return score_planned(model, plan_rows(items, share), batch_tokens)
 
 
@@ -184,11 +184,11 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
-def refusal(model: PreTrainedModel) -> str | None:
+def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why `model` cannot score trees, in words; None where it can.
 
     Tried on a few random tokens: scores of trees must equal those of plain rows, and whatever the model raises on a
-    mask of four dimensions or on position_ids is a refusal.
+    mask of four dimensions or on position_ids is a reason.
     """
     items = _probe_items(model)
     expected = score_items(model, items, share=False).loglikelihoods

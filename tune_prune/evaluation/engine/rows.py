@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.evaluation.engine.scored_positions import only_at
-from tune_prune.models.head import LOGITS_AT_ONCE
+from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def score_rows(
     """
     rows = sorted(rows, key=lambda row: -len(row.tokens))
     budget = batch_tokens or default_batch_tokens(model.config, model.device.type)
-    most_scored = LOGITS_AT_ONCE["cpu"] // _vocabulary(model) if model.device.type == "cpu" else budget
+    most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if model.device.type == "cpu" else budget
     start = 0
     with torch.inference_mode():
         while start < len(rows):
