@@ -242,7 +242,7 @@ def evaluate_stages(bench: Bench, args: Any) -> dict[str, Any]:
         "tokens": {"shared": count_tokens(items, True), "plain": plain},
         "whole_tokens": {"shared": whole[True], "plain": whole[False]},
         "largest_difference": float(np.ptp(np.stack(answers), axis=0).max()) if answers else float("nan"),
-        "refusal": refused,
+        "unsupported_reason": refused,
     }
 
 
@@ -306,8 +306,8 @@ def report(bench: Bench, zero_shot: dict[str, Any], projected: dict[str, float])
         f"{p['gradient_passes_s']:.0f} s, removal passes {p['removal_passes_s']:.0f} s, grid of 45 trials "
         f"{p['grid_minutes']:.0f} min",
     ]
-    if zero_shot["refusal"]:
-        lines.append(f"prefixes cannot be shared: {zero_shot['refusal']}")
+    if zero_shot["unsupported_reason"]:
+        lines.append(f"prefixes cannot be shared: {zero_shot['unsupported_reason']}")
     return "\n".join(lines)
 
 

@@ -74,7 +74,7 @@ class ZeroShotSuite:
 
         `model` is any causal language model of transformers, structurally pruned or not. `batch_tokens` bounds one
         forward pass (None: by device). `share`: whether the choices of an item share their prefix; a model must be able
-        to (`shared_prefix.unsupported_reason`).
+        to (`prefix_trees.unsupported_reason`).
         """
         return score_planned(model, self._slices[slice_index].rows(share), batch_tokens)
 

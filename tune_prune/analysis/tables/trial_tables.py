@@ -20,6 +20,7 @@ from tune_prune.analysis.tables.configurations import (
     ratio,
 )
 from tune_prune.analysis.tables.table import Column, Table, missing
+from tune_prune.core.records import in_order
 
 STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 _ALL = "All models"
@@ -32,9 +33,7 @@ _COUNTS = {
     "not_finite": "Without a finite accuracy",
     "task_evaluations": "Task evaluations",
 }
-_COSTS = {"gradient_passes": "Gradient passes", "removal_passes": "Removal passes"}
 _DISTRIBUTION = ("max", "min", "median", "mean", "std")
-_STAGES = ("importance", "removal", "pruning", "perplexity", "zero_shot")
 
 
 def trials(findings: Findings) -> Table:
@@ -143,7 +142,7 @@ def statistics(findings: Findings) -> Table:
         values["completeness"] = ratio(values["complete"], values["runs"])
     shown = {name: (title, "int") for name, title in _COUNTS.items()}
     shown |= {"completeness": ("Completeness", "percent"), "trial_hours": ("Time in trials (h)", "points")}
-    shown |= {name: (title, "int") for name, title in _COSTS.items()}
+    shown |= {name: (title, "int") for name, title in _passes(findings).items()}
     shown |= {"worker_hours": ("Time of workers (h)", "points"), "gpu_hours": ("GPU hours", "points")}
     shown |= {"evaluation_fraction": ("Evaluation's part of that time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
@@ -189,10 +188,16 @@ def _cost(findings: Findings) -> dict[str, float | None]:
         if cost.get("worker_seconds") and "evaluation_fraction" in cost
     ]
     return {
-        **{name: total(name) for name in (*_COSTS, "gpu_hours")},
+        **{name: total(name) for name in (*_passes(findings), "gpu_hours")},
         "worker_hours": None if seconds is None else seconds / 3600,
         "evaluation_fraction": ratio(sum(evaluation), seconds) if evaluation else None,
     }
+
+
+def _passes(findings: Findings) -> dict[str, str]:
+    """Which passes over calibration samples the experiments' cost.json counts, with their titles."""
+    counts = {name for cost in findings.study.costs.values() for name, n in cost.items() if isinstance(n, int)}
+    return {name: name.replace("_", " ").capitalize() for name in sorted(counts) if name.endswith("_passes")}
 
 
 def problems(findings: Findings) -> Table | None:
@@ -213,18 +218,16 @@ def problems(findings: Findings) -> Table | None:
 
 def costs(findings: Findings) -> Table | None:
     """What each experiment has cost, where its cost.json is there."""
+    seconds = {folder: cost.get("seconds_per_stage", {}) for folder, cost in findings.study.costs.items()}
+    stages = in_order(sorted({stage for values in seconds.values() for stage in values}))
     rows = [
-        {
-            "folder": folder.as_posix(),
-            **cost,
-            **{f"{stage}_s": cost.get("seconds_per_stage", {}).get(stage) for stage in _STAGES},
-        }
+        {"folder": folder.as_posix(), **cost, **{f"{stage}_s": seconds[folder].get(stage) for stage in stages}}
         for folder, cost in findings.study.costs.items()
     ]
     columns = [
         *(Column("folder", "Experiment", wrap=True), Column("trials", "Trials", "int")),
-        *(Column(name, label, "int") for name, label in _COSTS.items()),
-        *(Column(f"{stage}_s", stage.replace("_", "-"), "duration") for stage in _STAGES),
+        *(Column(name, label, "int") for name, label in _passes(findings).items()),
+        *(Column(f"{stage}_s", stage.replace("_", "-"), "duration") for stage in stages),
         Column("worker_seconds", "Worker time", "duration"),
         *(Column("evaluation_fraction", "Of it evaluation", "percent"), Column("gpu_hours", "GPU hours", "points")),
     ]
