@@ -156,7 +156,7 @@ def simulated_study(
         },
         "cost.json": {
             "trials": len(configs) * len(models),
-            "passes": {"importance": len(passes)},
+            "gradient_passes": len(passes),
             "shared_passes": passes,
             "gpu_hours": 0.0,
         },

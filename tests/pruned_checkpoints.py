@@ -52,7 +52,8 @@ def save(
     """The checkpoint of the model of `context` pruned by `plan`."""
     run = context.run
     origin = Origin(config=CONFIG, source=run, metrics=metrics, measured_on=measured_on(run), baseline=None)
-    return save_checkpoint(context.loaded, plan, origin, folder, fmt).folder
+    save_checkpoint(context.loaded, plan, origin, folder, fmt)
+    return folder
 
 
 def plan_of(context: TrialContext, groups: list[tuple[int, ...]], channels: list[tuple[int, ...]]) -> PruningPlan:

@@ -18,7 +18,7 @@ from tune_prune.core.errors import UserError
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
-    from tune_prune.checkpoint.save import Format, Saved
+    from tune_prune.checkpoint.save import Format
     from tune_prune.cli.prune_request import PruneRequest
 
 FROM_FLAGS = (*(row.short for row in HYPERPARAMETERS.values()), "align", "calibration", "data_dir", "seed")
@@ -107,7 +107,7 @@ def _main(argv: list[str]) -> None:
         shard_bytes=round(args.shard_gb * 1e9),
         measure_speed=args.measure,
     )
-    print(describe(saved))
+    print(describe(folder, saved))
 
 
 def save(
@@ -117,8 +117,9 @@ def save(
     device: str = "auto",
     dtype: str | None = None,
     **options: Any,
-) -> Saved:
-    """Execute a request, saying what is done. `options` as in `save_checkpoint`. Raises UserError."""
+) -> Manifest:
+    """Execute a request, saying what is done; gives the checkpoint's manifest. `options` as in `save_checkpoint`. Raises
+    UserError."""
     from tune_prune.checkpoint.save import save_checkpoint
     from tune_prune.cli import prune_request
 
@@ -154,13 +155,12 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def describe(saved: Saved) -> str:
+def describe(folder: Path, about: Manifest) -> str:
     """What was saved, for the screen: sizes beside the dense model's, speeds where measured, and the next command."""
     from tune_prune.checkpoint import sizes, speed
     from tune_prune.checkpoint.manifest import MANIFEST
     from tune_prune.cli.plan_text import shown_path
 
-    about, folder = saved.manifest, saved.folder
     on_disk = sum(file.bytes for file in about.files.values())
     saved_as = "padded" if "padded" in about.sizes else "pruned"
     disk_bytes = {"dense": about.sizes["dense"].weight_bytes, saved_as: on_disk}
@@ -173,7 +173,7 @@ def describe(saved: Saved) -> str:
         lines += ["", speed.speed_table(about.speed)]
     if about.dropped_layers:
         lines += ["", f"dropped      layers {', '.join(map(str, about.dropped_layers))}, which had lost both blocks"]
-    lines += [f"note: {note}" for note in saved.notes]
+    lines += [f"note: {note}" for note in about.notes]
     lines += ["", f"saved        {shown_path(folder)}/: {', '.join(about.files)}, README.md, {MANIFEST}"]
     if about.format == "gguf":
         lines += [f"load         llama-cli -m {shlex.quote(str(shown_path(folder / next(iter(about.files)))))}"]

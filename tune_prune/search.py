@@ -216,8 +216,8 @@ def _save_best(experiment_dir: Path) -> None:
 
     for label in parse_json(experiment_dir / BEST_CONFIG)["models"]:
         request = prune_request.from_config(str(experiment_dir), label)
-        saved = prune.save(request, experiment_dir / SAVED_MODELS / label, overwrite=True)
-        print(f"{prune.describe(saved)}\n", flush=True)
+        folder = experiment_dir / SAVED_MODELS / label
+        print(f"{prune.describe(folder, prune.save(request, folder, overwrite=True))}\n", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.analysis.cost import cost_line, duration, pass_counts, totals, write_cost
+from tune_prune.analysis.cost import cost_line, duration, totals, write_cost
 from tune_prune.core.records import TrialRecord
 
 
@@ -29,14 +29,20 @@ def test_cost_counts_what_was_computed(tmp_path: Path) -> None:
     returned = write_cost(tmp_path / "cost.json", [OWN, CACHED], {"m": DENSE}, PASSES)
     cost = json.loads((tmp_path / "cost.json").read_text())
     assert cost == returned
-    assert (cost["trials"], cost["passes"]) == (2, {"importance": 2, "removal": 1})
-    assert pass_counts({"gradient_passes": 2, "removal_passes": 0}) == {"importance": 2}  # as the first files say it
+    assert (cost["trials"], cost["gradient_passes"], cost["removal_passes"]) == (2, 2, 1)
     assert cost["tokens_per_stage"] == {"importance": 110, "removal": 40, "perplexity": 300, "zero_shot": 900}
     assert cost["worker_seconds"] == pytest.approx(4 + 5 + 3 + 3 * 8)
     assert cost["evaluation_fraction"] == pytest.approx(24 / 36)
     assert cost["gpu_hours"] == pytest.approx((28 + 8) * 0.5 / 3600)
     assert cost["shared_passes"] == PASSES
-    assert cost_line(cost) == "cost         passes over the dense models: importance 2, removal 1"
+    assert cost_line(cost) == "cost         2 gradient passes, 1 removal passes"
+
+
+def test_passes_of_any_statistic_are_counted(tmp_path: Path) -> None:
+    passes = [*PASSES, stage("input_norms", 1.0, 20), stage("input_norms", 1.0, 20)]
+    cost = write_cost(tmp_path / "cost.json", [], {}, passes)
+    assert cost["input_norms_passes"] == 2
+    assert cost_line(cost) == "cost         1 gradient passes, 2 input norms passes, 1 removal passes"
 
 
 def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Path) -> None:
@@ -60,10 +66,7 @@ def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Pat
     assert last["tokens_per_stage"]["perplexity"] == {"predicted": 90, "measured": 100}
     assert last["tokens_per_stage"]["removal"] == {"predicted": 0, "measured": 0}
     assert last["predicted_gpu_hours"] == 0.25
-    assert (
-        cost_line(cost)
-        == "cost         predicted 1m40s, took 1m31s; passes over the dense models: importance 2, removal 1"
-    )
+    assert cost_line(cost) == "cost         predicted 1m40s, took 1m31s; 2 gradient passes, 1 removal passes"
     first = write_cost(tmp_path / "cost.json", [OWN], {"m": DENSE}, PASSES, predicted, wall_seconds=9.0)
     assert first["last_start"]["seconds_per_stage"]["removal"] == {"predicted": 0.0, "measured": 3.0}
 

@@ -210,9 +210,9 @@ def test_each_best_can_be_run_again(parsed: Page, findings: Findings) -> None:
     assert len(commands) == 2
     for command, found in zip(commands, findings.models.values(), strict=True):
         best = found.best
-        assert f"'method: [{best['pruning_method']}]'" in command
-        assert f"'taylor_seq_len: [{best['taylor_seq_len']}]'" in command
-        assert f"'taylor_num_samples: [{best['taylor_num_samples']}]'" in command
+        assert f"'method: {best['pruning_method']}'" in command
+        assert f"'taylor_seq_len: {best['taylor_seq_len']}'" in command
+        assert f"'taylor_num_samples: {best['taylor_num_samples']}'" in command
 
 
 def test_published_results_need_no_experiment() -> None:

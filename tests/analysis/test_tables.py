@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -294,8 +295,8 @@ def test_statistics(simulated: Findings) -> None:
     assert rows["completeness"]["beta"] == 16 / 18
     for name in ("max", "min", "median", "mean", "std"):
         assert rows[name]["All models"] == getattr(pooled, name)()
-    assert rows["importance_passes"]["All models"] == 6  # of the experiment, so of no model alone
-    assert rows["importance_passes"]["alpha"] is None
+    assert rows["gradient_passes"]["All models"] == 6  # of the experiment, so of no model alone
+    assert rows["gradient_passes"]["alpha"] is None
 
 
 def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
@@ -412,3 +413,13 @@ def test_noise_has_no_best_level(tmp_path: Path) -> None:
     findings = from_csv(tmp_path, {"M": lambda *_: generator.normal(0.5, 0.002)})
     assert findings.models["M"].trends["taylor_seq_len"].direction == "flat"
     assert not any(row["highest"] for row in all_tables(findings)["seq_len"].rows)
+
+
+def test_a_hyperparameter_with_several_values_is_a_column(simulated: Findings) -> None:
+    models = dict(simulated.study.models)
+    rows = models["beta"].rows
+    models["beta"] = replace(models["beta"], rows=rows.assign(removal_divisor=[3 + index % 2 for index in rows.index]))
+    made = all_tables(find(replace(simulated.study, models=models)))
+    assert "removal_divisor" not in [column.key for column in all_tables(simulated)["trials"].columns]
+    column = next(column for column in made["trials"].shown if column.key == "removal_divisor")
+    assert {cell for row in read_markdown(made["trials"].pick(column.key)) for cell, _ in row} == {"3", "4", "5"}

@@ -342,7 +342,7 @@ def test_a_checkpoint_of_the_hub(on_the_hub: tuple[ModelSource, Path], checkpoin
     with pytest.raises(UserError, match=r"the content of model\.safetensors has changed"):
         origin.verify(source, config)
     (snapshot / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="someone/small cannot be had from the Hugging Face hub"):
+    with pytest.raises(UserError, match="someone/small could not be downloaded from the Hugging Face hub"):
         origin.verify(source, config)
     (snapshot / MANIFEST).unlink()
     assert origin.verify(source, config) is None

@@ -89,8 +89,10 @@ def test_importance_is_the_formula(tiny, variant):
     attention, mlp, statistics = by_hand(model, samples)
     np.testing.assert_allclose(found.groups.attention, attention, rtol=1e-10)
     np.testing.assert_allclose(found.groups.mlp, mlp, rtol=1e-10)
-    told = found.gradients
-    np.testing.assert_allclose(np.array([told.abs_mean, told.norm, told.std, told.abs_max]).T, statistics, rtol=1e-10)
+    gradients = found.gradients
+    np.testing.assert_allclose(
+        np.array([gradients.abs_mean, gradients.norm, gradients.std, gradients.abs_max]).T, statistics, rtol=1e-10
+    )
     assert min(map(min, attention)) > 0 and min(map(min, mlp)) > 0
 
 
@@ -301,8 +303,8 @@ def test_diagnostics_of_hand_made_gradients():
         "grad_std_ratio": 10.0,
         "grad_max_ratio": math.inf,
     }
-    told = gradient_diagnosis(gradients)
-    assert told["layers"][1] == {"layer": 1, "grad_mean": 4.0, "grad_norm": 2.0, "grad_std": 5.0, "grad_max": 1.0}
+    diagnosis = gradient_diagnosis(gradients)
+    assert diagnosis["layers"][1] == {"layer": 1, "grad_mean": 4.0, "grad_norm": 2.0, "grad_std": 5.0, "grad_max": 1.0}
 
 
 def test_what_each_layer_lost_adds_up_to_the_plan(tiny):
@@ -310,9 +312,9 @@ def test_what_each_layer_lost_adds_up_to_the_plan(tiny):
     generator = np.random.default_rng(0)
     scores = GroupScores(tuple(generator.random(4) for _ in range(4)), tuple(generator.random(40) for _ in range(4)))
     plan = select(scores, geometry, 0.5)
-    told = pruning_comparison(plan, geometry)
-    assert sum(layer["params_before"] - layer["params_kept"] for layer in told["layers"]) == plan.removed_params
+    comparison = pruning_comparison(plan, geometry)
+    assert sum(layer["params_before"] - layer["params_kept"] for layer in comparison["layers"]) == plan.removed_params
     more_than_half = sum(len(kept) < 20 for kept in plan.kept_channels)
-    assert told["extreme_pruning_layers"] == extreme_pruning_layers(plan, geometry) == more_than_half
+    assert comparison["extreme_pruning_layers"] == extreme_pruning_layers(plan, geometry) == more_than_half
     half = PruningPlan(plan.kept_groups, (tuple(range(20)), tuple(range(19)), (), tuple(range(40))), 0, 0, 1)
     assert extreme_pruning_layers(half, geometry) == 2  # exactly half does not count

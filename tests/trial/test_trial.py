@@ -115,8 +115,8 @@ def test_the_plan_is_the_method_applied_by_hand(first, context):
         tuple(s / c * f for s, c, f in zip(importance.groups.mlp, loaded.geometry.channel_cost, m, strict=True)),
     )
     expected = select(scores, loaded.geometry, 0.2)
-    told = PruningPlan.from_dict(json.loads((first[1] / "pruning_plan.json").read_text()))
-    assert told == expected
+    written = PruningPlan.from_dict(json.loads((first[1] / "pruning_plan.json").read_text()))
+    assert written == expected
 
 
 def test_a_trial_leaves_the_dense_model_as_it_was(context, fresh):
@@ -211,8 +211,8 @@ config = PruningConfig("blockwise", 16, 10, 0.2)
 
 def test_a_whole_trial_needs_neither_ray_nor_optuna(first, run_without, tmp_path):
     code = IN_A_BARE_PROCESS + "print(json.dumps(run_trial(config, context, FolderStore(sys.argv[2])).to_dict()))"
-    told = run_without(("ray", "optuna", "tensorboard"), code, str(tmp_path / "artifacts"), str(tmp_path / "trial"))
-    record = json.loads(told.splitlines()[-1])
+    printed = run_without(("ray", "optuna", "tensorboard"), code, str(tmp_path / "artifacts"), str(tmp_path / "trial"))
+    record = json.loads(printed.splitlines()[-1])
     here = json.loads(json.dumps(first[0].metrics))
     assert record["key"] == first[0].key
     assert record["metrics"].keys() == here.keys()
@@ -228,8 +228,8 @@ def test_all_stages_before_zero_shot_need_no_lm_eval(first, run_without, tmp_pat
         "    if report.stage == 'perplexity': break\n"
         "print(json.dumps(trial.progress.metrics))"
     )
-    told = run_without(("ray", "optuna", "tensorboard", "lm_eval", "datasets", "pandas"), code, str(tmp_path))
-    metrics = json.loads(told.splitlines()[-1])
+    printed = run_without(("ray", "optuna", "tensorboard", "lm_eval", "datasets", "pandas"), code, str(tmp_path))
+    metrics = json.loads(printed.splitlines()[-1])
     assert metrics["ppl"] == pytest.approx(first[0].metrics["ppl"], rel=1e-6)
     assert "acc_mean" not in metrics
 

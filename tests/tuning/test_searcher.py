@@ -1,4 +1,4 @@
-"""The adaptive searcher by itself, with Optuna but without a running Ray: trials are told by hand."""
+"""The adaptive searcher by itself, with Optuna but without a running Ray: trials end by hand."""
 
 import math
 from dataclasses import asdict, replace

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.records import MODEL_STAGES, TrialRecord
+from tune_prune.core.records import MODEL_STAGES, TrialRecord, in_order
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def write_cost(
     gpu_seconds += gpu_share * sum(stage["duration_s"] for stage in passes)
     cost = {
         "trials": len(records),
-        "passes": {stage: count for stage, count in now.computed.items() if stage not in MODEL_STAGES and count},
+        **_passes(now),
         "seconds_per_stage": dict(now.seconds),
         "tokens_per_stage": dict(now.tokens),
         "worker_seconds": total,
@@ -71,6 +71,13 @@ def write_cost(
         cost["last_start"] = _comparison(predicted, now, before or totals([], {}, []), wall_seconds)
     atomic_write_text(path, to_json(cost))
     return cost
+
+
+def _passes(now: Totals) -> dict[str, int]:
+    """How often each statistic took a pass: <stage>_passes, those of importance as gradient_passes."""
+    computed = {"importance": 0, "removal": 0} | now.computed
+    stages = [stage for stage in in_order(sorted(computed)) if stage not in MODEL_STAGES]
+    return {f"{'gradient' if stage == 'importance' else stage}_passes": computed[stage] for stage in stages}
 
 
 def _comparison(predicted: Mapping[str, Any], now: Totals, before: Totals, wall_seconds: float) -> dict[str, Any]:
@@ -93,17 +100,10 @@ def _comparison(predicted: Mapping[str, Any], now: Totals, before: Totals, wall_
     }
 
 
-def pass_counts(cost: Mapping[str, Any]) -> dict[str, int]:
-    """Passes made over dense models, by the stage of their statistic; the first cost.json files had a name for each of two."""
-    first = {"importance": cost.get("gradient_passes"), "removal": cost.get("removal_passes")}
-    return {stage: count for stage, count in cost.get("passes", first).items() if count}
-
-
 def cost_line(cost: Mapping[str, Any]) -> str:
     """One line for the screen from what `write_cost` returned."""
-    counts = pass_counts(cost).items()
-    line = ", ".join(f"{stage.replace('_', ' ')} {count}" for stage, count in counts)
-    line = f"passes over the dense models: {line}" if line else "no pass over a dense model"
+    counts = {name: n for name, n in cost.items() if name.endswith("_passes") and isinstance(n, int)}
+    line = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
     if "last_start" in cost:
         wall = cost["last_start"]["wall_seconds"]
         line = f"predicted {duration(wall['predicted'])}, took {duration(wall['measured'])}; {line}"

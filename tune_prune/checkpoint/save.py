@@ -51,15 +51,6 @@ class Origin:
     baseline: Mapping[str, float | None] | None
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk."""
-
-    folder: Path
-    manifest: Manifest
-    notes: tuple[str, ...]
-
-
 def save_checkpoint(
     dense: loading.LoadedModel,
     plan: PruningPlan,
@@ -70,7 +61,7 @@ def save_checkpoint(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
     measure_speed: bool = False,
-) -> Saved:
+) -> Manifest:
     """Prune `dense` by `plan` and write the result to `folder` in the dtype of `dense`.
 
     Everything is written to a folder beside it, which is renamed at the end. Raises UserError where `folder` exists (with
@@ -96,17 +87,13 @@ def save_checkpoint(
         about = Manifest(
             format=fmt,
             base=_base(dense),
-            config=origin.config,
-            source=origin.source,
+            **vars(origin),
             plan=plan,
             structure=plan.structure,
             dropped_layers=tuple(dropped),
             params=rows.get("padded", rows["pruned"]).params,
             files=_files(work),
             sizes=rows,
-            metrics=origin.metrics,
-            measured_on=origin.measured_on,
-            baseline=origin.baseline,
             notes=list(notes),
             speed=measured,
             versions={"tune_prune": __version__}
@@ -116,7 +103,7 @@ def save_checkpoint(
         )
         manifest.write(work, about)
         model_card.write_card(work, about, geometry)
-    return Saved(folder, about, notes)
+    return about
 
 
 def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:

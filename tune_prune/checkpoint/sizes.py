@@ -86,12 +86,12 @@ def share(value: float | None, whole: float | None) -> str:
     return "-" if value is None or not whole else f"{100 * value / whole:.1f}%"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows in columns: the first flush left, numbers right."""
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Rows in columns: the first `left` flush left, numbers right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            text.rjust(width) if column else text.ljust(width)
+            text.ljust(width) if column < left else text.rjust(width)
             for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

@@ -201,7 +201,7 @@ def from_flags(args: argparse.Namespace) -> PruneRequest:
 
 def execute(request: PruneRequest, device: str, dtype: str | None) -> tuple[LoadedModel, PruningPlan, str]:
     """The dense model in `dtype` (None: its own) on `device`, the plan, and in words where that comes from. Raises
-    UserError where the model cannot be had or is not the one that was searched."""
+    UserError where the model is not available or is not the one that was searched."""
     device = loading.pick_device(device)
     source = catalog.resolve(request.run.model, request.run.revision)
     config = loading.load_config(source)

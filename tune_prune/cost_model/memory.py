@@ -23,7 +23,7 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.geometry import Geometry
-from tune_prune.models.head import LOGITS_AT_ONCE
+from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 from tune_prune.pruning.statistics import PassWork
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
@@ -89,7 +89,9 @@ def plan_memory(
     for work in passes:
         tokens = work.batch_tokens
         # Logits, their log-softmax and two gradients of a part; they are gone before the first layer's backward pass.
-        scores = min(LOGITS_AT_ONCE[device], tokens * vocab) * (itemsize + 3 * FLOAT32) if work.head_positions else 0
+        scores = (
+            min(MAX_LOGIT_ELEMENTS[device], tokens * vocab) * (itemsize + 3 * FLOAT32) if work.head_positions else 0
+        )
         if work.backward:
             need = tokens * saved + max(scores, tokens * backward) + 2 * largest * itemsize
         else:
@@ -98,7 +100,7 @@ def plan_memory(
         accumulators = max(accumulators, work.weight_sums * projections * max(FLOAT32, itemsize))
 
     positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
-    at_once = min(positions, max(1, LOGITS_AT_ONCE[device] // vocab))  # positions whose logits are there at a time
+    at_once = min(positions, max(1, MAX_LOGIT_ELEMENTS[device] // vocab))  # positions whose logits are there at a time
     # They come when the layers are done, but the allocator has kept some of the layers' blocks.
     perplexity = positions * inner + at_once * vocab * (itemsize + 2 * FLOAT32) // 2
     tokens = max(default_batch_tokens(config, device), longest_row)

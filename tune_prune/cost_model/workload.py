@@ -58,15 +58,15 @@ def workload(
     else:
         tokens = len(calibration.tokenize(tokenizer, perplexity_text.load_text(run.data_dir, embedded)))
     stored = store.get("suite", suite_key(run, model_fingerprint, config.max_position_embeddings))
-    known = None
+    counted = None
     if stored is not None:
         suite = ZeroShotSuite.from_arrays(stored, run.protocol)
-        known = sum(suite.tokens_in_slice(index) for index in range(suite.num_slices))
+        counted = sum(suite.tokens_in_slice(index) for index in range(suite.num_slices))
     return Workload(
         config,
         tokens,
         min(run.protocol.perplexity_window, config.max_position_embeddings),
-        zero_shot_tokens(tokenizer, run.protocol, task_source(run), known),
+        zero_shot_tokens(tokenizer, run.protocol, task_source(run), counted),
     )
 
 

@@ -34,7 +34,7 @@ class MeasuredOn:
 
 
 def measured_on(run: ModelRun) -> MeasuredOn:
-    """What `run` measures on. Raises UserError where files cannot be had."""
+    """What `run` measures on. Raises UserError where files are missing."""
     source = task_source(run)
     return MeasuredOn(
         protocol=PROTOCOL_VERSION,

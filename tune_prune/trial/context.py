@@ -46,7 +46,7 @@ class TrialContext:
 
     @classmethod
     def open(cls, run: ModelRun, artifact_dir: str | Path, device: str = "auto") -> TrialContext:
-        """Load the model of `run`. Raises UserError where it cannot be had."""
+        """Load the model of `run`. Raises UserError where it is not available."""
         source = catalog.resolve(run.model, run.revision)
         loaded = loading.load_model(source, getattr(torch, run.dtype), loading.pick_device(device))
         return cls(run, loaded, ArtifactStore(artifact_dir))
@@ -100,14 +100,14 @@ class TrialContext:
         return perplexity_text.fingerprint(self.run.data_dir, uses_embedded_data(self.run))
 
     @cached_property
-    def _sharing_refused(self) -> str | None:
+    def _sharing_unsupported(self) -> str | None:
         """Why the choices of an item are scored one by one on this model; None: they share their prefix."""
-        return prefix_trees.refusal(self.loaded.model)
+        return prefix_trees.unsupported_reason(self.loaded.model)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the measured numbers should know. To find out, the model may be run."""
-        refused = self._sharing_refused
+        refused = self._sharing_unsupported
         return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
 
     def perplexity(self, model: PreTrainedModel, structure: str) -> tuple[PerplexityResult, int]:
@@ -127,7 +127,7 @@ class TrialContext:
         stored = self.artifacts.get("zero_shot", key)
         if stored is not None:
             return self.suite.judge(index, Outcomes(stored["loglikelihoods"], stored["greedy"])), 0
-        share = self._sharing_refused is None
+        share = self._sharing_unsupported is None
         outcomes = self.suite.outcomes(model, index, share=share)
         self.artifacts.put("zero_shot", key, {"loglikelihoods": outcomes.loglikelihoods, "greedy": outcomes.greedy})
         return self.suite.judge(index, outcomes), self.suite.tokens_in_slice(index, share)

@@ -84,14 +84,14 @@ class LiveLine(Callback):
     """One line on the screen: `[12/45] running 2, failed 0, best acc .8421 blockwise-s64-n128, ETA 01:40`.
 
     On a terminal the line is rewritten; elsewhere a new line is written every ten seconds and at the end. `total` counts
-    trials, those in `known` included. Without a `cost` there is no ETA.
+    trials, those in `recorded` included. Without a `cost` there is no ETA.
     """
 
     def __init__(
         self,
         specs: Mapping[str, TrialSpec],
         total: int,
-        known: Iterable[TrialRecord] = (),
+        recorded: Iterable[TrialRecord] = (),
         stream: TextIO | None = None,
         cost: CostEstimate | None = None,
         jobs: Sequence[PrepareJob] = (),
@@ -108,20 +108,20 @@ class LiveLine(Callback):
         self._clock = clock
         self._scored: dict[str, int] = {}  # zero-shot items by trial
         self._done = self._failed = self._width = 0
-        known = list(known)
-        for record in known:
+        recorded = list(recorded)
+        for record in recorded:
             self._count(record.key, record.status, record.metrics)
-        self._left = self._time_left(cost, known, slots) if cost is not None else None
+        self._left = self._time_left(cost, recorded, slots) if cost is not None else None
         self._shown = self._changed = clock()
 
-    def _time_left(self, cost: CostEstimate, known: list[TrialRecord], slots: int) -> TimeLeft:
+    def _time_left(self, cost: CostEstimate, recorded: list[TrialRecord], slots: int) -> TimeLeft:
         pieces: dict[Hashable, Seconds] = {}
         waiting: dict[Hashable, int] = {}
         labels = list(dict.fromkeys(spec.run.label for spec in self._specs.values()))
         for model in cost.models:
             pieces[model.label] = model.trial
             # Models share the trials evenly, of a grid and of an adaptive search alike.
-            waiting[model.label] = self._total // max(1, len(labels)) - sum(r.model == model.label for r in known)
+            waiting[model.label] = self._total // max(1, len(labels)) - sum(r.model == model.label for r in recorded)
             for job in self._jobs:
                 if job.run.label == model.label:
                     pieces[model.label, job.seq_len] = model.jobs.get(job.seq_len, {})

@@ -199,7 +199,7 @@ def _impact(findings: Findings, label: str, found: ModelFindings) -> Iterator[di
     if "acc_mean" in dense:
         yield entry("dense", "", dense, None, None)
     for _, row in found.competing[found.competing["taylor_num_samples"] <= MINIMAL_SAMPLES].iterrows():
-        loss = difference(best, row)
+        loss = difference(best, row, findings.items)
         yield entry("minimal", row["name"], row, loss.points, loss.stderr_points)
     if findings.transfer_points is not None and findings.transfer_stderr is not None:
         for other, owner in findings.models.items():

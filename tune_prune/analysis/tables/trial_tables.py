@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.cost import pass_counts
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
     CONFIGURATION,
@@ -143,7 +142,7 @@ def statistics(findings: Findings) -> Table:
         values["completeness"] = ratio(values["complete"], values["runs"])
     shown = {name: (title, "int") for name, title in _COUNTS.items()}
     shown |= {"completeness": ("Completeness", "percent"), "trial_hours": ("Time in trials (h)", "points")}
-    shown |= {f"{stage}_passes": (_pass_title(stage), "int") for stage in _pass_stages(findings)}
+    shown |= {name: (title, "int") for name, title in _passes(findings).items()}
     shown |= {"worker_hours": ("Time of workers (h)", "points"), "gpu_hours": ("GPU hours", "points")}
     shown |= {"evaluation_fraction": ("Evaluation's part of that time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
@@ -174,15 +173,6 @@ def _time(findings: Findings, labels: list[str]) -> dict[str, float | None]:
     return {"trial_hours": float(seconds.sum()) / 3600 if len(seconds) else None}
 
 
-def _pass_stages(findings: Findings) -> list[str]:
-    """Stages of the statistics that any experiment made a pass for."""
-    return list(dict.fromkeys(stage for cost in findings.study.costs.values() for stage in pass_counts(cost)))
-
-
-def _pass_title(stage: str) -> str:
-    return f"{stage.replace('_', ' ').capitalize()} passes"
-
-
 def _cost(findings: Findings) -> dict[str, float | None]:
     """Sums over the experiments that have a cost.json; None where none tells."""
     costs = findings.study.costs.values()
@@ -198,14 +188,16 @@ def _cost(findings: Findings) -> dict[str, float | None]:
         if cost.get("worker_seconds") and "evaluation_fraction" in cost
     ]
     return {
-        **{
-            f"{stage}_passes": sum(pass_counts(cost).get(stage, 0) for cost in costs)
-            for stage in _pass_stages(findings)
-        },
-        "gpu_hours": total("gpu_hours"),
+        **{name: total(name) for name in (*_passes(findings), "gpu_hours")},
         "worker_hours": None if seconds is None else seconds / 3600,
         "evaluation_fraction": ratio(sum(evaluation), seconds) if evaluation else None,
     }
+
+
+def _passes(findings: Findings) -> dict[str, str]:
+    """Which passes over calibration samples the experiments' cost.json counts, with their titles."""
+    counts = {name for cost in findings.study.costs.values() for name, n in cost.items() if isinstance(n, int)}
+    return {name: name.replace("_", " ").capitalize() for name in sorted(counts) if name.endswith("_passes")}
 
 
 def problems(findings: Findings) -> Table | None:
@@ -226,20 +218,15 @@ def problems(findings: Findings) -> Table | None:
 
 def costs(findings: Findings) -> Table | None:
     """What each experiment has cost, where its cost.json is there."""
-    costs = findings.study.costs
-    stages = in_order(stage for cost in costs.values() for stage in cost.get("seconds_per_stage", {}))
+    seconds = {folder: cost.get("seconds_per_stage", {}) for folder, cost in findings.study.costs.items()}
+    stages = in_order(sorted({stage for values in seconds.values() for stage in values}))
     rows = [
-        {
-            "folder": folder.as_posix(),
-            **cost,
-            **{f"{stage}_passes": count for stage, count in pass_counts(cost).items()},
-            **{f"{stage}_s": seconds for stage, seconds in cost.get("seconds_per_stage", {}).items()},
-        }
-        for folder, cost in costs.items()
+        {"folder": folder.as_posix(), **cost, **{f"{stage}_s": seconds[folder].get(stage) for stage in stages}}
+        for folder, cost in findings.study.costs.items()
     ]
     columns = [
         *(Column("folder", "Experiment", wrap=True), Column("trials", "Trials", "int")),
-        *(Column(f"{stage}_passes", _pass_title(stage), "int") for stage in _pass_stages(findings)),
+        *(Column(name, label, "int") for name, label in _passes(findings).items()),
         *(Column(f"{stage}_s", stage.replace("_", "-"), "duration") for stage in stages),
         Column("worker_seconds", "Worker time", "duration"),
         *(Column("evaluation_fraction", "Of it evaluation", "percent"), Column("gpu_hours", "GPU hours", "points")),

@@ -182,11 +182,11 @@ def _measured_on(manifest: Manifest) -> str:
     count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"
     tasks = "the tasks embedded in tune_prune" if own_data else "lm-eval's zero-shot tasks"
     chance = metric(manifest.metrics or {}, "chance_acc_mean")
-    said = (
+    sentence = (
         f"Measured by tune_prune in {source.dtype}: perplexity on {text}, in windows of at most "
         f"{protocol.perplexity_window:,} tokens; accuracy on {count} of each of {tasks}"
     )
-    return f"{said}." if chance is None else f"{said} (chance: {fraction(chance)} on average)."
+    return f"{sentence}." if chance is None else f"{sentence} (chance: {fraction(chance)} on average)."
 
 
 def _speed(manifest: Manifest) -> dict[str, Any] | None:
@@ -203,12 +203,12 @@ def _speed(manifest: Manifest) -> dict[str, Any] | None:
         {"name": name, "dense": form(before), "pruned": form(after), "ratio": f"× {after / before:.2f}"}
         for name, before, after, form in values
     ]
-    said = f"Both measured by PyTorch in one run, taking turns: {conditions(pruned)}."
+    text = f"Both measured by PyTorch in one run, taking turns: {conditions(pruned)}."
     if "padded" in manifest.sizes and this == "pruned":
-        said += " This model was measured without the zeros."
+        text += " This model was measured without the zeros."
     elif manifest.format == "gguf":
-        said += " This model was measured before it was written as GGUF."
-    return {"rows": rows, "said": said}
+        text += " This model was measured before it was written as GGUF."
+    return {"rows": rows, "text": text}
 
 
 def _settings(manifest: Manifest) -> list[tuple[str, str]]:
@@ -287,14 +287,14 @@ def layer_counts(manifest: Manifest, geometry: Geometry) -> dict[str, tuple[np.n
 
 def picture_text(manifest: Manifest, geometry: Geometry) -> str:
     """What layers.png shows, in words: for those who cannot see it."""
-    said = []
+    parts = []
     for name, (left, dense) in layer_counts(manifest, geometry).items():
         shares = left / dense
-        said.append(
+        parts.append(
             f"{name} kept: {left.sum() / dense.sum():.1%} in all, from {shares.min():.1%} (layer {shares.argmin()}) to "
             f"{shares.max():.1%} (layer {shares.argmax()})"
         )
-    return "; ".join(said) + "."
+    return "; ".join(parts) + "."
 
 
 def layers_figure(manifest: Manifest, geometry: Geometry) -> Figure:
