@@ -29,7 +29,8 @@ def describe(plan: Plan) -> str:
     methods, lengths = space.values["method"], len(space.values["taylor_seq_len"])
     used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
     statistics = [load_statistic(name) for name in used]
-    passes = " and ".join(f"{lengths} {statistic.label} passes" for statistic in statistics)
+    *others, last = [f"{lengths} {statistic.label} passes" for statistic in statistics] or [""]
+    passes = f"{', '.join(others)} and {last}" if others else last
     if passes:
         each = "of each " if len(statistics) > 1 else ""
         passes += (
