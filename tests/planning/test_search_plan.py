@@ -59,9 +59,7 @@ def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     assert "2 zero-shot tasks, at most 10 items each" in out and " piqa, boolq\n" in out
     assert "stages       importance, removal, pruning, perplexity, zero-shot 6.25% / 12.5% / 25% / 50% / 100%" in out
     assert "a trial takes CPU 1, GPU 0 and about" in out and f"; {os.cpu_count()} at once;" in out
-    assert (
-        "shared       2 gradient passes and 2 removal passes a model, one of each per seq_len; 1 dense baseline" in out
-    )
+    assert "shared       2 gradient passes, 2 removal passes a model, one of each per seq_len; 1 dense baseline" in out
 
 
 STAGES = ("importance", "removal", "pruning", "perplexity", "zero_shot")

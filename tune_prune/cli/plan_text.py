@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,7 @@ def describe(plan: Plan) -> str:
     methods, lengths = space.values["method"], len(space.values["taylor_seq_len"])
     used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
     statistics = [load_statistic(name) for name in used]
-    *others, last = [f"{lengths} {statistic.label} passes" for statistic in statistics] or [""]
-    passes = f"{', '.join(others)} and {last}" if others else last
+    passes = _list([f"{lengths} {statistic.label} passes" for statistic in statistics])
     if passes:
         each = "of each " if len(statistics) > 1 else ""
         passes += (
@@ -195,7 +194,7 @@ def _resources(plan: Plan) -> str:
     )
 
 
-def _list(values: tuple[Any, ...]) -> str:
+def _list(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values))
 
 

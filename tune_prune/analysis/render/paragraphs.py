@@ -41,6 +41,9 @@ def write_paragraphs(findings: Findings, path: Path) -> None:
     text = template.render(
         findings=findings,
         totals=totals,
+        passes=[
+            f"{messages.integer(n)} {name.replace('_', ' ')}" for name, n in totals.items() if name.endswith("_passes")
+        ],
         setup=_setup(findings),
         models={label: _claims(found) for label, found in findings.models.items()},
         transfer=_transfer(findings),
