@@ -26,6 +26,9 @@ _METHODS = {
     "taylor": "taylor (first-order Taylor importance)",
     "layerwise": "layerwise (Taylor importance weighted by the loss increase without the whole layer)",
     "blockwise": "blockwise (Taylor importance weighted by the loss increase without the attention or MLP block)",
+    "wanda_sp": "wanda_sp (absolute weights times the norms of their inputs)",
+    "magnitude": "magnitude (mean absolute weight)",
+    "random": "random (control)",
 }
 
 
