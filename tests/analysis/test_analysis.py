@@ -18,6 +18,7 @@ from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.statistics.differences import difference, paired_difference, read_items
 from tune_prune.analysis.statistics.findings import Findings, find
+from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.tables import final_table
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
@@ -325,7 +326,10 @@ def test_each_ratio_of_a_search_is_compared_in_itself(tmp_path: Path) -> None:
         ["tiny", 0.2, 0.8, 0.7],
         ["tiny", 0.3, 0.7, 0.5],
     ]
-    assert found(tmp_path, records[:2], {"tiny": dense()}).sizes is None  # one ratio
+    table = all_tables(found(tmp_path, records, {"tiny": dense()}))["accuracy_size"]
+    assert [row["retained"] for row in table.rows] == pytest.approx([1, 0.7 / 0.8, 0.5 / 0.8])
+    one_ratio = found(tmp_path, records[:2], {"tiny": dense()})
+    assert one_ratio.sizes is None and "accuracy_size" not in all_tables(one_ratio)
 
 
 def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:

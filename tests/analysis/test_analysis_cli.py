@@ -41,8 +41,8 @@ def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "read         alpha: 18 trials (17 complete, 1 failed)" in out
     assert out.count("taylor-s16-n128: failed: out of memory") == 2
     assert out.count("best         ") == 2
-    assert "free of selection bias: 0." in out
-    assert "configurations cannot be told from the most accurate (95%, paired)" in out
+    assert "cross-fitted accuracy: 0." in out
+    assert "others are statistically tied with the most accurate (95%, paired)" in out
     assert "warning      " in out
     assert out.splitlines()[-1].startswith("took         ")
     names = {path.name for path in output.iterdir()}

@@ -110,7 +110,7 @@ def test_every_make_target_named_exists() -> None:
 @pytest.mark.slow
 def test_from_the_search_to_the_model(tmp_path: Path) -> None:
     """The README's way from a search to a generated text, in a fresh folder and fresh processes."""
-    section = README.partition("## Take the model with you")[2].partition("\n## ")[0]
+    section = README.partition("## Export a pruned model")[2].partition("\n## ")[0]
     commands = re.findall(r"^    python (-m tune_prune\..*)$", section, re.MULTILINE)
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert len(commands) == 2 and code

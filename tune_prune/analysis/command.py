@@ -207,15 +207,15 @@ def _decision(label: str, found: ModelFindings) -> list[str]:
     best, fit, indent = found.best, found.cross_fit, " " * 13
     ppl = "unknown" if math.isnan(best["ppl"]) else f"{best['ppl']:.2f}"
     score = f"{best['acc_mean']:.4f}{_error(best['acc_mean_stderr'])}"
-    corrected = "free of selection bias: not computable without the items' outcomes"
+    corrected = "cross-fitted accuracy: not computable without the items' outcomes"
     if fit is not None:
-        corrected = f"free of selection bias: {fit.corrected:.4f}{_error(fit.stderr)} (chosen on one part of the items, scored on "
+        corrected = f"cross-fitted accuracy: {fit.corrected:.4f}{_error(fit.stderr)} (chosen on one part of the items, scored on "
         corrected += "the rest)"
-    same = int(found.competing["in_confidence_set"].sum())
+    tied = int(found.competing["in_confidence_set"].sum()) - 1
     return [
         f"best         {label}: {best['name']} (by {found.rule}), accuracy {score}, perplexity {ppl}",
         indent + corrected,
-        f"{indent}{same} of {len(found.competing)} configurations cannot be told from the most accurate (95%, {found.basis})",
+        f"{indent}{tied} of the {len(found.competing) - 1} others are statistically tied with the most accurate (95%, {found.basis})",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,23 @@ def architecture(findings: Findings) -> Table:
     ]
     notes = [Message("note_architecture"), Message("note_few_models", {"count": len(rows)})]
     return Table("architecture", "Gradient structure and best configuration", columns, rows, notes)
+
+
+def accuracy_size(findings: Findings) -> Table | None:
+    """Accuracy against size: the dense model and the best of each pruning ratio, of the models with several ratios."""
+    if findings.sizes is None:
+        return None
+    dense = {row["model"]: row["acc_mean"] for row in findings.sizes.to_dict("records") if row["ratio"] == 0}
+    rows = [
+        row | {"name": row["config"], "retained": ratio(row["acc_mean"], dense.get(row["model"]))}
+        for row in findings.sizes.to_dict("records")
+    ]
+    columns = [
+        *(MODEL, Column("ratio", "Removed", "percent"), replace(CONFIGURATION, detail=False)),
+        *(Column("params_count", "Parameters", "int"), Column("kept", "Kept", "percent")),
+        *(ACCURACY, RETAINED, PERPLEXITY),
+    ]
+    return Table("accuracy_size", "Accuracy against size", columns, rows, [Message("note_accuracy_size")])
 
 
 def transfer(findings: Findings) -> Table | None:
