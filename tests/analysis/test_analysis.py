@@ -55,11 +55,17 @@ DOCUMENTED_COLUMNS = [
 
 
 def trial(
-    name: str, acc: float, model: str = "tiny", status: Any = "complete", ppl: float = 10.0, stderr: float = 0.01
+    name: str,
+    acc: float,
+    model: str = "tiny",
+    status: Any = "complete",
+    ppl: float = 10.0,
+    stderr: float = 0.01,
+    **more: Any,
 ) -> TrialRecord:
     """A record of the configuration `name`, e.g. taylor-s64-n128; the tasks' mean is `acc`."""
     method, seq_len, samples = name.split("-")
-    config = asdict(PruningConfig(method, int(seq_len[1:]), int(samples[1:])))
+    config = asdict(PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **more))
     metrics = {"ppl": ppl, "acc_mean": acc, "acc_mean_stderr": stderr, "params_count": 800.0, "removed_fraction": 0.2}
     for index, task in enumerate(ZERO_SHOT_TASKS):
         metrics |= {f"acc_{task}": acc + (index - 3) / 100, f"acc_{task}_stderr": 0.02}
@@ -290,6 +296,36 @@ def test_cross_model_comparison(tmp_path: Path) -> None:
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert ["a", "taylor-s128-n8", "-", "11.00 ± 1.41", "3.00 ± 1.41"] in cells
     assert ["b", "taylor-s32-n8", "not tried", "-", "4.00 ± 1.41"] in cells
+
+
+def test_each_ratio_of_a_search_is_compared_in_itself(tmp_path: Path) -> None:
+    accuracies = {0.2: {"taylor-s16-n8": 0.7, "taylor-s32-n8": 0.6}, 0.3: {"taylor-s16-n8": 0.4, "taylor-s32-n8": 0.5}}
+    records = [
+        trial(name, acc, pruning_ratio=ratio) for ratio, accs in accuracies.items() for name, acc in accs.items()
+    ]
+    for record in records:
+        record.metrics["params_count"] = 1000 * (1 - record.config["pruning_ratio"])
+    best = view(tmp_path, "global_best_config", *records, baselines={"tiny": dense()})["models"]
+    chosen = {
+        label: (entry["name"], entry["pruning_ratio"], entry["baseline"]["acc_mean"]) for label, entry in best.items()
+    }
+    assert chosen == {"tiny@0.2": ("taylor-s16-n8", 0.2, 0.8), "tiny@0.3": ("taylor-s32-n8", 0.3, 0.8)}
+    methods = view(tmp_path, "method_comparison", *records)["models"]
+    assert {label: entry["taylor"]["n"] for label, entry in methods.items()} == {"tiny@0.2": 2, "tiny@0.3": 2}
+    assert set(pd.read_csv(tmp_path / "all_methods_results.csv")["model"]) == {"tiny"}
+    across = view(tmp_path, "cross_model_comparison", *records)  # what a ratio loses with the other's configuration
+    assert across["transfer"]["tiny@0.3"]["tiny@0.2"]["loss_points"] == pytest.approx(10)
+    assert (across["best_for_all"]["pruning_ratio"], across["best_for_all"]["num_candidates"]) == (None, 2)
+    text = table_of(tmp_path, *records, tiny=dense())
+    assert "tiny@0.2: 2 trials (2 complete)" in text and "tiny@0.3: 2 trials (2 complete)" in text
+    sizes = found(tmp_path, records, {"tiny": dense()}).sizes
+    assert sizes is not None
+    assert sizes[["model", "ratio", "kept", "acc_mean"]].to_numpy().tolist() == [
+        ["tiny", 0, 1, 0.8],
+        ["tiny", 0.2, 0.8, 0.7],
+        ["tiny", 0.3, 0.7, 0.5],
+    ]
+    assert found(tmp_path, records[:2], {"tiny": dense()}).sizes is None  # one ratio
 
 
 def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:

@@ -355,38 +355,38 @@ def test_a_lost_baseline_does_not_separate_what_was_measured_alike(tmp_path: Pat
     assert len(only(first, second).rows) == 2
 
 
-def test_ratios_and_divisors_are_kept_apart(tmp_path: Path) -> None:
+def test_each_ratio_is_a_model_of_its_own(tmp_path: Path) -> None:
     records = [
         record(NAMES[0], "a"),
         record(NAMES[0], "b", pruning_ratio=0.3),
-        record(NAMES[0], "c", pruning_ratio=0.3, removal_divisor=10),
+        record(NAMES[1], "c", pruning_ratio=0.3),
     ]
     models = read_study([experiment(tmp_path / "e", records)], []).models
-    assert {label: list(model.rows["key"]) for label, model in models.items()} == {
-        "tiny@0.2": ["a"],
-        "tiny@0.3/5": ["b"],
-        "tiny@0.3/10": ["c"],
+    assert {label: (m.base, m.ratio, list(m.rows["key"])) for label, m in models.items()} == {
+        "tiny@0.2": ("tiny", 0.2, ["a"]),
+        "tiny@0.3": ("tiny", 0.3, ["b", "c"]),
     }
-    assert [model.ratio for model in models.values()] == [0.2, 0.3, 0.3]
     assert sum("no record yet" in text for model in models.values() for text in said(model)) == 1  # said once
 
 
-def test_shapes_are_kept_apart(tmp_path: Path) -> None:
-    """Also those of one experiment, and free ones from before there were others."""
+def test_what_one_search_varied_is_compared_and_what_differs_between_searches_is_kept_apart(tmp_path: Path) -> None:
+    """Shapes and removal divisors; and free shapes are those from before there were others."""
     old = record(NAMES[0], "old")
     del old.config["shape"]
     first = experiment(tmp_path / "a", [old, record(NAMES[1], "same", shape="free")])
-    second = experiment(
-        tmp_path / "b", [record(NAMES[0], "c", shape="uniform"), record(NAMES[0], "d", shape="aligned-8")]
-    )
-    models = read_study([first, second], []).models
+    second = experiment(tmp_path / "b", [record(NAMES[0], "c", shape="uniform")])
+    third = experiment(tmp_path / "d", [record(NAMES[0], "d", removal_divisor=10, shape="uniform")])
+    models = read_study([first, second, third], []).models
     assert {label: (model.shape, list(model.rows["key"])) for label, model in models.items()} == {
-        "tiny free": ("free", ["old", "same"]),
-        "tiny uniform": ("uniform", ["c"]),
-        "tiny aligned-8": ("aligned-8", ["d"]),
+        "tiny free/5": ("free", ["old", "same"]),
+        "tiny uniform/5": ("uniform", ["c"]),
+        "tiny uniform/10": ("uniform", ["d"]),
     }
-    assert list(models["tiny uniform"].rows["name"]) == [f"{NAMES[0]}-uniform"]
-    alone = only(experiment(tmp_path / "e", [record(NAMES[0], "f", shape="uniform")]))
+    assert list(models["tiny uniform/5"].rows["name"]) == [f"{NAMES[0]}-uniform"]
+    varied = [record(NAMES[0], f"{s}{d}", shape=s, removal_divisor=d) for s in ("free", "uniform") for d in (5, 10)]
+    searched = only(experiment(tmp_path / "e", varied))
+    assert (searched.label, searched.shape, len(searched.rows)) == ("tiny", "free", 4)
+    alone = only(second)
     assert (alone.label, alone.shape, alone.ratio) == ("tiny", "uniform", 0.2)
 
 
@@ -396,8 +396,6 @@ def test_shapes_of_a_results_file(tmp_path: Path) -> None:
     lines = [f"{shape},{FOLDER.format(16 * 2**i)},0.4,0.2,1,True,taylor" for i, shape in enumerate(shapes)]
     path = csv(tmp_path, *lines, header=f"shape,{HEADER}")
     assert list(read_results_csv(path, "M").rows["shape"]) == ["free", "free", "uniform"]
-    models = read_study([], [("M", path)]).models
-    assert {label: len(model.rows) for label, model in models.items()} == {"M free": 2, "M uniform": 1}
     without = csv(tmp_path, lines[0].removeprefix(","))
     assert list(read_results_csv(without, "M").rows["shape"]) == ["free"]
     with pytest.raises(UserError, match="line 2: shape is 'square'"):

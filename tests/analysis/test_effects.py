@@ -19,6 +19,7 @@ from tests.findings import published_folder
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import ranked
 from tune_prune.analysis.statistics import effects
+from tune_prune.analysis.statistics.factors import varied
 from tune_prune.analysis.statistics.message import Message
 
 METHODS = ("taylor", "layerwise", "blockwise")
@@ -195,7 +196,7 @@ def test_anova_is_the_decomposition_by_cell_means() -> None:
     table = effects.anova(rows.sample(frac=1, random_state=0))
     assert table is not None
     assert list(table.columns) == ["df", "sum_sq", "share", "F", "p"]
-    column = effects.FACTORS
+    column = varied(rows)
     for term in table.index.drop("residual"):
         factors = term.split(":")
         assert table.loc[term, "sum_sq"] == pytest.approx(sum_of_squares(rows, [column[name] for name in factors]))
@@ -265,7 +266,11 @@ def test_importance_of_an_adaptive_search_finds_the_planted_factor(capfd: pytest
     for seed in range(20):
         rows = adaptive(seed, 40, pruning_method=methods)
         shares, basis = effects.importance(rows, effects.anova(rows))
-        assert (basis, set(shares), sum(shares.values())) == ("optuna", set(effects.FACTORS), pytest.approx(1))
+        assert (basis, set(shares), sum(shares.values())) == (
+            "optuna",
+            {"method", "taylor_seq_len", "taylor_num_samples"},
+            pytest.approx(1),
+        )
         first[next(iter(shares))] += 1
     assert first["method"] >= 16
     assert capfd.readouterr() == ("", "")

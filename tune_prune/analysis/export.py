@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.input.rows import config_of, frame, plain_value, plain_values
+from tune_prune.analysis.statistics.factors import CALIBRATION
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.files import to_json
 from tune_prune.core.records import TrialRecord
@@ -22,7 +23,6 @@ from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_CO
 
 # 2: within_noise is a confidence set, within_noise_basis one word; the analysis adds `selection` and `command`
 SCHEMA_VERSION = 2
-_KNOBS = ("taylor_seq_len", "taylor_num_samples")
 
 
 def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Findings) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def _methods(findings: Findings, label: str) -> dict[str, Any]:
             row = found.methods.loc[method]
             best, n = found.named(row["best"]), int(row["n"])
             values = plain_values(row, "mean", "std", "min", "max")
-            values["best"] = plain_values(best, "name", *_KNOBS, "acc_mean", "acc_mean_stderr", "ppl", "key")
+            values["best"] = plain_values(best, "name", *CALIBRATION, "acc_mean", "acc_mean_stderr", "ppl", "key")
         methods[str(method)] = {"n": n, "n_failed_or_stopped": int(trials) - n, **values}
     return methods
 

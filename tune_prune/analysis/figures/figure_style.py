@@ -8,6 +8,7 @@ any common colour blindness can tell apart; no colour carries a meaning alone: e
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import textwrap
@@ -98,6 +99,11 @@ def looks(methods: Iterable[str]) -> dict[str, Look]:
         for place, method in enumerate(order)
         if method in named
     }
+
+
+def series() -> Iterator[Look]:
+    """Looks for what is no method, one after the other without end."""
+    return (Look(_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]) for place in itertools.count())
 
 
 def panels(titles: Sequence[str], height: float) -> tuple[Figure, list[Axes]]:

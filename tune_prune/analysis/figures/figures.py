@@ -2,9 +2,10 @@
 
 heatmap_<model>    accuracy over seq_len x num_samples, a panel per method
 methods            the mean of each method, its spread, and every configuration
-seq_len, num_samples    accuracy against one knob, averaged over the others
+seq_len, num_samples, ...    accuracy against one hyperparameter, averaged over the others
 ppl_accuracy       perplexity against accuracy
 accuracy_cost      accuracy against what a trial costs
+accuracy_size      accuracy of the best against the parameters kept, where a model was pruned at several ratios
 retention_<model>  what each layer of the best configuration kept
 """
 
@@ -40,10 +41,11 @@ from tune_prune.analysis.figures.figure_style import (
     Look,
 )
 from tune_prune.analysis.figures.figures_best import layer_shares, retention_figure
+from tune_prune.analysis.statistics.factors import CALIBRATION, NUMERIC, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+from tune_prune.core.config import HYPERPARAMETERS
 
 ACCURACY = "Mean accuracy"
-KNOBS = {"taylor_seq_len": "Tokens per sample", "taylor_num_samples": "Calibration samples"}
 MAX_LEVELS_WITH_TEXT = 12  # of a heatmap: more, and the numbers in the cells could not be read
 _TIME, _TOKENS = "Trial time (s)", "Calibration tokens"
 
@@ -51,8 +53,9 @@ _TIME, _TOKENS = "Trial time (s)", "Calibration tokens"
 def draw_all(findings: Findings, folder: Path) -> list[Path]:
     """Write every figure into `folder` as PNG and PDF and return the paths; nothing if no model has a complete trial.
 
-    Left out are seq_len and num_samples where every model has one level of it, ppl_accuracy where no perplexity is
-    finite, and retention_<model> where the best trial's folder is not there. UserError if a file in it is damaged.
+    Left out are hyperparameters of which every model has one level, ppl_accuracy where no perplexity is finite, accuracy_size
+    where every model has one ratio, and retention_<model> where the best trial's folder is not there. UserError if a file
+    in it is damaged.
     """
     models = findings.models
     if not models:
@@ -62,12 +65,14 @@ def draw_all(findings: Findings, folder: Path) -> list[Path]:
     with figure_style.style():
         figures = {f"heatmap_{stems[label]}": heatmap(model) for label, model in models.items()}
         figures["methods"] = methods(models)
-        for knob in KNOBS:
-            if any(len(model.levels[knob]) > 1 for model in models.values()):
-                figures[knob.removeprefix("taylor_")] = curves(models, knob)
+        for knob in NUMERIC:
+            if any(len(model.levels.get(knob, ())) > 1 for model in models.values()):
+                figures[HYPERPARAMETERS[knob].short] = curves(models, knob)
         if any(np.isfinite(model.competing["ppl"]).any() for model in models.values()):
             figures["ppl_accuracy"] = ppl_accuracy(models)
         figures["accuracy_cost"] = accuracy_cost(models)
+        if findings.sizes is not None:
+            figures["accuracy_size"] = accuracy_size(findings.sizes)
         for label, model in models.items():
             folder_of_best = model.best["output_dir"]
             kept = layer_shares(Path(folder_of_best)) if folder_of_best else None
@@ -81,10 +86,11 @@ def draw_all(findings: Findings, folder: Path) -> list[Path]:
 def heatmap(model: ModelFindings) -> Figure:
     """acc_mean over seq_len (up) and num_samples (across), a panel per method, on one colour scale.
 
-    Where several configurations share a cell, it shows the best of them.
+    Where several configurations share a cell, it shows the best of them. A method that reads neither has one cell.
     """
     rows, competing = model.model.rows, model.competing
-    seq_lens, samples = (sorted(rows[knob].dropna().astype(int).unique()) for knob in KNOBS)
+    seq_lens, samples = (sorted(rows[knob].dropna().astype(int).unique()) for knob in CALIBRATION)
+    reading = set.union(*(methods_reading(rows, knob) for knob in CALIBRATION))
     names = list(figure_style.looks(rows["pruning_method"]))
     with_text = max(len(seq_lens), len(samples)) <= MAX_LEVELS_WITH_TEXT
     per_row = min(len(names), PANELS_PER_ROW)
@@ -105,26 +111,29 @@ def heatmap(model: ModelFindings) -> Figure:
         of_method = competing[competing["pruning_method"] == method]
         cells = of_method.pivot_table(
             index="taylor_seq_len", columns="taylor_num_samples", values="acc_mean", aggfunc="max"
-        ).reindex(index=seq_lens, columns=samples)
-        mesh = _cells(axes, cells, scale, with_text)
+        )
+        if method in reading:
+            cells = cells.reindex(index=seq_lens, columns=samples)
+        mesh = _cells(axes, cells, scale, with_text, seq_lens, samples)
         axes.set_title(method)
         for _, row in of_method[alike[of_method.index]].iterrows():
-            _outline(axes, row, seq_lens, samples, **_ALIKE)
+            _outline(axes, row, seq_lens, samples, method not in reading, **_ALIKE)
         if model.best["pruning_method"] == method:
-            _outline(axes, model.best, seq_lens, samples, **_BEST)
+            _outline(axes, model.best, seq_lens, samples, method not in reading, **_BEST)
     for axes in grid[len(names) :]:
         axes.remove()
     for axes in grid[max(0, len(names) - per_row) : len(names)]:  # also those above a place that is left empty
         axes.tick_params(labelbottom=True)
-    figure.supxlabel(KNOBS["taylor_num_samples"], fontsize=8)
-    figure.supylabel(KNOBS["taylor_seq_len"], fontsize=8)
+    figure.supxlabel(HYPERPARAMETERS["taylor_num_samples"].label, fontsize=8)
+    figure.supylabel(HYPERPARAMETERS["taylor_seq_len"].label, fontsize=8)
     bar = figure.colorbar(mesh, ax=grid[: len(names)], label=ACCURACY, pad=0.02, fraction=0.05, aspect=25)
     bar.outline.set_visible(False)
     bar.solids.set(edgecolor="face", rasterized=False)  # type: ignore[union-attr]
     keys = [Patch(**_BEST, label="best")]
     if alike.any():
-        keys.append(Patch(**_ALIKE, label="not told from the highest (95%)"))
-    missing = len(names) * len(seq_lens) * len(samples) - len(competing.groupby(["pruning_method", *KNOBS]))
+        keys.append(Patch(**_ALIKE, label="tied with the highest (95%)"))
+    wanted = sum(len(seq_lens) * len(samples) if method in reading else 1 for method in names)
+    missing = wanted - len(competing.groupby(["pruning_method", *CALIBRATION]))
     if missing:
         keys.append(Patch(facecolor="white", edgecolor=LIGHT, hatch="/////", label=f"no complete trial ({missing})"))
     figure_style.legend_above(figure, keys)
@@ -135,18 +144,25 @@ _BEST: dict[str, Any] = {"fill": False, "edgecolor": figure_style.VERMILLION, "l
 _ALIKE: dict[str, Any] = {"fill": False, "edgecolor": figure_style.VERMILLION, "linewidth": 0.8}
 
 
-def _outline(axes: Axes, row: pd.Series, seq_lens: list[int], samples: list[int], **line: Any) -> None:
-    corner = samples.index(row["taylor_num_samples"]), seq_lens.index(row["taylor_seq_len"])
-    axes.add_patch(Rectangle(corner, 1, 1, clip_on=False, **line))
+def _outline(axes: Axes, row: pd.Series, seq_lens: list[int], samples: list[int], whole: bool, **line: Any) -> None:
+    """Around the cell of a row, or around the whole panel of a method that has one cell."""
+    corner = (0, 0) if whole else (samples.index(row["taylor_num_samples"]), seq_lens.index(row["taylor_seq_len"]))
+    width, height = (len(samples), len(seq_lens)) if whole else (1, 1)
+    axes.add_patch(Rectangle(corner, width, height, clip_on=False, **line))
 
 
-def _cells(axes: Axes, cells: pd.DataFrame, scale: Normalize, with_text: bool) -> QuadMesh:
-    """One panel of a heatmap: what is missing shows the hatched ground."""
+def _cells(
+    axes: Axes, cells: pd.DataFrame, scale: Normalize, with_text: bool, seq_lens: list[int], samples: list[int]
+) -> QuadMesh:
+    """One panel of a heatmap, which the cells fill: what is missing shows the hatched ground."""
     axes.grid(False)
     axes.patch.set(facecolor="white", edgecolor=LIGHT, hatch="/////", linewidth=0)
     values = np.ma.masked_invalid(cells.to_numpy(dtype="float64"))
-    mesh = axes.pcolormesh(values, cmap="cividis", norm=scale, edgecolor="white", linewidth=0.6)
-    for axis, levels in ((axes.xaxis, list(cells.columns)), (axes.yaxis, list(cells.index))):
+    across, up = (
+        np.linspace(0, len(levels), n + 1) for levels, n in ((samples, cells.shape[1]), (seq_lens, cells.shape[0]))
+    )
+    mesh = axes.pcolormesh(across, up, values, cmap="cividis", norm=scale, edgecolor="white", linewidth=0.6)
+    for axis, levels in ((axes.xaxis, samples), (axes.yaxis, seq_lens)):
         shown = figure_style.thinned(levels, 12)
         axis.set_ticks([levels.index(level) + 0.5 for level in shown], [str(level) for level in shown])
         axis.set_tick_params(length=0)
@@ -157,7 +173,8 @@ def _cells(axes: Axes, cells: pd.DataFrame, scale: Normalize, with_text: bool) -
         inks = figure_style.readable_on(matplotlib.colormaps["cividis"](scale(numbers)))
         for (row, column), value, ink in zip(filled, numbers, inks, strict=True):
             text = f"{value:.3f}".removeprefix("0")
-            axes.text(column + 0.5, row + 0.5, text, color=ink, fontsize=TINY, ha="center", va="center")
+            centre = across[column : column + 2].mean(), up[row : row + 2].mean()
+            axes.text(*centre, text, color=ink, fontsize=TINY, ha="center", va="center")
     return mesh
 
 
@@ -201,7 +218,7 @@ def _bar(axes: Axes, centre: float, width: float, model: ModelFindings, method: 
     axes.bar(centre, row["mean"], width * 0.92, yerr=spread, error_kw=error, **faces)
     mean = f"{row['mean']:.3f}".removeprefix("0")
     axes.text(centre, 0.02 * row["mean"], mean, fontsize=SMALL, ha="center", va="bottom")
-    accuracies = rows.sort_values(list(KNOBS))["acc_mean"]
+    accuracies = rows.sort_values(list(CALIBRATION))["acc_mean"]
     places = centre + width * (np.linspace(-0.36, 0.36, len(rows)) if len(rows) > 1 else np.zeros(1))
     point: dict[str, Any] = {"marker": look.marker, "markersize": 2.6, "markeredgecolor": BLACK, "markeredgewidth": 0.3}
     axes.plot(places, accuracies, linestyle="none", color=look.colour, **point)
@@ -209,12 +226,17 @@ def _bar(axes: Axes, centre: float, width: float, model: ModelFindings, method: 
 
 def curves(models: Mapping[str, ModelFindings], knob: str) -> Figure:
     """acc_mean against the levels of `knob`, a panel per model: each method's mean over the other knobs with its standard
-    error over those configurations (none where there is one), and the mean over all methods (`ModelFindings.levels`)."""
+    error over those configurations (none where there is one), and the mean over all of them (`ModelFindings.levels`). A method
+    that does not read `knob` is a level line."""
     looks = _looks(models)
+    models = {label: model for label, model in models.items() if len(model.levels.get(knob, ()))}
     figure, grid = figure_style.panels(list(models), 1.9)
     for axes, model in zip(grid, models.values(), strict=True):
         for method, look in looks.items():
             rows = model.competing[model.competing["pruning_method"] == method]
+            if method not in methods_reading(model.model.rows, knob):
+                axes.axhline(rows["acc_mean"].mean(), color=look.colour, linewidth=1, label=method)
+                continue
             by_level = rows.groupby(knob)["acc_mean"].agg(["mean", "sem"])
             levels, mean, error = by_level.index.astype("int64"), by_level["mean"], by_level["sem"].fillna(0)
             axes.fill_between(levels, mean - error, mean + error, color=look.colour, alpha=0.18, linewidth=0)
@@ -224,7 +246,7 @@ def curves(models: Mapping[str, ModelFindings], knob: str) -> Figure:
         if len(looks) > 1:
             axes.plot(table.index.astype("int64"), table["mean"], **_ALL_METHODS)
         figure_style.level_axis(axes, [int(level) for level in table.index])
-    figure_style.label_outer(grid, x=KNOBS[knob], y=ACCURACY)
+    figure_style.label_outer(grid, x=HYPERPARAMETERS[knob].label, y=ACCURACY)
     handles: list[Artist] = [figure_style.key(look, method, linestyle="-") for method, look in looks.items()]
     if len(looks) > 1:
         handles += [Line2D([], [], **_ALL_METHODS)]
@@ -266,6 +288,31 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
     figure_style.label_outer(grid, y=ACCURACY)
     line = Line2D([], [], color=GREY, linewidth=0.8, label="best at this cost")
     figure_style.legend_above(figure, [*_scatter_keys(models), line])
+    return figure
+
+
+def accuracy_size(sizes: pd.DataFrame) -> Figure:
+    """acc_mean and its standard error of each model's best configurations (`Findings.sizes`) against the percentage of parameters
+    kept; stars are the dense models."""
+    figure, (axes,) = figure_style.panels([""], 2.2)
+    handles = []
+    for (label, rows), look in zip(sizes.groupby("model", sort=False), figure_style.series(), strict=False):
+        error: dict[str, Any] = {"elinewidth": 0.8, "capsize": 2, "linewidth": 1, "color": look.colour}
+        axes.errorbar(100 * rows["kept"], rows["acc_mean"], rows["acc_mean_stderr"], **error)
+        for dense, of_kind in rows.groupby(rows["ratio"] == 0):
+            marker: dict[str, Any] = {"marker": "*", "markersize": 7} if dense else {"marker": look.marker}
+            line: dict[str, Any] = {
+                "linestyle": "none",
+                "color": look.colour,
+                "markeredgecolor": BLACK,
+                "markeredgewidth": 0.4,
+            }
+            axes.plot(100 * of_kind["kept"], of_kind["acc_mean"], **line, **marker)
+        handles.append(figure_style.key(look, figure_style.wrapped(str(label)), linestyle="-"))
+    figure_style.label_outer([axes], x="Parameters kept (%)", y=ACCURACY)
+    if (sizes["ratio"] == 0).any():
+        handles.append(Line2D([], [], **_DENSE, label="dense model"))
+    figure_style.legend_above(figure, handles)
     return figure
 
 

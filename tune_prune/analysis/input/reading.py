@@ -24,13 +24,15 @@ from tune_prune.analysis.input.experiment_reader import (
 )
 from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, config_name, frame
 from tune_prune.analysis.input.study import Model, Problem, Study
-from tune_prune.core.config import PruningConfig
+from tune_prune.core.config import PruningConfig, group_labels
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, RESULTS
 
 _CHECKED = [name for name in PUBLISHED_COLUMNS if name not in (*TEXTS, "success")]
-_Key = tuple[str, str, float, int, str]  # label, how it was measured, pruning_ratio, removal_divisor, shape
+# label, how it was measured, pruning_ratio; and removal_divisor and shape where an experiment has one of it: of several it has
+# searched, and they are compared, but experiments that differ in it are kept apart
+_Key = tuple[str, str, float, int | None, str | None]
 _CONSOLIDATED = re.compile(r"consolidated_(.+)_[\d.]+")
 
 
@@ -91,55 +93,56 @@ def _places(folder: Path) -> list[tuple[str | None, Path]]:
 
 
 def _models(parts: list[ModelRows]) -> dict[str, Model]:
-    """Parts that may be compared with each other, merged; and each such group with a name of its own."""
+    """Rows that may be compared with each other, merged; and each such group with a name of its own."""
     groups: dict[_Key, list[ModelRows]] = {}
     for part in parts:
         if part.measured is None:  # taken for like the others of its label
             part.measured = next((p.measured for p in parts if p.label == part.label and p.measured), "unknown")
-        divisor = part.rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
-        split = part.rows.groupby([part.rows["pruning_ratio"], divisor, part.rows["shape"]])
-        for index, ((ratio, by, shape), rows) in enumerate(split):
+        for index, (ratio, rows) in enumerate(part.rows.groupby("pruning_ratio")):
+            divisors, shapes = (
+                rows["removal_divisor"].fillna(PruningConfig.removal_divisor).unique(),
+                rows["shape"].unique(),
+            )
+            fixed = int(divisors[0]) if len(divisors) == 1 else None, str(shapes[0]) if len(shapes) == 1 else None
             own = replace(part, rows=rows, problems=part.problems if index == 0 else [])
-            groups.setdefault((part.label, part.measured, float(ratio), int(by), str(shape)), []).append(own)
+            groups.setdefault((part.label, part.measured, float(ratio), *fixed), []).append(own)
     for part in parts:
         if part.rows.empty:  # what is said of it belongs to any other of the same, else it stands alone
-            like = [key for key in groups if key[:2] == (part.label, part.measured)]
-            key = like[0] if like else (part.label, str(part.measured), math.nan, 0, "")
-            groups.setdefault(key, []).append(part)
+            key: _Key = (part.label, str(part.measured), math.nan, None, None)
+            groups.setdefault(next((other for other in groups if other[:2] == key[:2]), key), []).append(part)
     order = list(dict.fromkeys(part.label for part in parts))
     models: dict[str, Model] = {}
     for key in sorted(groups, key=lambda key: order.index(key[0])):
-        label = _label(key, groups, models)
+        base, label = _names(key, groups, models)
         others = [part for other in groups if other[0] == key[0] and other[1] != key[1] for part in groups[other]]
         notes = []
         if others:
             where = ", ".join(dict.fromkeys(str(part.origin) for part in others))
             notes.append(Problem(label, where, f"{key[0]} was measured in another way there: kept apart", "note"))
-        models[label] = _merged(label, groups[key], notes)
+        models[label] = _merged(base, label, groups[key], notes)
     return models
 
 
-def _label(key: _Key, groups: Mapping[_Key, list[ModelRows]], taken: Mapping[str, Model]) -> str:
-    """The label, and what tells this group from the others of that label."""
+def _names(key: _Key, groups: Mapping[_Key, list[ModelRows]], taken: Mapping[str, Model]) -> tuple[str, str]:
+    """The label, and what tells this group from the others of that label: first without the pruning ratio, then with it."""
     label, measured, ratio, divisor, shape = key
     same = [other for other in groups if other[0] == label]
-    name = label
+    alike = [other for other in same if other[1] == measured]
+    model = label
     if len({other[1] for other in same}) > 1:
         origin = groups[key][0]
-        name += f" ({'csv' if origin.published else origin.origin.resolve().name})"
-    if len({other[4] for other in same if other[1] == measured}) > 1:
-        name += f" {shape}"
-    if len({other[2] for other in same if other[1] == measured}) > 1:
-        name += f"@{ratio:g}"
-    if len({other[3] for other in same if other[1:3] == (measured, ratio)}) > 1:
-        name += f"/{divisor}"
+        model += f" ({'csv' if origin.published else origin.origin.resolve().name})"
+    if len({other[4] for other in alike}) > 1:
+        model += f" {shape or 'several shapes'}"
+    by = f"/{divisor or 'several'}" if len({other[3] for other in alike if other[2] == ratio}) > 1 else ""
+    name = group_labels((model, other[2]) for other in alike)[model, ratio] + by
     number = 2
     while name in taken:
         name, number = f"{name.removesuffix(f' {number - 1}')} {number}", number + 1
-    return name
+    return model + by, name
 
 
-def _merged(label: str, parts: list[ModelRows], problems: list[Problem]) -> Model:
+def _merged(base: str, label: str, parts: list[ModelRows], problems: list[Problem]) -> Model:
     problems += [
         Problem(label, problem.where, problem.what, problem.kind) for part in parts for problem in part.problems
     ]
@@ -154,6 +157,7 @@ def _merged(label: str, parts: list[ModelRows], problems: list[Problem]) -> Mode
     problems += _of_rows(label, rows)
     return Model(
         label=label,
+        base=base,
         rows=rows.drop(columns="where"),
         baseline=next((part.baseline for part in parts if part.baseline), {}),
         source=next((part.source for part in parts if part.source), None),
@@ -165,9 +169,7 @@ def _merged(label: str, parts: list[ModelRows], problems: list[Problem]) -> Mode
 
 def _without_duplicates(label: str, rows: pd.DataFrame, problems: list[Problem]) -> pd.DataFrame:
     """Each configuration once: the first complete one, else the first. The others are named."""
-    order = rows.sort_values(
-        "success", ascending=False, kind="stable"
-    )  # one model, ratio, divisor and shape: names are configurations
+    order = rows.sort_values("success", ascending=False, kind="stable")  # one model and ratio: names are configurations
     first = order.drop_duplicates("name").set_index("name")
     keep = order.index[~order.duplicated("name")].sort_values()
     for _, row in rows.drop(index=keep).iterrows():

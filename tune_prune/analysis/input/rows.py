@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS
 
@@ -102,16 +102,8 @@ def ranked(rows: pd.DataFrame) -> pd.DataFrame:
 
 def config_of(row: Mapping[str, Any]) -> PruningConfig:
     """The configuration of a row; what a published file does not tell has its default."""
-    optional = {name: row[name] for name in ("pruning_ratio", "removal_divisor") if not pd.isna(row[name])}
-    if "removal_divisor" in optional:
-        optional["removal_divisor"] = int(optional["removal_divisor"])
-    return PruningConfig(
-        method=row["pruning_method"],
-        taylor_seq_len=int(row["taylor_seq_len"]),
-        taylor_num_samples=int(row["taylor_num_samples"]),
-        shape=row["shape"],
-        **optional,
-    )
+    values = {name: plain_value(row["pruning_method" if name == "method" else name]) for name in HYPERPARAMETERS}
+    return PruningConfig.from_dict({name: value for name, value in values.items() if value is not None})
 
 
 def config_name(row: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ class Model:
     origins: tuple[Path, ...] = ()  # experiment folders and CSV files that the rows are from
     problems: tuple[Problem, ...] = ()
     kind: Literal["experiment", "published"] = "experiment"
+    base: str = ""  # the label without the pruning ratio: equal for what differs in that only
 
     @property
     def tasks(self) -> list[str]:
@@ -56,8 +57,9 @@ class Model:
 
     @property
     def shape(self) -> str:
-        """What the layers may look like after pruning (PruningConfig.shape), of most rows."""
-        return str(self.rows["shape"].mode().get(0, PruningConfig.shape))
+        """What the layers may look like after pruning (PruningConfig.shape), if it is the same in all rows; else "free"."""
+        shapes = self.rows["shape"].unique()
+        return str(shapes[0]) if len(shapes) == 1 else PruningConfig.shape
 
 
 @dataclass(frozen=True)

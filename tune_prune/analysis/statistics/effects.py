@@ -1,4 +1,4 @@
-"""What each knob of the search does to accuracy: level means, trends, analysis of variance, importance, correlations.
+"""What each hyperparameter does to accuracy: level means, trends, analysis of variance, importance, correlations.
 
 All functions take the competing rows of one model (`ModelFindings.competing`: complete, finite acc_mean, at least one) in
 any order. Accuracies are fractions, differences percentage points.
@@ -14,15 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.statistics.factors import CALIBRATION, varied
 from tune_prune.analysis.statistics.message import Message
-
-# Names of the factors in tables -> columns of the rows.
-FACTORS = {
-    "method": "pruning_method",
-    "taylor_seq_len": "taylor_seq_len",
-    "taylor_num_samples": "taylor_num_samples",
-}
-_PASS = ["taylor_seq_len", "taylor_num_samples"]  # one gradient pass serves every method
 
 # What accuracy is correlated with, unless told otherwise.
 COLUMNS = (
@@ -131,7 +124,7 @@ def _level_means(rows: pd.DataFrame, knob: str, levels: np.ndarray) -> tuple[np.
 
     acc = rows["acc_mean"].to_numpy("float64")
     scale = float(np.abs(acc).max()) * _ROUNDING
-    others = [column for column in FACTORS.values() if column != knob and rows[column].nunique() > 1]
+    others = [column for column in varied(rows).values() if column != knob]
     own = (rows[knob].to_numpy("int64")[:, None] == levels).astype("float64")
     contrasts = np.eye(len(levels))[1:] - np.eye(len(levels))[0]
     for taken_out in (others, [column for column in others if column == "pruning_method"], []):
@@ -197,8 +190,8 @@ def anova(competing: pd.DataFrame) -> pd.DataFrame | None:
     residual: the three-way one of three factors, the two-way one of two. None where the rows are not one for each combination of
     levels, where one factor only varies, so that nothing is left for the residual, and where all accuracies are equal.
     """
-    factors = [name for name, column in FACTORS.items() if competing[column].nunique() > 1]
-    cells = competing[[FACTORS[name] for name in factors]]
+    factors = varied(competing)
+    cells = competing[list(factors.values())]
     if len(factors) < 2 or len(cells) != cells.nunique().prod() or cells.duplicated().any():
         return None
     acc = competing["acc_mean"].to_numpy("float64")
@@ -208,7 +201,7 @@ def anova(competing: pd.DataFrame) -> pd.DataFrame | None:
     from statsmodels.formula.api import ols
     from statsmodels.stats.anova import anova_lm
 
-    data = pd.DataFrame({name: pd.Categorical(competing[FACTORS[name]].astype("str")) for name in factors})
+    data = pd.DataFrame({name: pd.Categorical(competing[column].astype("str")) for name, column in factors.items()})
     pairs = [] if len(factors) == 2 else [f"{a}:{b}" for a, b in itertools.combinations(factors, 2)]
     fit = ols(f"acc ~ {' + '.join([*factors, *pairs])}", data.assign(acc=acc)).fit()
     table = anova_lm(fit, typ=2).rename(index={"Residual": "residual"}, columns={"PR(>F)": "p"})
@@ -231,7 +224,7 @@ def importance(competing: pd.DataFrame, anova_table: pd.DataFrame | None) -> tup
     """
     if anova_table is not None:
         terms = anova_table["share"].drop("residual")
-        shares = {name: 0.0 for name in FACTORS if name in terms.index}
+        shares = {str(name): 0.0 for name in terms.index if ":" not in str(name)}
         for term, share in terms.items():
             members = str(term).split(":")
             for name in members:
@@ -245,9 +238,9 @@ def importance(competing: pd.DataFrame, anova_table: pd.DataFrame | None) -> tup
 
 def _ped_anova(competing: pd.DataFrame) -> dict[str, float]:
     """Optuna's importance of the factors that vary, as the search sees them: levels in order, methods as categories."""
-    rows = competing.sort_values(list(FACTORS.values()))  # the order of the trials must not matter
-    levels = {name: sorted(rows[column].unique().tolist()) for name, column in FACTORS.items()}
-    levels = {name: values for name, values in levels.items() if len(values) > 1}
+    factors = varied(competing)
+    rows = competing.sort_values(list(factors.values()))  # the order of the trials must not matter
+    levels = {name: sorted(rows[column].unique().tolist()) for name, column in factors.items()}
     if len(rows) < _MIN_TRIALS or rows["acc_mean"].nunique() < 2 or len(levels) < 2:
         return {}
     try:
@@ -256,7 +249,7 @@ def _ped_anova(competing: pd.DataFrame) -> dict[str, float]:
         return {}
     distributions: dict[str, optuna.distributions.BaseDistribution] = {
         name: optuna.distributions.CategoricalDistribution(values)
-        if name == "method"
+        if isinstance(values[0], str)
         else optuna.distributions.IntDistribution(0, len(values) - 1)
         for name, values in levels.items()
     }
@@ -264,12 +257,12 @@ def _ped_anova(competing: pd.DataFrame) -> dict[str, float]:
         optuna.trial.create_trial(
             value=row["acc_mean"],
             params={
-                name: row[FACTORS[name]] if name == "method" else values.index(row[FACTORS[name]])
+                name: value if isinstance(value := row[factors[name]], str) else values.index(value)
                 for name, values in levels.items()
             },
             distributions=distributions,
         )
-        for row in rows[["acc_mean", *FACTORS.values()]].to_dict("records")
+        for row in rows[["acc_mean", *factors.values()]].to_dict("records")
     ]
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # or it announces the study on stderr
@@ -309,7 +302,7 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
             return Correlation(column, None, n, Message("constant", {"column": name}))
     r, low, high = _pearson(values, acc)
     data = pd.DataFrame({"value": values, "acc": acc})
-    passes = data.groupby([rows[name].to_numpy("int64") for name in _PASS])
+    passes = data.groupby([rows[name].to_numpy("int64") for name in CALIBRATION])
     within = passes["value"].max() - passes["value"].min()
     if not column.startswith("grad_") or len(passes) == n or within.max() > 1e-3 * np.ptp(values):
         return Correlation(column, r, n, low=low, high=high)

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.rows import TASK_ITEMS, ranked
+from tune_prune.analysis.input.rows import TASK_ITEMS, plain_values, ranked
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics import effects, rules
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
 from tune_prune.analysis.statistics.differences import Items, read_items
 from tune_prune.analysis.statistics.effects import Correlation, Trend
+from tune_prune.analysis.statistics.factors import CALIBRATION, FACTORS, NUMERIC, methods_reading, varied
 from tune_prune.analysis.statistics.message import Message
 from tune_prune.analysis.statistics.rules import RULES
 from tune_prune.analysis.statistics.transfer import Transfer, transfer
@@ -32,7 +33,8 @@ from tune_prune.core.hashing import seed_for
 
 __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
 
-_KNOBS = ("taylor_seq_len", "taylor_num_samples")
+
+_SIZE_VALUES = ("params_count", "acc_mean", "acc_mean_stderr", "ppl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +79,20 @@ class ModelFindings:
         rows, best = self.model.rows, self.best
         return [
             (knob, int(best[knob]), "lower" if best[knob] == low else "upper")
-            for knob in _KNOBS
-            if (low := rows[knob].min()) < (high := rows[knob].max()) and best[knob] in (low, high)
+            for knob in NUMERIC
+            if knob in varied(rows) and best["pruning_method"] in methods_reading(rows, knob)
+            if best[knob] in ((low := rows[knob].min()), rows[knob].max())
         ]
+
+    def reading(self, *factors: str) -> pd.DataFrame:
+        """The eligible rows of the methods that vary with each of these factors (`methods_reading`)."""
+        methods = self.competing["pruning_method"]
+        reads = [methods.isin(methods_reading(self.model.rows, factor)) for factor in factors]
+        return self.competing[np.logical_and.reduce(reads)] if reads else self.competing
+
+    @cached_property
+    def _reading_all(self) -> pd.DataFrame:
+        return self.reading(*varied(self.model.rows))
 
     @cached_property
     def cross_fit(self) -> CrossFit | None:
@@ -96,22 +109,24 @@ class ModelFindings:
     @cached_property
     def levels(self) -> Mapping[str, pd.DataFrame]:
         """Knob -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
-        return {knob: effects.level_table(self.competing, knob) for knob in _KNOBS}
+        shown = [knob for knob in NUMERIC if knob in CALIBRATION or knob in varied(self.competing)]
+        return {knob: effects.level_table(self.reading(knob), knob) for knob in shown}
 
     @cached_property
     def trends(self) -> Mapping[str, Trend]:
         """Of knobs with two levels or more."""
-        return {knob: effects.trend(self.competing, knob) for knob in _KNOBS if self.competing[knob].nunique() > 1}
+        rows = {knob: self.reading(knob) for knob in NUMERIC}
+        return {knob: effects.trend(own, knob) for knob, own in rows.items() if own[knob].nunique() > 1}
 
     @cached_property
     def effects(self) -> pd.DataFrame | None:
         """`effects.anova`, where the eligible trials are a full grid; index term ("method", "method:taylor_seq_len", ...,
         "residual"); columns df, sum_sq, share, F, p."""
-        return effects.anova(self.competing)
+        return effects.anova(self._reading_all)
 
     @cached_property
     def _importance(self) -> tuple[dict[str, float], str]:
-        return effects.importance(self.competing, self.effects)
+        return effects.importance(self._reading_all, self.effects)
 
     @property
     def importance(self) -> Mapping[str, float]:
@@ -194,7 +209,7 @@ class ModelFindings:
         by_max = self.methods.sort_values("max", ascending=False, kind="stable").index.tolist()
         if by_mean != by_max:
             yield Message("rank_disagrees", {"by_mean": by_mean, "by_max": by_max})
-        expected = math.prod(rows[column].nunique() for column in effects.FACTORS.values())
+        expected = _grid_size(rows)
         if len(competing) < expected:
             yield Message("missing_trials", {"missing": expected - len(competing), "expected": expected})
         if stopped := self.statistics["stopped_early"]:
@@ -247,6 +262,35 @@ class Findings:
         """`Transfer.best_for_all`."""
         return None if self.transfer is None else self.transfer.best_for_all
 
+    @cached_property
+    def sizes(self) -> pd.DataFrame | None:
+        """Accuracy against size, of the models with two pruning ratios or more; None if there is none.
+
+        A row for the dense model, where it is known (ratio 0), and one for the best configuration of each ratio: model (the label
+        without the ratio), config (its name), ratio, kept (fraction of the dense parameters), params_count, acc_mean,
+        acc_mean_stderr, ppl.
+        """
+        by_base: dict[str, list[ModelFindings]] = {}
+        for found in self.models.values():
+            by_base.setdefault(found.model.base, []).append(found)
+        rows: list[dict[str, Any]] = []
+        for base, members in by_base.items():
+            if len({found.model.ratio for found in members}) < 2:
+                continue
+            dense = next((found.model.baseline for found in members if found.model.baseline), {})
+            if "acc_mean" in dense:
+                rows.append(
+                    {"model": base, "config": "dense", "ratio": 0.0, "kept": 1.0} | plain_values(dense, *_SIZE_VALUES)
+                )
+            for found in sorted(members, key=lambda found: found.model.ratio):
+                values = plain_values(found.best, *_SIZE_VALUES)
+                kept = 1 - found.best["removed_fraction"]
+                if values["params_count"] and dense.get("params_count"):
+                    kept = values["params_count"] / dense["params_count"]
+                row = {"model": base, "config": found.best["name"], "ratio": found.model.ratio, "kept": kept}
+                rows.append(row | values)
+        return pd.DataFrame(rows) if rows else None
+
 
 def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
     """The findings of `study`, the best of each model chosen by `rule` (one of RULES).
@@ -281,6 +325,15 @@ def _decide(study: Study, model: Model, competing: pd.DataFrame, rule: str, seed
     chosen = rules.choose_all(competing)
     rules.require_choice(chosen, rule, model.label)
     return ModelFindings(model, rule, competing, comparison, scores, message, chosen, items, seed)
+
+
+def _grid_size(rows: pd.DataFrame) -> int:
+    """How many configurations a full grid of the levels tried has; a method is in it once for each setting of what it reads."""
+    reads = {name: methods_reading(rows, name) for name in FACTORS if name != "method"}
+    return sum(
+        math.prod(rows[name].nunique() for name, methods in reads.items() if method in methods)
+        for method in rows["pruning_method"].unique()
+    )
 
 
 def _gradient_pass_s(competing: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> list[float]:

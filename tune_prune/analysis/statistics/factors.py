@@ -1,0 +1,25 @@
+"""The hyperparameters as factors of an analysis: their columns, those that a study varies, and the rows that vary with them."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from tune_prune.core.config import HYPERPARAMETERS, Whole
+
+# Factor -> column of the rows. The pruning ratio is none: each is compared in itself.
+FACTORS = {name: "pruning_method" if name == "method" else name for name in HYPERPARAMETERS if name != "pruning_ratio"}
+NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, Whole))
+CALIBRATION = ("taylor_seq_len", "taylor_num_samples")  # what a gradient pass is made with; it serves every method
+
+
+def varied(rows: pd.DataFrame) -> dict[str, str]:
+    """The factors with two levels or more among the rows."""
+    return {name: column for name, column in FACTORS.items() if column in rows and rows[column].nunique() > 1}
+
+
+def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
+    """The methods that vary with a factor, by all trials of a model, failed ones too: all of them, but for those that were
+    tried at one level where others were tried at several. A grid holds a method once that does not read a hyperparameter."""
+    levels = rows.groupby("pruning_method")[FACTORS[factor]].nunique()
+    several = levels.index[levels > 1]
+    return set(several if len(several) and factor != "method" else levels.index)
