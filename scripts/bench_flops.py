@@ -24,6 +24,7 @@ import torch
 from bench_common import Subject, benchmark_parser, median_times, sizes_of, subject, table, write_json
 from torch.profiler import ProfilerActivity, profile
 
+from tune_prune.core.config import PruningConfig
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.tokens import SAMPLED_ITEMS, zero_shot_tokens
 from tune_prune.data import calibration, perplexity_text
@@ -31,11 +32,10 @@ from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine.prefix_trees import score_planned
 from tune_prune.models import catalog, loading
-from tune_prune.pruning.statistics.block_removal import removal_losses
-from tune_prune.pruning.statistics.taylor import batch_size, taylor
+from tune_prune.pruning.batches import batch_size
+from tune_prune.pruning.statistics import Need, load_statistic, statistic_names
 
 PEAK_SIZES = (512, 1024, 2048)
-KINDS = ("layer", "attention", "mlp")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,7 +103,6 @@ def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, 
     arithmetic = Arithmetic.of(loaded.geometry, model.config.vocab_size)
     text = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
     windows = calibration.windows(text, seq_len, samples, run.seed)
-    few = windows[: max(1, samples // 5)]
     window = min(run.protocol.perplexity_window, loaded.max_length)
     reported = calibration.tokenize(loaded.tokenizer, perplexity_text.load_text(run.data_dir, uses_embedded_data(run)))
     reported = reported[:window]
@@ -112,26 +111,27 @@ def measure(one: Subject, seq_len: int, samples: int, limit: int, repeats: int, 
     everything = (*items.plain, *items.trees)
 
     calls: dict[str, Callable[[], Any]] = {
-        "importance": lambda: taylor(model, family, windows, [samples]),
-        "removal": lambda: removal_losses(model, family, few, KINDS),
         "perplexity": lambda: perplexity.perplexity(model, reported, window),
         "zero_shot": lambda: score_planned(model, items),
     }
     tokens = {
-        "importance": samples * seq_len,
-        "removal": len(few) * seq_len * (1 + len(KINDS) * arithmetic.layers),
         "perplexity": len(reported),
         "zero_shot": items.num_tokens,
     }
     flops = {
-        "importance": arithmetic.gradient(samples * seq_len, seq_len),
-        "removal": arithmetic.removal(len(few), seq_len, KINDS),
         "perplexity": arithmetic.forward(len(reported), min(window, len(reported))),
         # every row has its own length, so its own attention
         "zero_shot": sum(
             arithmetic.forward(len(row.tokens), len(row.tokens), len(np.unique(row.scored))) for row in everything
         ),
     }
+    config = PruningConfig("random", seq_len, samples)
+    for name in statistic_names():
+        statistic = load_statistic(name)
+        needs = [Need(name, kind, statistic.num_samples(config)) for kind in statistic.kinds]
+        work = statistic.work(needs, seq_len, arithmetic.layers, "cpu")
+        calls[statistic.stage] = partial(statistic.collect, model, family, windows, needs)
+        tokens[statistic.stage], flops[statistic.stage] = work.tokens, arithmetic.of_pass(work, seq_len)
     step = batch_size(seq_len, "cpu")
     assert samples <= step or samples % step == 0, "a batch would run twice"
     for call in calls.values():

@@ -25,7 +25,7 @@ import torch
 from bench_common import benchmark_parser, median_times, table, write_json
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
-from tune_prune.evaluation.engine.prefix_trees import count_tokens, refusal, score_items
+from tune_prune.evaluation.engine.prefix_trees import count_tokens, score_items, unsupported_reason
 from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import Family, family_of
@@ -212,7 +212,7 @@ def evaluate_stages(bench: Bench, args: Any) -> dict[str, Any]:
     by_task = random_items(vocab_size, args.items, min(longest, 1024))
     items = [item for task in by_task.values() for item in task]
     scored = sum(len(request.targets) for item in items for request in item)
-    refused = refusal(bench.model)
+    refused = unsupported_reason(bench.model)
     answers: list[np.ndarray] = []
     for share in (True, False):
         tokens = count_tokens(items, share)
@@ -242,7 +242,7 @@ def evaluate_stages(bench: Bench, args: Any) -> dict[str, Any]:
         "tokens": {"shared": count_tokens(items, True), "plain": plain},
         "whole_tokens": {"shared": whole[True], "plain": whole[False]},
         "largest_difference": float(np.ptp(np.stack(answers), axis=0).max()) if answers else float("nan"),
-        "refusal": refused,
+        "unsupported_reason": refused,
     }
 
 
@@ -306,8 +306,8 @@ def report(bench: Bench, zero_shot: dict[str, Any], projected: dict[str, float])
         f"{p['gradient_passes_s']:.0f} s, removal passes {p['removal_passes_s']:.0f} s, grid of 45 trials "
         f"{p['grid_minutes']:.0f} min",
     ]
-    if zero_shot["refusal"]:
-        lines.append(f"prefixes cannot be shared: {zero_shot['refusal']}")
+    if zero_shot["unsupported_reason"]:
+        lines.append(f"prefixes cannot be shared: {zero_shot['unsupported_reason']}")
     return "\n".join(lines)
 
 

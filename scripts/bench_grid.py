@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 from bench_common import Subject, benchmark_parser, sizes_of, subject, table, write_json
+from bench_passes import removal_kinds
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
@@ -119,9 +120,9 @@ def published_trial(order: dict[str, Any]) -> None:
     from tune_prune.data.sources import task_source, uses_embedded_data
     from tune_prune.evaluation import perplexity
     from tune_prune.models import catalog, loading
-    from tune_prune.pruning.methods import LOSS_FLOOR, Statistics
+    from tune_prune.pruning.methods import Dense
     from tune_prune.pruning.selection import select
-    from tune_prune.pruning.statistics.block_removal import RemovalLosses
+    from tune_prune.pruning.statistics.block_removal import LOSS_FLOOR, RemovalLosses
     from tune_prune.pruning.statistics.taylor import taylor
     from tune_prune.pruning.surgery import prune
 
@@ -137,17 +138,18 @@ def published_trial(order: dict[str, Any]) -> None:
 
     groups = published_way.gradient_pass(loaded, windows)
     marks["gradients"] = time.perf_counter()
-    method, increase = load_method(config.method), {}
-    if method.removals:
-        losses = published_way.removal_passes(loaded, windows[:few], method.removals)
+    statistics: dict[str, Any] = {"taylor": groups}
+    kinds = removal_kinds(config.method)
+    if kinds:
+        losses = published_way.removal_passes(loaded, windows[:few], kinds)
         removal = RemovalLosses(losses.pop("dense")[0], losses)
-        increase = {kind: removal.increase(kind, few).clip(min=LOSS_FLOOR) for kind in method.removals}
+        statistics |= {f"block_removal:{kind}": removal.increase(kind, few).clip(min=LOSS_FLOOR) for kind in kinds}
     marks["removal"] = time.perf_counter()
-    if method.removals:
-        published_way.removal_passes(loaded, windows[:few], unused_removals(method.removals))
+    if kinds:
+        published_way.removal_passes(loaded, windows[:few], unused_removals(kinds))
     marks["unused removal"] = time.perf_counter()
     plan = select(
-        method.scores(Statistics(loaded.geometry, groups.per_parameter(loaded.geometry), increase, run.seed)),
+        load_method(config.method).scores(Dense(loaded.model, loaded.family, loaded.geometry, run.seed, statistics)),
         loaded.geometry,
         config.pruning_ratio,
     )
@@ -178,8 +180,8 @@ def published_trial(order: dict[str, Any]) -> None:
     again = {"": time.perf_counter()}
     taylor(loaded.model, loaded.family, windows, [config.taylor_num_samples])
     again["gradients"] = time.perf_counter()
-    if method.removals:
-        naive_removal_losses(loaded, windows[:few], method.removals)
+    if kinds:
+        naive_removal_losses(loaded, windows[:few], kinds)
     again["removal"] = time.perf_counter()
     perplexity.perplexity(model, held_out, window)
     again["perplexity"] = time.perf_counter()
@@ -215,7 +217,7 @@ def pass_tokens(configs: Sequence[PruningConfig], num_layers: int) -> dict[str, 
     tokens = {"gradients": 0, "removal": 0, "unused removal": 0}
     for config in configs:
         tokens["gradients"] += config.taylor_seq_len * config.taylor_num_samples
-        if used := load_method(config.method).removals:
+        if used := removal_kinds(config.method):
             once = config.taylor_seq_len * config.num_removal_samples
             tokens["removal"] += once * (1 + num_layers * len(used))
             tokens["unused removal"] += once * (1 + num_layers * len(unused_removals(used)))

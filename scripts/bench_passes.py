@@ -33,9 +33,17 @@ from tune_prune.models.families import decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.loading import LoadedModel
 from tune_prune.planning import search_space
+from tune_prune.pruning.batches import batch_size
 from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.statistics import parse
 from tune_prune.pruning.statistics.block_removal import removal_losses
-from tune_prune.pruning.statistics.taylor import Importance, batch_size, taylor
+from tune_prune.pruning.statistics.taylor import Importance, taylor
+
+
+def removal_kinds(method: str) -> tuple[str, ...]:
+    """The blocks whose removal losses the method decides by."""
+    named = [parse(name) for name in load_method(method).statistics]
+    return tuple(kind for statistic, kind in named if statistic == "block_removal")
 
 
 def measure(subject: Subject, configs: list[PruningConfig], repeats: int) -> dict[str, Any]:
@@ -50,7 +58,7 @@ def measure(subject: Subject, configs: list[PruningConfig], repeats: int) -> dic
         windows = calibration.windows(tokens, seq_len, max(c.taylor_num_samples for c in here), run.seed)
         _gradient_passes(loaded, windows, here, repeats, gradient)
         _removal_passes(loaded, windows, here, repeats, removal)
-    kinds = {config: load_method(config.method).removals for config in configs}
+    kinds = {config: removal_kinds(config.method) for config in configs}
     seq_lens = {config.taylor_seq_len for config in configs}
     gradient["passes"] = {"shared": len(seq_lens), "per_trial": len(configs)}
     gradient["samples"] = {
@@ -108,7 +116,7 @@ def _gradient_passes(
 def _removal_passes(
     loaded: LoadedModel, windows: torch.Tensor, here: list[PruningConfig], repeats: int, found: dict[str, Any]
 ) -> None:
-    wanted = {(load_method(c.method).removals, c.num_removal_samples) for c in here if load_method(c.method).removals}
+    wanted = {(removal_kinds(c.method), c.num_removal_samples) for c in here if removal_kinds(c.method)}
     if not wanted:
         return
     kinds = sorted({kind for removals, _ in wanted for kind in removals})
@@ -124,7 +132,7 @@ def _removal_passes(
     seconds, results = median_times(calls, repeats)
     found["seconds"]["shared"] += seconds["shared"]
     for removals, n in wanted:
-        users = sum(load_method(c.method).removals == removals and c.num_removal_samples == n for c in here)
+        users = sum(removal_kinds(c.method) == removals and c.num_removal_samples == n for c in here)
         found["seconds"]["per_trial"] += seconds[f"{removals} {n}"] * users
         for kind in removals:
             shared = results["shared"].removed[kind][:, :n]

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from tune_prune.models.families import decoder_layers
 from tune_prune.models.loading import LoadedModel
+from tune_prune.pruning.group_sums import group_sums
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.statistics.taylor import group_scores
 
 GRADIENT_BATCH = 8  # samples, the default of the published code
 
@@ -35,15 +35,15 @@ def gradient_pass(loaded: LoadedModel, windows: Tensor) -> GroupScores:
     for batch in windows.split(GRADIENT_BATCH):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         (loss * (len(batch) / len(windows))).backward()
-    scores = group_scores(model, loaded.family, _gradient)
+    scores = group_sums(model, loaded.family, _salience)
     model.zero_grad(set_to_none=True)
     model.requires_grad_(False)
     return scores
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def _salience(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
-    return parameter.grad
+    return (parameter * parameter.grad).abs()
 
 
 @torch.no_grad()

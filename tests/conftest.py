@@ -24,7 +24,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune import search
+from tune_prune.cost_model import speed
+from tune_prune.cost_model.speed import Speed, SpeedRequest
 from tune_prune.models.families import FAMILIES
+from tune_prune.planning import plan_cost
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -125,6 +128,22 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict
         return json.loads(path.read_text(encoding="utf-8"))
 
     return run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def speeds_measured_once() -> Iterator[None]:
+    """Plans of the same model in one test process share a measurement of this machine's speed, which takes a second."""
+    known: dict[str, Any] = {}
+
+    def measure(request: SpeedRequest) -> Speed:
+        key = repr((request.config.to_dict(), request.dtype, request.device, request.threads, request.longest_row))
+        if key not in known:
+            known[key] = speed.measure(request)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_cost, "measure", measure)
+        yield
 
 
 @pytest.fixture

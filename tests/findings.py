@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,25 @@ def published_findings(rule: str = "accuracy") -> Findings:
 def simulated_findings(folder: Path, rule: str = "accuracy", **settings: Any) -> Findings:
     """The findings of `simulated_study(folder, **settings)`."""
     return find(read_study([simulated_study(folder, **settings)], []), rule)
+
+
+def from_csv(folder: Path, models: dict[str, Callable[[str, int, int], float]], **columns: object) -> Findings:
+    """Findings of results files: a function (method, seq_len, samples) -> accuracy per model; NaN is a failed run."""
+    paths = []
+    for label, accuracy in models.items():
+        grid = itertools.product(("taylor", "layerwise", "blockwise"), (16, 32, 64, 128), (4, 128, 512))
+        rows = [
+            {"pruning_method": m, "taylor_seq_len": s, "taylor_num_samples": n, "acc_mean": accuracy(m, s, n)}
+            for m, s, n in grid
+        ]
+        frame = pd.DataFrame(rows).assign(pruning_ratio=0.2, **columns)
+        frame["output_dir"] = [f"{label}_{index}" for index in frame.index]
+        frame["success"] = frame["acc_mean"].notna()
+        for task in ZERO_SHOT_TASKS:
+            frame[f"acc_{task}"] = frame["acc_mean"]
+        paths.append((label, folder / f"{len(paths)}.csv"))
+        frame.to_csv(paths[-1][1], index=False)
+    return find(read_study([], paths))
 
 
 def simulated_scores(

@@ -17,7 +17,8 @@ from tune_prune.cost_model.memory import MemoryPlan, plan_memory
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.statistics.taylor import taylor
+from tune_prune.pruning.statistics import Need
+from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
 
 STAGES = {"taylor": 8000, "copies": 2000, "evaluation": 8000}  # with the vocabulary of the model
 
@@ -44,7 +45,8 @@ def build(name: str) -> Stage:
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     family = family_of("llama")
     snapshots = [5, 20] if name == "copies" else [20]
-    plan = plan_memory(read_geometry(model, family), config, 4, "cpu", {256: snapshots}, 0, 512, 8 * 512, 64)
+    work = STATISTIC.work([Need("taylor", "", n) for n in snapshots], 256, 4, "cpu")
+    plan = plan_memory(read_geometry(model, family), config, 4, "cpu", [work], 0, 512, 8 * 512, 64)
     windows = torch.randint(vocab, (20, 256))
     taylor(model, family, windows[:1, :4], [1])
     if name == "evaluation":

@@ -39,7 +39,7 @@ def measured_checkpoint(folder: Path, context: TrialContext) -> Path:
         pass
     assert trial.plan is not None
     trial.write_files(FolderStore(folder.with_name(TRIAL)))
-    return save(folder, context, trial.plan, metrics=trial.record().metrics)
+    return save(folder, context, trial.plan, metrics=trial.progress.record("complete").metrics)
 
 
 def save(
@@ -47,14 +47,13 @@ def save(
     context: TrialContext,
     plan: PruningPlan,
     fmt: Format = "hf",
-    metrics: Mapping[str, float] | None = None,
+    metrics: Mapping[str, float | None] | None = None,
 ) -> Path:
     """The checkpoint of the model of `context` pruned by `plan`."""
     run = context.run
-    origin = Origin(
-        config=asdict(CONFIG), source=run.to_dict(), metrics=metrics, measured_on=measured_on(run), baseline=None
-    )
-    return save_checkpoint(context.loaded, plan, origin, folder, fmt).folder
+    origin = Origin(config=CONFIG, source=run, metrics=metrics, measured_on=measured_on(run), baseline=None)
+    save_checkpoint(context.loaded, plan, origin, folder, fmt)
+    return folder
 
 
 def plan_of(context: TrialContext, groups: list[tuple[int, ...]], channels: list[tuple[int, ...]]) -> PruningPlan:
@@ -82,5 +81,5 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
 
 def record_files(folder: Path) -> None:
     """Let the manifest describe the weight files as they are now."""
-    files = {path.name: manifest.file_entry(path) for path in folder.glob("*.safetensors")}
+    files = {path.name: asdict(manifest.weight_file(path)) for path in folder.glob("*.safetensors")}
     change_json(folder / manifest.MANIFEST, lambda values: values.update(files=files))

@@ -8,11 +8,9 @@ them where they were measured in the same way.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,11 +20,8 @@ from tune_prune.core.errors import UserError
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
-    from tune_prune.checkpoint.recorded import Recorded
     from tune_prune.core.config import ModelRun
-    from tune_prune.core.records import StageReport
     from tune_prune.trial.context import TrialContext
-    from tune_prune.trial.trial import Trial
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,6 +60,7 @@ def _main(argv: list[str]) -> None:
     output = None if args.output is None else _output(args.output)
 
     from tune_prune.checkpoint import recorded  # imports torch: not before every flag has been read
+    from tune_prune.cli import evaluation_text
     from tune_prune.core.files import atomic_write_text, to_json
     from tune_prune.data.sources import measured_on
     from tune_prune.models import loading
@@ -83,18 +79,18 @@ def _main(argv: list[str]) -> None:
             flush=True,
         )
         if manifest is not None:
-            print(_checkpoint(manifest), flush=True)
+            print(evaluation_text.checkpoint_line(manifest), flush=True)
         trial = Trial(None, context)
         for report in trial.stages():
-            print(_progress(report), flush=True)
-        record = trial.record("complete")
-        before = None if manifest is None else recorded.comparable(manifest, model_run, measured_on(model_run))
-        print(f"\n{_describe(trial, record.metrics, before)}")
-        for note in [*record.notes, *(before.notes if before else ())]:
+            print(evaluation_text.stage_line(report), flush=True)
+        record = trial.progress.record("complete")
+        earlier = None if manifest is None else recorded.comparable(manifest, model_run, measured_on(model_run))
+        print(f"\n{evaluation_text.result_text(trial, record.metrics, earlier)}")
+        for note in [*record.notes, *(earlier.notes if earlier else ())]:
             print(f"note: {note}")
     if output is not None:
-        known = {} if manifest is None else {"recorded": manifest.metrics}
-        atomic_write_text(output, to_json(record.to_dict() | {"run": model_run.to_dict()} | known))
+        recorded_metrics = {} if manifest is None else {"recorded": manifest.metrics}
+        atomic_write_text(output, to_json(record.to_dict() | {"run": model_run.to_dict()} | recorded_metrics))
         print(f"\nrecord       {output}")
 
 
@@ -148,98 +144,6 @@ def _check_vocabulary(context: TrialContext) -> None:
             f"the tokenizer of {context.run.label} makes token {largest}, but vocab_size in its config.json is {vocab_size}; use "
             "the model's own tokenizer files"
         )
-
-
-def _checkpoint(manifest: Manifest) -> str:
-    """A line for a pruned checkpoint: what it was made from, and how."""
-    return (
-        f"checkpoint   {manifest.base['label']} pruned by {manifest.pruning_config.name}, {manifest.removed_fraction:.1%} of its "
-        f"parameters removed, format {manifest.format}; config and weights are those that tune_prune.json describes"
-    )
-
-
-def _progress(report: StageReport) -> str:
-    """A line for a stage that is done."""
-    metrics, seconds = report.metrics, f"{report.duration_s:.1f} s"
-    if report.stage == "perplexity":
-        return f"perplexity   {_perplexity(metrics['ppl'])}  ({report.tokens:,} tokens, {seconds})"
-    items = f"{report.items_scored:,} of {report.items_total:,} items"
-    accuracy = f"{metrics['acc_mean']:.4f} ± {metrics['acc_mean_stderr']:.4f}"
-    return f"zero-shot    {accuracy}  ({items}; {report.tokens:,} tokens, {seconds})"
-
-
-def _perplexity(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 100_000 else f"{value:.3g}"
-
-
-def _describe(trial: Trial, metrics: dict[str, float], before: Recorded | None) -> str:
-    """The result as text for the screen: perplexity, a row per task, what each stage cost. `before`: numbers recorded for a
-    pruned checkpoint, to stand beside the measured ones."""
-    from tune_prune.data.sources import uses_embedded_data
-    from tune_prune.evaluation.item_scores import metric_of, summarize
-
-    context = trial.context
-    beside = () if before is None else ("recorded", "difference")
-    rows = [("task", "metric", "accuracy", "stderr", *beside, "chance", "items")]
-    for task in dict.fromkeys(item.task for item in trial.items):
-        mine = [item for item in trial.items if item.task == task]
-        chance = summarize(mine)["chance_acc_mean"]
-        accuracy, stderr = metrics[f"acc_{task}"], metrics[f"acc_{task}_stderr"]
-        beside = () if before is None else _beside(accuracy, before.accuracies.get(task))
-        cells = (task, metric_of(task), f"{accuracy:.4f}", _stderr(stderr))
-        rows.append((*cells, *beside, f"{chance:.4f}", f"{len(mine):,}"))
-    mean, stderr = metrics["acc_mean"], metrics["acc_mean_stderr"]
-    beside = () if before is None else _beside(mean, before.acc_mean)
-    cells = ("mean", "", f"{mean:.4f}", _stderr(stderr))
-    rows.append((*cells, *beside, f"{metrics['chance_acc_mean']:.4f}", f"{len(trial.items):,}"))
-
-    costs = [("stage", "tokens", "seconds")]
-    for stage in dict.fromkeys(report.stage for report in trial.reports):
-        reports = [report for report in trial.reports if report.stage == stage]
-        tokens, seconds = sum(report.tokens for report in reports), sum(report.duration_s for report in reports)
-        costs.append((stage.replace("_", "-"), f"{tokens:,}", f"{seconds:.1f}"))
-    text = "the embedded text" if uses_embedded_data(context.run) else "WikiText-2 test"
-    known = ""
-    if before is not None and before.ppl is not None:
-        known = f"; recorded {_perplexity(before.ppl)}, difference {_difference(metrics['ppl'], before.ppl)}"
-    return "\n".join(
-        [
-            f"perplexity {_perplexity(metrics['ppl'])} on {text}, windows of {context.perplexity_window:,} tokens{known}",
-            "",
-            *_aligned(rows, left=2),
-            "",
-            *_aligned(costs, left=1),
-        ]
-    )
-
-
-def _beside(measured: float, recorded: float | None) -> tuple[str, str]:
-    """The cells "recorded" and "difference"."""
-    return ("-", "-") if recorded is None else (f"{recorded:.4f}", _difference(measured, recorded))
-
-
-def _difference(measured: float, recorded: float) -> str:
-    """0 only where the two are the same number."""
-    if measured == recorded or (math.isnan(measured) and math.isnan(recorded)):
-        return "0"
-    difference = measured - recorded
-    return f"{difference:+.4f}" if 1e-4 <= abs(difference) < 1e5 else f"{difference:+.1e}"
-
-
-def _stderr(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4f}"  # one item has none
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], left: int) -> list[str]:
-    """Rows in columns: the first `left` flush left, numbers right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if column < left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tune_prune.core.errors import UserError
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
-    from tune_prune.checkpoint.save import Format, Saved
+    from tune_prune.checkpoint.save import Format
     from tune_prune.cli.prune_request import PruneRequest
 
 FROM_FLAGS = (*(row.short for row in HYPERPARAMETERS.values()), "align", "calibration", "data_dir", "seed")
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     what.add_argument(
         "--model", type=flags.text, metavar="NAME",
-        help="alias, hub id or local folder; with --config, which of its models (default: the only one)",
+        help="alias, hub id or local folder; with --config, which of its labels, e.g. tiny-llama@0.3 (default: the only one)",
     )  # fmt: skip
     what.add_argument(
         "--base", type=flags.text, metavar="DIR",
@@ -107,7 +107,7 @@ def _main(argv: list[str]) -> None:
         shard_bytes=round(args.shard_gb * 1e9),
         measure_speed=args.measure,
     )
-    print(describe(saved))
+    print(describe(folder, saved))
 
 
 def save(
@@ -117,8 +117,9 @@ def save(
     device: str = "auto",
     dtype: str | None = None,
     **options: Any,
-) -> Saved:
-    """Execute a request, saying what is done. `options` as in `save_checkpoint`. Raises UserError."""
+) -> Manifest:
+    """Execute a request, saying what is done; gives the checkpoint's manifest. `options` as in `save_checkpoint`. Raises
+    UserError."""
     from tune_prune.checkpoint.save import save_checkpoint
     from tune_prune.cli import prune_request
 
@@ -154,23 +155,25 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def describe(saved: Saved) -> str:
+def describe(folder: Path, about: Manifest) -> str:
     """What was saved, for the screen: sizes beside the dense model's, speeds where measured, and the next command."""
     from tune_prune.checkpoint import sizes, speed
     from tune_prune.checkpoint.manifest import MANIFEST
     from tune_prune.cli.plan_text import shown_path
 
-    about, folder = saved.manifest, saved.folder
-    lines = ["", sizes.size_table(saved.rows, saved.disk_bytes)]
-    if "padded" in saved.rows:
-        dense, pruned, padded = (saved.rows[name].params for name in ("dense", "pruned", "padded"))
+    on_disk = sum(file.bytes for file in about.files.values())
+    saved_as = "padded" if "padded" in about.sizes else "pruned"
+    disk_bytes = {"dense": about.sizes["dense"].weight_bytes, saved_as: on_disk}
+    lines = ["", sizes.size_table(about.sizes, disk_bytes)]
+    if saved_as == "padded":
+        dense, pruned, padded = (about.sizes[name].params for name in ("dense", "pruned", "padded"))
         stays = (dense - padded) / max(1, dense - pruned)
         lines += ["", f"padding      {padded - pruned:,} zeros; {stays:.0%} of what pruning removed stays removed"]
     if about.speed is not None:
-        lines += ["", speed.speed_table({name: speed.Speed.from_dict(values) for name, values in about.speed.items()})]
+        lines += ["", speed.speed_table(about.speed)]
     if about.dropped_layers:
         lines += ["", f"dropped      layers {', '.join(map(str, about.dropped_layers))}, which had lost both blocks"]
-    lines += [f"note: {note}" for note in saved.notes]
+    lines += [f"note: {note}" for note in about.notes]
     lines += ["", f"saved        {shown_path(folder)}/: {', '.join(about.files)}, README.md, {MANIFEST}"]
     if about.format == "gguf":
         lines += [f"load         llama-cli -m {shlex.quote(str(shown_path(folder / next(iter(about.files)))))}"]
@@ -186,7 +189,7 @@ def describe(saved: Saved) -> str:
 def evaluation(folder: str, about: Manifest) -> list[str]:
     """The command that measures a checkpoint on what its recorded numbers were measured on."""
     command = ["python", "-m", "tune_prune.evaluate", "--model", folder]
-    run = about.run
+    run = about.source
     if run is None or about.metrics is None:
         return command
     for flag, value in (("--data-dir", run.data_dir), ("--limit", run.protocol.limit)):

@@ -216,8 +216,8 @@ def _save_best(experiment_dir: Path) -> None:
 
     for label in parse_json(experiment_dir / BEST_CONFIG)["models"]:
         request = prune_request.from_config(str(experiment_dir), label)
-        saved = prune.save(request, experiment_dir / SAVED_MODELS / label, overwrite=True)
-        print(f"{prune.describe(saved)}\n", flush=True)
+        folder = experiment_dir / SAVED_MODELS / label
+        print(f"{prune.describe(folder, prune.save(request, folder, overwrite=True))}\n", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -247,8 +247,8 @@ def _main(argv: list[str]) -> None:
         _save_best(plan.experiment_dir)
     failed = result.count("failed")
     print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
-    print(f"look         tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}")
-    print(f"publish      python -m tune_prune.analysis {shlex.quote(str(folder))}")
+    print(f"view curves  tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}")
+    print(f"report       python -m tune_prune.analysis {shlex.quote(str(folder))}")
     if failed:
         print(
             f"failed       {failed} trials (reasons in all_methods_results.csv); the same command tries them again:\n"

@@ -14,6 +14,7 @@ import pytest
 
 from tests.findings import published_folder
 from tune_prune.analysis.export import write_views
+from tune_prune.analysis.input import reading
 from tune_prune.analysis.input import rows as columns
 from tune_prune.analysis.input.reading import read_study, study_of_search
 from tune_prune.analysis.input.results_csv import read_results_csv
@@ -424,3 +425,14 @@ def test_models_come_in_the_order_they_were_named(tmp_path: Path) -> None:
     assert list(read_study([folder], [("b", path), ("a", copy), ("b", path)]).models) == ["tiny", "b", "a"]
     models = read_study([], [("b", path), ("a", path)]).models  # the same rows under two names are two models
     assert {label: len(model.rows) for label, model in models.items()} == {"b": 1, "a": 1}
+
+
+def test_methods_that_take_no_gradients_miss_none() -> None:
+    whole = dict.fromkeys(reading._CHECKED, 1.0) | {"success": True, "status": "complete", "reason": ""}
+    without = whole | {name: math.nan for name in whole if name.startswith("grad_")}
+    rows = [
+        values | {"pruning_method": method, "name": f"{method}-{index}", "where": ""}
+        for index, (method, values) in enumerate([("taylor", whole), ("taylor", without), ("random", without)])
+    ]
+    (problem,) = reading._of_rows("m", pd.DataFrame(rows))
+    assert problem.kind == "not_finite" and problem.what.startswith("taylor-1: grad_")

@@ -38,6 +38,13 @@ def test_cost_counts_what_was_computed(tmp_path: Path) -> None:
     assert cost_line(cost) == "cost         2 gradient passes, 1 removal passes"
 
 
+def test_passes_of_any_statistic_are_counted(tmp_path: Path) -> None:
+    passes = [*PASSES, stage("input_norms", 1.0, 20), stage("input_norms", 1.0, 20)]
+    cost = write_cost(tmp_path / "cost.json", [], {}, passes)
+    assert cost["input_norms_passes"] == 2
+    assert cost_line(cost) == "cost         1 gradient passes, 2 input norms passes, 1 removal passes"
+
+
 def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Path) -> None:
     """The first start had done one trial, the baseline and the passes; the second one runs the other trial."""
     before = totals([OWN], {"m": DENSE}, PASSES)

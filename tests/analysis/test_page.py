@@ -131,7 +131,7 @@ def test_names_from_outside_are_only_text(parsed: Page) -> None:
         "Accuracy by seq_len and num_samples, a panel for each method: beta"
     ]
     assert HOSTILE in parsed.texts["h2"]
-    reasons = [text for _, text in parsed.column("trials-table", "Reason")]
+    reasons = [text for _, text in parsed.column("table-trials", "Reason")]
     assert reasons.count(HOSTILE_REASON) == 2
 
 
@@ -149,15 +149,15 @@ def test_figures_are_embedded_as_they_are(parsed: Page, figure: Path) -> None:
 
 def test_every_trial_is_there_once_with_its_numbers(parsed: Page, findings: Findings) -> None:
     shown = zip(
-        (text for _, text in parsed.column("trials-table", "Model")),
-        (attributes["data-sort"] for attributes, _ in parsed.column("trials-table", "Configuration")),
-        parsed.numbers("trials-table", "Accuracy"),
-        parsed.numbers("trials-table", "p"),
-        (text for _, text in parsed.column("trials-table", "Status")),
+        (text for _, text in parsed.column("table-trials", "Model")),
+        (attributes["data-sort"] for attributes, _ in parsed.column("table-trials", "Configuration")),
+        parsed.numbers("table-trials", "Accuracy"),
+        parsed.numbers("table-trials", "p"),
+        (text for _, text in parsed.column("table-trials", "Status")),
         strict=True,
     )
     seen = {(model, name): (accuracy, p, status) for model, name, accuracy, p, status in shown}
-    assert len(parsed.tables["trials-table"]) - 1 == len(seen) == 36
+    assert len(parsed.tables["table-trials"]) - 1 == len(seen) == 36
     for label, found in findings.models.items():
         for row in found.competing.to_dict("records"):
             assert seen.pop((label, row["name"])) == (row["acc_mean"], row["p_best"], "complete")
@@ -197,15 +197,12 @@ def test_tables_hold_the_findings(parsed: Page, findings: Findings) -> None:
     lost = findings.transfer_points
     assert lost is not None
     first, second = lost.index
-    assert parsed.numbers("transfer-table", f"with {second}'s best")[0] == pytest.approx(lost.loc[first, second])
-    assert parsed.numbers("transfer-table", f"with {first}'s best")[1] == pytest.approx(lost.loc[second, first])
+    assert parsed.numbers("table-transfer", second)[0] == pytest.approx(lost.loc[first, second])
+    assert parsed.numbers("table-transfer", first)[1] == pytest.approx(lost.loc[second, first])
     means = [mean for found in findings.models.values() for mean in found.methods["mean"]]
-    assert parsed.numbers("methods", "Mean") == pytest.approx(means)
-    for knob, short in (("taylor_seq_len", "seq_len"), ("taylor_num_samples", "num_samples")):
-        means = [mean for found in findings.models.values() for mean in found.levels[knob]["mean"]]
-        assert parsed.numbers(f"levels-{short}", "Mean") == pytest.approx(means)
+    assert parsed.numbers("table-methods", "Mean") == pytest.approx(means)
     r = [item.r for found in findings.models.values() for item in found.correlations]
-    assert parsed.numbers("correlations", "r") == pytest.approx(r, nan_ok=True)
+    assert parsed.numbers("table-correlations", "r") == pytest.approx(r, nan_ok=True)
 
 
 def test_each_best_can_be_run_again(parsed: Page, findings: Findings) -> None:
@@ -213,48 +210,49 @@ def test_each_best_can_be_run_again(parsed: Page, findings: Findings) -> None:
     assert len(commands) == 2
     for command, found in zip(commands, findings.models.values(), strict=True):
         best = found.best
-        assert f"'method: [{best['pruning_method']}]'" in command
-        assert f"'taylor_seq_len: [{best['taylor_seq_len']}]'" in command
-        assert f"'taylor_num_samples: [{best['taylor_num_samples']}]'" in command
+        assert f"'method: {best['pruning_method']}'" in command
+        assert f"'taylor_seq_len: {best['taylor_seq_len']}'" in command
+        assert f"'taylor_num_samples: {best['taylor_num_samples']}'" in command
 
 
 def test_published_results_need_no_experiment() -> None:
     parsed = Page(page.render(published_findings(), []))
-    assert len(parsed.tables["trials-table"]) == 46
-    titles = [text for _, text in parsed.tables["trials-table"][0]]
+    assert len(parsed.tables["table-trials"]) == 46
+    titles = [text for _, text in parsed.tables["table-trials"][0]]
     assert "Accuracy" in titles and "Time" not in titles  # nothing is known of the time
     assert ".5980" in [text.strip() for text in parsed.texts["dd"]]
-    best = [text for _, text in parsed.column("trials-table", "Configuration") if text.endswith(" best")]
+    best = [text for _, text in parsed.column("table-trials", "Configuration") if text.endswith(" best")]
     assert best == ["blockwise-s64-n128 best"]
 
 
 def test_many_models_begin_with_a_table_and_say_what_they_share_once(tmp_path: Path) -> None:
     found = find(read_study([simulated_study(tmp_path, models=("a", "b", "c", "d"), items=40, with_items=False)], []))
     parsed = Page(page.render(found, []))
-    assert [text for _, text in parsed.column("overview", "Model")] == ["a", "b", "c", "d"]
+    assert [text for _, text in parsed.column("table-optimal_configurations", "Model")] == ["a", "b", "c", "d"]
     best = [model.best["acc_mean"] for model in found.models.values()]
-    assert parsed.numbers("overview", "Accuracy") == pytest.approx(best)
-    assert parsed.numbers("overview", "Free of selection bias") == [None] * 4  # no items
+    assert parsed.numbers("table-optimal_configurations", "Accuracy") == pytest.approx(best)
+    titles = [text for _, text in parsed.tables["table-optimal_configurations"][0]]
+    assert "Cross-fitted" not in titles  # no items
     shared = messages.format_message(Message("no_items"))
     assert [text.strip() for text in parsed.texts["li"]].count(shared) == 1
 
 
 PROBE = """
 <script>
-const table = document.querySelector("#trials-table table");
+const table = document.querySelector("#table-trials table");
 const heads = [...table.tHead.rows[0].cells];
-const column = heads.findIndex((head) => head.textContent === "Gap");
+const column = heads.findIndex((head) => head.textContent === "To the best");
 const keys = () => [...table.tBodies[0].rows].map((row) => row.cells[column].dataset.sort ?? "none").join(" ");
 const click = () => {
   heads[column].querySelector("button").click();
   return heads[column].getAttribute("aria-sort") + " " + keys();
 };
 const up = click(), down = click();
-const input = document.querySelector("#trials-table input[type=search]");
+const input = document.querySelector("#table-trials input[type=search]");
 input.value = "FAILED taylor";
 input.dispatchEvent(new Event("input"));
 const shown = [...table.tBodies[0].rows].filter((row) => !row.hidden).length;
-const count = document.querySelector("#trials-table output").value;
+const count = document.querySelector("#table-trials output").value;
 document.body.textContent = ["[[", up, down, shown, count, "]]"].join("|");
 </script>
 """

@@ -1,15 +1,42 @@
-"""Every renderer shows every number of a table, marks what is marked, and leaves no text that its format reads as code."""
+"""Every renderer shows every number of every table, marks what is marked, and leaves no text that its format reads as code."""
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
-from tune_prune.analysis.render.text import text_table
-from tune_prune.analysis.tables.table import Column, Table
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
+from tune_prune.analysis.cost import duration
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.render.latex import escape, latex_table
+from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
+from tune_prune.analysis.render.templating import html_table
+from tune_prune.analysis.render.text import text_table, width
+from tune_prune.analysis.statistics.findings import Findings, Message, find
+from tune_prune.analysis.tables import trial_tables
+from tune_prune.analysis.tables.all_tables import all_tables, write_tables
+from tune_prune.analysis.tables.table import Column, Row, Table
+
+HOSTILE = ("<script>alert(1)</script>", "=1+1|`*x*`")
+NASTY = r'100% of C:\tmp_x & {y} #1 [a] ~ ^ $5 "q" <b> | *z* --x -1.5 é 模 {{ 7 * 7 }}'
+Grid = list[list[tuple[str, str]]]  # rows of (text, mark)
 
 SMALL = Table(
     key="small",
     title="A small table",
+    best="best_own",
     columns=[
         Column("model", "Model"),
         Column("acc", "Accuracy", "acc", "stderr", best="top", tied="tied"),
@@ -25,6 +52,173 @@ SMALL = Table(
 )
 
 
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """Two models with items and dense baselines, 18 configurations each, two of them failed or stopped."""
+    folder = tmp_path_factory.mktemp("simulated")
+    return simulated_findings(folder, failed=["taylor-s16-n128"], stopped=["layerwise-s64-n512"])
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """Models whose names are code, and a failed trial of each whose reason is."""
+    folder = tmp_path_factory.mktemp("hostile")
+    study = read_study([simulated_study(folder, models=HOSTILE, failed=["taylor-s16-n128"])], [])
+    for model in study.models.values():
+        model.rows.loc[model.rows["status"] == "failed", "reason"] = NASTY
+    return find(study)
+
+
+@pytest.fixture(scope="module")
+def every_table(hostile: Findings) -> list[Table]:
+    more = [trial_tables.problems(hostile), trial_tables.costs(hostile)]
+    made = [*all_tables(hostile).values(), *more, SMALL]
+    assert all(table is not None for table in made)
+    return [table for table in made if table is not None]
+
+
+def read_text(table: Table) -> Grid:
+    """By the columns of the rule below the head."""
+    _, rule, *lines = text_table(table, columns=10_000).splitlines()
+    spans = [match.span() for match in re.finditer("-+", rule)]
+
+    def cells(line: str) -> Iterator[str]:
+        for start, end in spans:
+            places = itertools.accumulate(map(width, line))
+            yield "".join(c for place, c in zip(places, line, strict=True) if start < place <= end)
+
+    marks = {"*": "best", "~": "tied"}
+    grid = [[text.strip() for text in cells(line)] for line in lines]
+    marked = [bool(column.best or column.tied) for column in table.shown]
+    return [
+        [(t[:-1], marks[t[-1]]) if m and t[-1:] in marks else (t, "") for t, m in zip(row, marked, strict=True)]
+        for row in grid
+    ]
+
+
+def read_markdown(table: Table) -> Grid:
+    lines = [line for line in markdown_table(table).splitlines() if line.startswith("|")][2:]
+    grid = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [[_unmarked(cell, r"\*\*(.*)\*\*", "(.*)†") for cell in row] for row in grid]
+
+
+def _unmarked(cell: str, best: str, tied: str) -> tuple[str, str]:
+    for pattern, mark in ((best, "best"), (tied, "tied")):
+        if match := re.fullmatch(pattern, cell):
+            return re.sub(r"\\(.)", r"\1", match[1]), mark
+    return re.sub(r"\\(.)", r"\1", cell), ""
+
+
+def read_latex(table: Table) -> Grid:
+    """The rows below the last rule of the head; a model that is not said again is the one above."""
+    text = latex_table(table)
+    check_latex(text)
+    body = text.partition(r"\endlastfoot" if table.long else r"\midrule")[2]
+    lines = [line.removesuffix(r" \\") for line in body.splitlines() if line.endswith(r" \\")]
+    grid = [re.split(r"(?<!\\)&", line) for line in lines]
+    rows = [[_unmarked_latex(cell.strip()) for cell in row] for row in grid]
+    for above, row in itertools.pairwise(rows):
+        if table.columns[0].key == "model" and not row[0][0]:
+            row[0] = above[0]
+    return rows
+
+
+def _unmarked_latex(cell: str) -> tuple[str, str]:
+    mark = "best" if cell.startswith(r"\textbf{") else "tied" if cell.endswith(r"\rlap{\textsuperscript{\dag}}") else ""
+    cell = cell.removesuffix(r"\rlap{\textsuperscript{\dag}}")
+    cell = cell[len(r"\textbf{") : -1] if mark == "best" else cell
+    readable = {r"$\pm$": "±", r"$-$": "-", r"$\times$": "×", r"\%": "%", r"\_": "_", "{[}": "[", r"\textless{}": "<"}
+    readable |= {r"\textgreater{}": ">", r"\textbar{}": "|", r"\textasciigrave{}": "`", "{*}": "*", r"\dots{}": "…"}
+    readable |= {r"\textbackslash{}": "\\", r"\&": "&", r"\{": "{", r"\}": "}", "--": "–"}
+    for code, character in readable.items():
+        cell = cell.replace(code, character)
+    return re.sub(r"\[U\+([0-9A-F]{4})\]", lambda match: chr(int(match[1], 16)), cell), mark
+
+
+class Cells(HTMLParser):
+    """Rows of (text, mark) of the body of a table, and every tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.rows: Grid = []
+        self.tags: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag == "td":
+            self.rows[-1].append(("", "best" if "strong" in (dict(attrs)["class"] or "").split() else ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1] and data.strip():
+            text, mark = self.rows[-1][-1]
+            self.rows[-1][-1] = (text + data, mark)
+
+
+def read_html(table: Table) -> Grid:
+    cells = Cells(html_table(table).partition("<p")[0])
+    assert {"script", "b", "img"}.isdisjoint(cells.tags) and set(cells.tags) > {"table", "th", "td"}
+    rows = [row for row in cells.rows if row]
+    return [[(t.removesuffix("†"), "tied") if t.endswith("†") else (t, m) for t, m in row] for row in rows]
+
+
+def assert_shown(text: str, column: Column, row: Row) -> None:
+    """That `text` is what the row holds: numbers to half of their last digit, texts from their beginning."""
+    value = row.get(column.key)
+    if value is None or value == "" or (not isinstance(value, (str, Message)) and pd.isna(value)):
+        assert text in ("", "–")
+    elif not column.format:
+        readable = re.sub(r"[^\w.=+<>|-]", "", text.partition(" best")[0] if column.badge else text)
+        if isinstance(value, str):
+            assert re.sub(r"[^\w.=+<>|-]", "", value).startswith(readable.removesuffix("…")[:12]) and readable
+        else:
+            assert isinstance(value, Message) and readable
+    elif column.format == "duration":
+        assert text == duration(value)
+    elif text == "<.001":
+        assert value < 0.001
+    elif math.isinf(value):
+        assert text == f"{value}"
+    else:
+        shown = re.findall(r"-?(?:\d[\d,]*)?\.?\d+(?:e[+-]?\d+)?", text)
+        other = row.get(column.upper or column.stderr)
+        expected = [value] if other is None or pd.isna(other) else [value, other]
+        assert len(shown) == len(expected)
+        for digits, number in zip(shown, expected, strict=True):
+            scale = 100 if "%" in text else 1
+            significand, _, exponent = digits.replace(",", "").partition("e")
+            half = 0.5001 * 10.0 ** (int(exponent or 0) - len(significand.partition(".")[2]))
+            assert float(digits.replace(",", "")) == pytest.approx(scale * number, abs=half)
+
+
+@pytest.mark.parametrize("read", [read_text, read_markdown, read_latex, read_html])
+def test_every_cell_is_shown_and_marked(every_table: list[Table], read: Callable[[Table], Grid]) -> None:
+    for table in every_table:
+        columns = table.printed if read in (read_markdown, read_latex) else table.shown
+        grid = read(table)
+        assert len(grid) == len(table.rows), table.key
+        for cells, row in zip(grid, table.rows, strict=True):
+            assert len(cells) == len(columns), table.key
+            for (text, mark), column in zip(cells, columns, strict=True):
+                assert_shown(text, column, row)
+                assert mark == column.mark(row), (table.key, column.key, text)
+
+
+def test_csv_holds_every_value_in_full_and_no_formula(every_table: list[Table]) -> None:
+    for table in every_table:
+        read = list(csv.DictReader(io.StringIO(csv_text(table))))
+        assert len(read) == len(table.rows)
+        for cells, row in zip(read, table.rows, strict=True):
+            for key, value in row.items():
+                if isinstance(value, float) and not math.isnan(value) and key[0] != "_":
+                    assert float(cells[key.replace("=", "'=", 1) if key[0] == "=" else key]) == value
+            formulas = [text for text in cells.values() if re.match(r"[=+@\t\r]|-(?!\.?\d|inf)", text)]
+            assert formulas == [] and not any(key.startswith("=") for key in cells)
+    assert "'" + HOSTILE[1] in csv_text(every_table[0])
+
+
 def test_text_is_aligned_marked_and_without_empty_columns() -> None:
     assert text_table(SMALL) == (
         "  Model        Accuracy     95% interval      p\n"
@@ -35,3 +229,197 @@ def test_text_is_aligned_marked_and_without_empty_columns() -> None:
     ).replace("–    [", "–   [").replace("]   .050", "]   .050")
     assert "Model" not in text_table(SMALL.of("x"))
     assert text_table(SMALL.pick("p", "model")).splitlines()[0].split() == ["p", "Model"]
+
+
+def values(table: Table, key: str) -> list[Any]:
+    return [row[key] for row in table.rows]
+
+
+def test_rows_are_the_findings(simulated: Findings) -> None:
+    made = all_tables(simulated)
+    found = list(simulated.models.values())
+    best = made["optimal_configurations"]
+    for key in ("acc_mean", "acc_mean_stderr", "ppl", "name"):
+        assert values(best, key) == [entry.best[key] for entry in found]
+    fits = [entry.cross_fit for entry in found if entry.cross_fit]
+    assert values(best, "cross_fitted") == [fit.corrected for fit in fits]
+    assert values(best, "cross_fitted_stderr") == [fit.stderr for fit in fits]
+    dense = [entry.model.baseline["acc_mean"] for entry in found]
+    assert values(best, "retained") == [e.best["acc_mean"] / whole for e, whole in zip(found, dense, strict=True)]
+    sizes = [int(entry.competing["in_confidence_set"].sum()) for entry in found]
+    assert values(best, "confidence_set") == sizes
+    assert values(best, "share_of_runs") == [f"{size - 1} of 15" for size in sizes]
+
+    for key in ("mean", "std", "std_n", "min", "median", "max"):
+        assert values(made["methods"], key) == [value for entry in found for value in entry.methods[key]]
+    for short, name in (("seq_len", "taylor_seq_len"), ("num_samples", "taylor_num_samples")):
+        for key in ("n", "mean", "stderr", "std", "min", "max"):
+            assert values(made[short], key) == [value for entry in found for value in entry.levels[name][key]]
+    own = [[*entry.tasks["acc"], entry.best["acc_mean"]] for entry in found]
+    assert values(made["task_accuracies"], "acc") == [value for part in own for value in part]
+
+    rows = [pd.concat([e.competing, e.model.rows[~e.model.rows["success"]]]) for e in found]
+    trials = made["trials"]
+    assert values(trials, "name") == [name for part in rows for name in part["name"]]
+    for key in ("acc_mean", "difference_points", "difference_stderr_points", "p_best"):
+        np.testing.assert_array_equal(np.array(values(trials, key), float), pd.concat(rows)[key].to_numpy(float))
+    assert sorted(set(zip(values(trials, "state"), values(trials, "reason"), strict=True))) == [
+        ("complete", ""),
+        ("failed", "out of memory"),
+        ("stopped early", "well below the best"),
+    ]
+    for label, entry in simulated.models.items():  # ranks are places in the two orders
+        own_rows = trials.of(label).rows[: len(entry.competing)]
+        assert [row["rank"] for row in own_rows] == list(range(1, len(own_rows) + 1))
+        by_ppl = sorted(own_rows, key=lambda row: row["ppl_rank"])
+        assert [row["ppl"] for row in by_ppl] == sorted(entry.competing["ppl"])
+
+
+def test_the_most_accurate_and_the_tied_are_marked(simulated: Findings) -> None:
+    trials = all_tables(simulated)["trials"]
+    column = next(column for column in trials.columns if column.key == "acc_mean")
+    marked = [(row["model"], row["name"], column.mark(row)) for row in trials.rows if column.mark(row)]
+    expected = [
+        (label, name, "tied" if index else "best")
+        for label, entry in simulated.models.items()
+        for index, name in enumerate(entry.competing["name"][entry.competing["in_confidence_set"]])
+    ]
+    assert len(expected) > 4 and marked == expected
+
+
+def test_statistics(simulated: Findings) -> None:
+    rows = {row["statistic"]: row for row in all_tables(simulated)["experiment_statistics"].rows}
+    pooled = pd.concat([entry.competing["acc_mean"] for entry in simulated.models.values()])
+    assert rows["runs"]["All models"] == 36 and rows["complete"]["alpha"] == 16
+    assert rows["task_evaluations"]["All models"] == 32 * 7
+    assert rows["completeness"]["beta"] == 16 / 18
+    for name in ("max", "min", "median", "mean", "std"):
+        assert rows[name]["All models"] == getattr(pooled, name)()
+    assert rows["gradient_passes"]["All models"] == 6  # of the experiment, so of no model alone
+    assert rows["gradient_passes"]["alpha"] is None
+
+
+def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
+    """Losses against the own optimum: with another model's, and with the minimal configuration of 4 samples."""
+    made = all_tables(simulated)
+    impact = {(row["model"], row["setting"]): row for row in made["configuration_impact"].rows}
+    points, stderr, percent = simulated.transfer_points, simulated.transfer_stderr, simulated.transfer_percent
+    assert points is not None and stderr is not None and percent is not None
+    lost = impact["alpha", "optimum of beta"]
+    assert lost["loss_points"] == points.loc["alpha", "beta"]
+    assert lost["loss_points_stderr"] == stderr.loc["alpha", "beta"]
+    assert impact["beta", "dense"]["retained"] == 1
+    first, second = made["transfer"].rows
+    assert (first["beta"], first["beta_stderr"], second["alpha_percent"]) == (
+        (points.loc["alpha", "beta"], stderr.loc["alpha", "beta"], percent.loc["beta", "alpha"])
+    )
+    assert first["alpha"] == second["beta"] == 0
+
+    findings = from_csv(tmp_path, {"M": lambda m, s, n: 0.5 + s / 1000 + n / 10000})
+    own = findings.models["M"].best
+    minimal = findings.models["M"].competing.query("taylor_num_samples == 4")
+    rows = [row for row in all_tables(findings)["configuration_impact"].rows if row["setting"] == "minimal"]
+    assert [row["config"] for row in rows] == list(minimal["name"])
+    losses = 100 * (own["acc_mean"] - minimal["acc_mean"])
+    assert [row["loss_points"] for row in rows] == pytest.approx(list(losses))
+    errors = 100 * np.hypot(own["acc_mean_stderr"], minimal["acc_mean_stderr"])
+    assert [row["loss_points_stderr"] for row in rows] == pytest.approx(list(errors))
+
+
+def test_published_grid(tmp_path: Path) -> None:
+    """The figures that were published, to the digit; files in full precision."""
+    findings = published_findings()
+    grids = {
+        key: [[text for text, _ in row] for row in read_markdown(table)] for key, table in all_tables(findings).items()
+    }
+    assert [row[3][:5] for row in grids["seq_len"]] == [".4988", ".5345", ".5699", ".5755", ".5805"]
+    assert [row[3][:5] for row in grids["num_samples"]] == [".5504", ".5515", ".5537"]
+    assert ["blockwise", "15", ".5821", ".0178"] in [row[1:5] for row in grids["methods"]]
+    assert [text[:5] for text in grids["optimal_configurations"][0][1:6]] == ["block", "64", "128", ".5980", "13.17"]
+    r = {row[1]: row[3] for row in grids["correlations"]}
+    assert [r[name] for name in ("ppl", "grad_mean_ratio", "extreme_pruning_layers")] == ["-.7972", ".6972", "-.2940"]
+    assert r["grad_norm_ratio"] == "–"
+    paths = write_tables(findings, tmp_path / "tables")
+    assert all(path.is_file() for path in paths)
+    again = pd.read_csv(tmp_path / "tables" / "methods.csv").set_index("method")
+    found = findings.models["Llama"].methods
+    assert list(again["mean"]) == list(found["mean"]) and list(again["std_n"]) == list(found["std_n"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("50% a_b & #1 $x {y}", r"50\% a\_b \& \#1 \$x \{y\}"),
+        ("a\\b~c^d", r"a\textbackslash{}b\textasciitilde{}c\textasciicircum{}d"),
+        (".5 ± .1†", r".5 $\pm$ .1\textsuperscript{\dag}"),
+        ("-0.5 and -.2, seq-64 --limit", r"$-$0.5 and $-$.2, seq-64 -{}-limit"),
+        ("Qwen é ß ø", r"Qwen \'{e} \ss{} \o{}"),
+        ("模", r"{[}U+6A21]"),
+        ("[x] *", r"{[}x] {*}"),
+        ("two\nlines\x00", "two lines "),
+        ("–", "--"),
+    ],
+)
+def test_escape(text: str, expected: str) -> None:
+    assert escape(text) == expected
+
+
+def check_latex(text: str) -> None:
+    """Environments and braces are balanced, and every row of a tabular has as many cells as its preamble has columns."""
+    stack: list[str] = []
+    for kind, name in re.findall(r"\\(begin|end)\{(\w+)\}", text):
+        if kind == "begin":
+            stack.append(name)
+        else:
+            assert stack.pop() == name
+    assert not stack
+    bare = re.sub(r"\\[\\{}&%$#_^~'\"]", "", text)
+    assert bare.count("{") == bare.count("}") and bare.isascii() and bare.count("$") % 2 == 0
+    assert not re.search(r"[%#]|(?<=[^$\\\s])_", bare)
+    columns = None
+    for line in text.splitlines():
+        if found := re.match(r"\\begin\{(?:tabular|longtable)\}\{@\{\}(.*)@\{\}\}$", line):
+            columns = len(re.findall("[lr]|p{[^}]*}", found[1]))
+        elif line.endswith(r" \\") and not line.startswith((r"\multicolumn", r"\caption")):
+            assert len(re.findall(r"(?<!\\)&", line)) + 1 == columns, line
+
+
+def test_files_are_well_formed(hostile: Findings, tmp_path: Path) -> None:
+    for path in write_tables(hostile, tmp_path / "tables"):
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".csv":
+            assert not re.search(r"\b(nan|None|NaN|NA)\b", text), path
+        if path.suffix == ".md":
+            rows = [line for line in text.splitlines() if line.startswith("|")]
+            assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, path
+    whole = (tmp_path / "tables" / "all_tables.tex").read_text(encoding="utf-8")
+    check_latex(whole)
+    assert whole.startswith(r"\documentclass") and whole.endswith("\\end{document}\n")
+    assert all(latex_table(table) in whole for table in all_tables(hostile).values())
+
+
+def test_what_nobody_knows_is_left_out(tmp_path: Path) -> None:
+    """A single run without perplexity, and a model none of whose runs is complete."""
+    one = {("taylor", 16, 128): 0.5}
+    findings = from_csv(tmp_path, {"M": lambda *key: one.get(key, math.nan), "lost": lambda *_: math.nan})
+    made = all_tables(findings)
+    assert "ppl" not in [column.key for column in made["optimal_configurations"].shown]
+    assert len(made["trials"].rows) == 2 * 36 and "lost" in markdown_table(made["experiment_statistics"])
+    assert "num_samples" in made and "effects" not in made
+
+
+def test_noise_has_no_best_level(tmp_path: Path) -> None:
+    generator = np.random.default_rng(4)
+    findings = from_csv(tmp_path, {"M": lambda *_: generator.normal(0.5, 0.002)})
+    assert findings.models["M"].trends["taylor_seq_len"].direction == "flat"
+    assert not any(row["highest"] for row in all_tables(findings)["seq_len"].rows)
+
+
+def test_a_hyperparameter_with_several_values_is_a_column(simulated: Findings) -> None:
+    models = dict(simulated.study.models)
+    rows = models["beta"].rows
+    models["beta"] = replace(models["beta"], rows=rows.assign(removal_divisor=[3 + index % 2 for index in rows.index]))
+    made = all_tables(find(replace(simulated.study, models=models)))
+    assert "removal_divisor" not in [column.key for column in all_tables(simulated)["trials"].columns]
+    column = next(column for column in made["trials"].shown if column.key == "removal_divisor")
+    assert {cell for row in read_markdown(made["trials"].pick(column.key)) for cell, _ in row} == {"3", "4", "5"}

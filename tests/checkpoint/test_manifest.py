@@ -30,7 +30,9 @@ from tests.pruned_checkpoints import (
 from tests.search_folders import TINY_FOLDER
 from tune_prune.checkpoint import manifest, origin
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
+from tune_prune.checkpoint.speed import Speed
 from tune_prune.core.errors import UserError
+from tune_prune.core.files import to_json
 from tune_prune.data.sources import EMBEDDED_DATA
 from tune_prune.evaluation.item_scores import items_table
 from tune_prune.models import loading
@@ -80,27 +82,27 @@ def test_it_comes_back_as_it_was_written(checkpoint: Path, tmp_path: Path) -> No
         known(checkpoint),
         metrics={"ppl": math.inf, "acc_mean": 0.1 + 0.2, "acc_mean_stderr": None},
         baseline={"ppl": 1e-300, "acc_mean_stderr": None},
-        speed={"dense": {"prefill_tokens_per_s": 1.5}},
+        speed={"dense": Speed(24_512.3, 61.5, 16_532, 512, 64, 1, 5, "bfloat16", "NVIDIA H200")},
     )
     manifest.write(tmp_path, before)
     after = known(tmp_path)
     assert after == before
-    assert after.pruning_plan == before.pruning_plan and after.run == before.run
+    assert (tmp_path / MANIFEST).read_bytes() == to_json(after.to_dict()).encode()
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
     assert manifest.read(tmp_path / "elsewhere") is None
 
 
 def test_what_could_not_be_read_is_not_written(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="format is 'pickle'"):
-        manifest.write(tmp_path, replace(known(checkpoint), format="pickle"))
+        manifest.write(tmp_path, replace(known(checkpoint), format="pickle"))  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
 
 
 def test_what_it_says_of_the_search(checkpoint: Path, context: TrialContext) -> None:
     about = known(checkpoint)
-    assert about.run == context.run and about.pruning_config.method == "layerwise" and about.base_name == "tiny-llama"
-    assert about.removed_fraction == about.pruning_plan.removed_params / context.loaded.geometry.total_params
-    assert about.params == context.loaded.geometry.total_params - about.pruning_plan.removed_params
+    assert about.source == context.run and about.config.method == "layerwise" and about.base_name == "tiny-llama"
+    assert about.plan.removed_fraction == about.plan.removed_params / context.loaded.geometry.total_params
+    assert about.params == context.loaded.geometry.total_params - about.plan.removed_params
 
 
 def put(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -120,13 +122,13 @@ def put(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "newer": (put("schema_version", value=2), "schema_version is 2"),
     "no version": (put("schema_version", value=...), "schema_version is missing"),
-    "format": (put("format", value="pickle"), "format is 'pickle'; it must be one of hf, hf-padded, gguf"),
+    "format": (put("format", value="pickle"), "format is 'pickle'; it must be 'hf', 'hf-padded' or 'gguf'"),
     "base a text": (put("base", value="tiny-llama"), "base is 'tiny-llama'; it must be an object"),
     "no label": (put("base", "label", value=""), "base.label is ''"),
     "revision a number": (put("base", "revision", value=3), "base.revision is 3"),
     "params a text": (put("base", "params", value="many"), "base.params is 'many'"),
     "params a bool": (put("params", value=True), "params is True"),
-    "no parameters": (put("params", value=0), "params is 0; it must be a whole number of at least 1"),
+    "no parameters": (put("params", value=0), "params is 0; it must be greater than or equal to 1"),
     "other base size": (put("base", "params", value=7), "base.params says 7"),
     "no layers": (put("plan", "layers", value={}), "plan.layers is {}"),
     "a layer too many": (put("base", "layers", value=6), "plan.layers has 5 layers, base.layers says 6"),
@@ -134,7 +136,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "groups twice": (put("plan", "layers", 1, "kept_groups", value=[1, 1]), "plan.layers[1].kept_groups is [1, 1]"),
     "negative group": (put("plan", "layers", 0, "kept_groups", value=[-1, 2]), "plan.layers[0].kept_groups"),
     "dropped but kept": (put("dropped_layers", value=[2]), "dropped_layers names layer 2"),
-    "dropped outside": (put("dropped_layers", value=[5]), "dropped_layers is [5]; it must be a list of growing whole"),
+    "dropped outside": (put("dropped_layers", value=[5]), "dropped_layers names layer 5, base.layers says 5"),
     "no file": (put("files", value={}), "files is empty"),
     "file elsewhere": (put("files", value={"../x": {"bytes": 1, "sha256": "0"}}), "files names '../x'"),
     "no digest": (put("files", "model.safetensors", "sha256", value=None), "files.model.safetensors.sha256 is None"),
@@ -142,13 +144,17 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "size a fraction": (put("sizes", "dense", "params", value=1.5), "sizes.dense.params is 1.5"),
     "method a number": (put("config", "method", value=1), "config.method is 1"),
     "no seq_len": (put("config", "taylor_seq_len", value=...), "config.taylor_seq_len is missing"),
-    "ratio 2": (put("config", "pruning_ratio", value=2), "pruning_ratio is 2"),
+    "ratio 2": (put("config", "pruning_ratio", value=2), "config.pruning_ratio is 2"),
     "accuracy a text": (put("metrics", "acc_mean", value="high"), "metrics.acc_mean is 'high'"),
     "metrics a list": (put("metrics", value=[1]), "metrics is [1]"),
     "tasks a text": (put("source", "protocol", "tasks", value="boolq"), "source.protocol.tasks is 'boolq'"),
     "no dtype": (put("source", "dtype", value=...), "source.dtype is missing"),
     "text a number": (put("measured_on", "text", value=1), "measured_on.text is 1"),
     "version a number": (put("versions", "tune_prune", value=1), "versions.tune_prune is 1"),
+    "a speed without a device": (
+        put("speed", value={"dense": {"prefill_tokens_per_s": 1.5}}),
+        "speed.dense.decode_tokens_per_s is missing",
+    ),
     "no date": (put("created", value="yesterday"), "created is 'yesterday'; it must be an ISO date"),
 }
 
@@ -172,7 +178,7 @@ def test_a_file_that_is_no_manifest_is_refused(folder: Path, content: bytes) -> 
 
 def test_other_kept_groups_are_noticed(folder: Path) -> None:
     """As many as before, so that no shape tells."""
-    groups = known(folder).pruning_plan.kept_groups
+    groups = known(folder).plan.kept_groups
     layer = next(index for index, kept in enumerate(groups) if 0 < len(kept) < 4)
     others = sorted(set(ALL_GROUPS) - set(groups[layer]))[:1] + list(groups[layer][1:])
     change_json(folder / MANIFEST, put("plan", "layers", layer, "kept_groups", value=sorted(others)))
@@ -287,7 +293,7 @@ def test_dropped_layers_are_left_out_of_the_comparison(context: TrialContext, tm
     folder = save(tmp_path / "ck", context, plan_of(context, groups, channels))
     source = resolve(str(folder))
     about = origin.verify(source, loading.load_config(source))
-    assert about is not None and about.dropped_layers == [1] and about.saved_layers == (0, 2, 3, 4)
+    assert about is not None and about.dropped_layers == (1,) and about.saved_layers == (0, 2, 3, 4)
     geometry = loading.load_model(source, torch.float32, "cpu").geometry
     assert geometry.kv_heads == (2, 4, 0, 3) and geometry.mlp_width == (64, 45, 8, 64)
     change_json(folder / "config.json", per_layer(2, intermediate_size=9))
@@ -336,7 +342,7 @@ def test_a_checkpoint_of_the_hub(on_the_hub: tuple[ModelSource, Path], checkpoin
     with pytest.raises(UserError, match=r"the content of model\.safetensors has changed"):
         origin.verify(source, config)
     (snapshot / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="someone/small cannot be had from the Hugging Face hub"):
+    with pytest.raises(UserError, match="someone/small could not be downloaded from the Hugging Face hub"):
         origin.verify(source, config)
     (snapshot / MANIFEST).unlink()
     assert origin.verify(source, config) is None
@@ -348,7 +354,7 @@ def test_a_checkpoint_of_the_hub(on_the_hub: tuple[ModelSource, Path], checkpoin
 @pytest.mark.usefixtures("nothing_created")
 def test_a_search_on_a_pruned_checkpoint_names_the_dense_model(folder: Path, refusal: Callable[..., str]) -> None:
     argv = ("--model", folder, "--search-space", "smoke", "--pruning-ratio", "0.2")
-    removed = f"{known(folder).removed_fraction:.1%} of tiny-llama"
+    removed = f"{known(folder).plan.removed_fraction:.1%} of tiny-llama"
     told = refusal(*argv)
     assert "small is already pruned" in told and removed in told and "--model tiny-llama" in told
     (folder / MANIFEST).unlink()

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import shutil
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tune_prune import embedded, prune
 from tune_prune.checkpoint import manifest as manifests
 from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, perplexity, short_bytes, short_count
 from tune_prune.checkpoint.card.model_card import layers_figure, render, write_card
-from tune_prune.checkpoint.manifest import Manifest
+from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import Sizes
 from tune_prune.checkpoint.speed import Speed
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
@@ -35,8 +35,8 @@ HUB_ID = "meta-llama/Meta-Llama-3-8B"
 DENSE = Sizes(8_030_261_248, 16_060_522_496, 131_072, 7_504_658_432)
 PRUNED = Sizes(6_424_211_456, 12_848_422_912, 104_448, 5_898_608_640)
 FILES = {
-    "model-00001-of-00002.safetensors": {"bytes": 9_974_246_912, "sha256": "a" * 64},
-    "model-00002-of-00002.safetensors": {"bytes": 2_874_250_000, "sha256": "b" * 64},
+    "model-00001-of-00002.safetensors": WeightFile(9_974_246_912, "a" * 64),
+    "model-00002-of-00002.safetensors": WeightFile(2_874_250_000, "b" * 64),
 }
 SPEED = {
     "dense": Speed(24_512.3, 61.52, 16_532_111_222, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
@@ -80,33 +80,29 @@ def geometry(layers: int = 6, kv_heads: int = 4, width: int = 10) -> Geometry:
 
 
 GEOMETRY = geometry()
+BASE = Base(HUB_ID, "llama", "8cde5ca", "0123456789abcdef", "llama", DENSE.params, layers=6)
+SIZES = {"dense": DENSE, "pruned": PRUNED}
 
 
 def manifest(**changed: Any) -> Manifest:
     """The manifest of a pruned Llama of six layers; `changed` are fields."""
     fields: dict[str, Any] = {
         "format": "hf",
-        "base": {
-            "model": HUB_ID,
-            "label": "llama",
-            "revision": "8cde5ca",
-            "fingerprint": "0123456789abcdef",
-            "model_type": "llama",
-            "params": DENSE.params,
-            "layers": 6,
-        },
-        "config": asdict(PruningConfig("blockwise", 64, 1256)),
-        "source": RUN.to_dict(),
-        "plan": PLAN.to_dict(),
-        "dropped_layers": [4],
+        "base": BASE,
+        "config": PruningConfig("blockwise", 64, 1256),
+        "source": RUN,
+        "plan": PLAN,
+        "structure": changed.get("plan", PLAN).structure,
+        "dropped_layers": (4,),
         "params": PRUNED.params,
         "files": FILES,
-        "sizes": {"dense": DENSE.to_dict(), "pruned": PRUNED.to_dict()},
+        "sizes": SIZES,
         "metrics": METRICS,
         "baseline": BASELINE,
-        "speed": {name: one.to_dict() for name, one in SPEED.items()},
+        "speed": SPEED,
         "versions": {"torch": "2.13.0", "transformers": "5.23.0", "tune_prune": "0.1.0"},
         "created": "2026-11-21",
+        "schema_version": 1,
     }
     return Manifest(**(fields | changed))
 
@@ -145,7 +141,7 @@ def test_front_matter(tmp_path: Path) -> None:
         "pipeline_tag": "text-generation",
         "tags": ["pruned", "structured-pruning", "tune_prune", "llama"],
     }
-    local = front_matter(card(tmp_path, base=manifest().base | {"model": "my_llama", "label": "my_llama"}))
+    local = front_matter(card(tmp_path, base=replace(BASE, model="my_llama", label="my_llama")))
     assert "base_model" not in local
     gguf = front_matter(card(tmp_path, format="gguf", files={"llama-pruned.gguf": FILES[next(iter(FILES))]}))
     assert "library_name" not in gguf and gguf["tags"][-1] == "gguf"
@@ -156,7 +152,7 @@ def test_first_sentence_says_what_it_is(tmp_path: Path) -> None:
     assert "\n# Meta-Llama-3-8B, pruned by 20.0%\n" in text
     assert f"[{HUB_ID}](https://huggingface.co/{HUB_ID}) with **20.0% of its parameters removed**" in text
     assert "8.03B parameters became 6.42B." in text
-    local = card(tmp_path, base=manifest().base | {"model": "my <model>", "label": "my <model>"})
+    local = card(tmp_path, base=replace(BASE, model="my <model>", label="my <model>"))
     assert r"# my \<model\>, pruned by 20.0%" in local and "huggingface.co" not in local
 
 
@@ -175,9 +171,9 @@ def test_quality_has_every_number_with_its_error(tmp_path: Path) -> None:
 
 
 def test_numbers_of_an_embedded_model_are_said_to_be_such(tmp_path: Path) -> None:
-    run = RUN.to_dict() | {"model": "tiny-llama", "data_dir": None, "calibration": "embedded"}
-    base = manifest().base | {"model": "tiny-llama", "label": "tiny-llama", "revision": None}
-    text = card(tmp_path, base=base, source=run | {"protocol": asdict(EvaluationProtocol())})
+    run = replace(RUN, model="tiny-llama", data_dir=None, calibration="embedded", protocol=EvaluationProtocol())
+    base = replace(BASE, model="tiny-llama", label="tiny-llama", revision=None)
+    text = card(tmp_path, base=base, source=run)
     assert "perplexity on the perplexity text embedded in tune_prune" in text
     assert "accuracy on all items of each of the tasks embedded in tune_prune" in text
     assert "1,256 samples of 64 tokens of the text embedded in tune_prune, seed 3" in text
@@ -220,7 +216,7 @@ def test_sizes_and_speeds(tmp_path: Path) -> None:
 
 def test_padding_is_told_apart_from_what_is_left(tmp_path: Path) -> None:
     padded = Sizes(7_000_000_000, 14_000_000_000, 131_072, 6_500_000_000)
-    sizes = manifest().sizes | {"padded": padded.to_dict()}
+    sizes = SIZES | {"padded": padded}
     text = card(tmp_path, {"model_type": "llama"}, format="hf-padded", sizes=sizes, params=padded.params)
     assert table(text, "Size")[0] == ["Parameters", "8,030,261,248", "7,000,000,000", "87.2%"]
     assert "Without the zeros the pruned model has 6,424,211,456 parameters (80.0%)." in text
@@ -245,7 +241,7 @@ def test_how_it_was_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", ["free", "aligned-64", "uniform"])
 def test_the_command_makes_the_same_configuration(tmp_path: Path, shape: str) -> None:
     config = PruningConfig("layerwise", 32, 128, 0.25, shape=shape)
-    text = card(tmp_path, {"dtype": "bfloat16"}, config=asdict(config), format="hf-padded")
+    text = card(tmp_path, {"dtype": "bfloat16"}, config=config, format="hf-padded")
     program, _, _, *words = shlex.split(code(text, "sh")[-1].replace("\\\n", " "))
     assert program == "python"
     args = prune.parser().parse_args(words)
@@ -321,7 +317,7 @@ def test_picture_has_a_bar_for_what_every_layer_kept(tmp_path: Path) -> None:
     ]
     legend = [text.get_text() for text in upper.get_legend().get_texts()]
     assert legend == ["removed", "whole layer dropped"]
-    whole = layers_figure(manifest(dropped_layers=[]), GEOMETRY)
+    whole = layers_figure(manifest(dropped_layers=()), GEOMETRY)
     assert [text.get_text() for text in whole.axes[0].get_legend().get_texts()] == ["removed"]
     said = card(tmp_path)
     assert "KV groups kept: 41.7% in all, from 0.0% (layer 2) to 100.0% (layer 0)" in said
@@ -332,7 +328,7 @@ def test_picture_has_a_bar_for_what_every_layer_kept(tmp_path: Path) -> None:
 def test_picture_is_readable_for_few_and_many_layers(tmp_path: Path, layers: int, width: float) -> None:
     kept = tuple(tuple(range(1 + layer % 8)) for layer in range(layers))
     plan = PruningPlan(kept, kept, 1, 1, DENSE.params)
-    about = manifest(plan=plan.to_dict(), base=manifest().base | {"layers": layers}, dropped_layers=[])
+    about = manifest(plan=plan, base=replace(BASE, layers=layers), dropped_layers=())
     shape = geometry(layers, kv_heads=8, width=9)
     write_card(tmp_path, about, shape)
     pixels = imread(tmp_path / "layers.png")

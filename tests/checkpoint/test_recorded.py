@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.pruned_checkpoints import PROTOCOL
 from tune_prune.checkpoint import recorded
-from tune_prune.checkpoint.manifest import Manifest
+from tune_prune.checkpoint.manifest import Manifest, read
 from tune_prune.core.config import ModelRun
+from tune_prune.data.sources import MeasuredOn
 
-MEASURED_ON = {"protocol": 2, "text": "t", "tasks": {"boolq": "b", "piqa": "p"}}
-METRICS = {"ppl": 9.0, "acc_mean": 0.5, "acc_boolq": 0.6, "acc_piqa": 0.4}
+FIRST_HOUSE = Path(__file__).resolve().parents[1] / "first_house"
+
+MEASURED_ON = MeasuredOn(protocol=2, text="t", tasks={"boolq": "b", "piqa": "p"})
+METRICS: dict[str, float | None] = {"ppl": 9.0, "acc_mean": 0.5, "acc_boolq": 0.6, "acc_piqa": 0.4}
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, PROTOCOL, 0, "float32")
 
 
 def compared(about: Manifest, run: ModelRun = RUN, **changes: Any) -> recorded.Recorded:
-    return recorded.comparable(about, run, MEASURED_ON | changes)
+    return recorded.comparable(about, run, replace(MEASURED_ON, **changes))
 
 
 @pytest.fixture
 def about() -> Manifest:
-    """Only what the comparison reads is filled in."""
-    return Manifest(
-        format="hf", base={}, config={}, plan={}, dropped_layers=[], params=1, files={}, sizes={}, versions={}, created="",
-        metrics=dict(METRICS), measured_on=MEASURED_ON, source=RUN.to_dict(),
-    )  # fmt: skip
+    """A manifest whose measurements are those above."""
+    found = read(FIRST_HOUSE / "pruned")
+    assert found is not None
+    return replace(found, metrics=dict(METRICS), measured_on=MEASURED_ON, source=RUN)
 
 
 def test_numbers_measured_in_the_same_way_are_compared(about: Manifest) -> None:
@@ -50,7 +53,7 @@ def test_each_difference_takes_out_what_it_touches_and_is_said(about: Manifest) 
     assert "piqa is not compared" in task.notes[0] and "mean is not compared" in task.notes[1]
     fewer = compared(about, tasks={"boolq": "b"})
     assert (fewer.accuracies, fewer.acc_mean) == ({"boolq": 0.6}, None) and "over boolq, piqa" in fewer.notes[0]
-    more = compared(about, tasks=MEASURED_ON["tasks"] | {"arc_easy": "a"})
+    more = compared(about, tasks=MEASURED_ON.tasks | {"arc_easy": "a"})
     assert (more.accuracies, more.acc_mean) == (boolq_piqa, None) and "arc_easy was not recorded" in more.notes[0]
     dtype = compared(about, replace(RUN, dtype="bfloat16"))
     assert (dtype.ppl, dtype.acc_mean) == (9.0, 0.5) and "recorded in float32, measured in bfloat16" in dtype.notes[0]

@@ -124,14 +124,6 @@ def test_cache_is_as_large_as_said(tiny: Callable[..., PreTrainedModel]) -> None
         assert held == 11 * sizes(one, family).kv_bytes_per_token
 
 
-def test_as_a_dict_and_back() -> None:
-    one = Sizes(1, 2, 3, 4)
-    assert one.to_dict() == {"params": 1, "weight_bytes": 2, "kv_bytes_per_token": 3, "macs_per_token": 4}
-    assert Sizes.from_dict(one.to_dict() | {"later": 5}) == one
-    with pytest.raises(KeyError, match="macs_per_token"):
-        Sizes.from_dict({"params": 1, "weight_bytes": 2, "kv_bytes_per_token": 3})
-
-
 def test_table() -> None:
     rows = {
         "dense": Sizes(8_030_261_248, 16_060_522_496, 131_072, 7_504_658_432),

@@ -159,12 +159,6 @@ ONE = Speed(24_512.3, 61.52, 16_532_111_222, 512, 64, 1, 5, "bfloat16", "NVIDIA 
 OTHER = Speed(30_640.4, 76.9, 13_225_688_978, 512, 64, 1, 5, "bfloat16", "NVIDIA H200")
 
 
-def test_as_a_dict_and_back() -> None:
-    assert Speed.from_dict(ONE.to_dict() | {"later": 1}) == ONE
-    with pytest.raises(KeyError, match="device"):
-        Speed.from_dict({name: value for name, value in ONE.to_dict().items() if name != "device"})
-
-
 def test_table() -> None:
     assert speed_table({"dense": ONE, "pruned": OTHER}).splitlines() == [
         "        prefill tokens/s         decode tokens/s         peak memory bytes",

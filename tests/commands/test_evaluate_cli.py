@@ -202,7 +202,7 @@ def test_a_pruned_checkpoint_gives_the_numbers_that_its_trial_recorded(
     assert evaluate.main(["--model", str(small), *FLAGS, "--output", str(record)]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert f"tiny-llama pruned by layerwise-s16-n8, {before.removed_fraction:.1%} of its parameters removed" in out
+    assert f"tiny-llama pruned by layerwise-s16-n8, {before.plan.removed_fraction:.1%} of its parameters removed" in out
     assert "format hf" in out and "on the embedded text" in out
     after = json.loads(record.read_text(encoding="utf-8"))["metrics"]
     for name in ("ppl", "acc_boolq", "acc_piqa", "acc_mean", "acc_mean_stderr"):

@@ -99,7 +99,7 @@ for label, best in json.loads((experiment / "global_best_config.json").read_text
     for _ in trial.stages():
         pass
     record = json.loads((experiment / "ledger" / f"{best['key']}.json").read_text())
-    assert trial.record().metrics["ppl"] == record["metrics"]["ppl"], label
+    assert trial.progress.metrics["ppl"] == record["metrics"]["ppl"], label
     rows = pyarrow.parquet.read_table(experiment / best["output_dir"] / "items.parquet").to_pylist()
     then = {(row["task"], row["doc_id"]): (row["acc"], row["acc_norm"], tuple(row["loglikelihoods"])) for row in rows}
     now = {(item.task, item.doc_id): (item.acc, item.acc_norm, item.loglikelihoods) for item in trial.items}
@@ -183,6 +183,44 @@ def test_without_its_trial_the_plan_is_found_again(searched: Searched, tmp_path:
 
 
 @pytest.mark.slow
+def test_each_ratio_of_a_search_has_its_best_model(tmp_path: Path) -> None:
+    """One search over two ratios: the passes and the dense baseline are made once, and each ratio is compared in itself."""
+    space = tmp_path / "sizes.yaml"
+    space.write_text(
+        "search: grid\nmethod: [taylor, random]\ntaylor_seq_len: [16, 32]\ntaylor_num_samples: 8\npruning_ratio: [0.1, 0.3]\n"
+    )
+    argv = [
+        "--model",
+        "tiny-llama",
+        "--search-space",
+        space,
+        "--limit",
+        "10",
+        "--storage-path",
+        tmp_path,
+        "--name",
+        "s",
+    ]
+    done = run(*argv, "--scheduler", "race", module="search")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(path.read_text()) for path in (tmp_path / "s" / "ledger").glob("*.json")]
+    assert len(records) == 6  # random stands once at each ratio
+    assert len([*(tmp_path / "s" / "passes").iterdir()]) == 2
+    assert list(json.loads((tmp_path / "s" / "baseline.json").read_text())) == ["tiny-llama"]
+    best = Searched(tmp_path / "s", done.stdout).best
+    for ratio in (0.1, 0.3):
+        label, out = f"tiny-llama@{ratio}", tmp_path / f"out{ratio}"
+        own = [r for r in records if r["config"]["pruning_ratio"] == ratio and r["status"] == "complete"]
+        most = max(own, key=lambda r: (r["metrics"]["acc_mean"], -r["metrics"]["ppl"]))
+        assert (best[label]["key"], best[label]["pruning_ratio"]) == (most["key"], ratio)
+        assert run("--config", tmp_path / "s", "--model", label, "--output", out).returncode == 0
+        about = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+        assert about["params"] == most["metrics"]["params_count"]
+        assert about["baseline"] is not None
+    assert "holds 2 results" in run("--config", tmp_path / "s", "--output", tmp_path / "o").stderr
+
+
+@pytest.mark.slow
 def test_another_model_is_not_pruned_by_this_search(
     searched: Searched, sentence: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -191,7 +229,7 @@ def test_another_model_is_not_pruned_by_this_search(
     assert "is not the model that was searched" in sentence(*argv, "--base", other)
     assert "is not in" in sentence("--config", searched.folder, "--model", "mistral", "--output", tmp_path / "o")
     told = sentence("--config", searched.folder, "--output", tmp_path / "o")
-    assert "holds 3 models" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told
+    assert "holds 3 results" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told
 
 
 @pytest.mark.slow
@@ -200,7 +238,7 @@ def test_another_model_is_not_pruned_by_this_search(
     [
         ({"kept_groups": []}, "removes all attention of layer 0"),
         ({"kept_groups": [0, 4]}, "KV groups in layer 0 that tiny-llama does not have"),
-        ({"kept_channels": [3, 3]}, "one twice"),
+        ({"kept_channels": [3, 3]}, "kept_channels is [3, 3]"),
     ],
 )
 def test_a_plan_that_leaves_no_working_model(

@@ -18,9 +18,8 @@ from tests.conftest import build_tiny
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model import tokens
-from tune_prune.cost_model.estimate import ModelWork, estimate, gradient_samples
+from tune_prune.cost_model.estimate import ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.memory import needs_copy
 from tune_prune.cost_model.speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, Speed, SpeedRequest, _Bench, measure
 from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
 from tune_prune.data.task_files import TaskSource
@@ -30,10 +29,9 @@ from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.head import NextTokenLosses
+from tune_prune.pruning import batches
+from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics import taylor as taylor_module
-from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
-from tune_prune.pruning.statistics.taylor import taylor
-from tune_prune.trial.trial import SharedStatistics
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", ROOT.parent / "shared" / "data"))
@@ -55,7 +53,7 @@ def unseen(arithmetic: Arithmetic, attentions: float) -> float:
     return attentions * 4 * width * (LENGTH - (LENGTH + 1) / 2) * ROWS * LENGTH
 
 
-def test_forward_and_gradient_operations_are_those_that_torch_counts():
+def test_forward_operations_are_those_that_torch_counts():
     model, arithmetic = eager_llama()
     ids = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
@@ -63,32 +61,29 @@ def test_forward_and_gradient_operations_are_those_that_torch_counts():
     forward = arithmetic.forward(ROWS * LENGTH, LENGTH) + unseen(arithmetic, arithmetic.layers)
     assert counter.get_total_flops() == pytest.approx(forward, rel=ROTATIONS)
 
-    layers = decoder_layers(model, LLAMA)
-    for layer in layers:
-        for linear in LLAMA.linears(layer).values():
-            linear.requires_grad_(True)
-    losses = NextTokenLosses(model)
-    with FlopCounterMode(display=False) as counter:
-        losses.backward(ids)
-    first = LLAMA.linears(layers[0])  # nobody asks for the gradient of the embeddings
-    needless = 2 * ROWS * LENGTH * sum(first[role].weight.numel() for role in ("query", "key", "value"))
-    gradient = arithmetic.gradient(ROWS * LENGTH, LENGTH) + 3 * unseen(arithmetic, arithmetic.layers)
-    assert counter.get_total_flops() == pytest.approx(gradient - needless, rel=ROTATIONS)
+
+PASSES = [("taylor", ("",)), ("input_norms", ("",))]
+PASSES += [("block_removal", kinds) for kinds in (("layer",), ("attention", "mlp"), ("layer", "attention", "mlp"))]
 
 
-@pytest.mark.parametrize("kinds", [("layer",), ("attention", "mlp"), KINDS])
-def test_removal_operations_are_those_that_torch_counts(kinds):
+@pytest.mark.parametrize(("name", "kinds"), PASSES)
+def test_operations_of_a_statistics_pass_are_those_that_torch_counts(name, kinds):
     model, arithmetic = eager_llama()
-    ids = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
+    statistic, windows = load_statistic(name), torch.randint(model.config.vocab_size, (ROWS, LENGTH))
+    needs = [Need(name, kind, ROWS) for kind in kinds]
+    work = statistic.work(needs, LENGTH, arithmetic.layers, "cpu")
     with FlopCounterMode(display=False) as probe:
-        NextTokenLosses(model)
+        if work.head_positions:
+            NextTokenLosses(model)  # finds out first whether the head comes last
     with FlopCounterMode(display=False) as counter:
-        removal_losses(model, LLAMA, ids, kinds)
-    layers = arithmetic.layers
-    behind = layers * (layers - 1) / 2
-    attentions = layers + sum(behind + (layers if kind == "mlp" else 0) for kind in kinds)
-    removal = arithmetic.removal(ROWS, LENGTH, kinds) + unseen(arithmetic, attentions)
-    assert counter.get_total_flops() - probe.get_total_flops() == pytest.approx(removal, rel=ROTATIONS)
+        statistic.collect(model, LLAMA, windows, needs)
+    times = 3 if work.backward else 1
+    expected = arithmetic.of_pass(work, LENGTH)
+    expected += times * unseen(arithmetic, work.attention_tokens / (ROWS * LENGTH))
+    if work.backward:  # nobody asks for the gradient of the embeddings
+        first = LLAMA.linears(decoder_layers(model, LLAMA)[0])
+        expected -= 2 * ROWS * LENGTH * sum(first[role].weight.numel() for role in ("query", "key", "value"))
+    assert counter.get_total_flops() - probe.get_total_flops() == pytest.approx(expected, rel=ROTATIONS)
 
 
 def test_zero_shot_operations_are_those_that_torch_counts():
@@ -116,18 +111,26 @@ def test_head_counts_where_it_is_asked_and_pruning_shrinks_the_rest():
 
 
 @pytest.mark.parametrize("wanted", [(8,), (3,), (3, 8), (2, 3, 7), (4, 8, 16), (1, 5, 10), (4, 6), (2, 4), (3, 4)])
-def test_samples_and_copies_of_a_gradient_pass(wanted, monkeypatch):
-    monkeypatch.setattr(taylor_module, "batch_size", lambda seq_len, device: 4)
+@pytest.mark.parametrize("name", ["taylor", "input_norms"])
+def test_samples_and_copies_of_a_pass_with_snapshots(name, wanted, monkeypatch):
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * 4})
     copies = []
     original = taylor_module._Accumulator.copy
     monkeypatch.setattr(taylor_module._Accumulator, "copy", lambda self: copies.append(1) or original(self))
-    model = build_tiny("llama")
+    model, statistic = build_tiny("llama"), load_statistic(name)
     seen = []
-    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True)
-    taylor(model, LLAMA, torch.randint(64, (16, 4)), wanted)
-    assert seen.pop(0) == (1, 2)  # the probe for a head that comes last
-    assert gradient_samples(wanted, 4) == sum(samples for samples, _ in seen)
-    assert needs_copy(wanted, 4) == bool(copies)
+    model.model.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True
+    )
+    needs = [Need(name, "", n) for n in wanted]
+    statistic.collect(model, LLAMA, torch.randint(64, (16, 4)), needs)
+    work = statistic.work(needs, 4, 4, "cpu")
+    if work.head_positions:
+        assert seen.pop(0) == (1, 2)  # the probe for a head that comes last
+    assert work.attention_tokens == work.mlp_tokens == 4 * 4 * sum(samples for samples, _ in seen)
+    assert work.batch_tokens == 4 * max(samples for samples, _ in seen)
+    assert work.tokens == 4 * max(wanted)
+    assert (work.weight_sums == 2) == bool(copies)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +193,8 @@ def test_items_of_a_definition_that_calls_functions_count_by_their_strings(tmp_p
     assert found.tokens == sum(lengths[:3]) + 3 * (lengths[3] + lengths[4] - 2)
 
 
-SPEED = Speed(Line(1.0, 0.0), Line(4.0, 0.0), head=0.5, head_gradient=2.0, snapshot=10.0, engine=3.0)
+SPEED = Speed(Line(1.0, 0.0), Line(4.0, 0.0), head=0.5, head_gradient=2.0, snapshots={"taylor": 10.0}, engine=3.0)
+NEEDS = (Need("taylor", "", 4), Need("taylor", "", 16), Need("block_removal", "layer", 3))
 
 
 def work(**changes) -> ModelWork:
@@ -200,7 +204,7 @@ def work(**changes) -> ModelWork:
         "device": "cpu",
         "weight_bytes": 0,
         "speed": SPEED,
-        "passes": {8: SharedStatistics((4, 16), {"layer": 3})},
+        "passes": {8: NEEDS},
         "baseline": True,
         "trials": 3,
         "removed_params": 200,
@@ -218,10 +222,10 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     monkeypatch.setattr(estimates, "PRUNING_S", 0.0)
     cost = estimate([work()], slots=1, gpus=0.5)
     stages = {stage.stage: stage for stage in cost.stages()}
-    # 4 samples run twice: their snapshot falls inside the only batch
-    assert (stages["importance"].tokens, stages["importance"].seconds) == (16 * 8, 20 * 8 * (4 + 2) + 2 * 10)
+    # 4 samples run twice: their snapshot falls inside the only batch; nothing is predicted after a sample's last token
+    assert (stages["importance"].tokens, stages["importance"].seconds) == (16 * 8, 20 * (8 * 4 + 7 * 2) + 2 * 10)
     # dense 1, and behind the removed first of two layers half of it; the head three times
-    assert (stages["removal"].tokens, stages["removal"].seconds) == (3 * 8 * 3, 3 * 8 * (1 + 0.5 + 3 * 0.5))
+    assert (stages["removal"].tokens, stages["removal"].seconds) == (3 * 8 * 3, 3 * (8 * (1 + 0.5) + 7 * 3 * 0.5))
     assert (stages["perplexity"].runs, stages["perplexity"].tokens) == (4, 200)
     assert stages["perplexity"].seconds == pytest.approx(50 * (1 + 3 * 0.8) + 4 * 50 * 0.5)
     suite = 5 + 10
@@ -280,7 +284,7 @@ def test_a_small_model_is_measured_whole_and_threads_are_put_back(tiny_llama):
     assert speed.gradient(64) > speed.forward(64) > 0
     assert speed.head_gradient > speed.head > 0
     assert speed.forward(256) >= speed.forward(16)
-    assert speed.snapshot > 0 and speed.engine > 0
+    assert speed.snapshots["taylor"] > 0 and speed.engine > 0
 
 
 def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():

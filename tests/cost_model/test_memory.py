@@ -16,6 +16,8 @@ from transformers import MistralConfig
 from tests.memory_stages import STAGES, build
 from tune_prune.cost_model.memory import EVALUATION_SLACK, FRAGMENTATION, MemoryPlan, plan_memory
 from tune_prune.models import loading
+from tune_prune.pruning.statistics import Need
+from tune_prune.pruning.statistics.taylor import STATISTIC
 
 ROOT = Path(__file__).resolve().parents[2]
 # Planned over measured at most. An evaluation's plan counts layers and logits, which do not stand at the same time, because
@@ -34,7 +36,7 @@ def test_planned_tensors_are_those_that_torch_allocates(name):
     if name == "evaluation":
         planned = plan.evaluation_activations / EVALUATION_SLACK["cpu"]
     else:
-        planned = plan.accumulators + plan.gradient_activations / FRAGMENTATION["cpu"]
+        planned = plan.accumulators + plan.statistics_activations / FRAGMENTATION["cpu"]
     assert peak <= planned <= TENSORS[name] * peak
 
 
@@ -55,19 +57,25 @@ def test_planned_memory_is_what_fresh_processes_take(name):
     if name == "evaluation":
         assert measured <= plan.evaluation_activations <= 2.5 * measured
     else:
-        assert measured <= plan.accumulators + plan.gradient_activations <= 1.5 * measured
+        assert measured <= plan.accumulators + plan.statistics_activations <= 1.5 * measured
 
 
 def test_memory_adds_up_for_a_7b_model_on_a_gpu():
     """Mistral-7B in bfloat16: the weights' published size, float32 sums of all projections, and the larger of two phases."""
     config = MistralConfig()
     _, geometry = loading.config_geometry(config)
-    plan = plan_memory(geometry, config, 2, "cuda", {512: (256,)}, 0, 2048, 300_000, 600)
+
+    def planned(*num_samples: int) -> MemoryPlan:
+        work = STATISTIC.work([Need("taylor", "", n) for n in num_samples], 512, 32, "cuda")
+        return plan_memory(geometry, config, 2, "cuda", [work], 0, 2048, 300_000, 600)
+
+    plan = planned(256)
     assert plan.weights == 2 * 7_241_732_096
     assert plan.accumulators == 4 * 32 * 218_103_808
     assert plan.pruned == 2 * 32 * 218_103_808
-    assert plan.total == plan.process + plan.weights + plan.accumulators + plan.gradient_activations
-    twice = plan_memory(geometry, config, 2, "cuda", {512: (3, 5, 256)}, 0, 2048, 300_000, 600)
-    assert twice.accumulators == 2 * plan.accumulators
+    assert plan.total == plan.process + plan.weights + plan.accumulators + plan.statistics_activations
+    assert planned(3, 5, 256).accumulators == 2 * plan.accumulators
+    without = plan_memory(geometry, config, 2, "cuda", [], 0, 2048, 300_000, 600)
+    assert without.accumulators == without.statistics_activations == 0
     evaluation = MemoryPlan(1, 2, 3, 4, 50, 60)
     assert evaluation.total == 1 + 2 + 50 + 60

@@ -1,4 +1,4 @@
-"""Calibration windows: length, no overlap, prefixes, seeds; where the text comes from and what is said when it cannot be had."""
+"""Calibration windows: length, no overlap, prefixes, seeds; where the text comes from and what is said when it is missing."""
 
 from __future__ import annotations
 
@@ -117,6 +117,6 @@ def test_a_hub_text_without_a_hub_is_one_sentence(name, monkeypatch):
         raise ConnectionError("Couldn't reach the Hub\nat all")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(UserError, match=f"'{name}' cannot be had.*--calibration FILE") as error:
+    with pytest.raises(UserError, match=f"'{name}' could not be downloaded.*--calibration FILE") as error:
         load_text(name)
     assert "\n" not in str(error.value)

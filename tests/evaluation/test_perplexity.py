@@ -98,7 +98,7 @@ def test_logits_are_made_a_part_at_a_time_unless_the_model_changes_them(model, m
             for part in tokens.split(32)
         )
         for elements in (1 << 20, 50 * 7, 1):
-            monkeypatch.setattr("tune_prune.models.head.LOGITS_AT_ONCE", {"cpu": elements})
+            monkeypatch.setattr("tune_prune.models.head.MAX_LOGIT_ELEMENTS", {"cpu": elements})
             sizes = []
             head = asked.get_output_embeddings()
             watch = head.register_forward_hook(lambda _, __, logits, sizes=sizes: sizes.append(logits[..., 0].numel()))

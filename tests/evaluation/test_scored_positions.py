@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tune_prune.evaluation.engine import tree_attention
 from tune_prune.evaluation.engine.prefix_trees import score_items
 from tune_prune.evaluation.engine.rows import Request
-from tune_prune.evaluation.engine.scored_positions import only_at
+from tune_prune.evaluation.engine.scored_positions import at_positions
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import PruningPlan
@@ -39,7 +39,7 @@ def widths(blocks):
 
 def assert_same_logits(model):
     whole = model(input_ids=IDS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
-    with only_at(model, POSITIONS):
+    with at_positions(model, POSITIONS):
         found = model(input_ids=IDS, use_cache=False).logits
     assert found.shape == (1, len(POSITIONS), 64)
     torch.testing.assert_close(found[0], whole, rtol=0, atol=1e-12)
@@ -53,7 +53,7 @@ def test_the_last_layer_runs_at_scored_positions_only(variant, tiny):
     layers = decoder_layers(model, family)
     blocks = [layer.get_submodule(f"{family.mlp}.{family.down}") for layer in layers]
     blocks += [family.linears(layers[-1])[role] for role in ("query", "value", "output")]
-    with only_at(model, POSITIONS), widths(blocks) as seen:
+    with at_positions(model, POSITIONS), widths(blocks) as seen:
         model(input_ids=IDS, use_cache=False)
     assert seen == [[51], [51], [51], [5], [51], [51], [5]]
 
@@ -78,7 +78,7 @@ def test_of_an_unknown_family_the_head_alone_is_spared():
 
 def test_a_failing_pass_leaves_nothing_behind(tiny):
     model = tiny("llama")
-    with pytest.raises(IndexError), only_at(model, POSITIONS):
+    with pytest.raises(IndexError), at_positions(model, POSITIONS):
         model(input_ids=torch.full((1, 4), 999), use_cache=False)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -122,7 +122,7 @@ def test_trees_longer_than_a_block_score_as_each_request_alone(variant, tiny, mo
 
 def test_the_attention_that_was_chosen_stays(tiny):
     model = tiny("llama", attn_implementation="eager", max_position_embeddings=128)
-    with tree_attention.in_blocks(model):
+    with tree_attention.blocked_attention(model):
         assert model.config._attn_implementation == "eager"
     model = tiny("llama")
     seen = []

@@ -12,7 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tune_prune.evaluation.engine import prefix_trees
-from tune_prune.evaluation.engine.prefix_trees import attention_windows, count_tokens, plan_rows, refusal, score_items
+from tune_prune.evaluation.engine.prefix_trees import (
+    attention_windows,
+    count_tokens,
+    plan_rows,
+    score_items,
+    unsupported_reason,
+)
 from tune_prune.evaluation.engine.rows import Outcomes, Request, score_requests, token_log_probs
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
@@ -98,7 +104,7 @@ def forwarded(model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
 @pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-10), ("eager", 1e-5)])  # eager: float32 softmax
 def test_trees_score_as_each_request_alone(variant, tiny, attention, tolerance):
     model = tiny(variant, attn_implementation=attention)
-    assert refusal(model) is None
+    assert unsupported_reason(model) is None
     assert_equal_to_truth(model, assorted_items(), tolerance)
 
 
@@ -139,14 +145,14 @@ def test_pruned_models(variant, tiny, groups, channels):
     kept_groups[1], kept_channels[2] = groups, channels
     plan = PruningPlan(tuple(kept_groups), tuple(kept_channels), 0, 0, whole.total_params)
     smaller = prune(model, family_of(model.config.model_type), plan)
-    assert refusal(smaller) is None
+    assert unsupported_reason(smaller) is None
     assert_equal_to_truth(smaller, assorted_items())
 
 
 def test_low_precision(variant, tiny):
     exact = truth(tiny(variant), assorted_items()).loglikelihoods
     model = tiny(variant, dtype=torch.bfloat16)
-    assert refusal(model) is None
+    assert unsupported_reason(model) is None
     shared = score_items(model, assorted_items()).loglikelihoods
     plain = score_items(model, assorted_items(), share=False).loglikelihoods
     # Rounding of the weights is most of it; sharing must not add to it.
@@ -256,7 +262,7 @@ def test_a_model_that_ignores_the_mask_is_refused(tiny, dtype):
     model = tiny("llama", dtype=dtype)
     forward = model.model.forward
     model.model.forward = lambda attention_mask=None, **kwargs: forward(**kwargs)
-    assert "scores otherwise under the masks" in refusal(model)
+    assert "scores otherwise under the masks" in unsupported_reason(model)
 
 
 def test_a_model_that_raises_on_positions_is_refused_with_its_reason(tiny):
@@ -271,7 +277,7 @@ def test_a_model_that_raises_on_positions_is_refused_with_its_reason(tiny):
         return forward(input_ids=input_ids, use_cache=use_cache)
 
     model.model.forward = no_positions
-    said = refusal(model)
+    said = unsupported_reason(model)
     assert said is not None and said.endswith("(TypeError: got an unexpected keyword argument 'position_ids')")
     assert "\n" not in said
 
@@ -285,7 +291,7 @@ def test_unknown_types_of_layers_are_refused(tiny):
 
 
 def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
-    """The probe of `refusal` sees what it is there for: masks and positions that are not the tree's."""
+    """The probe of `unsupported_reason` sees what it is there for: masks and positions that are not the tree's."""
     right = prefix_trees.tree_inputs
     model = tiny("mistral-sliding")
 
@@ -302,6 +308,6 @@ def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
 
     for wrong in (no_window, no_positions, no_branches):
         monkeypatch.setattr(prefix_trees, "tree_inputs", wrong)
-        assert refusal(model) is not None, wrong.__name__
+        assert unsupported_reason(model) is not None, wrong.__name__
     monkeypatch.setattr(prefix_trees, "tree_inputs", right)
-    assert refusal(model) is None
+    assert unsupported_reason(model) is None

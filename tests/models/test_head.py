@@ -38,7 +38,7 @@ def by_hand(model, ids):
 
 @pytest.mark.parametrize("elements", [1 << 20, 64 * 7, 1], ids=["whole", "seven positions", "one position"])
 def test_losses_and_gradients_in_parts_are_those_of_the_whole(variant, tiny, monkeypatch, elements):
-    monkeypatch.setattr(head, "LOGITS_AT_ONCE", {"cpu": elements})
+    monkeypatch.setattr(head, "MAX_LOGIT_ELEMENTS", {"cpu": elements})
     model = tiny(variant)
     weights = [layer.mlp.down_proj.weight.requires_grad_(True) for layer in model.model.layers]
     losses = NextTokenLosses(model)
@@ -51,7 +51,7 @@ def test_losses_and_gradients_in_parts_are_those_of_the_whole(variant, tiny, mon
 
 
 def test_no_more_logits_than_allowed_are_made_and_none_at_a_sample_s_end(tiny, monkeypatch):
-    monkeypatch.setattr(head, "LOGITS_AT_ONCE", {"cpu": 64 * 7})
+    monkeypatch.setattr(head, "MAX_LOGIT_ELEMENTS", {"cpu": 64 * 7})
     model = tiny("llama")
     losses = NextTokenLosses(model)
     sizes = []

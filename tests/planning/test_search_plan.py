@@ -25,7 +25,6 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import EXPERIMENT, FolderStore
-from tune_prune.cost_model.estimate import STAGES
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading
 from tune_prune.planning import experiment, search_space
@@ -33,7 +32,8 @@ from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import _check_memory, make_plan
 from tune_prune.pruning import shapes
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.trial import SharedStatistics, prepare
+from tune_prune.trial.statistics import needs_of
+from tune_prune.trial.trial import prepare
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
@@ -59,9 +59,10 @@ def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     assert "2 zero-shot tasks, at most 10 items each" in out and " piqa, boolq\n" in out
     assert "stages       importance, removal, pruning, perplexity, zero-shot 6.25% / 12.5% / 25% / 50% / 100%" in out
     assert "a trial takes CPU 1, GPU 0 and about" in out and f"; {os.cpu_count()} at once;" in out
-    assert (
-        "shared       2 gradient passes and 2 removal passes a model, one of each per seq_len; 1 dense baseline" in out
-    )
+    assert "shared       2 gradient passes, 2 removal passes a model, one of each per seq_len; 1 dense baseline" in out
+
+
+STAGES = ("importance", "removal", "pruning", "perplexity", "zero_shot")
 
 
 def table(out: str) -> dict[str, list[str]]:
@@ -76,7 +77,7 @@ def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     space = search_space.load("smoke").values
     lengths, samples = space["taylor_seq_len"], max(space["taylor_num_samples"])
     cost = table(out)
-    assert list(cost) == list(STAGES)
+    assert tuple(cost) == STAGES
     assert cost["importance"][:2] == [str(len(lengths)), f"{sum(lengths) * samples:,}"]
     layers = json.loads((TINY_FOLDER / "config.json").read_text())["num_hidden_layers"]
     removal = sum(lengths) * (samples // 5) * (1 + 3 * layers)  # a layer, its attention, its MLP
@@ -108,7 +109,7 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     context = TrialContext.open(model.run, tmp_path / "kept" / "artifacts", device="cpu")
     values = plan.space.values
     short = min(values["taylor_seq_len"])
-    needs = SharedStatistics.of(config for config, _ in model.trials if config.taylor_seq_len == short)
+    needs = needs_of(config for config, _ in model.trials if config.taylor_seq_len == short)
     made = [report.stage for _, report in prepare(context, short, needs)]
     assert made == ["importance", "removal"]
     tokens = sum(context.suite.tokens_in_slice(index) for index in range(context.suite.num_slices))

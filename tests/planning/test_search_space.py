@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,6 +201,18 @@ def test_what_a_method_does_not_read_makes_no_configuration(tmp_path: Path) -> N
         PruningConfig("taylor", 64, 4, removal_divisor=3),
         *(PruningConfig("blockwise", s, 4, removal_divisor=d) for s, d in ((64, 3), (64, 5), (16, 3), (16, 5))),
     )
+
+
+def test_methods_that_read_no_data_stand_once_where_an_old_grid_began(tmp_path: Path) -> None:
+    text = with_value(
+        method="[taylor, random, magnitude, wanda_sp]", removal_divisor="[2, 5]", pruning_ratio="[0.1, 0.2]"
+    )
+    found = search_space.load(yaml_file(tmp_path, text)).configs()
+    count = Counter((config.method, config.pruning_ratio) for config in found)
+    assert count == {
+        (m, r): n for m, n in (("taylor", 4), ("random", 1), ("magnitude", 1), ("wanda_sp", 4)) for r in (0.1, 0.2)
+    }
+    assert PruningConfig("random", 64, 4, 0.1, 2) in found
 
 
 @pytest.mark.parametrize("ratio", ["0.2", "2e-1", ".2", "0.5"])

@@ -13,6 +13,7 @@ import pytest
 
 from tune_prune import evaluate, search
 from tune_prune.analysis import command
+from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.models.catalog import HUB_ALIASES, aliases, resolve
 from tune_prune.models.families import FAMILIES
 from tune_prune.planning import search_space
@@ -58,6 +59,10 @@ def test_the_search_spaces_are_those_that_are_shipped() -> None:
     for name, text in rows.items():
         size = search_space.load(name).size
         assert str(size) in text or (name, text) == ("minimal", "3 methods with 4 samples")
+
+
+def test_every_hyperparameter_is_named() -> None:
+    assert [name for name in HYPERPARAMETERS if f"`{name}`" not in README] == []
 
 
 def test_every_search_command_parses() -> None:

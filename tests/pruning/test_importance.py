@@ -14,16 +14,19 @@ from torch import nn
 
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.diagnostics import (
-    extreme_pruning_layers,
-    gradient_diagnosis,
-    gradient_metrics,
-    pruning_comparison,
-)
+from tune_prune.pruning import batches
+from tune_prune.pruning.batches import batch_size
+from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import taylor as module
-from tune_prune.pruning.statistics.taylor import Importance, LayerGradients, batch_size, taylor
+from tune_prune.pruning.statistics.taylor import (
+    Importance,
+    LayerGradients,
+    gradient_diagnosis,
+    gradient_metrics,
+    taylor,
+)
 
 SEQ_LEN = 9
 
@@ -86,8 +89,10 @@ def test_importance_is_the_formula(tiny, variant):
     attention, mlp, statistics = by_hand(model, samples)
     np.testing.assert_allclose(found.groups.attention, attention, rtol=1e-10)
     np.testing.assert_allclose(found.groups.mlp, mlp, rtol=1e-10)
-    told = found.gradients
-    np.testing.assert_allclose(np.array([told.abs_mean, told.norm, told.std, told.abs_max]).T, statistics, rtol=1e-10)
+    gradients = found.gradients
+    np.testing.assert_allclose(
+        np.array([gradients.abs_mean, gradients.norm, gradients.std, gradients.abs_max]).T, statistics, rtol=1e-10
+    )
     assert min(map(min, attention)) > 0 and min(map(min, mlp)) > 0
 
 
@@ -95,7 +100,7 @@ def test_importance_is_the_formula(tiny, variant):
 def test_batching_does_not_matter(tiny, monkeypatch, tokens):
     model, samples = tiny("qwen2"), windows(7)
     whole = taylor(model, FAMILIES["qwen2"], samples, [7])[7].arrays()
-    monkeypatch.setattr(module, "BATCH_TOKENS", {"cpu": tokens})
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": tokens})
     batched = taylor(model, FAMILIES["qwen2"], samples, [7])[7].arrays()
     for name in whole:
         np.testing.assert_allclose(batched[name], whole[name], rtol=1e-11, atol=1e-17, err_msg=name)
@@ -103,7 +108,7 @@ def test_batching_does_not_matter(tiny, monkeypatch, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_prefix_equals_a_pass_over_it_alone_bit_for_bit(tiny, monkeypatch, dtype):
-    monkeypatch.setattr(module, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
     assert batch_size(SEQ_LEN, "cpu") == 4
     model, family, samples = tiny("llama", dtype), FAMILIES["llama"], windows(11)
     counts = [1, 3, 4, 6, 7, 8, 11]  # inside the first batch, at its end, inside the second, at its end, a ragged end
@@ -213,7 +218,7 @@ def test_shuffled_channels_and_heads_have_shuffled_scores(tiny, variant):
 
 
 def test_bfloat16_gradients_are_summed_in_float32(tiny, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_TOKENS", {"cpu": SEQ_LEN})  # one sample a batch
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": SEQ_LEN})  # one sample a batch
     model, samples = tiny("mistral", torch.bfloat16), windows(24)
     found = taylor(model, FAMILIES["mistral"], samples, [24])[24].groups.mlp[1]
 
@@ -298,8 +303,8 @@ def test_diagnostics_of_hand_made_gradients():
         "grad_std_ratio": 10.0,
         "grad_max_ratio": math.inf,
     }
-    told = gradient_diagnosis(gradients)
-    assert told["layers"][1] == {"layer": 1, "grad_mean": 4.0, "grad_norm": 2.0, "grad_std": 5.0, "grad_max": 1.0}
+    diagnosis = gradient_diagnosis(gradients)
+    assert diagnosis["layers"][1] == {"layer": 1, "grad_mean": 4.0, "grad_norm": 2.0, "grad_std": 5.0, "grad_max": 1.0}
 
 
 def test_what_each_layer_lost_adds_up_to_the_plan(tiny):
@@ -307,9 +312,9 @@ def test_what_each_layer_lost_adds_up_to_the_plan(tiny):
     generator = np.random.default_rng(0)
     scores = GroupScores(tuple(generator.random(4) for _ in range(4)), tuple(generator.random(40) for _ in range(4)))
     plan = select(scores, geometry, 0.5)
-    told = pruning_comparison(plan, geometry)
-    assert sum(layer["params_before"] - layer["params_kept"] for layer in told["layers"]) == plan.removed_params
+    comparison = pruning_comparison(plan, geometry)
+    assert sum(layer["params_before"] - layer["params_kept"] for layer in comparison["layers"]) == plan.removed_params
     more_than_half = sum(len(kept) < 20 for kept in plan.kept_channels)
-    assert told["extreme_pruning_layers"] == extreme_pruning_layers(plan, geometry) == more_than_half
+    assert comparison["extreme_pruning_layers"] == extreme_pruning_layers(plan, geometry) == more_than_half
     half = PruningPlan(plan.kept_groups, (tuple(range(20)), tuple(range(19)), (), tuple(range(40))), 0, 0, 1)
     assert extreme_pruning_layers(half, geometry) == 2  # exactly half does not count

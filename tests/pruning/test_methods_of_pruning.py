@@ -13,7 +13,9 @@ from tune_prune.core.errors import UserError
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning import methods
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method, method_names
+from tune_prune.pruning.methods import Dense, load_method, method_names
+from tune_prune.pruning.statistics import parse
+from tune_prune.pruning.statistics.block_removal import LOSS_FLOOR
 
 GEOMETRY = Geometry(
     total_params=10_000,
@@ -32,9 +34,10 @@ SALIENCE = GroupScores(  # I(group), before the division by cost
 )
 
 
-def statistics(increase: dict[str, list[float]], seed: int = 0) -> Statistics:
-    losses = {kind: np.array(values) for kind, values in increase.items()}
-    return Statistics(GEOMETRY, SALIENCE.per_parameter(GEOMETRY), losses, seed)
+def dense(increase: dict[str, list[float]], seed: int = 0, geometry: Geometry = GEOMETRY) -> Dense:
+    """What methods that read no weights decide by."""
+    losses = {f"block_removal:{kind}": np.array(values) for kind, values in increase.items()}
+    return Dense(None, None, geometry, seed, {"taylor": SALIENCE} | losses)
 
 
 def flat(scores: GroupScores) -> list[float]:
@@ -43,32 +46,32 @@ def flat(scores: GroupScores) -> list[float]:
 
 def test_taylor_is_importance_per_parameter():
     method = load_method("taylor")
-    assert method.removals == ()
+    assert method.statistics == ("taylor",)
     expected = [200 / 100, 50 / 100, 5 / 50, 10 / 10, 1 / 10, 2 / 10, 4 / 20, 40 / 20]
-    np.testing.assert_allclose(flat(method.scores(statistics({}))), expected)
+    np.testing.assert_allclose(flat(method.scores(dense({}))), expected)
 
 
 def test_layerwise_multiplies_by_the_whole_layers_loss():
     method = load_method("layerwise")
-    assert method.removals == ("layer",)
+    assert method.statistics == ("taylor", "block_removal:layer")
     first, second = math.log(1 + 0.5), math.log(1 + 3.0)
     expected = [2 * first, 0.5 * first, 0.1 * second, 1 * first, 0.1 * first, 0.2 * first, 0.2 * second, 2 * second]
-    np.testing.assert_allclose(flat(method.scores(statistics({"layer": [0.5, 3.0]}))), expected)
+    np.testing.assert_allclose(flat(method.scores(dense({"layer": [0.5, 3.0]}))), expected)
 
 
 def test_blockwise_multiplies_by_the_groups_own_blocks_loss():
     method = load_method("blockwise")
-    assert method.removals == ("attention", "mlp")
+    assert method.statistics == ("taylor", "block_removal:attention", "block_removal:mlp")
     a0, a1, m0, m1 = (math.log(1 + d) for d in (0.1, 0.2, 0.3, 4.0))
     expected = [2 * a0, 0.5 * a0, 0.1 * a1, 1 * m0, 0.1 * m0, 0.2 * m0, 0.2 * m1, 2 * m1]
     increase = {"attention": [0.1, 0.2], "mlp": [0.3, 4.0]}
-    np.testing.assert_allclose(flat(method.scores(statistics(increase))), expected)
+    np.testing.assert_allclose(flat(method.scores(dense(increase))), expected)
 
 
 @pytest.mark.parametrize("name", ["layerwise", "blockwise"])
 def test_a_layer_that_helps_nothing_keeps_the_order_of_its_groups(name):
     method = load_method(name)
-    scores = method.scores(statistics({kind: [LOSS_FLOOR, 1.0] for kind in method.removals}))
+    scores = method.scores(dense({kind: [LOSS_FLOOR, 1.0] for kind in ("layer", "attention", "mlp")}))
     base = SALIENCE.per_parameter(GEOMETRY)
     for part, of in ((scores.attention[0], base.attention[0]), (scores.mlp[0], base.mlp[0])):
         assert np.array_equal(np.argsort(part), np.argsort(of)) and (part > 0).all()
@@ -76,16 +79,15 @@ def test_a_layer_that_helps_nothing_keeps_the_order_of_its_groups(name):
 
 def test_random_depends_on_the_seed_alone():
     scores = load_method("random").scores
-    one = flat(scores(statistics({}, seed=1)))
-    other_importance = Statistics(GEOMETRY, SALIENCE, {"layer": np.ones(2)}, 1)
-    assert one == flat(scores(other_importance))
-    assert one != flat(scores(statistics({}, seed=2)))
+    one = flat(scores(dense({}, seed=1)))
+    assert one == flat(scores(dense({"layer": [1.0, 1.0]}, seed=1)))
+    assert one != flat(scores(dense({}, seed=2)))
     assert len(set(one)) == 8 and all(0 <= value < 1 for value in one)
 
 
 def test_random_prefers_no_kind_of_group():
     wide = Geometry(**{**GEOMETRY.__dict__, "kv_heads": (3000, 3000), "mlp_width": (3000, 3000)})
-    drawn = load_method("random").scores(Statistics(wide, SALIENCE, {}, 0))
+    drawn = load_method("random").scores(dense({}, geometry=wide))
     for part in (*drawn.attention, *drawn.mlp):
         assert abs(part.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 3000)
 
@@ -96,7 +98,7 @@ def test_every_listed_method_loads_and_says_what_it_is():
     for name in method_names():
         method = load_method(name)
         assert method.name == name and len(method.description) > 20
-        assert set(method.removals) <= {"layer", "attention", "mlp"}
+        assert all(parse(name) for name in method.statistics)
 
 
 def test_an_unknown_method_is_refused_with_a_suggestion():
@@ -110,9 +112,9 @@ def test_a_file_in_the_package_is_a_method(tmp_path, monkeypatch):
         '"""Keeps what is large (made up)."""\n'
         "import numpy as np\n"
         "from tune_prune.pruning.groups import GroupScores\n"
-        'REMOVALS = ("mlp",)\n'
-        "def scores(statistics):\n"
-        "    g = statistics.geometry\n"
+        'STATISTICS = ("block_removal:mlp",)\n'
+        "def scores(dense):\n"
+        "    g = dense.geometry\n"
         "    return GroupScores(tuple(np.full(k, c) for k, c in zip(g.kv_heads, g.group_cost)),\n"
         "                       tuple(np.full(m, c) for m, c in zip(g.mlp_width, g.channel_cost)))\n"
     )
@@ -122,8 +124,8 @@ def test_a_file_in_the_package_is_a_method(tmp_path, monkeypatch):
     try:
         assert "by_size" in method_names()
         method = load_method("by_size")
-        assert method.removals == ("mlp",) and method.description == "Keeps what is large (made up)."
-        assert flat(method.scores(statistics({}))) == [100, 100, 50, 10, 10, 10, 20, 20]
+        assert method.statistics == ("block_removal:mlp",) and method.description == "Keeps what is large (made up)."
+        assert flat(method.scores(dense({}))) == [100, 100, 50, 10, 10, 10, 20, 20]
     finally:
         sys.modules.pop("tune_prune.pruning.methods.by_size", None)
         vars(methods).pop("by_size", None)

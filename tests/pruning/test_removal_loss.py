@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.head import NextTokenLosses
-from tune_prune.pruning.statistics import taylor
+from tune_prune.pruning import batches
 from tune_prune.pruning.statistics.block_removal import KINDS, RemovalLosses, removal_losses
 
 SEQ_LEN = 12  # longer than the sliding window of the variants that have one
@@ -78,7 +78,7 @@ def test_an_embedding_that_is_scaled_is_scaled_once():
 def test_batching_does_not_matter(tiny, monkeypatch):
     model, samples = tiny("qwen2-sliding"), windows(5)
     whole = removal_losses(model, FAMILIES["qwen2"], samples, KINDS)
-    monkeypatch.setattr(taylor, "BATCH_TOKENS", {"cpu": 2 * SEQ_LEN})
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 2 * SEQ_LEN})
     batched = removal_losses(model, FAMILIES["qwen2"], samples, KINDS)
     np.testing.assert_allclose(batched.dense, whole.dense, atol=1e-12)
     for kind in KINDS:

@@ -18,7 +18,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
 from tests.pruning.test_selection import cost_of, geometry, one_sentence, removing, scores
-from tests.search_folders import TINY
 from tests.trials import BLOCKWISE, open_context
 from tune_prune import search
 from tune_prune.core.config import PruningConfig
@@ -349,28 +348,23 @@ def assert_shape(trial: Path, shape: str, dense_width: int) -> None:
 
 
 @pytest.mark.slow  # Ray starts
-@pytest.mark.parametrize(
-    ("flags", "shape"), [(("--shape", "aligned", "--align", "16"), "aligned-16"), (("--shape", "uniform"), "uniform")]
-)
-def test_a_search_of_a_shape(
-    flags: tuple[str, ...],
-    shape: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_search_of_shapes(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert search.main([*TINY, *flags, "--limit", "5", "--storage-path", str(tmp_path)]) == 0
+    shapes = ("aligned-16", "uniform")
+    space = {"search": "grid", "method": ["taylor", "blockwise"], "taylor_seq_len": 16, "taylor_num_samples": 8}
+    (tmp_path / "space.json").write_text(json.dumps(space | {"shape": shapes}))  # JSON is YAML, too
+    flags = ("--search-space", str(tmp_path / "space.json"), "--name", "mine", "--limit", "5")
+    assert search.main(["--model", "tiny-llama", *flags, "--storage-path", str(tmp_path)]) == 0
     out, _ = capfd.readouterr()
-    assert f"{tmp_path}/tiny-llama-20-smoke-{shape}-limit5\n" in out and f"-{shape}" in out.partition("best")[2]
-    experiment = tmp_path / f"tiny-llama-20-smoke-{shape}-limit5"
+    best = out.partition("best per method")[2]
+    assert all(f"-{shape}" in out or shape in best for shape in shapes)
+    experiment = tmp_path / "mine"
     records = Ledger(FolderStore(experiment)).records()
-    assert [record.status for record in records] == ["complete"] * 6
+    assert sorted((r.status, r.config["shape"]) for r in records) == [("complete", s) for s in shapes for _ in range(2)]
     for record in records:
-        assert record.config["shape"] == shape
-        assert_shape(experiment / "trials" / record.key, shape, 64)
-    best = json.loads((experiment / "global_best_config.json").read_text())["models"]["tiny-llama"]
-    assert best["shape"] == shape and best["name"].endswith(f"-{shape}")
+        assert_shape(experiment / "trials" / record.key, record.config["shape"], 64)
+    found = json.loads((experiment / "global_best_config.json").read_text())["models"]["tiny-llama"]
+    assert found["shape"] in shapes and found["name"].endswith(f"-{found['shape']}")
     header, *rows = (experiment / "all_methods_results.csv").read_text().splitlines()
     column = header.split(",").index("shape")
-    assert [row.split(",")[column] for row in rows] == [shape] * 6
+    assert sorted(row.split(",")[column] for row in rows) == sorted(2 * shapes)

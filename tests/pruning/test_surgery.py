@@ -213,9 +213,11 @@ def test_generate_runs_on_a_pruned_model(tiny):
         model, FAMILIES["qwen2"], plan_of(model, FAMILIES["qwen2"], *KEEP_SETS["attention of a middle layer"])
     )
     ids = tokens(rows=1, length=4)
-    told = pruned.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    generated = pruned.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
     greedy = ids
     with torch.no_grad():
-        for _ in range(told.shape[1] - ids.shape[1]):
+        for _ in range(generated.shape[1] - ids.shape[1]):
             greedy = torch.cat([greedy, pruned(input_ids=greedy, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(told, greedy)
+    assert torch.equal(generated, greedy)

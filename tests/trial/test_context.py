@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
+from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EvaluationProtocol, PruningConfig
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration
 from tune_prune.evaluation import perplexity
 from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.statistics import Need, load_statistic, parse
 from tune_prune.pruning.statistics.block_removal import removal_losses
-from tune_prune.pruning.statistics.taylor import taylor
+from tune_prune.pruning.statistics.taylor import Importance, taylor
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.trial import SharedStatistics, Trial, prepare, run_trial
+from tune_prune.trial.statistics import StatisticCache, needs_of
+from tune_prune.trial.trial import Trial, prepare, run_trial
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +35,20 @@ def fresh(context, tmp_path) -> TrialContext:
     return with_empty_cache(context, tmp_path / "artifacts")
 
 
-def made(
-    fresh: TrialContext, seq_len: int, num_samples: tuple[int, ...], removals: dict[str, int]
-) -> list[StageReport]:
-    return [report for _, report in prepare(fresh, seq_len, SharedStatistics(num_samples, removals))]
+def gradients(*num_samples: int) -> list[Need]:
+    return [Need("taylor", "", n) for n in num_samples]
+
+
+def removals(**num_samples: int) -> list[Need]:
+    return [Need("block_removal", kind, n) for kind, n in num_samples.items()]
+
+
+def made(fresh: TrialContext, seq_len: int, needs: list[Need]) -> list[StageReport]:
+    return [report for _, report in prepare(fresh, seq_len, needs)]
+
+
+def tokens_of(context: TrialContext, seq_len: int, needs: list[Need]) -> int:
+    return context.collect(seq_len, needs)[1]
 
 
 def test_a_second_trial_finds_the_statistics_and_the_same_numbers(fresh):
@@ -49,15 +63,21 @@ def test_a_second_trial_finds_the_statistics_and_the_same_numbers(fresh):
 
 
 def test_a_shorter_removal_run_is_a_prefix_of_a_longer_one(fresh):
-    longer, tokens = fresh.removal(16, {"layer": 4})
+    def increase(num_samples: int) -> tuple[np.ndarray, int]:
+        (need,) = removals(layer=num_samples)
+        found, tokens = fresh.collect(16, [need])
+        return load_statistic("block_removal").value(found[need], need), tokens
+
+    longer, tokens = increase(4)
     assert tokens > 0
-    found, tokens = fresh.removal(16, {"layer": 2})
+    shorter, tokens = increase(2)
     assert tokens == 0
     alone = removal_losses(fresh.loaded.model, fresh.loaded.family, fresh.windows(16, 2), ("layer",))
-    np.testing.assert_allclose(found.increase("layer", 2), alone.increase("layer", 2), atol=1e-5)
-    more, tokens = fresh.removal(16, {"layer": 6})
-    assert tokens > 0 and more.removed["layer"].shape[1] == 6
-    np.testing.assert_allclose(more.increase("layer", 4), longer.increase("layer", 4), atol=1e-5)
+    np.testing.assert_allclose(shorter, alone.increase("layer", 2), atol=1e-5)
+    assert increase(6)[1] > 0
+    again, tokens = increase(4)
+    assert tokens == 0
+    np.testing.assert_allclose(again, longer, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"calibration": "text.txt"}, {"dtype": "bfloat16"}])
@@ -65,18 +85,42 @@ def test_statistics_of_another_run_are_not_taken(fresh, tmp_path, change):
     (tmp_path / "text.txt").write_text(calibration.load_text("embedded")[:5000])
     if "calibration" in change:
         change = {"calibration": str(tmp_path / "text.txt")}
-    fresh.importance(16, 4)
-    fresh.removal(16, {"layer": 1})
     other = TrialContext(replace(RUN, **change), fresh.loaded, fresh.artifacts)
-    assert other.importance(16, 4)[1] > 0 and other.removal(16, {"layer": 1})[1] > 0
-    assert fresh.importance(16, 4)[1] == fresh.removal(16, {"layer": 1})[1] == 0  # its own are still there
-    assert other.importance(8, 4)[1] > 0 and other.importance(16, 3)[1] > 0
+    for needs in (gradients(4), removals(layer=1), [Need("input_norms", "", 4)]):
+        assert tokens_of(fresh, 16, needs) > 0 and tokens_of(other, 16, needs) > 0
+        assert tokens_of(fresh, 16, needs) == 0  # its own are still there
+    assert tokens_of(other, 8, gradients(4)) > 0 and tokens_of(other, 16, gradients(3)) > 0
+
+
+@pytest.mark.parametrize("changed", ["taylor", "block_removal", "input_norms"])
+def test_a_new_version_of_a_statistic_throws_no_others_away(fresh, monkeypatch, changed):
+    every = {"taylor": gradients(4), "block_removal": removals(mlp=1), "input_norms": [Need("input_norms", "", 4)]}
+    assert all(tokens_of(fresh, 16, needs) > 0 for needs in every.values())
+    statistic = load_statistic(changed)
+    monkeypatch.setattr(type(statistic), "version", statistic.version + 1)
+    assert {name for name, needs in every.items() if tokens_of(fresh, 16, needs)} == {changed}
+
+
+def test_artifacts_are_named_as_they_always_were():
+    """Digests from before statistics had versions of their own: what is in people's caches is still found."""
+    cache = StatisticCache(RUN, "0123456789abcdef", "cpu", ArtifactStore("folder"))
+    names = [
+        cache.artifacts.path(load_statistic(need.statistic).stage, cache.key(16, need)).name
+        for need in (*gradients(10), *removals(layer=1, attention=2, mlp=3))
+    ]
+    assert names == [
+        "importance-5ae8b42cd767fd90.npz",
+        "removal-f8aa12ad0f699ca3.npz",
+        "removal-c4bb7e5aec9fc708.npz",
+        "removal-b1a08b8759aec946.npz",
+    ]
 
 
 @pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[: len(raw) // 2]], ids=["empty", "half"])
 def test_a_damaged_artifact_is_computed_again(fresh, damage):
-    statistics, tokens = fresh.importance(16, 10)
-    fresh.removal(16, {"attention": 2, "mlp": 2})
+    (need,) = gradients(10)
+    found, tokens = fresh.collect(16, [need])
+    fresh.collect(16, removals(attention=2, mlp=2))
     assert tokens == 160
     files = sorted(fresh.artifacts.folder.iterdir())
     assert len(files) == 3
@@ -85,41 +129,46 @@ def test_a_damaged_artifact_is_computed_again(fresh, damage):
     stages = Trial(BLOCKWISE, fresh).stages()
     assert next(stages).tokens == 160 and next(stages).tokens > 0
     next(stages)
-    again, tokens = fresh.importance(16, 10)
+    again, tokens = fresh.collect(16, [need])
     assert tokens == 0
-    for name, array in statistics.arrays().items():
-        np.testing.assert_array_equal(again.arrays()[name], array)
+    for name, array in found[need].items():
+        np.testing.assert_array_equal(again[need][name], array)
 
 
 def test_prepare_makes_one_pass_for_all_sample_counts_and_one_for_all_removals(fresh):
-    reports = made(fresh, 16, (3, 6, 12), {"layer": 2, "mlp": 1})
+    reports = made(fresh, 16, [*removals(layer=2, mlp=1), *gradients(3, 6, 12)])
     layers = fresh.loaded.geometry.num_layers
     assert [(report.stage, report.tokens) for report in reports] == [
         ("importance", 16 * 12),
         ("removal", 16 * 2 * (1 + 2 * layers)),
     ]
-    for count in (3, 6, 12):
-        found, tokens = fresh.importance(16, count)
-        direct = taylor(fresh.loaded.model, fresh.loaded.family, fresh.windows(16, count), [count])[count]
+    for need in gradients(3, 6, 12):
+        found, tokens = fresh.collect(16, [need])
+        windows = fresh.windows(16, need.num_samples)
+        direct = taylor(fresh.loaded.model, fresh.loaded.family, windows, [len(windows)])[len(windows)]
         assert tokens == 0
         for name, array in direct.arrays().items():
-            np.testing.assert_array_equal(found.arrays()[name], array)
-    assert made(fresh, 16, (3, 6, 12), {"layer": 2, "mlp": 1}) == []
-    assert [report.tokens for report in made(fresh, 16, (3, 9), {})] == [16 * 9]  # only what is missing
-    assert [report.tokens for report in made(fresh, 16, (), {"layer": 2, "attention": 2})] == [16 * 2 * (1 + layers)]
+            np.testing.assert_array_equal(found[need][name], array)
+        assert Importance.from_arrays(len(windows), found[need]).arrays().keys() == direct.arrays().keys()
+    assert made(fresh, 16, [*gradients(3, 6, 12), *removals(layer=2, mlp=1)]) == []
+    assert [report.tokens for report in made(fresh, 16, gradients(3, 9))] == [16 * 9]  # only what is missing
+    ((about, report),) = prepare(fresh, 16, removals(layer=2, attention=2))
+    assert about == {"model": "tiny-llama", "seq_len": 16, "attention": 2} and report.tokens == 16 * 2 * (1 + layers)
 
 
 def test_the_first_trial_at_a_seq_len_computes_what_its_neighbours_need(fresh):
     """Adaptive searches prepare nothing."""
-    configs = [PruningConfig(m, 16, n) for m in ("taylor", "layerwise", "blockwise") for n in (5, 10)]
-    shared = SharedStatistics.of(configs)
-    assert shared == SharedStatistics((5, 10), {"layer": 2, "attention": 2, "mlp": 2})
+    configs = [PruningConfig(m, 16, n) for m in ("taylor", "layerwise", "blockwise", "random") for n in (5, 10)]
+    shared = needs_of(configs)
+    assert shared == (*gradients(5, 10), *removals(attention=2, layer=2, mlp=2))
+    assert needs_of(config for config in configs if config.method == "random") == ()
     tokens = []
     for config in configs:
         stages = Trial(config, fresh, shared).stages()
-        tokens.append([next(stages).tokens for _ in range(1 if config.method == "taylor" else 2)])
+        statistics = {parse(name)[0] for name in load_method(config.method).statistics}
+        tokens.append([next(stages).tokens for _ in statistics])
     layers = fresh.loaded.geometry.num_layers
-    assert tokens == [[160], [0], [0, 32 * (1 + layers)], [0, 0], [0, 32 * (1 + 2 * layers)], [0, 0]]
+    assert tokens == [[160], [0], [0, 32 * (1 + layers)], [0, 0], [0, 32 * (1 + 2 * layers)], [0, 0], [], []]
 
 
 def measured(record: TrialRecord) -> list[int]:
@@ -144,7 +193,7 @@ def test_configurations_that_keep_the_same_groups_are_measured_once(fresh, tmp_p
     same_plan = Trial(replace(BLOCKWISE, method="taylor", removal_divisor=4), fresh)
     for _ in same_plan.stages():
         pass
-    two = same_plan.record()
+    two = same_plan.progress.record("complete")
     assert one.key != two.key and sum(measured(one)) > 25_000 and not any(measured(two))
     assert two.metrics == one.metrics
     other = run_trial(replace(BLOCKWISE, method="taylor", pruning_ratio=0.3), fresh)

@@ -18,10 +18,10 @@ from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
-from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method
+from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import select
-from tune_prune.pruning.statistics.block_removal import RemovalLosses, removal_losses
+from tune_prune.pruning.statistics import Need
+from tune_prune.pruning.statistics.block_removal import LOSS_FLOOR, removal_losses
 from tune_prune.pruning.statistics.taylor import taylor
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial, run_trial
@@ -109,11 +109,14 @@ def test_the_plan_is_the_method_applied_by_hand(first, context):
     loaded = context.loaded
     importance = taylor(loaded.model, loaded.family, context.windows(16, 10), [10])[10]
     losses = removal_losses(loaded.model, loaded.family, context.windows(16, 2), ("attention", "mlp"))
-    increase = {kind: np.maximum(losses.increase(kind, 2), LOSS_FLOOR) for kind in ("attention", "mlp")}
-    statistics = Statistics(loaded.geometry, importance.groups.per_parameter(loaded.geometry), increase, RUN.seed)
-    expected = select(load_method("blockwise").scores(statistics), loaded.geometry, 0.2)
-    told = PruningPlan.from_dict(json.loads((first[1] / "pruning_plan.json").read_text()))
-    assert told == expected
+    a, m = (np.log1p(np.maximum(losses.increase(kind, 2), LOSS_FLOOR)) for kind in ("attention", "mlp"))
+    scores = GroupScores(
+        tuple(s / c * f for s, c, f in zip(importance.groups.attention, loaded.geometry.group_cost, a, strict=True)),
+        tuple(s / c * f for s, c, f in zip(importance.groups.mlp, loaded.geometry.channel_cost, m, strict=True)),
+    )
+    expected = select(scores, loaded.geometry, 0.2)
+    written = PruningPlan.from_dict(json.loads((first[1] / "pruning_plan.json").read_text()))
+    assert written == expected
 
 
 def test_a_trial_leaves_the_dense_model_as_it_was(context, fresh):
@@ -147,16 +150,15 @@ def test_the_dense_model_through_the_same_evaluation(context, tmp_path):
 
 
 @pytest.mark.parametrize("raw", [[-1.0, 0.5], [0.0, 0.5]])
-def test_a_removal_that_helps_is_clamped_and_reported(fresh, monkeypatch, raw):
+def test_a_removal_that_helps_is_clamped_and_reported(fresh, raw):
     layers = fresh.loaded.geometry.num_layers
     increases = np.array([raw[0]] + [raw[1]] * (layers - 1))
-    losses = RemovalLosses(np.zeros(2), {"layer": np.tile(increases[:, None], 2)})
-    monkeypatch.setattr(fresh, "removal", lambda *_: (losses, 7), raising=False)
-    told = Trial(replace(BLOCKWISE, method="layerwise"), fresh)
-    stages = told.stages()
+    losses = {"dense": np.zeros(2), "removed": np.tile(increases[:, None], 2)}
+    fresh.cache.put(16, Need("block_removal", "layer", 2), losses)
+    stages = Trial(replace(BLOCKWISE, method="layerwise"), fresh).stages()
     next(stages)
     report = next(stages)
-    assert report.metrics == {"clamped_removal_losses": 1.0} and report.tokens == 7
+    assert report.metrics == {"clamped_removal_losses": 1.0} and report.tokens == 0
     assert next(stages).metrics["removed_fraction"] == pytest.approx(0.2, abs=0.01)
 
 
@@ -166,13 +168,13 @@ def test_a_stopped_or_failed_trial_has_a_record_too(context):
     while next(stages).stage != "perplexity":
         pass
     stages.close()
-    record = stopped.record("stopped_early", "rung 1")
+    record = stopped.progress.record("stopped_early", "rung 1")
     assert (record.status, record.reason) == ("stopped_early", "rung 1")
     assert "ppl" in record.metrics and "acc_mean" not in record.metrics
     failed = Trial(replace(BLOCKWISE, method="no-such-method"), context)
     with pytest.raises(UserError, match="unknown pruning method"):
         next(failed.stages())
-    assert failed.record("failed", "unknown method").metrics == {}
+    assert failed.progress.record("failed", "unknown method").metrics == {}
 
 
 def test_keys_tell_configurations_models_data_and_protocols_apart(context, tmp_path):
@@ -209,8 +211,8 @@ config = PruningConfig("blockwise", 16, 10, 0.2)
 
 def test_a_whole_trial_needs_neither_ray_nor_optuna(first, run_without, tmp_path):
     code = IN_A_BARE_PROCESS + "print(json.dumps(run_trial(config, context, FolderStore(sys.argv[2])).to_dict()))"
-    told = run_without(("ray", "optuna", "tensorboard"), code, str(tmp_path / "artifacts"), str(tmp_path / "trial"))
-    record = json.loads(told.splitlines()[-1])
+    printed = run_without(("ray", "optuna", "tensorboard"), code, str(tmp_path / "artifacts"), str(tmp_path / "trial"))
+    record = json.loads(printed.splitlines()[-1])
     here = json.loads(json.dumps(first[0].metrics))
     assert record["key"] == first[0].key
     assert record["metrics"].keys() == here.keys()
@@ -224,10 +226,10 @@ def test_all_stages_before_zero_shot_need_no_lm_eval(first, run_without, tmp_pat
         "trial = Trial(config, context)\n"
         "for report in trial.stages():\n"
         "    if report.stage == 'perplexity': break\n"
-        "print(json.dumps(trial.record().metrics))"
+        "print(json.dumps(trial.progress.metrics))"
     )
-    told = run_without(("ray", "optuna", "tensorboard", "lm_eval", "datasets", "pandas"), code, str(tmp_path))
-    metrics = json.loads(told.splitlines()[-1])
+    printed = run_without(("ray", "optuna", "tensorboard", "lm_eval", "datasets", "pandas"), code, str(tmp_path))
+    metrics = json.loads(printed.splitlines()[-1])
     assert metrics["ppl"] == pytest.approx(first[0].metrics["ppl"], rel=1e-6)
     assert "acc_mean" not in metrics
 

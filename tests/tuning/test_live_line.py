@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 
+from tests.trial_messages import stage_result
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
-from tune_prune.trial.trial import SharedStatistics
-from tune_prune.tuning.preparation import Prepared, PrepareJob
+from tune_prune.pruning.statistics import Need
+from tune_prune.tuning.messages import JobMessage, to_result
+from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.progress import LiveLine, TimeLeft
 from tune_prune.tuning.worker import TrialSpec
 
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
 CONFIGS = [PruningConfig("taylor", 16, n) for n in (8, 16, 32, 64)]
 SPECS = {f"k{i}": TrialSpec(RUN, config, f"k{i}") for i, config in enumerate(CONFIGS)}
-JOBS = [PrepareJob(RUN), PrepareJob(RUN, 16, SharedStatistics((8, 16, 32, 64), {}))]
+JOBS = [PrepareJob(RUN), PrepareJob(RUN, 16, tuple(Need("taylor", "", n) for n in (8, 16, 32, 64)))]
 BASELINE, PASS = {"perplexity": 10.0, "zero_shot": 20.0}, {"importance": 40.0}
 TRIAL = {"pruning": 1.0, "perplexity": 9.0, "zero_shot": 20.0}
 COST = CostEstimate((ModelCost("tiny-llama", (), {None: BASELINE, 16: PASS}, TRIAL, 4),), 1, 0.0, 0.0)
@@ -94,14 +96,13 @@ class Search:
         self.line.on_trial_start(0, [], trial)
         return trial
 
-    def result(self, trial: FakeTrial, **result: Any) -> None:
+    def result(self, trial: FakeTrial, result: dict[str, Any]) -> None:
         trial.last_result = result
         self.line.on_trial_result(0, [], trial, result)
 
-    def stage(self, trial: FakeTrial, stage: str, seconds: float, tokens: int = 1, scored: int = 0) -> None:
-        record = {"metrics": {"acc_mean": 0.5}, "stages": [{"tokens": tokens}]}
-        more = {"items_scored": scored, "items_total": 80, "trial_status": "complete" if scored == 80 else "running"}
-        self.result(trial, stage=stage, stage_duration_s=seconds, record=record, **more)
+    def stage(self, trial: FakeTrial, stage: str, seconds: float, tokens: int = 1, **report: Any) -> None:
+        given = {"duration_s": seconds, "tokens": tokens, "metrics": {"acc_mean": 0.5}} | report
+        self.result(trial, stage_result(trial.config["key"], stage, **given))
 
     def shown(self, wait: float = 10.0) -> str:
         self.now += wait
@@ -130,7 +131,7 @@ def test_the_eta_follows_jobs_stages_and_slices():
         *({"stage": "zero_shot", "duration_s": 5.0, "tokens": 5} for _ in range(4)),
     ]
     record = TrialRecord("b", "tiny-llama", {}, "complete", stages=stages)
-    search.result(baseline, prepared=Prepared(baseline=record))
+    search.result(baseline, to_result(JobMessage(baseline=record)))
     search.line.on_trial_complete(0, [], baseline)
     pace = 40 / 30  # of all: perplexity took twice as long, zero-shot as long as predicted
     trial = pace * 1 + 2 * 9 + 20
@@ -138,13 +139,13 @@ def test_the_eta_follows_jobs_stages_and_slices():
     assert search.shown().endswith(f"ETA {clock(pace * 40 + 4 * trial + 5 * overhead - 10)}")
 
     statistics = search.start(job=1)
-    search.result(statistics, prepared=Prepared([StageReport("importance", 30.0, tokens=7)]))
+    search.result(statistics, to_result(JobMessage((StageReport("importance", 30.0, tokens=7),))))
     search.line.on_trial_complete(0, [], statistics)
     pace = 70 / 70
     first = search.start(key="k0")
     search.stage(first, "pruning", 1.0, tokens=0)
     search.stage(first, "perplexity", 18.0)
-    search.stage(first, "zero_shot", 5.0, scored=20)
+    search.stage(first, "zero_shot", 5.0, items_scored=20, items_total=80)
     whole = 1 + 18 + 20
     assert search.shown().endswith(f"ETA {clock(15 + 3 * (whole + overhead) - 10)}")
     search.line.on_trial_complete(0, [], first)  # stopped by a scheduler
@@ -156,8 +157,8 @@ def test_the_eta_follows_jobs_stages_and_slices():
 
 
 def test_finished_trials_of_an_earlier_start_are_not_waited_for():
-    known = [TrialRecord("k0", "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
-    search = Search(known=known, jobs=[])
+    recorded = [TrialRecord("k0", "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
+    search = Search(recorded=recorded, jobs=[])
     search.line.setup()
     eta = clock(WORKER_START_S + 3 * (30 + TRIAL_OVERHEAD_S))
     assert search.screen.getvalue() == f"[1/4] running 0, failed 0, best acc .8421 taylor-s16-n8, ETA {eta}\n"

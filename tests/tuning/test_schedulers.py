@@ -1,4 +1,4 @@
-"""The schedulers: told results as Ray tells them, by hand and in real Ray Tune runs of stub trials."""
+"""The schedulers: given results as Ray gives them, by hand and in real Ray Tune runs of stub trials."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import tempfile
 import time
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray import tune
+from ray.tune.utils.util import flatten_dict
 
+from tests.trial_messages import stage_result
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.evaluation.item_scores import ItemScore, to_parquet
+from tune_prune.tuning.messages import Slice
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster import cluster
 from tune_prune.tuning.stopping.race import RaceScheduler, read_outcomes
@@ -40,40 +44,39 @@ def outcomes(index: int, right: float) -> dict[str, str]:
     return {task: ("1" * round(right * n)).ljust(n, "0") for task, n in ADDED[index].items()}
 
 
-def told(index: int, right: float) -> dict[str, object]:
-    """A worker's result as a scheduler sees it: Ray has flattened its dictionaries."""
-    result: dict[str, object] = {"slice_index": index, "evaluated_fraction": SLICES[index], "acc_mean": right}
-    result |= {f"outcomes/{task}": text for task, text in outcomes(index, right).items()}
-    return result | {f"items_per_task/{task}": n for task, n in SIZES.items()}
+def result(key: str, index: int, right: float) -> dict[str, Any]:
+    """A worker's result after a slice, as a scheduler sees it: Ray has flattened its dictionaries."""
+    part = Slice(index, SLICES[index], outcomes(index, right), SIZES)
+    return flatten_dict(stage_result(key, part=part, metrics={"acc_mean": right}))
 
 
 def test_a_trial_far_behind_is_stopped_with_its_reason():
     scheduler = RaceScheduler(specs_of("good00-key", "bad000-key"))
-    assert scheduler.on_trial_result(None, trial("bad000-key"), {"stage": "pruning", "acc_mean": 0.1}) == "CONTINUE"
-    assert scheduler.on_trial_result(None, trial("bad000-key"), told(0, 0.2)) == "CONTINUE"  # alone
-    assert scheduler.on_trial_result(None, trial("good00-key"), told(0, 0.8)) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("bad000-key"), stage_result("bad000-key", "pruning")) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("bad000-key"), result("bad000-key", 0, 0.2)) == "CONTINUE"  # alone
+    assert scheduler.on_trial_result(None, trial("good00-key"), result("good00-key", 0, 0.8)) == "CONTINUE"
     assert scheduler.reason("bad000-key") is None
-    assert scheduler.on_trial_result(None, trial("bad000-key"), told(1, 0.2)) == "STOP"
+    assert scheduler.on_trial_result(None, trial("bad000-key"), result("bad000-key", 1, 0.2)) == "STOP"
     # D = 0.6; V = 0.75 (60 / 200^2 + 30 / 100^2), M = 0.75 / 100: sqrt(V + M D) = 0.0886; Phi^-1(1 - 0.05 / 2) = 1.96
     assert scheduler.reason("bad000-key") == (
         "stopped by the race: behind taylor-s16-n1-good00 by 60.0 ± 8.9 points on 150 of 600 items "
         "(limit 2.0 standard errors, confidence 95% for all trials of the model)"
     )
     assert scheduler.reason("good00-key") is None
-    assert scheduler.on_trial_result(None, trial("good00-key"), told(1, 0.8)) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("good00-key"), result("good00-key", 1, 0.8)) == "CONTINUE"
 
 
 @pytest.mark.parametrize("others", [{"model": "other"}, {"ratio": 0.3}])
 def test_models_and_ratios_do_not_race_each_other(others):
     scheduler = RaceScheduler(specs_of("a", "c") | specs_of("b", **others))
-    assert scheduler.on_trial_result(None, trial("a"), told(0, 0.9)) == "CONTINUE"
-    assert scheduler.on_trial_result(None, trial("b"), told(0, 0.1)) == "CONTINUE"
-    assert scheduler.on_trial_result(None, trial("c"), told(0, 0.1)) == "STOP"
+    assert scheduler.on_trial_result(None, trial("a"), result("a", 0, 0.9)) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("b"), result("b", 0, 0.1)) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("c"), result("c", 0, 0.1)) == "STOP"
     scheduler = AshaScheduler(specs_of("a", "c") | specs_of("b", **others))
     for key in ("a", "b", "c"):
         scheduler.on_trial_add(None, trial(key))
     answers = [
-        scheduler.on_trial_result(None, trial(key), {"evaluated_fraction": 0.25, "acc_mean": accuracy})
+        scheduler.on_trial_result(None, trial(key), result(key, 0, accuracy))
         for key, accuracy in (("a", 0.9), ("b", 0.1), ("c", 0.1))
     ]
     assert answers == ["CONTINUE", "CONTINUE", "STOP"]
@@ -84,27 +87,27 @@ def test_limits_count_all_configurations_of_the_model_not_those_that_ran():
     answers = []
     for specs in (few, many):
         scheduler = RaceScheduler(specs)
-        scheduler.on_trial_result(None, trial("a"), told(0, 0.60))
-        answers.append(scheduler.on_trial_result(None, trial("b"), told(0, 0.46)))
+        scheduler.on_trial_result(None, trial("a"), result("a", 0, 0.60))
+        answers.append(scheduler.on_trial_result(None, trial("b"), result("b", 0, 0.46)))
     assert answers == ["STOP", "CONTINUE"]
 
 
 def test_complete_trials_of_an_earlier_start_compete():
     known = {"done": [outcomes(index, 0.9) for index in range(3)]}
     scheduler = RaceScheduler(specs_of("done", "new"), known)
-    assert scheduler.on_trial_result(None, trial("new"), told(0, 0.2)) == "STOP"
+    assert scheduler.on_trial_result(None, trial("new"), result("new", 0, 0.2)) == "STOP"
     assert "taylor-s16-n1-done" in str(scheduler.reason("new"))
     scheduler = RaceScheduler(specs_of("done", "new"), known)
-    assert scheduler.on_trial_result(None, trial("new"), told(0, 0.9)) == "CONTINUE"
+    assert scheduler.on_trial_result(None, trial("new"), result("new", 0, 0.9)) == "CONTINUE"
 
 
 def test_a_slice_that_adds_nothing_is_a_slice():
-    """Fewer items than slices: Ray drops the empty dictionary of outcomes."""
+    """Fewer items than slices."""
     scheduler = RaceScheduler(specs_of("a"))
-    sizes = {"items_per_task/boolq": 2, "items_per_task/piqa": 2}
-    first = {"slice_index": 0, "outcomes/boolq": "1", "outcomes/piqa": "1"}
-    assert scheduler.on_trial_result(None, trial("a"), first | sizes) == "CONTINUE"
-    assert scheduler.on_trial_result(None, trial("a"), {"slice_index": 1} | sizes) == "CONTINUE"
+    sizes = {"boolq": 2, "piqa": 2}
+    for index, added in enumerate([{"boolq": "1", "piqa": "1"}, {}]):
+        given = flatten_dict(stage_result("a", part=Slice(index, SLICES[index], added, sizes)))
+        assert scheduler.on_trial_result(None, trial("a"), given) == "CONTINUE"
 
 
 def score(task: str, doc_id: int, part: int, right: bool) -> ItemScore:
@@ -156,8 +159,8 @@ def test_asha_halves_at_a_quarter_of_the_items_and_its_doublings(slices, levels)
             scheduler.on_trial_add(None, trial(key))
             for seen in slices[:-1]:
                 worse = key == "b" and seen == part
-                result = {"evaluated_fraction": seen, "acc_mean": 0.4 if worse else 0.5}
-                answers[key, seen] = scheduler.on_trial_result(None, trial(key), result)
+                given = stage_result(key, part=Slice(0, seen, {}, {}), metrics={"acc_mean": 0.4 if worse else 0.5})
+                answers[key, seen] = scheduler.on_trial_result(None, trial(key), flatten_dict(given))
         assert {k for k, answer in answers.items() if answer == "STOP"} == ({("b", part)} if part in levels else set())
 
 
@@ -168,8 +171,8 @@ def test_ray_stops_what_the_race_stops(tmp_path, monkeypatch):
     # All that a trial reports, made here: a worker need not import this module.
     reports: dict[str, list[dict]] = {}
     for key, right in accuracy.items():
-        parts = [{"slice_index": i, "outcomes": outcomes(i, right), "items_per_task": SIZES} for i in range(3)]
-        reports[key] = [{"stage": "pruning", "done": False}, *(part | {"done": False} for part in parts)]
+        parts = [Slice(i, SLICES[i], outcomes(i, right), SIZES) for i in range(3)]
+        reports[key] = [stage_result(key, "pruning"), *(stage_result(key, part=part) for part in parts)]
         reports[key][-1]["done"] = True
 
     class Stub(tune.Trainable):

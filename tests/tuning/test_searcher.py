@@ -1,5 +1,6 @@
-"""The adaptive searcher by itself, with Optuna but without a running Ray: trials are told by hand."""
+"""The adaptive searcher by itself, with Optuna but without a running Ray: trials end by hand."""
 
+import math
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -7,6 +8,7 @@ import pytest
 from optuna.trial import TrialState
 from ray.tune.search import Searcher
 
+from tests.trial_messages import stage_result
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.records import TrialRecord
 from tune_prune.tuning.searcher import OptunaSearcher
@@ -37,7 +39,8 @@ def run_all(searcher: OptunaSearcher) -> list[str]:
     """Ask and tell one by one until the searcher has finished; the keys in order."""
     keys = []
     while (config := searcher.suggest(f"t{len(keys)}")) != Searcher.FINISHED:
-        result = {"trial_status": "complete", "acc_mean": accuracy_of(config["key"]), "items_scored": 20}
+        metrics = {"acc_mean": accuracy_of(config["key"])}
+        result = stage_result(config["key"], status="complete", metrics=metrics, items_scored=20)
         searcher.on_trial_complete(f"t{len(keys)}", result=result)
         keys.append(config["key"])
     return keys
@@ -116,12 +119,12 @@ def test_a_failed_record_is_suggested_first():
 @pytest.mark.parametrize(
     ("result", "error", "state"),
     [
-        ({"trial_status": "complete", "acc_mean": 0.7}, False, TrialState.COMPLETE),
-        ({"trial_status": "complete"}, False, TrialState.FAIL),  # acc_mean was not finite
-        ({"trial_status": "failed"}, False, TrialState.FAIL),
-        ({"trial_status": "running", "acc_mean": 0.3, "items_scored": 10}, False, TrialState.PRUNED),
+        (stage_result("t", status="complete", metrics={"acc_mean": 0.7}), False, TrialState.COMPLETE),
+        (stage_result("t", status="complete", metrics={"acc_mean": math.nan}), False, TrialState.FAIL),
+        (stage_result("t", status="failed"), False, TrialState.FAIL),
+        (stage_result("t", metrics={"acc_mean": 0.3}, items_scored=10), False, TrialState.PRUNED),
         (None, True, TrialState.FAIL),
-        ({"trial_status": "running", "acc_mean": 0.3, "items_scored": 10}, True, TrialState.FAIL),
+        (stage_result("t", metrics={"acc_mean": 0.3}, items_scored=10), True, TrialState.FAIL),
     ],
 )
 def test_how_a_trial_ended_is_told_as_it_was(result, error, state):

@@ -121,9 +121,10 @@ def analyse(
     from tune_prune.analysis.figures.figures import draw_all
     from tune_prune.analysis.layout import write_layout
     from tune_prune.analysis.render.page import write_page
-    from tune_prune.analysis.render.report_text import write_report
+    from tune_prune.analysis.render.paragraphs import write_paragraphs
+    from tune_prune.analysis.render.report import write_report
     from tune_prune.analysis.statistics.findings import find
-    from tune_prune.analysis.tables.paper_tables import write_paragraphs, write_tables
+    from tune_prune.analysis.tables.all_tables import write_tables
 
     done("imports")
     findings = find(study, rule, seed)

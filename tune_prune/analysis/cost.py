@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import MODEL_STAGES, TrialRecord, in_order
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def write_cost(
     gpu_seconds += gpu_share * sum(stage["duration_s"] for stage in passes)
     cost = {
         "trials": len(records),
-        "gradient_passes": now.computed.get("importance", 0),
-        "removal_passes": now.computed.get("removal", 0),
+        **_passes(now),
         "seconds_per_stage": dict(now.seconds),
         "tokens_per_stage": dict(now.tokens),
         "worker_seconds": total,
@@ -72,6 +71,13 @@ def write_cost(
         cost["last_start"] = _comparison(predicted, now, before or totals([], {}, []), wall_seconds)
     atomic_write_text(path, to_json(cost))
     return cost
+
+
+def _passes(now: Totals) -> dict[str, int]:
+    """How often each statistic took a pass: <stage>_passes, those of importance as gradient_passes."""
+    computed = {"importance": 0, "removal": 0} | now.computed
+    stages = [stage for stage in in_order(sorted(computed)) if stage not in MODEL_STAGES]
+    return {f"{'gradient' if stage == 'importance' else stage}_passes": computed[stage] for stage in stages}
 
 
 def _comparison(predicted: Mapping[str, Any], now: Totals, before: Totals, wall_seconds: float) -> dict[str, Any]:
@@ -96,7 +102,8 @@ def _comparison(predicted: Mapping[str, Any], now: Totals, before: Totals, wall_
 
 def cost_line(cost: Mapping[str, Any]) -> str:
     """One line for the screen from what `write_cost` returned."""
-    line = f"{cost['gradient_passes']} gradient passes, {cost['removal_passes']} removal passes"
+    counts = {name: n for name, n in cost.items() if name.endswith("_passes") and isinstance(n, int)}
+    line = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
     if "last_start" in cost:
         wall = cost["last_start"]["wall_seconds"]
         line = f"predicted {duration(wall['predicted'])}, took {duration(wall['measured'])}; {line}"

@@ -19,16 +19,7 @@ def command(model: Model, row: Mapping[str, Any]) -> str | None:
     if not source:
         return None
     config = config_of(row)
-    space = {
-        "search": "grid",
-        "method": f"[{config.method}]",
-        "taylor_seq_len": f"[{config.taylor_seq_len}]",
-        "taylor_num_samples": f"[{config.taylor_num_samples}]",
-        "pruning_ratio": config.pruning_ratio,
-        "removal_divisor": config.removal_divisor,
-    }
-    if config.shape != "free":
-        space["shape"] = config.shape
+    space = {"search": "grid"} | config.identity()
     protocol = source["protocol"]
     options = {
         "--model": source["model"],

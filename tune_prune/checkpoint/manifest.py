@@ -7,132 +7,139 @@ takes.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, PlainSerializer, PlainValidator, TypeAdapter
+from pydantic_core import PydanticCustomError
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import __version__
-from tune_prune.checkpoint.fields import Fields
-from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.checkpoint.sizes import Sizes
+from tune_prune.checkpoint.speed import Speed
+from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.validation import Count, Indices, Number, Positive, Text, validated
+from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import loading, weight_files
 from tune_prune.models.registration import PREFIX
 from tune_prune.pruning.groups import PruningPlan
 
 MANIFEST = "tune_prune.json"
 SCHEMA_VERSION = 1
-FORMATS = ("hf", "hf-padded", "gguf")
+Format = Literal["hf", "hf-padded", "gguf"]
 
-_BASE_TEXTS = ("model", "label", "fingerprint", "model_type")
-_SIZES = ("params", "weight_bytes", "kv_bytes_per_token", "macs_per_token")
 _AGAIN = f"copy the whole checkpoint again, or remove {MANIFEST} to use the files as they are"
+
+
+def _date(text: str) -> str:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        raise PydanticCustomError("date", "Input should be an ISO date such as 2025-01-31") from None
+    return text
+
+
+@dataclass(frozen=True)
+class Base:
+    """The dense model that was pruned."""
+
+    model: Text  # hub id, or its label
+    label: Text
+    revision: Text | None  # commit of a hub model
+    fingerprint: Text
+    model_type: Text
+    params: Positive
+    layers: Positive
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    bytes: Count
+    sha256: Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What tune_prune.json says, as plain data. Layers are numbered as in the dense model."""
+    """What tune_prune.json says. Layers are numbered as in the dense model. Raises ValueError where its parts contradict."""
 
-    format: str  # hf: the pruned layers as they are; hf-padded: widened with zeros to one width; gguf: for llama.cpp
-    base: dict[str, Any]  # the dense model: model, label, revision, fingerprint, model_type, params, layers
-    config: dict[str, Any]  # PruningConfig
-    plan: dict[str, Any]  # PruningPlan.to_dict()
-    dropped_layers: list[int]  # that lost both parts and are not in the checkpoint
-    params: int  # of the model in this folder, padding included; tied embeddings count once
-    files: dict[str, dict[str, Any]]  # weight file -> {bytes, sha256}
-    sizes: dict[str, dict[str, int]]  # "dense", "pruned" -> checkpoint.sizes.Sizes
-    versions: dict[str, str]  # package -> version
-    created: str  # ISO date
-    source: dict[str, Any] | None = None  # ModelRun of the search that measured `metrics`
-    metrics: dict[str, float | None] | None = None  # as recorded by the search (records.py); None: not measured
-    measured_on: dict[str, Any] | None = None  # what `metrics` were measured on, by content: context.measured_on
-    baseline: dict[str, float | None] | None = None  # the same of the dense model
-    speed: dict[str, Any] | None = None
-    notes: list[str] = dataclasses.field(default_factory=list)  # what whoever uses the files should know
-    schema_version: int = SCHEMA_VERSION
+    format: Format  # hf: the pruned layers as they are; hf-padded: widened with zeros to one width; gguf: for llama.cpp
+    base: Base
+    config: PruningConfig
+    plan: Annotated[PruningPlan, PlainValidator(PruningPlan.from_dict), PlainSerializer(PruningPlan.to_dict)]
+    structure: Text  # the plan's digest: a plan that was changed by hand is noticed by it
+    dropped_layers: Indices  # that lost both parts and are not in the checkpoint
+    params: Positive  # of the model in this folder, padding included; tied embeddings count once
+    files: dict[str, WeightFile]
+    sizes: dict[str, Sizes]  # "dense", "pruned" and, where zeros were added, "padded"
+    versions: dict[str, Text]  # package -> version
+    created: Annotated[str, AfterValidator(_date)]  # ISO date
+    source: ModelRun | None = None  # of the search that measured `metrics`
+    metrics: Mapping[str, Number | None] | None = None  # as recorded by the search (records.py); None: not measured
+    measured_on: MeasuredOn | None = None  # what `metrics` were measured on
+    baseline: Mapping[str, Number | None] | None = None  # the same of the dense model
+    speed: dict[str, Speed] | None = None
+    notes: list[str] = field(default_factory=list)  # what whoever uses the files should know
+    schema_version: Positive
 
-    @cached_property
-    def pruning_plan(self) -> PruningPlan:
-        return PruningPlan.from_dict(self.plan)
-
-    @property
-    def pruning_config(self) -> PruningConfig:
-        return PruningConfig.from_dict(self.config)
-
-    @property
-    def run(self) -> ModelRun | None:
-        """What the search measured with; None where the numbers are not a search's."""
-        return None if self.source is None else run_from_dict(self.source)
+    def __post_init__(self) -> None:
+        plan, base = self.plan, self.base
+        if len(plan.kept_groups) != base.layers:
+            raise ValueError(f"plan.layers has {len(plan.kept_groups)} layers, base.layers says {base.layers}")
+        if plan.total_params != base.params or plan.removed_params >= plan.total_params:
+            raise ValueError(
+                f"plan removes {plan.removed_params:,} of {plan.total_params:,} parameters, base.params says {base.params:,}"
+            )
+        if plan.structure != self.structure:
+            raise ValueError("plan.layers keeps other groups than those whose digest is in structure")
+        for layer in self.dropped_layers:
+            if layer >= base.layers:
+                raise ValueError(f"dropped_layers names layer {layer}, base.layers says {base.layers}")
+            if plan.kept_groups[layer] or plan.kept_channels[layer]:
+                raise ValueError(f"dropped_layers names layer {layer}, of which plan.layers[{layer}] keeps a part")
+        for name in ("dense", "pruned"):
+            if name not in self.sizes:
+                raise ValueError(f"sizes.{name} is missing")
+        for name in self.files:
+            if Path(name).name != name or name.startswith("."):
+                raise ValueError(f"files names {name!r}; it must be the plain name of a file of the checkpoint")
+        if not self.files:
+            raise ValueError("files is empty; it must name the weight files")
 
     @property
     def base_name(self) -> str:
         """The dense model as it was named on the command line: alias, hub id, embedded model or absolute folder."""
-        return self.base["model"] if self.source is None else self.source["model"]
+        return self.base.model if self.source is None else self.source.model
 
     @property
     def saved_layers(self) -> tuple[int, ...]:
         """The dense model's number of each layer of the checkpoint."""
-        return tuple(layer for layer in range(self.base["layers"]) if layer not in self.dropped_layers)
+        return tuple(layer for layer in range(self.base.layers) if layer not in self.dropped_layers)
 
     @property
-    def removed_fraction(self) -> float:
-        return self.pruning_plan.removed_fraction
+    def saved_sizes(self) -> Sizes:
+        """Of the model in this folder."""
+        return self.sizes.get("padded", self.sizes["pruned"])
 
     def to_dict(self) -> dict[str, Any]:
-        """For `to_json`. `structure` is the plan's digest: a plan that was changed by hand is noticed by it."""
-        return asdict(self) | {"structure": self.pruning_plan.structure}
+        """For `to_json`."""
+        return TypeAdapter(Manifest).dump_python(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> Manifest:
         """The inverse of `to_dict`, also after `to_json`. Raises ValueError that names the field; unknown ones are ignored."""
-        top = Fields(values)
-        version = top.whole("schema_version", low=1)
-        if version > SCHEMA_VERSION:
+        version = values.get("schema_version") if isinstance(values, Mapping) else None
+        if isinstance(version, int) and version > SCHEMA_VERSION:
             raise ValueError(
                 f"schema_version is {version}; tune_prune {__version__} reads {SCHEMA_VERSION}, install a newer one"
             )
-        if top.text("format") not in FORMATS:
-            raise top.wrong("format", f"one of {', '.join(FORMATS)}")
-        base = _base(top.object("base"))
-        dropped = top.indices("dropped_layers", base["layers"])
-        plan = _plan(top, base)
-        for layer in dropped:
-            if plan.kept_groups[layer] or plan.kept_channels[layer]:
-                raise ValueError(f"dropped_layers names layer {layer}, of which plan.layers[{layer}] keeps a part")
-        source, measured_on = top.object_or_none("source"), top.object_or_none("measured_on")
-        if source is not None:
-            run_from_dict(source.values)
-        if measured_on is not None:
-            measured_on.whole("protocol")
-            measured_on.text("text")
-            measured_on.object("tasks").texts()
-        metrics, baseline, speed = (top.object_or_none(field) for field in ("metrics", "baseline", "speed"))
-        return cls(
-            format=top.text("format"),
-            base=base,
-            config=_config(top.object("config")),
-            plan=plan.to_dict(),
-            dropped_layers=list(dropped),
-            params=top.whole("params", low=1),
-            files=_files(top.object("files")),
-            sizes=_sizes(top.object("sizes")),
-            versions=top.object("versions").texts(),
-            created=top.date("created"),
-            source=None if source is None else dict(source.values),
-            metrics=None if metrics is None else metrics.numbers(),
-            measured_on=None if measured_on is None else dict(measured_on.values),
-            baseline=None if baseline is None else baseline.numbers(),
-            speed=None if speed is None else dict(speed.values),
-            notes=top.sentences("notes"),
-            schema_version=version,
-        )
+        return validated(cls, values)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -157,10 +164,10 @@ def read(folder: Path) -> Manifest | None:
         ) from error
 
 
-def file_entry(path: Path) -> dict[str, Any]:
+def weight_file(path: Path) -> WeightFile:
     """What `files` says of a weight file: its size, and the digest of all its bytes (about a second per GB)."""
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return WeightFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def check(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:
@@ -182,15 +189,15 @@ def check(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:
         if not path.is_file():
             raise _differs(folder, f"weight file {name} is missing")
         size = path.stat().st_size
-        if size != recorded["bytes"]:
-            raise _differs(folder, f"{name} has {size:,} bytes, {recorded['bytes']:,} by the manifest")
+        if size != recorded.bytes:
+            raise _differs(folder, f"{name} has {size:,} bytes, {recorded.bytes:,} by the manifest")
     for name, recorded in manifest.files.items():
-        if file_entry(folder / name) != recorded:
+        if weight_file(folder / name) != recorded:
             raise _differs(folder, f"the content of {name} has changed (its SHA-256 is another one)")
 
 
 def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:
-    dense, plan = manifest.base["model_type"], manifest.pruning_plan
+    dense, plan = manifest.base.model_type, manifest.plan
     padded = manifest.format == "hf-padded"
     if config.model_type not in ((dense,) if padded else (PREFIX + dense, dense)):
         raise _differs(
@@ -218,84 +225,3 @@ def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig) ->
 
 def _differs(folder: Path, what: str) -> UserError:
     return UserError(f"checkpoint {folder} is not the one that its {MANIFEST} describes: {what}; {_AGAIN}")
-
-
-def _base(base: Fields) -> dict[str, Any]:
-    values: dict[str, Any] = {field: base.text(field) for field in _BASE_TEXTS}
-    values["revision"] = base.text_or_none("revision")
-    return values | {"params": base.whole("params", low=1), "layers": base.whole("layers", low=1)}
-
-
-def _config(config: Fields) -> dict[str, Any]:
-    config.text("method")
-    for field in ("taylor_seq_len", "taylor_num_samples", "pruning_ratio"):
-        config.any(field)
-    PruningConfig.from_dict(dict(config.values))  # a UserError is a ValueError with the field's name
-    return dict(config.values)
-
-
-def _plan(top: Fields, base: dict[str, Any]) -> PruningPlan:
-    """The plan, found to be one for the base model and to have the recorded structure."""
-    plan = top.object("plan")
-    layers = plan.items("layers")
-    if len(layers) != base["layers"]:
-        raise ValueError(f"plan.layers has {len(layers)} layers, base.layers says {base['layers']}")
-    result = PruningPlan(
-        kept_groups=tuple(layer.indices("kept_groups") for layer in layers),
-        kept_channels=tuple(layer.indices("kept_channels") for layer in layers),
-        target_params=plan.whole("target_params"),
-        removed_params=plan.whole("removed_params"),
-        total_params=plan.whole("total_params", low=1),
-    )
-    if result.total_params != base["params"] or result.removed_params >= result.total_params:
-        raise ValueError(
-            f"plan removes {result.removed_params:,} of {result.total_params:,} parameters, base.params says {base['params']:,}"
-        )
-    if result.structure != top.text("structure"):
-        raise ValueError("plan.layers keeps other groups than those whose digest is in structure")
-    return result
-
-
-def _files(files: Fields) -> dict[str, dict[str, Any]]:
-    entries = {}
-    for name in files.values:
-        entry = files.object(name)
-        if Path(name).name != name or name.startswith("."):
-            raise ValueError(f"files names {name!r}; it must be the plain name of a file of the checkpoint")
-        entries[name] = {"bytes": entry.whole("bytes"), "sha256": entry.text("sha256")}
-    if not entries:
-        raise ValueError("files is empty; it must name the weight files")
-    return entries
-
-
-def _sizes(sizes: Fields) -> dict[str, dict[str, int]]:
-    rows = {name: sizes.object(name) for name in {"dense", "pruned"} | set(sizes.values)}
-    return {name: {field: row.whole(field) for field in _SIZES} for name, row in rows.items()}
-
-
-def run_from_dict(values: Mapping[str, Any]) -> ModelRun:
-    """The inverse of ModelRun.to_dict, also after `to_json`. Raises ValueError that names the field."""
-    source = Fields(values, "source")
-    protocol = source.object("protocol")
-    tasks, slices = protocol.any("tasks"), protocol.any("slices")
-    if not isinstance(tasks, (list, tuple)) or not all(isinstance(task, str) for task in tasks):
-        raise protocol.wrong("tasks", "a list of texts")
-    if (
-        not isinstance(slices, (list, tuple))
-        or not slices
-        or not all(isinstance(part, (int, float)) for part in slices)
-    ):
-        raise protocol.wrong("slices", "a list of numbers")
-    limit = None if protocol.any("limit") is None else protocol.whole("limit", low=1)
-    return ModelRun(
-        model=source.text("model"),
-        label=source.text("label"),
-        revision=source.text_or_none("revision"),
-        calibration=source.text("calibration"),
-        data_dir=source.text_or_none("data_dir"),
-        protocol=EvaluationProtocol(
-            tuple(tasks), limit, tuple(slices), protocol.whole("perplexity_window", low=2), protocol.whole("seed")
-        ),
-        seed=source.whole("seed"),
-        dtype=source.text("dtype"),
-    )

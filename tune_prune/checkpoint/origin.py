@@ -57,9 +57,9 @@ def require_dense(source: ModelSource, config: PretrainedConfig) -> None:
     """Raise UserError for a checkpoint that was pruned: searching and pruning start from the dense model."""
     found = find(source, config)
     if found is not None:
-        label, name = found[1].base["label"], found[1].base_name
+        label, name = found[1].base.label, found[1].base_name
         raise UserError(
-            f"{source.label} is already pruned, {found[1].removed_fraction:.1%} of {label} are removed; start from the dense "
+            f"{source.label} is already pruned, {found[1].plan.removed_fraction:.1%} of {label} are removed; start from the dense "
             f"model instead: --model {name}"
         )
     if config.model_type.startswith(PREFIX):

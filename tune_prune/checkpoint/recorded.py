@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import ModelRun
+from tune_prune.data.sources import MeasuredOn
 
 
 @dataclass(frozen=True)
@@ -19,24 +19,24 @@ class Recorded:
     notes: tuple[str, ...]  # sentences
 
 
-def comparable(manifest: Manifest, run: ModelRun, measured_on: dict[str, Any]) -> Recorded:
+def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Recorded:
     """The recorded numbers that `run`, which measures on `measured_on` (context.measured_on), can be compared with.
 
     The order of items and the slices do not count: the last slice has all items.
     """
-    metrics, then, before = manifest.metrics, manifest.run, manifest.measured_on
+    metrics, then, before = manifest.metrics, manifest.source, manifest.measured_on
     if metrics is None:
         return _nothing("the checkpoint has no recorded numbers")
     if then is None or before is None:
         return _nothing("how the recorded numbers were measured is not recorded")
-    if before["protocol"] != measured_on["protocol"]:
+    if before.protocol != measured_on.protocol:
         return _nothing(
-            f"they were measured by version {before['protocol']} of the protocol, these by {measured_on['protocol']}"
+            f"they were measured by version {before.protocol} of the protocol, these by {measured_on.protocol}"
         )
     notes = []
     ppl = metrics.get("ppl")
     windows = then.protocol.perplexity_window, run.protocol.perplexity_window
-    if before["text"] != measured_on["text"]:
+    if before.text != measured_on.text:
         ppl = None
         notes.append("the recorded perplexity is that of another text and is not compared")
     elif windows[0] != windows[1]:
@@ -54,19 +54,19 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: dict[str, Any]) -
             f"{again} to compare"
         )
     else:
-        for task, content in measured_on["tasks"].items():
+        for task, content in measured_on.tasks.items():
             accuracy = metrics.get(f"acc_{task}")
-            if task not in before["tasks"] or accuracy is None:
+            if task not in before.tasks or accuracy is None:
                 notes.append(f"{task} was not recorded")
-            elif before["tasks"][task] != content:
+            elif before.tasks[task] != content:
                 notes.append(
                     f"{task} is not compared: its items, or lm-eval's version, were others when it was recorded"
                 )
             else:
                 accuracies[task] = accuracy
-    same = set(accuracies) == set(measured_on["tasks"]) == set(before["tasks"])
+    same = set(accuracies) == set(measured_on.tasks) == set(before.tasks)
     if accuracies and not same:
-        notes.append(f"the recorded mean is not compared: it is over {', '.join(before['tasks'])}")
+        notes.append(f"the recorded mean is not compared: it is over {', '.join(before.tasks)}")
     if then.dtype != run.dtype:
         notes.append(f"recorded in {then.dtype}, measured in {run.dtype}: differences by rounding are to be expected")
     return Recorded(ppl, accuracies, metrics.get("acc_mean") if same else None, tuple(notes))

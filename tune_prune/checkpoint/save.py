@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,16 +26,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tune_prune import __version__
 from tune_prune.checkpoint import layers, manifest, padded, speed
 from tune_prune.checkpoint.card import model_card
-from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.checkpoint.sizes import Sizes, sizes
+from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, WeightFile
+from tune_prune.checkpoint.sizes import sizes
+from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.families import Family
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
 
-Format = Literal["hf", "hf-padded", "gguf"]
-FORMATS: tuple[Format, ...] = ("hf", "hf-padded", "gguf")
 SHARD_BYTES = 5 * 10**9
 RECORDED_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
@@ -45,22 +44,11 @@ RECORDED_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 class Origin:
     """What is known about a pruned model besides its weights; `metrics` and `baseline` as in the ledger's records."""
 
-    config: Mapping[str, Any]  # PruningConfig as a dict
-    source: Mapping[str, Any] | None  # ModelRun as a dict: what the metrics were measured on
-    metrics: Mapping[str, float] | None
-    measured_on: Mapping[str, Any] | None  # of the metrics: context.measured_on
-    baseline: Mapping[str, float] | None
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk and how its size compares."""
-
-    folder: Path
-    manifest: Manifest
-    rows: Mapping[str, Sizes]  # dense, pruned and, where it differs, what the file holds
-    disk_bytes: Mapping[str, int]
-    notes: tuple[str, ...]
+    config: PruningConfig
+    source: ModelRun | None  # of the search that measured the metrics
+    metrics: Mapping[str, float | None] | None
+    measured_on: MeasuredOn | None  # of the metrics
+    baseline: Mapping[str, float | None] | None
 
 
 def save_checkpoint(
@@ -73,7 +61,7 @@ def save_checkpoint(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
     measure_speed: bool = False,
-) -> Saved:
+) -> Manifest:
     """Prune `dense` by `plan` and write the result to `folder` in the dtype of `dense`.
 
     Everything is written to a folder beside it, which is renamed at the end. Raises UserError where `folder` exists (with
@@ -99,26 +87,23 @@ def save_checkpoint(
         about = Manifest(
             format=fmt,
             base=_base(dense),
-            config=dict(origin.config),
-            source=dict(origin.source) if origin.source is not None else None,
-            plan=plan.to_dict(),
-            dropped_layers=dropped,
-            params=rows["padded" if "padded" in rows else "pruned"].params,
+            **vars(origin),
+            plan=plan,
+            structure=plan.structure,
+            dropped_layers=tuple(dropped),
+            params=rows.get("padded", rows["pruned"]).params,
             files=_files(work),
-            sizes={name: size.to_dict() for name, size in rows.items()},
-            metrics=dict(origin.metrics) if origin.metrics is not None else None,
-            measured_on=dict(origin.measured_on) if origin.measured_on is not None else None,
-            baseline=dict(origin.baseline) if origin.baseline is not None else None,
+            sizes=rows,
             notes=list(notes),
-            speed={name: one.to_dict() for name, one in measured.items()} if measured is not None else None,
+            speed=measured,
             versions={"tune_prune": __version__}
             | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
             created=datetime.now(UTC).date().isoformat(),
+            schema_version=SCHEMA_VERSION,
         )
         manifest.write(work, about)
         model_card.write_card(work, about, geometry)
-    disk = sum(file["bytes"] for file in about.files.values())
-    return Saved(folder, about, rows, {"dense": rows["dense"].weight_bytes, [*rows][-1]: disk}, notes)
+    return about
 
 
 def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
@@ -255,20 +240,20 @@ def _write_gguf(dense: loading.LoadedModel, pruned: PreTrainedModel, folder: Pat
         shutil.rmtree(tokenizer)
 
 
-def _base(dense: loading.LoadedModel) -> dict[str, Any]:
+def _base(dense: loading.LoadedModel) -> Base:
     source = dense.source
-    return {
-        "model": source.location if source.kind == "hub" else source.label,
-        "label": source.label,
-        "revision": hub.commit(source.location, source.revision) if source.kind == "hub" else None,
-        "fingerprint": loading.fingerprint(source, dense.model.config),
-        "model_type": dense.family.model_type,
-        "params": dense.geometry.total_params,
-        "layers": dense.geometry.num_layers,
-    }
+    return Base(
+        model=source.location if source.kind == "hub" else source.label,
+        label=source.label,
+        revision=hub.commit(source.location, source.revision) if source.kind == "hub" else None,
+        fingerprint=loading.fingerprint(source, dense.model.config),
+        model_type=dense.family.model_type,
+        params=dense.geometry.total_params,
+        layers=dense.geometry.num_layers,
+    )
 
 
-def _files(folder: Path) -> dict[str, dict[str, Any]]:
+def _files(folder: Path) -> dict[str, WeightFile]:
     """Size and SHA-256 of the weight files."""
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf")]
-    return {path.name: manifest.file_entry(path) for path in paths}
+    return {path.name: manifest.weight_file(path) for path in paths}

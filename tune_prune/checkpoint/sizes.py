@@ -16,8 +16,7 @@ left is the same. Check values for Llama-3-8B in bfloat16: 8,030,261,248 paramet
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -34,14 +33,6 @@ class Sizes:
     weight_bytes: int
     kv_bytes_per_token: int  # of one sequence
     macs_per_token: int
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Sizes:
-        """Raises KeyError where one is missing."""
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
 
 def sizes(model: PreTrainedModel, family: Family, dtype: torch.dtype | None = None) -> Sizes:
@@ -95,12 +86,12 @@ def share(value: float | None, whole: float | None) -> str:
     return "-" if value is None or not whole else f"{100 * value / whole:.1f}%"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows in columns: the first flush left, numbers right."""
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Rows in columns: the first `left` flush left, numbers right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            text.rjust(width) if column else text.ljust(width)
+            text.ljust(width) if column < left else text.rjust(width)
             for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

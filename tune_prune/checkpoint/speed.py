@@ -23,7 +23,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,14 +50,6 @@ class Speed:
     repeats: int  # rounds whose median this is
     dtype: str  # e.g. bfloat16
     device: str  # the GPU's name, or "CPU, 2 threads"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Speed:
-        """Raises KeyError where a field is missing."""
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)

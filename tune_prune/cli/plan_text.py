@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tune_prune.data.sources import uses_embedded_data
 from tune_prune.planning.plan import Plan
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
 
 
 def describe(plan: Plan) -> str:
@@ -25,8 +26,15 @@ def describe(plan: Plan) -> str:
     total, done = plan.trials_per_model * len(plan.models), plan.recorded
     protocol = first.run.protocol
     items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
-    removals = any(load_method(method).removals for method in space.values["method"])
-    lengths = len(space.values["taylor_seq_len"])
+    methods, lengths = space.values["method"], len(space.values["taylor_seq_len"])
+    used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
+    statistics = [load_statistic(name) for name in used]
+    passes = _list([f"{lengths} {statistic.label} passes" for statistic in statistics])
+    if passes:
+        each = "of each " if len(statistics) > 1 else ""
+        passes += (
+            f" a model{f', one {each}per seq_len' if space.search == 'grid' else ' at most, as seq_len are visited'}; "
+        )
     rows = [
         (
             "experiment",
@@ -44,19 +52,10 @@ def describe(plan: Plan) -> str:
         ("", ", ".join(protocol.tasks)),
         (
             "stages",
-            "importance, removal, pruning, perplexity, zero-shot "
+            ", ".join([*(statistic.stage for statistic in statistics), "pruning", "perplexity", "zero-shot "])
             + " / ".join(f"{100 * f:.4g}%" for f in protocol.slices),
         ),
-        (
-            "shared",
-            f"{lengths} gradient passes{f' and {lengths} removal passes' if removals else ''} a model"
-            + (
-                f", one {'of each ' if removals else ''}per seq_len"
-                if space.search == "grid"
-                else " at most, as seq_len are visited"
-            )
-            + "; 1 dense baseline a model",
-        ),
+        ("shared", f"{passes}1 dense baseline a model"),
         ("resources", _resources(plan)),
         ("memory", _memory(plan.memory)),
     ]
@@ -173,7 +172,7 @@ def _memory(plan: MemoryPlan) -> str:
     """Where the peak of a trial comes from."""
     return (
         f"a trial {_bytes(plan.total)}: process {_bytes(plan.process)}, dense weights {_bytes(plan.weights)}, and either gradients "
-        f"{_bytes(plan.accumulators)} + activations {_bytes(plan.gradient_activations)} or pruned {_bytes(plan.pruned)} + "
+        f"{_bytes(plan.accumulators)} + activations {_bytes(plan.statistics_activations)} or pruned {_bytes(plan.pruned)} + "
         f"activations {_bytes(plan.evaluation_activations)}"
     )
 
@@ -195,7 +194,7 @@ def _resources(plan: Plan) -> str:
     )
 
 
-def _list(values: tuple[Any, ...]) -> str:
+def _list(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values))
 
 

@@ -10,23 +10,24 @@ import argparse
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tune_prune.checkpoint import origin
-from tune_prune.checkpoint.manifest import run_from_dict
 from tune_prune.checkpoint.save import Origin
 from tune_prune.cli.plan_text import shown_path
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json
-from tune_prune.core.store import BASELINES, BEST_CONFIG, EXPERIMENT, LEDGER, PLAN
+from tune_prune.core.ledger import Ledger, read_baselines
+from tune_prune.core.store import BEST_CONFIG, EXPERIMENT, PLAN, FolderStore
+from tune_prune.core.validation import validated
 from tune_prune.data import checks
-from tune_prune.data.sources import data_fingerprint, measured_on
+from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
 from tune_prune.models import catalog, loading
 from tune_prune.models.loading import LoadedModel
 from tune_prune.pruning import selection, shapes
@@ -42,24 +43,24 @@ class PruneRequest:
 
     run: ModelRun
     config: PruningConfig
-    source: Mapping[str, Any] | None = None  # the run of the search, as it was recorded
+    source: ModelRun | None = None  # of the search, as it was recorded
     plan: PruningPlan | None = None
     plan_file: Path | None = None
     fingerprint: str | None = None  # of the model that was searched
-    metrics: Mapping[str, float] | None = None
-    measured_on: Mapping[str, Any] | None = None  # context.measured_on, where the data are still those of the search
-    baseline: Mapping[str, float] | None = None
+    metrics: Mapping[str, float | None] | None = None
+    measured_on: MeasuredOn | None = None  # where the data are still those of the search
+    baseline: Mapping[str, float | None] | None = None
     artifact_dir: Path | None = None  # where statistics may already be
 
     def origin(self) -> Origin:
-        return Origin(asdict(self.config), self.source, self.metrics, self.measured_on, self.baseline)
+        return Origin(self.config, self.source, self.metrics, self.measured_on, self.baseline)
 
 
 def from_config(asked: str, label: str | None, base: str | None = None, revision: str | None = None) -> PruneRequest:
     """The best configuration that a search (global_best_config.json, or its folder) or an analysis (best_config.json) names.
 
-    `label` says which model of several; `base` and `revision` where that model is, if not where it was searched. Raises
-    UserError.
+    `label` says which of several (a model, or one of its ratios: tiny-llama@0.3); `base` and `revision` where that model is, if
+    not where it was searched. Raises UserError.
     """
     path = Path(asked).expanduser()
     path = path / BEST_CONFIG if path.is_dir() else path
@@ -72,8 +73,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         entries = values["models"] if "models" in values else {values["model"]: values}
         entry = _chosen(entries, label, path)
         config = PruningConfig.from_dict(entry)
-        source = entry["source"]
-        run = None if source is None else run_from_dict(source)
+        run = None if entry["source"] is None else validated(ModelRun, entry["source"])
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -89,16 +89,15 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         )
     trial = _trial_folder(path, entry.get("output_dir"))
     known = _known(trial, entry, run)
-    if base is not None or revision is not None:
-        run = _moved(run, base, revision)
-    return PruneRequest(run, config, source=source, artifact_dir=_artifacts(trial, path), **known)
+    moved = run if base is None and revision is None else _moved(run, base, revision)
+    return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
 def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
     if label is None and len(entries) == 1:
         return next(iter(entries.values()))
     if label is None or label not in entries:
-        what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} models"
+        what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} results"
         raise UserError(f"{what}; choose one with --model: {', '.join(entries) or 'it has none with a complete trial'}")
     return entries[label]
 
@@ -127,31 +126,26 @@ def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[
     known: dict[str, Any] = {"metrics": _metrics(entry), "baseline": _baseline(entry.get("baseline"))}
     if trial is None:
         return known
-    experiment = trial.parents[1]
     if (trial / PLAN).is_file():
+        values = parse_json(trial / PLAN)
         try:
-            known |= {"plan": PruningPlan.from_dict(parse_json(trial / PLAN)), "plan_file": trial / PLAN}
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{trial / PLAN} holds no plan ({error!r}); delete it to have it found again") from error
-    meaning = _part(experiment / EXPERIMENT, "models", run.label, "meaning") or {}
+            known |= {"plan": PruningPlan.from_dict(values), "plan_file": trial / PLAN}
+        except ValueError as error:
+            raise UserError(f"{trial / PLAN} holds no plan ({error}); delete it to have it found again") from error
+    experiment = FolderStore(trial.parents[1])
+    model = (experiment.read(EXPERIMENT) or {}).get("models", {}).get(run.label, {})
+    identity = model.get("meaning", {})
+    record, baseline = Ledger(experiment).read(trial.name), read_baselines(experiment).get(run.label)
     found = {
-        "fingerprint": meaning.get("model"),
-        "metrics": _part(experiment / LEDGER / f"{trial.name}.json", "metrics"),
-        "baseline": _part(experiment / BASELINES, run.label, "metrics"),
-        "measured_on": _same_data(run, meaning.get("data")),
+        "fingerprint": identity.get("model"),
+        "metrics": None if record is None else record.metrics,
+        "baseline": None if baseline is None else baseline.metrics,
+        "measured_on": _same_data(run, identity.get("data")),
     }
     return known | {name: value for name, value in found.items() if value is not None}
 
 
-def _part(path: Path, *names: str) -> Any:
-    """What stands in a JSON file under those names; None where there is no such thing."""
-    value: Any = parse_json(path) if path.is_file() else None
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _same_data(run: ModelRun, recorded: str | None) -> dict[str, Any] | None:
+def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:
     """What the search measured on, part by part; None where its files are not there any more, or not the same."""
     try:
         return measured_on(run) if recorded is not None and data_fingerprint(run) == recorded else None
@@ -193,21 +187,21 @@ def from_flags(args: argparse.Namespace) -> PruneRequest:
     values = {name: HYPERPARAMETERS[name].default if value is None else value for name, value in given.items()}
     (shape,) = resolve.aligned((values["shape"],), args.align)
     config = PruningConfig(**values | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)})
-    selection.budget(dense.geometry, config.pruning_ratio, config.shape)
+    selection.target_params(dense.geometry, config.pruning_ratio, config.shape)
     lengths, count = (config.taylor_seq_len,), config.taylor_num_samples
     checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
     shared = Path("ray_results") / artifact_cache.FOLDER
     return PruneRequest(
         dense.run,
         config,
-        source=dense.run.to_dict(),
+        source=dense.run,
         artifact_dir=shared.absolute() if shared.is_dir() else None,
     )
 
 
 def execute(request: PruneRequest, device: str, dtype: str | None) -> tuple[LoadedModel, PruningPlan, str]:
     """The dense model in `dtype` (None: its own) on `device`, the plan, and in words where that comes from. Raises
-    UserError where the model cannot be had or is not the one that was searched."""
+    UserError where the model is not available or is not the one that was searched."""
     device = loading.pick_device(device)
     source = catalog.resolve(request.run.model, request.run.revision)
     config = loading.load_config(source)

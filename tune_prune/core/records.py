@@ -6,38 +6,38 @@ not percent); *_s are seconds, *_bytes bytes, *_tokens tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainValidator, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator
 
-from tune_prune.core.errors import validation_problem
-from tune_prune.core.files import NON_FINITE, number
+from tune_prune.core.files import NON_FINITE
+from tune_prune.core.validation import Number, validated
 
 Status = Literal["complete", "failed", "stopped_early"]
 
-
-def _number(value: Any) -> float | int:
-    try:
-        return number(value)
-    except ValueError as error:
-        raise PydanticCustomError("number", "Input should be a number") from error
+# Of every trial, after one stage for each statistic that its method decides by. The dense baseline has no pruning.
+MODEL_STAGES = ("pruning", "perplexity", "zero_shot")
 
 
-# As `to_json` writes it, a whole one as it is.
-Number = Annotated[float, PlainValidator(_number)]
-_StageValue = Annotated[
-    Any, BeforeValidator(lambda value: NON_FINITE.get(value, value) if isinstance(value, str) else value)
-]
+def in_order(stages: Iterable[str]) -> tuple[str, ...]:
+    """Names of stages, each once, as they follow in a trial: those of statistics as given, then MODEL_STAGES."""
+    return tuple(sorted(dict.fromkeys(stages), key=lambda s: MODEL_STAGES.index(s) if s in MODEL_STAGES else -1))
+
+
+def _finite_or_not(value: Any) -> Any:
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+_StageValue = Annotated[Any, BeforeValidator(_finite_or_not)]  # text or a number, as before `to_json`
 
 
 @dataclass
 class StageReport:
     """What one stage of a trial tells: its name, its cost and the metrics known from now on."""
 
-    stage: str  # importance, removal, pruning, perplexity, zero_shot
+    stage: str  # a statistic's, or one of MODEL_STAGES
     duration_s: float
     metrics: dict[str, float] = field(default_factory=dict)
     items_scored: int = 0  # zero-shot items scored so far, over all tasks
@@ -71,12 +71,4 @@ class TrialRecord:
     def from_dict(cls, values: Any) -> TrialRecord:
         """The inverse of `to_dict`, also after `to_json`. Unknown fields (of a newer version) are ignored. Raises ValueError that
         names a field which is missing or wrong."""
-        try:
-            return _record_type().validate_python(values)
-        except ValidationError as error:
-            raise ValueError(validation_problem(error)) from error
-
-
-@cache
-def _record_type() -> TypeAdapter[TrialRecord]:
-    return TypeAdapter(TrialRecord)
+        return validated(cls, values)

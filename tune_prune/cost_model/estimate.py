@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tune_prune.core.records import MODEL_STAGES, in_order
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.speed import Speed
 from tune_prune.cost_model.tokens import ZeroShotTokens
-from tune_prune.pruning.statistics.taylor import batch_size
-from tune_prune.trial.trial import SharedStatistics
+from tune_prune.pruning.statistics import Need, by_statistic, load_statistic
 
 # Measured on a two-core machine without a GPU.
 WORKER_START_S = 10.0  # Ray, a worker's imports and its model's configuration
@@ -29,7 +29,6 @@ TRIAL_OVERHEAD_S = 0.15  # of each trial outside of its stages: Ray's scheduling
 PRUNING_S = 0.005  # the choice of what is kept
 PRUNING_BYTES_PER_S = 5e8  # slicing the weights
 
-STAGES = ("importance", "removal", "pruning", "perplexity", "zero_shot")
 Seconds = dict[str, float]  # by stage
 
 
@@ -42,7 +41,7 @@ class ModelWork:
     device: str  # cpu or cuda
     weight_bytes: int
     speed: Speed
-    passes: Mapping[int, SharedStatistics]  # by seq_len, for the statistics that are not cached
+    passes: Mapping[int, Sequence[Need]]  # by seq_len, what is not cached
     baseline: bool  # whether the dense model is still to be measured
     trials: int
     removed_params: int
@@ -85,9 +84,10 @@ class CostEstimate:
 
     def stages(self) -> tuple[StageCost, ...]:
         """Summed over models."""
+        every = [stage for model in self.models for stage in model.stages]
         result = []
-        for name in STAGES:
-            parts = [stage for model in self.models for stage in model.stages if stage.stage == name]
+        for name in in_order(stage.stage for stage in every):
+            parts = [stage for stage in every if stage.stage == name]
             result.append(
                 StageCost(
                     name,
@@ -160,7 +160,7 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
     made = [stage for parts in passes.values() for stage in parts]
     runs = [*[pruned] * work.trials, *[dense] * work.baseline]
     stages = []
-    for name in STAGES:
+    for name in in_order([*(stage.stage for stage in made), *MODEL_STAGES]):
         parts = [stage for stage in made if stage.stage == name] + [run[name] for run in runs if name in run]
         seconds = sum(part.seconds for part in parts)
         count = len(parts)
@@ -172,38 +172,19 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
     return ModelCost(work.label, tuple(stages), jobs, trial, work.trials)
 
 
-def _passes(work: ModelWork, seq_len: int, shared: SharedStatistics) -> list[StageCost]:
-    """The gradient pass and the removal pass of one seq_len."""
+def _passes(work: ModelWork, seq_len: int, needs: Sequence[Need]) -> list[StageCost]:
+    """The pass of each statistic at one seq_len."""
     speed, arithmetic = work.speed, work.arithmetic
     stages = []
-    if shared.num_samples:
-        samples = gradient_samples(shared.num_samples, batch_size(seq_len, work.device))
-        tokens = samples * seq_len
-        seconds = tokens * (speed.gradient(seq_len) + speed.head_gradient) + len(shared.num_samples) * speed.snapshot
-        flops = arithmetic.gradient(tokens, seq_len)
-        stages.append(StageCost("importance", 1, max(shared.num_samples) * seq_len, flops, seconds))
-    if shared.removals:
-        samples = max(shared.removals.values())
-        tokens = samples * seq_len
-        heads = 1 + len(shared.removals) * arithmetic.layers
-        flops = arithmetic.removal(samples, seq_len, shared.removals)
-        layers = flops - heads * arithmetic.head(tokens - samples)
-        whole = arithmetic.all_layers(tokens, seq_len)
-        seconds = tokens * (layers / whole * speed.forward(seq_len) + heads * speed.head)
-        stages.append(StageCost("removal", 1, heads * tokens, flops, seconds))
+    for name, wanted in by_statistic(needs).items():
+        statistic = load_statistic(name)
+        todo = statistic.work(wanted, seq_len, arithmetic.layers, work.device)
+        tokens = arithmetic.layers_of_pass(todo, seq_len) / arithmetic.all_layers(1, seq_len)
+        rate, head = (speed.gradient, speed.head_gradient) if todo.backward else (speed.forward, speed.head)
+        seconds = tokens * rate(seq_len) + todo.head_positions * head
+        seconds += todo.snapshots * speed.snapshots.get(name, 0.0)
+        stages.append(StageCost(statistic.stage, 1, todo.tokens, arithmetic.of_pass(todo, seq_len), seconds))
     return stages
-
-
-def gradient_samples(wanted: Sequence[int], step: int) -> int:
-    """Samples that `importance.taylor` runs for the snapshots `wanted` in batches of `step`: the beginning of a batch runs
-    again for every snapshot that falls inside it."""
-    last = max(wanted)
-    total = 0
-    for start in range(0, last, step):
-        total += sum(n - start for n in wanted if start < n < start + step)
-        if start + step <= last:
-            total += step
-    return total
 
 
 def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:

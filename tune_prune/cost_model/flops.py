@@ -15,10 +15,10 @@ if it were not there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tune_prune.models.geometry import Geometry
+from tune_prune.pruning.statistics import PassWork
 
 
 @dataclass(frozen=True)
@@ -66,25 +66,15 @@ class Arithmetic:
         spared = 2 * (self.mlp_weights + self.output_weights) / self.layers * (tokens - scored)
         return self.all_layers(tokens, row_length) - spared + self.head(scored)
 
-    def gradient(self, tokens: float, row_length: float) -> float:
-        """Forward and backward: gradients of the projections' weights."""
-        return 3 * self.all_layers(tokens, row_length) + 2 * self.head(tokens * (1 - 1 / row_length))
+    def of_pass(self, work: PassWork, row_length: int) -> float:
+        """A statistic's pass over rows of `row_length`; where it runs backwards, the gradients of the projections' weights too."""
+        layers, head = self.layers_of_pass(work, row_length), self.head(work.head_positions)
+        return 3 * layers + 2 * head if work.backward else layers + head
 
-    def removal(self, samples: int, row_length: int, kinds: Iterable[str]) -> float:
-        """Losses of the dense model and without each layer or block of `kinds`, from the hidden states in front of it."""
-        tokens = samples * row_length
-        whole, attention, head = (
-            self.all_layers(tokens, row_length),
-            self._attention(tokens, row_length),
-            self.head(tokens - samples),
-        )
-        behind = whole * (self.layers - 1) / 2  # over all layers l: those behind l
-        beside = {
-            "layer": 0.0,
-            "attention": whole - attention,
-            "mlp": attention,
-        }  # what is left of the layers themselves
-        return whole + head + sum(behind + beside[kind] + self.layers * head for kind in kinds)
+    def layers_of_pass(self, work: PassWork, row_length: int) -> float:
+        """Of it the layers, forward."""
+        mlp = 2 * self.mlp_weights * work.mlp_tokens
+        return (self._attention(work.attention_tokens, row_length) + mlp) / self.layers
 
     def head(self, positions: float) -> float:
         return 2.0 * self.head_weights * positions

@@ -2,8 +2,9 @@
 
 A worker holds the dense model all the time. Beside it stands the larger of two things:
 
-    gradient pass   float32 sums of the projections' gradients (twice where a snapshot falls inside a batch), what every
-                    layer saves for its backward pass, and a part of the logits with what their log-softmax leaves
+    statistics      the largest pass: float32 sums of the projections' gradients (twice where a snapshot falls inside a batch),
+                    what every layer saves for its backward pass, and a part of the logits with what their log-softmax
+                    leaves; of a forward pass one layer's activations and the inputs of all
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
                     windows or zero-shot rows
 
@@ -14,7 +15,7 @@ inputs of two norms 2 H (compare Korthikanti et al., arXiv:2205.05198, who count
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
@@ -22,8 +23,8 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.geometry import Geometry
-from tune_prune.models.head import LOGITS_AT_ONCE
-from tune_prune.pruning.statistics.taylor import batch_size
+from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.pruning.statistics import PassWork
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
 PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
@@ -39,19 +40,19 @@ EVALUATION_SLACK = {"cpu": 1.9, "cuda": 1.2}
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one trial. The gradient pass and the evaluation do not overlap."""
+    """Bytes of one trial. The passes for its statistics and the evaluation do not overlap."""
 
     process: int  # without any model
     weights: int  # dense model
     accumulators: int  # sums of gradients
-    gradient_activations: int
+    statistics_activations: int  # 0 where it needs none
     pruned: int  # projections of the pruned model
     evaluation_activations: int
 
     @property
     def total(self) -> int:
-        gradient = self.accumulators + self.gradient_activations
-        return self.process + self.weights + max(gradient, self.pruned + self.evaluation_activations)
+        statistics = self.accumulators + self.statistics_activations
+        return self.process + self.weights + max(statistics, self.pruned + self.evaluation_activations)
 
 
 def plan_memory(
@@ -59,7 +60,7 @@ def plan_memory(
     config: PretrainedConfig,
     itemsize: int,
     device: str,
-    snapshots: Mapping[int, Sequence[int]],
+    passes: Iterable[PassWork],
     removed_params: int,
     window: int,
     text_tokens: int,
@@ -67,7 +68,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Memory of a trial on `device` ("cpu" or "cuda") in weights of `itemsize` bytes.
 
-    `snapshots`: sample counts that are wanted by seq_len. `window`: tokens of a perplexity window; `text_tokens`: of its
+    `passes`: those that its statistics take. `window`: tokens of a perplexity window; `text_tokens`: of its
     text. `longest_row`: of the longest zero-shot item.
     """
     h, vocab = geometry.hidden_size, config.vocab_size
@@ -83,18 +84,23 @@ def plan_memory(
 
     saved = geometry.num_layers * (itemsize * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h)
     backward = itemsize * (3 * h + 4 * q + 4 * m)  # gradients inside one layer
-    gradient = accumulators = 0
-    for seq_len, wanted in snapshots.items():
-        tokens = seq_len * min(batch_size(seq_len, device), max(wanted))
-        # Logits, their log-softmax and two gradients of a part; they are gone before the first layer's backward pass.
-        scores = min(LOGITS_AT_ONCE[device], tokens * vocab) * (itemsize + 3 * FLOAT32)
-        gradient = max(gradient, tokens * saved + max(scores, tokens * backward) + 2 * largest * itemsize)
-        copies = 2 if needs_copy(wanted, batch_size(seq_len, device)) else 1
-        accumulators = max(accumulators, copies * projections * max(FLOAT32, itemsize))
-
     inner = itemsize * (max(3 * m, 6 * q) + 3 * h) + FLOAT32 * 2 * h
+    activations = accumulators = 0
+    for work in passes:
+        tokens = work.batch_tokens
+        # Logits, their log-softmax and two gradients of a part; they are gone before the first layer's backward pass.
+        scores = (
+            min(MAX_LOGIT_ELEMENTS[device], tokens * vocab) * (itemsize + 3 * FLOAT32) if work.head_positions else 0
+        )
+        if work.backward:
+            need = tokens * saved + max(scores, tokens * backward) + 2 * largest * itemsize
+        else:
+            need = tokens * (inner + geometry.num_layers * h * itemsize) + scores
+        activations = max(activations, need)
+        accumulators = max(accumulators, work.weight_sums * projections * max(FLOAT32, itemsize))
+
     positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
-    at_once = min(positions, max(1, LOGITS_AT_ONCE[device] // vocab))  # positions whose logits are there at a time
+    at_once = min(positions, max(1, MAX_LOGIT_ELEMENTS[device] // vocab))  # positions whose logits are there at a time
     # They come when the layers are done, but the allocator has kept some of the layers' blocks.
     perplexity = positions * inner + at_once * vocab * (itemsize + 2 * FLOAT32) // 2
     tokens = max(default_batch_tokens(config, device), longest_row)
@@ -106,17 +112,7 @@ def plan_memory(
         process=PROCESS_BYTES[device],
         weights=geometry.total_params * itemsize,
         accumulators=accumulators,
-        gradient_activations=int(FRAGMENTATION[device] * gradient),
+        statistics_activations=int(FRAGMENTATION[device] * activations),
         pruned=(projections - removed_params) * itemsize,
         evaluation_activations=int(EVALUATION_SLACK[device] * max(perplexity, zero_shot)),
     )
-
-
-def needs_copy(wanted: Sequence[int], step: int) -> bool:
-    """Whether `importance.taylor` puts sums back: a snapshot falls inside a batch of `step` samples that goes on."""
-    last = max(wanted)
-    for start in range(0, last, step):
-        inside = [n for n in wanted if start < n < start + step]
-        if len(inside) > 1 or (inside and start + step <= last):
-            return True
-    return False

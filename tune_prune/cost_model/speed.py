@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ from tune_prune.evaluation.engine.rows import Row, default_batch_tokens, token_l
 from tune_prune.models import loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.statistics.taylor import BATCH_TOKENS, taylor
+from tune_prune.pruning.batches import BATCH_TOKENS
+from tune_prune.pruning.statistics import Need, load_statistic, statistic_names
 
 SHORT_ROW = 32  # tokens; attention's share is small
 LONG_ROW = 512
@@ -69,7 +70,9 @@ class Speed:
     gradient: Line  # forward and backward of all layers
     head: float  # per scored position: logits and their log-softmax
     head_gradient: float  # forward and backward
-    snapshot: float  # seconds to turn the sums of gradients of all layers into importance, once
+    snapshots: Mapping[
+        str, float
+    ]  # by statistic with a gradient pass: seconds to read it out of the sums of gradients, once
     engine: float  # seconds of the zero-shot engine over those of plain forward passes
 
 
@@ -109,9 +112,14 @@ class _Bench:
         self.model.requires_grad_(False)
         head = self._steady(self._head, self.batch_tokens) * self.head_share
         head_gradient = self._steady(self._head_gradient, self.gradient_tokens) * self.head_share
-        window = self._tokens(1, 2)
-        snapshot = self._seconds(lambda: taylor(self.model, self.family, window, [1])) * self.weights
-        return Speed(forward, gradient, head, head_gradient, snapshot, self._engine(forward, head))
+        snapshots = {name: self._snapshot(name) for name in statistic_names() if load_statistic(name).backward}
+        return Speed(forward, gradient, head, head_gradient, snapshots, self._engine(forward, head))
+
+    def _snapshot(self, name: str) -> float:
+        """Of the statistic, with a pass over two tokens."""
+        window, statistic = self._tokens(1, 2), load_statistic(name)
+        needs = [Need(name, statistic.kinds[0], 1)]
+        return self._seconds(lambda: statistic.collect(self.model, self.family, window, needs)) * self.weights
 
     def _line(self, run: Callable[[int, int], Callable[[], object]], batch_tokens: int) -> Line:
         """Seconds per token of all layers, from short and from long rows."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
@@ -22,8 +21,9 @@ from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
-from tune_prune.trial.context import statistic_key, suite_key
-from tune_prune.trial.trial import SharedStatistics, by_seq_len
+from tune_prune.pruning.statistics import Need, by_statistic, load_statistic
+from tune_prune.trial.context import suite_key
+from tune_prune.trial.statistics import StatisticCache, by_seq_len
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ def workload(
     else:
         tokens = len(calibration.tokenize(tokenizer, perplexity_text.load_text(run.data_dir, embedded)))
     stored = store.get("suite", suite_key(run, model_fingerprint, config.max_position_embeddings))
-    known = None
+    counted = None
     if stored is not None:
         suite = ZeroShotSuite.from_arrays(stored, run.protocol)
-        known = sum(suite.tokens_in_slice(index) for index in range(suite.num_slices))
+        counted = sum(suite.tokens_in_slice(index) for index in range(suite.num_slices))
     return Workload(
         config,
         tokens,
         min(run.protocol.perplexity_window, config.max_position_embeddings),
-        zero_shot_tokens(tokenizer, run.protocol, task_source(run), known),
+        zero_shot_tokens(tokenizer, run.protocol, task_source(run), counted),
     )
 
 
@@ -79,12 +79,17 @@ def memory_of(
     device: str,
 ) -> MemoryPlan:
     """Memory of the largest trial among `configs`."""
+    passes = [
+        load_statistic(name).work(needs, seq_len, geometry.num_layers, device)
+        for seq_len, shared in by_seq_len(configs).items()
+        for name, needs in by_statistic(shared).items()
+    ]
     return plan_memory(
         geometry,
         work.config,
         itemsize,
         device,
-        {seq_len: shared.num_samples for seq_len, shared in by_seq_len(configs).items()},
+        passes,
         removed_params,
         work.perplexity_window,
         work.perplexity_tokens,
@@ -94,20 +99,8 @@ def memory_of(
 
 def passes_to_make(
     configs: Iterable[PruningConfig], run: ModelRun, model_fingerprint: str, device: str, store: ArtifactStore
-) -> dict[int, SharedStatistics]:
+) -> dict[int, tuple[Need, ...]]:
     """By seq_len, what the statistics of `configs` lack in the cache."""
-    passes = {}
-    for seq_len, shared in by_seq_len(configs).items():
-
-        def stored(kind: str, seq_len: int = seq_len, **more: Any) -> Any:
-            return store.get(kind, statistic_key(run, model_fingerprint, device, seq_len, **more))
-
-        samples = tuple(n for n in shared.num_samples if stored("importance", num_samples=n) is None)
-        removals = {
-            kind: count
-            for kind, count in shared.removals.items()
-            if (found := stored("removal", removal=kind)) is None or len(found["dense"]) < count
-        }
-        if samples or removals:
-            passes[seq_len] = SharedStatistics(samples, removals)
-    return passes
+    cache = StatisticCache(run, model_fingerprint, device, store)
+    missing = {seq_len: cache.missing(seq_len, needs) for seq_len, needs in by_seq_len(configs).items()}
+    return {seq_len: needs for seq_len, needs in missing.items() if needs}

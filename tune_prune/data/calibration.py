@@ -54,7 +54,7 @@ def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> 
 
 
 def load_text(source: str) -> str:
-    """The text of a resolved source. Raises UserError where it cannot be had."""
+    """The text of a resolved source. Raises UserError where it is not available."""
     if source == "embedded":
         return embedded.calibration_text()
     if source not in HUB_TEXTS:
@@ -74,8 +74,8 @@ def load_text(source: str) -> str:
         return "\n\n".join(row["text"] for row in stream.take(C4_DOCUMENTS))
     except Exception as error:  # datasets, huggingface_hub and the network libraries each raise their own kinds
         raise UserError(
-            f"calibration text {source!r} cannot be had from the Hugging Face hub ({type(error).__name__}); check the network, "
-            "or give a text file: --calibration FILE"
+            f"calibration text {source!r} could not be downloaded from the Hugging Face hub ({type(error).__name__}); check the "
+            "network, or give a text file: --calibration FILE"
         ) from error
 
 

@@ -14,7 +14,7 @@ def load_text(data_dir: str | None, embedded: bool) -> str:
     """The text whose perplexity is reported: embedded, else WikiText-2 raw test of `data_dir`, else of the hub.
 
     File and hub give the same text: the data set's rows are the file's lines (with their newline; empty where the line
-    is blank), joined by two newlines as in the usual protocol. Raises UserError where the text cannot be had.
+    is blank), joined by two newlines as in the usual protocol. Raises UserError where the text is not available.
     """
     if embedded:
         from tune_prune.embedded import perplexity_text
@@ -42,7 +42,7 @@ def load_text(data_dir: str | None, embedded: bool) -> str:
 
 
 def fingerprint(data_dir: str | None, embedded: bool) -> str:
-    """What the perplexity text is, by content; the hub's by name. Raises UserError where a local text cannot be had."""
+    """What the perplexity text is, by content; the hub's by name. Raises UserError where a local text is missing."""
     if data_dir is None and not embedded:
         return "hub:wikitext-2-raw-v1"
     return hashlib.sha256(load_text(data_dir, embedded).encode()).hexdigest()[:16]

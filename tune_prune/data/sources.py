@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun
 from tune_prune.core.hashing import digest
@@ -24,15 +24,23 @@ def task_source(run: ModelRun) -> task_files.TaskSource:
     return task_files.TaskSource.of(run.data_dir, uses_embedded_data(run))
 
 
-def measured_on(run: ModelRun) -> dict[str, Any]:
-    """What models are measured on, by content and part by part: {"protocol": its version, "text": fingerprint of the
-    perplexity text, "tasks": {task: fingerprint}}. Raises UserError where files cannot be had."""
+@dataclass(frozen=True)
+class MeasuredOn:
+    """What models are measured on, by content and part by part."""
+
+    protocol: int  # its version
+    text: str  # fingerprint of the perplexity text
+    tasks: dict[str, str]  # task -> fingerprint
+
+
+def measured_on(run: ModelRun) -> MeasuredOn:
+    """What `run` measures on. Raises UserError where files are missing."""
     source = task_source(run)
-    return {
-        "protocol": PROTOCOL_VERSION,
-        "text": perplexity_text.fingerprint(run.data_dir, uses_embedded_data(run)),
-        "tasks": {task: task_files.fingerprint(source, (task,)) for task in run.protocol.tasks},
-    }
+    return MeasuredOn(
+        protocol=PROTOCOL_VERSION,
+        text=perplexity_text.fingerprint(run.data_dir, uses_embedded_data(run)),
+        tasks={task: task_files.fingerprint(source, (task,)) for task in run.protocol.tasks},
+    )
 
 
 def data_fingerprint(run: ModelRun) -> str:

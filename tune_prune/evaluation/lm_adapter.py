@@ -44,9 +44,9 @@ class SharedPrefixLM(LM):
         self.tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.max_length: int = max_length or model.config.max_position_embeddings
-        self.refusal = prefix_trees.refusal(model)
-        if self.refusal:
-            log.warning("choices are scored one by one: %s", self.refusal)
+        self.unsupported_reason = prefix_trees.unsupported_reason(model)
+        if self.unsupported_reason:
+            log.warning("choices are scored one by one: %s", self.unsupported_reason)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, whether greedy decoding would produce it) of every request, in order."""
@@ -55,7 +55,7 @@ class SharedPrefixLM(LM):
         for index, instance in enumerate(requests):
             documents.setdefault((instance.task_name, instance.doc_id), []).append(index)
         items = [[encoded[index] for index in members] for members in documents.values()]
-        scores = prefix_trees.score_items(self.model, items, self.batch_tokens, share=self.refusal is None)
+        scores = prefix_trees.score_items(self.model, items, self.batch_tokens, share=self.unsupported_reason is None)
         results = [(0.0, False)] * len(requests)
         order = (index for members in documents.values() for index in members)
         for index, *result in zip(order, scores.loglikelihoods.tolist(), scores.greedy.tolist(), strict=True):

@@ -74,7 +74,7 @@ class ZeroShotSuite:
 
         `model` is any causal language model of transformers, structurally pruned or not. `batch_tokens` bounds one
         forward pass (None: by device). `share`: whether the choices of an item share their prefix; a model must be able
-        to (`shared_prefix.refusal`).
+        to (`prefix_trees.unsupported_reason`).
         """
         return score_planned(model, self._slices[slice_index].rows(share), batch_tokens)
 
@@ -121,8 +121,8 @@ class ZeroShotSuite:
         first_request = first_length = 0
         for task, doc_id, gold, num_requests, num_lengths in zip(*columns, strict=True):
             end, end_length = first_request + num_requests, first_length + num_lengths
-            mine = tuple(requests[first_request:end]), tuple(lengths[first_length:end_length])
-            items.append(Item(tasks[task], doc_id, gold, *mine))
+            own = tuple(requests[first_request:end]), tuple(lengths[first_length:end_length])
+            items.append(Item(tasks[task], doc_id, gold, *own))
             first_request, first_length = end, end_length
         return cls(items, protocol)
 
@@ -168,12 +168,12 @@ class _Slice:
         loglikelihoods, greedy = outcomes.loglikelihoods.tolist(), outcomes.greedy.tolist()
         scores = []
         for number, (item, start, end) in enumerate(zip(self.items, self._starts, self._starts[1:], strict=False)):
-            mine = tuple(loglikelihoods[start:end])
+            of_item = tuple(loglikelihoods[start:end])
             if item.judgement is not None:
-                judged = item.judgement(list(zip(mine, greedy[start:end], strict=True)))
+                judged = item.judgement(list(zip(of_item, greedy[start:end], strict=True)))
             else:
                 judged = float(acc[number]), float(acc_norm[number]) if item.lengths else None
-            scores.append(ItemScore(item.task, item.doc_id, self.index, *judged, mine, item.gold))
+            scores.append(ItemScore(item.task, item.doc_id, self.index, *judged, of_item, item.gold))
         return scores
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 # Elements of logits that are there at once. On a CPU 24 MB in float32: from 32 MB on, the C library asks the system for new
 # pages every time, and touching them costs as much as a third of the head.
-LOGITS_AT_ONCE = {"cuda": 1 << 26, "cpu": 6 << 20}
+MAX_LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 6 << 20}
 
 
 class NextTokenLosses:
@@ -31,7 +31,9 @@ class NextTokenLosses:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.step = max(1, LOGITS_AT_ONCE.get(model.device.type, LOGITS_AT_ONCE["cpu"]) // model.config.vocab_size)
+        self.step = max(
+            1, MAX_LOGIT_ELEMENTS.get(model.device.type, MAX_LOGIT_ELEMENTS["cpu"]) // model.config.vocab_size
+        )
         self.separate = _head_comes_last(model)
 
     @torch.inference_mode()

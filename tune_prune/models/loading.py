@@ -133,7 +133,7 @@ def original_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     # transformers makes up an empty one where the files are missing
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(
-            f"the tokenizer of {source.location} knows no word; tokenizer.json (or tokenizer.model) is missing or empty: "
+            f"the tokenizer of {source.location} has an empty vocabulary; tokenizer.json (or tokenizer.model) is missing or empty: "
             "download the model again or point --model at a complete folder"
         )
     return tokenizer
@@ -168,7 +168,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedModel:
-    """Load weights and tokenizer. Raises UserError where the model cannot be had, its weights do not fit its config
+    """Load weights and tokenizer. Raises UserError where the model is not available, its weights do not fit its config
     (never leaves a tensor at random values), or its family is not supported."""
     config = load_config(source)
     family = family_of(config.model_type)
@@ -280,6 +280,6 @@ def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
     else:
         step = f"check the network and the name, or run `hf download {source.location} --local-dir DIR` elsewhere"
     return UserError(
-        f"model {source.location} cannot be had from the Hugging Face hub ({_cause(error)}); {step}, or give a local folder: "
-        "--model DIR"
+        f"model {source.location} could not be downloaded from the Hugging Face hub ({_cause(error)}); {step}, or give a local "
+        "folder: --model DIR"
     )

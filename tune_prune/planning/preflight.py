@@ -30,7 +30,7 @@ from tune_prune.planning import experiment, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
-from tune_prune.pruning.selection import budget
+from tune_prune.pruning.selection import target_params
 from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.ray_cluster.resources import plan_resources, trial_slots
 
@@ -99,7 +99,7 @@ def _plan_model(
         source, run, config, geometry = model.source, model.run, model.config, model.geometry
         configs = _configs(space, geometry)
         sizes = dict.fromkeys((config.pruning_ratio, config.shape) for config in configs)
-        targets = {ratio: _target_params(geometry, ratio, shape) for ratio, shape in sizes}
+        targets = {ratio: target_params(geometry, ratio, shape) for ratio, shape in sizes}
         checks.check_data(run)
         seq_lens = dict.fromkeys(config.taylor_seq_len for config in configs)
         most = max(config.taylor_num_samples for config in configs)
@@ -136,19 +136,6 @@ def _configs(space: SearchSpace, geometry: Geometry) -> tuple[PruningConfig, ...
             f"shape lists {', '.join(named)}, of which two are the same here ({', '.join(named.values())}); keep one of them"
         )
     return replace(space, values=space.values | {"shape": tuple(named.values())}).configs()
-
-
-def _target_params(geometry: Geometry, ratio: float, shape: str) -> int:
-    """Parameters to remove, at least the smallest part that the shape lets one remove, such as an MLP channel."""
-    target, bounds = budget(geometry, ratio, shape), shapes.removal_bounds(geometry, shape)
-    smallest = bounds.smallest
-    if target < smallest:
-        least = math.ceil(1e6 * smallest / geometry.total_params) / 1e6
-        raise UserError(
-            f"--pruning-ratio {ratio:g} asks for {target:,} of {geometry.total_params:,} parameters, less than the smallest part "
-            f"that can be removed ({bounds.smallest_part}, {smallest:,}); ask for at least {least:g}"
-        )
-    return target
 
 
 def _check_memory(trial_bytes: int, slots: int, machine_bytes: int) -> None:

@@ -112,7 +112,7 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.reads = {name: load_method(name).reads for name in method_names()}
+        self.methods = method_names()
         self.shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         self.problems: list[tuple[int, int, str]] = []  # line, column, text; both from 1
 
@@ -121,8 +121,11 @@ class _Reader:
         given = {name: self._values(name, node) for name, node in nodes.items() if name in HYPERPARAMETERS}
         search = self._search(nodes.get("search"))
         num_trials = self._value("num_trials", NUM_TRIALS, nodes["num_trials"]) if "num_trials" in nodes else None
-        values = {name: given.get(name, (row.default,)) for name, row in HYPERPARAMETERS.items()}
-        space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), self.reads)
+        values = {
+            name: given.get(name, () if row.required else (row.default,)) for name, row in HYPERPARAMETERS.items()
+        }
+        reads = {name: load_method(name).reads for name in values["method"]}
+        space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), reads)
         self._check_num_trials(nodes, space)
         if self.problems:
             raise self._error()
@@ -186,8 +189,8 @@ class _Reader:
             value = self._value(name, row.kind, item)
             if value is not None and value in values:
                 self._problem(item, f"{name} lists {value!r} twice; keep one")
-            elif name == "method" and value is not None and value not in self.reads:
-                self._problem(item, f"unknown method {value!r}; {did_you_mean(value, self.reads)}")
+            elif name == "method" and value is not None and value not in self.methods:
+                self._problem(item, f"unknown method {value!r}; {did_you_mean(value, self.methods)}")
             elif value is not None:
                 values.append(value)
         return tuple(values)

@@ -1,56 +1,13 @@
-"""What the gradients looked like and where a plan cut: the numbers beside each result. Pure numpy.
-
-Per layer: mean |G|, ||G||, std and max |G| over its projection weights. `*_ratio` is the largest over the smallest
-layer's value, `*_range` their difference; inf where a layer has no gradient at all. `extreme_pruning_layers` counts the
-layers that lose more than half of their MLP channels.
-"""
+"""Where a plan cut: the numbers beside each result. Pure numpy."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.statistics.taylor import LayerGradients
 
 EXTREME_FRACTION = 0.5
-
-
-def gradient_metrics(gradients: LayerGradients) -> dict[str, float]:
-    """grad_{mean,norm,std,max}_ratio and grad_{mean,norm}_range."""
-    metrics = {}
-    for name, values in (
-        ("mean", gradients.abs_mean),
-        ("norm", gradients.norm),
-        ("std", gradients.std),
-        ("max", gradients.abs_max),
-    ):
-        low, high = float(np.min(values)), float(np.max(values))
-        metrics[f"grad_{name}_ratio"] = high / low if low > 0 else float("inf")
-        if name in ("mean", "norm"):
-            metrics[f"grad_{name}_range"] = high - low
-    return metrics
-
-
-def gradient_diagnosis(gradients: LayerGradients) -> dict[str, Any]:
-    """For gradient_diagnosis.json: the metrics and every layer's statistics."""
-    return {
-        **gradient_metrics(gradients),
-        "layers": [
-            {"layer": layer, "grad_mean": mean, "grad_norm": norm, "grad_std": std, "grad_max": largest}
-            for layer, (mean, norm, std, largest) in enumerate(
-                zip(
-                    gradients.abs_mean.tolist(),
-                    gradients.norm.tolist(),
-                    gradients.std.tolist(),
-                    gradients.abs_max.tolist(),
-                    strict=True,
-                )
-            )
-        ],
-    }
 
 
 def pruning_comparison(plan: PruningPlan, geometry: Geometry) -> dict[str, Any]:
@@ -88,6 +45,7 @@ def pruning_comparison(plan: PruningPlan, geometry: Geometry) -> dict[str, Any]:
 
 
 def extreme_pruning_layers(plan: PruningPlan, geometry: Geometry) -> int:
+    """How many layers lose more than half of their MLP channels."""
     return sum(
         (width - len(kept)) > EXTREME_FRACTION * width
         for kept, width in zip(plan.kept_channels, geometry.mlp_width, strict=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tune_prune.core.validation import Count, Indices, validated
 from tune_prune.models.geometry import Geometry
 
 
@@ -84,11 +85,27 @@ class PruningPlan:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> PruningPlan:
+    def from_dict(cls, values: Any) -> PruningPlan:
+        """The inverse of `to_dict`. Raises ValueError that names a field which is missing or wrong."""
+        stored = validated(_StoredPlan, values)
         return cls(
-            kept_groups=tuple(tuple(layer["kept_groups"]) for layer in values["layers"]),
-            kept_channels=tuple(tuple(layer["kept_channels"]) for layer in values["layers"]),
-            target_params=values["target_params"],
-            removed_params=values["removed_params"],
-            total_params=values["total_params"],
+            kept_groups=tuple(layer.kept_groups for layer in stored.layers),
+            kept_channels=tuple(layer.kept_channels for layer in stored.layers),
+            target_params=stored.target_params,
+            removed_params=stored.removed_params,
+            total_params=stored.total_params,
         )
+
+
+@dataclass(frozen=True)
+class _StoredLayer:
+    kept_groups: Indices
+    kept_channels: Indices
+
+
+@dataclass(frozen=True)
+class _StoredPlan:
+    layers: list[_StoredLayer]
+    target_params: Count
+    removed_params: Count
+    total_params: Count

@@ -47,6 +47,19 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int
     return target
 
 
+def target_params(geometry: Geometry, pruning_ratio: float, shape: str) -> int:
+    """The budget of a ratio that somebody asks for: at least the smallest part that the shape lets one remove, such as an MLP
+    channel. Raises UserError, too, where it is less."""
+    target, bounds = budget(geometry, pruning_ratio, shape), shapes.removal_bounds(geometry, shape)
+    if target < bounds.smallest:
+        least = math.ceil(1e6 * bounds.smallest / geometry.total_params) / 1e6
+        raise UserError(
+            f"--pruning-ratio {pruning_ratio:g} asks for {target:,} of {geometry.total_params:,} parameters, less than the "
+            f"smallest part that can be removed ({bounds.smallest_part}, {bounds.smallest:,}); ask for at least {least:g}"
+        )
+    return target
+
+
 def _rounded_down(ratio: float) -> float:
     """To three digits after the point, or to as many as leave something to ask for."""
     return next((floor for digits in (3, 6, 9) if (floor := int(ratio * 10**digits) / 10**digits) > 0), 0.0)

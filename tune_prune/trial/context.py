@@ -7,7 +7,7 @@ kept structure, the text or tasks and the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -26,14 +26,13 @@ from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import Outcomes, ZeroShotSuite
 from tune_prune.models import catalog, loading
-from tune_prune.pruning.statistics.block_removal import RemovalLosses, removal_losses
-from tune_prune.pruning.statistics.taylor import Importance, taylor
+from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
+from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-STATISTICS_VERSION = 2  # raise when importance or removal losses change their meaning: cached ones are then not used
-SUITE_VERSION = 1  # the same for the zero-shot requests, as tokens
+SUITE_VERSION = 1  # raise when the zero-shot requests, as tokens, change their meaning: cached ones are then not used
 
 
 class TrialContext:
@@ -47,7 +46,7 @@ class TrialContext:
 
     @classmethod
     def open(cls, run: ModelRun, artifact_dir: str | Path, device: str = "auto") -> TrialContext:
-        """Load the model of `run`. Raises UserError where it cannot be had."""
+        """Load the model of `run`. Raises UserError where it is not available."""
         source = catalog.resolve(run.model, run.revision)
         loaded = loading.load_model(source, getattr(torch, run.dtype), loading.pick_device(device))
         return cls(run, loaded, ArtifactStore(artifact_dir))
@@ -101,13 +100,15 @@ class TrialContext:
         return perplexity_text.fingerprint(self.run.data_dir, uses_embedded_data(self.run))
 
     @cached_property
-    def _sharing_refused(self) -> str | None:
+    def _sharing_unsupported(self) -> str | None:
         """Why the choices of an item are scored one by one on this model; None: they share their prefix."""
-        return prefix_trees.refusal(self.loaded.model)
+        return prefix_trees.unsupported_reason(self.loaded.model)
 
     @property
-    def notes(self) -> list[str]:
-        return [f"zero-shot choices are scored one by one: {self._sharing_refused}"] if self._sharing_refused else []
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the measured numbers should know. To find out, the model may be run."""
+        refused = self._sharing_unsupported
+        return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
 
     def perplexity(self, model: PreTrainedModel, structure: str) -> tuple[PerplexityResult, int]:
         """The perplexity of `model`, which keeps `structure`, and the tokens forwarded to get it (0: it was cached)."""
@@ -126,7 +127,7 @@ class TrialContext:
         stored = self.artifacts.get("zero_shot", key)
         if stored is not None:
             return self.suite.judge(index, Outcomes(stored["loglikelihoods"], stored["greedy"])), 0
-        share = self._sharing_refused is None
+        share = self._sharing_unsupported is None
         outcomes = self.suite.outcomes(model, index, share=share)
         self.artifacts.put("zero_shot", key, {"loglikelihoods": outcomes.loglikelihoods, "greedy": outcomes.greedy})
         return self.suite.judge(index, outcomes), self.suite.tokens_in_slice(index, share)
@@ -134,51 +135,31 @@ class TrialContext:
     def windows(self, seq_len: int, count: int) -> torch.Tensor:
         return calibration.windows(self.calibration_tokens, seq_len, count, self.run.seed)
 
-    def importance(self, seq_len: int, num_samples: int, also: Sequence[int] = ()) -> tuple[Importance, int]:
-        """The importance from `num_samples` windows, and the tokens forwarded to get it (0: it was cached).
+    @cached_property
+    def cache(self) -> StatisticCache:
+        return StatisticCache(self.run, self.model_fingerprint, self.loaded.device.type, self.artifacts)
 
-        Where it has to be computed, the same pass serves the sample counts of `also`.
+    def collect(
+        self, seq_len: int, needs: Sequence[Need], shared: Sequence[Need] = ()
+    ) -> tuple[dict[Need, Arrays], int]:
+        """The arrays of `needs`, all of one statistic, and the tokens forwarded to get them (0: they were cached).
+
+        Where they have to be computed, the same pass serves those of `shared`, of that statistic and the same kinds.
         """
-        stored = self.artifacts.get("importance", self._statistic(seq_len, num_samples=num_samples))
-        if stored is not None:
-            return Importance.from_arrays(num_samples, stored), 0
-        wanted = {num_samples, *self.missing_importance(seq_len, also)}
-        return self.compute_importance(seq_len, sorted(wanted))[num_samples], seq_len * max(wanted)
-
-    def missing_importance(self, seq_len: int, num_samples: Iterable[int]) -> list[int]:
-        """Those of `num_samples` whose importance is not cached."""
-        return [
-            n for n in num_samples if self.artifacts.get("importance", self._statistic(seq_len, num_samples=n)) is None
-        ]
-
-    def compute_importance(self, seq_len: int, snapshots: list[int]) -> dict[int, Importance]:
-        """One gradient pass for all `snapshots`; every result is cached."""
-        loaded = self.loaded
-        results = taylor(loaded.model, loaded.family, self.windows(seq_len, max(snapshots)), snapshots)
-        for n, importance in results.items():
-            self.artifacts.put("importance", self._statistic(seq_len, num_samples=n), importance.arrays())
-        return results
-
-    def removal(self, seq_len: int, num_samples: dict[str, int]) -> tuple[RemovalLosses, int]:
-        """Losses without each block of the kinds in `num_samples`, each on at least that many windows, and the tokens
-        forwarded to get them: one pass for all kinds that the cache lacks."""
-        keys = {kind: self._statistic(seq_len, removal=kind) for kind in num_samples}
-        found = {kind: self.artifacts.get("removal", key) for kind, key in keys.items()}
-        missing = [kind for kind, stored in found.items() if stored is None or len(stored["dense"]) < num_samples[kind]]
-        tokens = 0
-        if missing:
-            count = max(num_samples[kind] for kind in missing)
-            losses = removal_losses(self.loaded.model, self.loaded.family, self.windows(seq_len, count), missing)
-            tokens = seq_len * count * (1 + len(missing) * self.loaded.geometry.num_layers)
-            for kind in missing:
-                arrays = {"dense": losses.dense, "removed": losses.removed[kind]}
-                self.artifacts.put("removal", keys[kind], arrays)
-                found[kind] = arrays
-        dense = max((stored["dense"] for stored in found.values() if stored is not None), key=len)
-        return RemovalLosses(dense, {kind: stored["removed"] for kind, stored in found.items() if stored}), tokens
-
-    def _statistic(self, seq_len: int, **more: Any) -> dict[str, Any]:
-        return statistic_key(self.run, self.model_fingerprint, self.loaded.device.type, seq_len, **more)
+        found = {need: arrays for need in needs if (arrays := self.cache.get(seq_len, need)) is not None}
+        missing = [need for need in needs if need not in found]
+        if not missing:
+            return found, 0
+        kinds = {need.kind for need in missing}
+        also = self.cache.missing(seq_len, [need for need in shared if need.kind in kinds])
+        ((name, wanted),) = by_statistic((*missing, *also)).items()
+        statistic, loaded = load_statistic(name), self.loaded
+        windows = self.windows(seq_len, max(need.num_samples for need in wanted))
+        made = statistic.collect(loaded.model, loaded.family, windows, wanted)
+        for need, arrays in made.items():
+            self.cache.put(seq_len, need, arrays)
+            found |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}
+        return found, statistic.work(wanted, seq_len, loaded.geometry.num_layers, loaded.device.type).tokens
 
     def _measurement(self, structure: str, **more: Any) -> dict[str, Any]:
         return {
@@ -199,18 +180,4 @@ def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[st
         "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
         "protocol": asdict(run.protocol) | {"perplexity_window": None},
         "max_length": max_length,
-    }
-
-
-def statistic_key(run: ModelRun, model_fingerprint: str, device: str, seq_len: int, **more: Any) -> dict[str, Any]:
-    """The artifact key of importance (`num_samples`) or removal losses (`removal`, the kind)."""
-    return {
-        "version": STATISTICS_VERSION,
-        "model": model_fingerprint,
-        "calibration": calibration.fingerprint(run.calibration),
-        "seed": run.seed,
-        "dtype": run.dtype,
-        "device": device,
-        "seq_len": seq_len,
-        **more,
     }

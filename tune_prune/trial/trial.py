@@ -1,7 +1,6 @@
 """One trial: prune one model by one configuration and measure what is left. The heart of the program, without Ray.
 
-    importance      calibration windows -> Taylor importance of every group              (shared by trials)
-    removal         calibration windows -> loss increase without each layer or block     (shared; layerwise, blockwise)
+    (statistics)    calibration windows -> what the method decides by: a stage for each statistic, shared by trials
     pruning         method's scores + exact budget -> plan -> smaller model
     perplexity      on held-out text
     zero_shot       tasks in growing slices of their items; the last slice has them all
@@ -19,30 +18,24 @@ from __future__ import annotations
 import platform
 import resource
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.files import to_json
 from tune_prune.core.records import StageReport, Status, TrialRecord
-from tune_prune.core.store import GRADIENTS, ITEMS, PLAN, PLAN_COMPARISON, FolderStore
+from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, FolderStore
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
-from tune_prune.pruning.diagnostics import (
-    extreme_pruning_layers,
-    gradient_diagnosis,
-    gradient_metrics,
-    pruning_comparison,
-)
+from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.methods import LOSS_FLOOR, Statistics, load_method
+from tune_prune.pruning.methods import Dense, load_method
 from tune_prune.pruning.selection import select
-from tune_prune.pruning.statistics.taylor import Importance
+from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
 
@@ -51,49 +44,58 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SharedStatistics:
-    """What the trials at one seq_len need from the dense model: it is computed for all of them when the first one asks."""
+class TrialProgress:
+    """A trial as far as it has come, as plain data: everything of its record but how it ended."""
 
-    num_samples: tuple[int, ...]
-    removals: dict[str, int]  # kind of removal -> samples
+    key: str
+    model: str  # label
+    config: PruningConfig | None
+    started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    host: str = field(default_factory=platform.node)
+    reports: tuple[StageReport, ...] = ()  # without outcomes: `items` of the trial has them
+    peak_memory_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, configs: Iterable[PruningConfig]) -> SharedStatistics:
-        """For configurations of one seq_len."""
-        configs = list(configs)
-        removals: dict[str, int] = {}
-        for config in configs:
-            for kind in load_method(config.method).removals:
-                removals[kind] = max(removals.get(kind, 0), config.num_removal_samples)
-        return cls(tuple(sorted({config.taylor_num_samples for config in configs})), removals)
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: value for report in self.reports for name, value in report.metrics.items()}
 
-
-def by_seq_len(configs: Iterable[PruningConfig]) -> dict[int, SharedStatistics]:
-    """What the configurations of each seq_len share, the longest first."""
-    configs = list(configs)
-    lengths = sorted({config.taylor_seq_len for config in configs}, reverse=True)
-    return {
-        length: SharedStatistics.of(config for config in configs if config.taylor_seq_len == length)
-        for length in lengths
-    }
+    def record(self, status: Status, reason: str = "", resources: Mapping[str, float] | None = None) -> TrialRecord:
+        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`: Ray's, of a trial."""
+        return TrialRecord(
+            key=self.key,
+            model=self.model,
+            config=asdict(self.config) if self.config else {},
+            status=status,
+            reason=reason,
+            metrics=self.metrics,
+            stages=[
+                {name: value for name, value in asdict(report).items() if name not in ("metrics", "outcomes")}
+                for report in self.reports
+            ],
+            started_at=self.started_at,
+            elapsed_time_s=sum(report.duration_s for report in self.reports),
+            peak_memory_bytes=self.peak_memory_bytes,
+            host=self.host,
+            resources=dict(resources or {}),
+            notes=list(self.notes),
+        )
 
 
 class Trial:
-    """One trial and what it has found so far. `config` None: the dense model. `shared`: what trials beside it will need."""
+    """One trial and what it has found so far. `config` None: the dense model. `shared`: what trials beside it will need of
+    the dense model, so that one pass serves them too."""
 
-    def __init__(
-        self, config: PruningConfig | None, context: TrialContext, shared: SharedStatistics | None = None
-    ) -> None:
+    def __init__(self, config: PruningConfig | None, context: TrialContext, shared: Sequence[Need] = ()) -> None:
         self.config = config
         self.context = context
-        self._shared = shared
-        self.reports: list[StageReport] = []
+        self.progress = TrialProgress(context.key(config), context.run.label, config)
         self.items: list[ItemScore] = []
         self.plan: PruningPlan | None = None
-        self.importance: Importance | None = None
+        self._shared = shared
+        self._files: dict[str, Any] = {}  # of the statistics, for the trial's folder
         if context.loaded.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(context.loaded.device)
-        self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
 
     def stages(self) -> Iterator[StageReport]:
         """Run the trial, one stage per report."""
@@ -107,29 +109,22 @@ class Trial:
     def _prune(self, config: PruningConfig) -> Generator[StageReport, None, tuple[PreTrainedModel, PruningPlan]]:
         context, loaded = self.context, self.context.loaded
         method = load_method(config.method)
-        shared = self._shared or SharedStatistics.of([config])
-
-        with self._stage("importance") as report:
-            self.importance, report.tokens = context.importance(
-                config.taylor_seq_len, config.taylor_num_samples, shared.num_samples
-            )
-            report.metrics = gradient_metrics(self.importance.gradients)
-        yield report
-
-        increase: dict[str, np.ndarray] = {}
-        if method.removals:
-            with self._stage("removal") as report:
-                samples = {kind: shared.removals[kind] for kind in method.removals}
-                losses, report.tokens = context.removal(config.taylor_seq_len, samples)
-                raw = {kind: losses.increase(kind, config.num_removal_samples) for kind in method.removals}
-                increase = {kind: np.maximum(values, LOSS_FLOOR) for kind, values in raw.items()}
-                report.metrics = {"clamped_removal_losses": float(sum((v < LOSS_FLOOR).sum() for v in raw.values()))}
+        needs = method.needs(config)
+        found: dict[Need, Arrays] = {}
+        for name, own in by_statistic(needs.values()).items():
+            statistic = load_statistic(name)
+            with self._stage(statistic.stage) as report:
+                shared = [need for need in self._shared if need.statistic == name]
+                arrays, report.tokens = context.collect(config.taylor_seq_len, own, shared)
+                found |= arrays
+                report.metrics = statistic.metrics(arrays)
+                self._files |= statistic.files(arrays)
             yield report
 
         with self._stage("pruning") as report:
-            importance = self.importance.groups.per_parameter(loaded.geometry)
-            scores = method.scores(Statistics(loaded.geometry, importance, increase, context.run.seed))
-            self.plan = select(scores, loaded.geometry, config.pruning_ratio, config.shape)
+            values = {name: load_statistic(need.statistic).value(found[need], need) for name, need in needs.items()}
+            dense = Dense(loaded.model, loaded.family, loaded.geometry, context.run.seed, values)
+            self.plan = select(method.scores(dense), loaded.geometry, config.pruning_ratio, config.shape)
             model = prune(loaded.model, loaded.family, self.plan)
             report.metrics = {
                 "params_count": float(sum(p.numel() for p in model.parameters())),
@@ -154,38 +149,20 @@ class Trial:
                 self.items += added
                 report.metrics, report.outcomes = summarize(self.items), outcomes_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items
+                self.progress = replace(self.progress, notes=context.notes)
             yield report
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[StageReport]:
         report = StageReport(name, 0.0)
         started = time.perf_counter()
-        yield report
-        report.duration_s = time.perf_counter() - started
-        self.reports.append(report)
-
-    def record(self, status: Status = "complete", reason: str = "") -> TrialRecord:
-        """What the ledger keeps of this trial as it stands."""
-        metrics: dict[str, float] = {}
-        for report in self.reports:
-            metrics |= report.metrics
-        return TrialRecord(
-            key=self.context.key(self.config),
-            model=self.context.run.label,
-            config=asdict(self.config) if self.config else {},
-            status=status,
-            reason=reason,
-            metrics=metrics,
-            stages=[
-                {name: value for name, value in asdict(report).items() if name not in ("metrics", "outcomes")}
-                for report in self.reports
-            ],
-            started_at=self.started_at,
-            elapsed_time_s=sum(report.duration_s for report in self.reports),
-            peak_memory_bytes=peak_memory_bytes(self.context.loaded.device),
-            host=platform.node(),
-            notes=self.context.notes,
-        )
+        try:
+            yield report
+            report.duration_s = time.perf_counter() - started
+            self.progress = replace(self.progress, reports=(*self.progress.reports, replace(report, outcomes={})))
+        finally:  # what a failed stage has taken is recorded too
+            peak = peak_memory_bytes(self.context.loaded.device)
+            self.progress = replace(self.progress, peak_memory_bytes=peak)
 
     def write_files(self, store: FolderStore) -> None:
         """The trial's own files: what each decision was made from, and every item's outcome."""
@@ -193,8 +170,8 @@ class Trial:
         if self.plan is not None:
             store.put(PLAN, to_json(self.plan.to_dict()))
             store.put(PLAN_COMPARISON, to_json(pruning_comparison(self.plan, geometry)))
-        if self.importance is not None:
-            store.put(GRADIENTS, to_json(gradient_diagnosis(self.importance.gradients)))
+        for name, values in self._files.items():
+            store.put(name, to_json(values))
         if self.items:
             store.put(ITEMS, to_parquet(self.items))
 
@@ -206,27 +183,18 @@ def run_trial(config: PruningConfig | None, context: TrialContext, store: Folder
         pass
     if store is not None:
         trial.write_files(store)
-    return trial.record()
+    return trial.progress.record("complete")
 
 
-def prepare(
-    context: TrialContext, seq_len: int, shared: SharedStatistics
-) -> Iterator[tuple[dict[str, Any], StageReport]]:
-    """Compute, or find in the cache, what the trials at one seq_len share: one gradient pass and one removal pass at most.
-    Gives every pass that was really made, when it is made: what for, and its cost."""
-    about = {"model": context.run.label, "seq_len": seq_len}
-    started = time.perf_counter()
-    missing = context.missing_importance(seq_len, shared.num_samples)
-    if missing:
-        context.compute_importance(seq_len, missing)
-        seconds = time.perf_counter() - started
-        yield about | {"num_samples": max(missing)}, StageReport("importance", seconds, tokens=seq_len * max(missing))
-    if shared.removals:
+def prepare(context: TrialContext, seq_len: int, needs: Sequence[Need]) -> Iterator[tuple[dict[str, Any], StageReport]]:
+    """Compute, or find in the cache, what the trials at one seq_len share: one pass for each statistic at most. Gives every
+    pass that was really made, when it is made: what for, and its cost."""
+    for name, missing in by_statistic(context.cache.missing(seq_len, needs)).items():
         started = time.perf_counter()
-        _, tokens = context.removal(seq_len, shared.removals)
-        if tokens:
-            seconds = time.perf_counter() - started
-            yield about | shared.removals, StageReport("removal", seconds, tokens=tokens)
+        _, tokens = context.collect(seq_len, missing)
+        about = {"model": context.run.label, "seq_len": seq_len}
+        about |= {need.kind or "num_samples": need.num_samples for need in missing}
+        yield about, StageReport(load_statistic(name).stage, time.perf_counter() - started, tokens=tokens)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

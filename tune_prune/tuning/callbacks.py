@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch.utils.tensorboard.summary import hparams
 
 from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.records import TrialRecord
+from tune_prune.trial.trial import TrialProgress
+from tune_prune.tuning.messages import trial_message
 from tune_prune.tuning.queue import is_job
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
@@ -37,37 +38,32 @@ class LedgerCallback(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[RayTrial], trial: RayTrial, result: dict[str, Any], **info: Any
     ) -> None:
-        if is_job(trial):
-            return
-        record = TrialRecord.from_dict(result["record"])
-        if result["trial_status"] != "running":
-            self.records[record.key] = record
+        message = trial_message(result)
+        if message is not None and message.record is not None:
+            self.records[message.record.key] = message.record
 
     def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        result = trial.last_result
-        if is_job(trial) or result.get("trial_status") != "running":
-            return  # the worker has recorded it, or it never ran
-        record = TrialRecord.from_dict(result["record"])
-        record.status = "stopped_early"
-        reason = self._stop_reason(record.key) if self._stop_reason is not None else None
-        record.reason = reason or (
-            f"stopped by the scheduler at acc_mean {result.get('acc_mean', math.nan):.4f} "
-            f"after {result['items_scored']} of {result['items_total']} zero-shot items"
+        message = trial_message(trial.last_result)
+        if message is None or message.record is not None or message.stage is None:
+            return  # it never ran, or the worker has recorded it
+        reason = self._stop_reason(message.progress.key) if self._stop_reason is not None else None
+        reason = reason or (
+            f"stopped by the scheduler at acc_mean {message.progress.metrics.get('acc_mean', math.nan):.4f} "
+            f"after {message.stage.items_scored} of {message.stage.items_total} zero-shot items"
         )
-        self._write(record)
+        self._write(message.progress.record("stopped_early", reason, self._settings.resources.to_ray()))
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         if is_job(trial):
             return
         spec = self._specs[trial.config["key"]]
         record = self._settings.failure_of_this_search(spec.key)
-        if record is None:
-            reached = trial.last_result.get("record") or {"key": spec.key, "model": spec.run.label, "status": "failed"}
-            record = TrialRecord.from_dict({"config": asdict(spec.config)} | reached)
-            record.status = "failed"
-            record.reason = _death(trial)
-            self._settings.ledger.write(record)
-        self.records[record.key] = record
+        if record is not None:
+            self.records[record.key] = record
+            return
+        message = trial_message(trial.last_result)
+        progress = TrialProgress(spec.key, spec.run.label, spec.config, "", "") if message is None else message.progress
+        self._write(progress.record("failed", _death(trial, progress), self._settings.resources.to_ray()))
 
     def _write(self, record: TrialRecord) -> None:
         self._settings.ledger.write(record)
@@ -89,28 +85,26 @@ class TensorBoardCallback(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[RayTrial], trial: RayTrial, result: dict[str, Any], **info: Any
     ) -> None:
-        if is_job(trial):
+        message = trial_message(result)
+        if message is None or message.stage is None:
             return
-        key = trial.config["key"]
-        if result["training_iteration"] == 1:
+        key, report = trial.config["key"], message.stage
+        if message.index == 0:
             self._close(key)  # of an attempt that died
-        if "stage" not in result:
-            return
-        writer = self._writer(key)
-        index, items = result["stage_index"], result["items_scored"]
-        writer.add_scalar(f"duration_s/{result['stage']}", result["stage_duration_s"], items or index)
-        for name, value in _curves(result["record"]["metrics"]).items():
+        writer, items = self._writer(key), report.items_scored
+        writer.add_scalar(f"duration_s/{report.stage}", report.duration_s, items or message.index)
+        for name, value in _curves(message.progress.metrics).items():
             if name.startswith("acc_"):
                 if items:
                     writer.add_scalar(_tag(name), value, items)
             else:
-                writer.add_scalar(_tag(name), value, index)
+                writer.add_scalar(_tag(name), value, message.index)
         writer.flush()
 
     def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        if "record" in trial.last_result:
-            status = trial.last_result["trial_status"]
-            self._finish(trial, "stopped_early" if status == "running" else status)
+        message = trial_message(trial.last_result)
+        if message is not None:
+            self._finish(trial, "stopped_early" if message.record is None else message.record.status)
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         if not is_job(trial):
@@ -124,10 +118,11 @@ class TensorBoardCallback(Callback):
         key = trial.config["key"]
         config = self._specs[key].config
         row = {"status": status} | {row.short: getattr(config, name) for name, row in HYPERPARAMETERS.items()}
-        known = _curves(trial.last_result.get("record", {}).get("metrics", {}))
-        first = [name for name in ("acc_mean", "ppl") if name in known]  # the table's first columns
-        rest = [name for name in known if name not in first and not name.startswith("grad_")]
-        metrics = {_tag(name): known[name] for name in (*first, *rest)}
+        message = trial_message(trial.last_result)
+        values = {} if message is None else _curves(message.progress.metrics)
+        first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns
+        rest = [name for name in values if name not in first and not name.startswith("grad_")]
+        metrics = {_tag(name): values[name] for name in (*first, *rest)}
         writer = self._writer(key)
         # SummaryWriter.add_hparams would start another run in a folder named by the time.
         events = writer._get_file_writer()
@@ -166,10 +161,10 @@ def _tag(name: str) -> str:
     return f"pruning/{name}"
 
 
-def _death(trial: RayTrial) -> str:
+def _death(trial: RayTrial, progress: TrialProgress) -> str:
     """Why Ray gave a trial up, in one line; its traceback is in the trial's folder under tune/."""
     error = trial.get_error()
     text = str(error).strip() if error is not None else ""
     last = text.splitlines()[-1].strip().split(" Some common causes")[0] if text else "unknown cause"
-    stage = trial.last_result.get("stage")
-    return f"the trial ended{f' after the stage {stage}' if stage else ''}, out of memory perhaps: {last}"
+    after = f" after the stage {progress.reports[-1].stage}" if progress.reports else ""
+    return f"the trial ended{after}, out of memory perhaps: {last}"

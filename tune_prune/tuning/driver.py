@@ -57,7 +57,7 @@ class TuneOptions:
     num_cpus: int | None = None  # of the local Ray; None: all
     resources: TrialResources = field(default_factory=TrialResources)  # of one trial
     trial_timeout_s: float | None = None
-    cost: CostEstimate | None = None  # for the time left; None: it is not told
+    cost: CostEstimate | None = None  # for the time left; None: it is not shown
 
 
 @dataclass
@@ -86,22 +86,22 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     folder.mkdir(parents=True, exist_ok=True)
     store = FolderStore(folder)
     ledger = Ledger(store)
-    known = [record for key in specs if (record := ledger.read(key)) is not None]
-    searcher, pending = _pending(list(specs.values()), known, options)
+    recorded = [record for key in specs if (record := ledger.read(key)) is not None]
+    searcher, pending = _pending(list(specs.values()), recorded, options)
     baselines = read_baselines(store)
     missing = [run for run in dict.fromkeys(spec.run for spec in specs.values()) if run.label not in baselines]
     if not pending and not missing:
-        return SearchResult({record.key: record for record in known}, [], baselines)
+        return SearchResult({record.key: record for record in recorded}, [], baselines)
 
     with cluster.connected(options.address, options.num_cpus):
         nodes = cluster.node_resources()
         slots = trial_slots(options.resources, nodes)
         cluster.check_shared_storage(folder)
-        failures = {record.key: record for record in known if record.status == "failed"}
+        failures = {record.key: record for record in recorded if record.status == "failed"}
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
         settings = WorkerSettings(folder, artifact_dir, options.resources, options.trial_timeout_s, failures)
 
-        finished = [record for record in known if record.status != "failed"]
+        finished = [record for record in recorded if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)
         # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
         prepared = preparation.prepare_jobs(pending if searcher is None else [], missing)
@@ -121,18 +121,18 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         ran = _tune(specs, prepared, queue, len(prepared) + count, scheduler, settings, slots, [callback, line])
         if callback.failure is not None:
             raise callback.failure
-    return SearchResult({record.key: record for record in known} | ran, list(ran), baselines)
+    return SearchResult({record.key: record for record in recorded} | ran, list(ran), baselines)
 
 
 def _pending(
-    specs: list[TrialSpec], known: list[TrialRecord], options: TuneOptions
+    specs: list[TrialSpec], recorded: list[TrialRecord], options: TuneOptions
 ) -> tuple[OptunaSearcher | None, list[TrialSpec]]:
     """The adaptive searcher, if one is asked for, and the specs that may still run (none when it has nothing to ask)."""
-    finished = {record.key for record in known if record.status != "failed"}
+    finished = {record.key for record in recorded if record.status != "failed"}
     pending = [spec for spec in specs if spec.key not in finished]
     if options.search == "grid":
         return None, pending
-    searcher = OptunaSearcher(specs, options.num_trials or len(specs), options.seed, known)
+    searcher = OptunaSearcher(specs, options.num_trials or len(specs), options.seed, recorded)
     return searcher, pending if searcher.remaining else []
 
 
@@ -202,9 +202,9 @@ def _shuffled(pending: list[TrialSpec], seed: int) -> list[TrialSpec]:
     """Every model's trials in random order: in the grid's, a race whose best come last would stop few."""
     result = []
     for run in dict.fromkeys(spec.run for spec in pending):
-        mine = [spec for spec in pending if spec.run == run]
-        random.Random(seed_for(seed, f"race order {run.label}")).shuffle(mine)
-        result += mine
+        own = [spec for spec in pending if spec.run == run]
+        random.Random(seed_for(seed, f"race order {run.label}")).shuffle(own)
+        result += own
     return result
 
 

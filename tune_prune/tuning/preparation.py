@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.ledger import PassLog
-from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
+from tune_prune.pruning.statistics import Need
 from tune_prune.trial import trial
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.trial import SharedStatistics
+from tune_prune.trial.statistics import by_seq_len
+from tune_prune.tuning.messages import JobMessage
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 
@@ -21,25 +22,11 @@ class PrepareJob:
 
     run: ModelRun
     seq_len: int | None = None
-    shared: SharedStatistics | None = None
+    needs: tuple[Need, ...] = ()
 
     def __str__(self) -> str:
         what = "baseline" if self.seq_len is None else f"statistics at seq_len {self.seq_len}"
         return f"{what} of {self.run.label}"
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A job's result: a baseline's record, or one report per pass that was made (none: all was cached)."""
-
-    reports: list[StageReport] = field(default_factory=list)
-    baseline: TrialRecord | None = None
-
-    def __str__(self) -> str:
-        if self.baseline is not None:
-            accuracy, ppl = (self.baseline.metrics.get(name, float("nan")) for name in ("acc_mean", "ppl"))
-            return f"acc {accuracy:.4f}, ppl {ppl:.2f}"
-        return ", ".join(f"{report.stage} pass {report.duration_s:.1f} s" for report in self.reports) or "cached"
 
 
 def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) -> list[PrepareJob]:
@@ -54,19 +41,19 @@ def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) ->
         configs = [spec.config for spec in specs if spec.run == run]
         if run in baselines:
             jobs.append(PrepareJob(run))
-        jobs += [PrepareJob(run, seq_len, shared) for seq_len, shared in trial.by_seq_len(configs).items()]
+        jobs += [PrepareJob(run, seq_len, needs) for seq_len, needs in by_seq_len(configs).items()]
     return jobs
 
 
-def run_job(job: PrepareJob, context: TrialContext, settings: WorkerSettings) -> Prepared:
+def run_job(job: PrepareJob, context: TrialContext, settings: WorkerSettings) -> JobMessage:
     """Do a job in the worker that has its model open; every pass is noted as soon as it is made."""
-    if job.seq_len is not None and job.shared is not None:
+    if job.seq_len is not None:
         passes = PassLog(settings.store)
         reports = []
-        for what, report in trial.prepare(context, job.seq_len, job.shared):
+        for what, report in trial.prepare(context, job.seq_len, job.needs):
             passes.write(what, report)
             reports.append(report)
-        return Prepared(reports)
+        return JobMessage(tuple(reports))
     record = trial.run_trial(None, context, settings.store.within(f"{TRIALS}/{context.key(None)}"))
     record.resources = settings.resources.to_ray()
-    return Prepared(baseline=record)
+    return JobMessage(baseline=record)

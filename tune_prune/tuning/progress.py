@@ -15,7 +15,8 @@ from ray.tune.experiment import Trial as RayTrial
 
 from tune_prune.core.records import TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, Seconds
-from tune_prune.tuning.preparation import Prepared, PrepareJob
+from tune_prune.tuning.messages import job_message, trial_message
+from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.queue import is_job
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
@@ -83,14 +84,14 @@ class LiveLine(Callback):
     """One line on the screen: `[12/45] running 2, failed 0, best acc .8421 blockwise-s64-n128, ETA 01:40`.
 
     On a terminal the line is rewritten; elsewhere a new line is written every ten seconds and at the end. `total` counts
-    trials, those in `known` included. Without a `cost` there is no ETA.
+    trials, those in `recorded` included. Without a `cost` there is no ETA.
     """
 
     def __init__(
         self,
         specs: Mapping[str, TrialSpec],
         total: int,
-        known: Iterable[TrialRecord] = (),
+        recorded: Iterable[TrialRecord] = (),
         stream: TextIO | None = None,
         cost: CostEstimate | None = None,
         jobs: Sequence[PrepareJob] = (),
@@ -107,20 +108,20 @@ class LiveLine(Callback):
         self._clock = clock
         self._scored: dict[str, int] = {}  # zero-shot items by trial
         self._done = self._failed = self._width = 0
-        known = list(known)
-        for record in known:
+        recorded = list(recorded)
+        for record in recorded:
             self._count(record.key, record.status, record.metrics)
-        self._left = self._time_left(cost, known, slots) if cost is not None else None
+        self._left = self._time_left(cost, recorded, slots) if cost is not None else None
         self._shown = self._changed = clock()
 
-    def _time_left(self, cost: CostEstimate, known: list[TrialRecord], slots: int) -> TimeLeft:
+    def _time_left(self, cost: CostEstimate, recorded: list[TrialRecord], slots: int) -> TimeLeft:
         pieces: dict[Hashable, Seconds] = {}
         waiting: dict[Hashable, int] = {}
         labels = list(dict.fromkeys(spec.run.label for spec in self._specs.values()))
         for model in cost.models:
             pieces[model.label] = model.trial
             # Models share the trials evenly, of a grid and of an adaptive search alike.
-            waiting[model.label] = self._total // max(1, len(labels)) - sum(r.model == model.label for r in known)
+            waiting[model.label] = self._total // max(1, len(labels)) - sum(r.model == model.label for r in recorded)
             for job in self._jobs:
                 if job.run.label == model.label:
                     pieces[model.label, job.seq_len] = model.jobs.get(job.seq_len, {})
@@ -162,31 +163,29 @@ class LiveLine(Callback):
         if self._left is None:
             return
         name, kind = self._piece(trial)
-        prepared = result.get("prepared")
-        if isinstance(prepared, Prepared):
-            reports = [(report.stage, report.duration_s, report.tokens) for report in prepared.reports]
-            stages = prepared.baseline.stages if prepared.baseline is not None else []
+        job, message = job_message(result), trial_message(result)
+        if job is not None:
+            reports = [(report.stage, report.duration_s, report.tokens) for report in job.reports]
+            stages = job.baseline.stages if job.baseline is not None else []
             reports += [(stage["stage"], stage["duration_s"], stage["tokens"]) for stage in stages]
             for stage in dict.fromkeys(stage for stage, _, _ in reports):
                 seconds = sum(duration for other, duration, tokens in reports if other == stage and tokens)
                 self._left.done(name, kind, stage, 1.0, seconds or None)
-        elif "stage" in result:
-            key, stage, share = trial.config["key"], result["stage"], 1.0
-            if stage == "zero_shot":
-                share = (result["items_scored"] - self._scored.get(key, 0)) / max(1, result["items_total"])
-                self._scored[key] = result["items_scored"]
-            computed = stage == "pruning" or result["record"]["stages"][-1]["tokens"] > 0
-            self._left.done(name, kind, stage, share, result["stage_duration_s"] if computed else None)
+        elif message is not None and message.stage is not None:
+            key, report, share = trial.config["key"], message.stage, 1.0
+            if report.items_total:
+                share = (report.items_scored - self._scored.get(key, 0)) / report.items_total
+                self._scored[key] = report.items_scored
+            computed = report.tokens > 0 or report.stage == "pruning"  # which forwards nothing and is never cached
+            self._left.done(name, kind, report.stage, share, report.duration_s if computed else None)
         self._changed = self._clock()
 
     def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         self._end(trial)
-        result = trial.last_result
-        if not is_job(trial) and "record" in result:
-            status = result["trial_status"]
-            self._count(
-                trial.config["key"], "stopped_early" if status == "running" else status, result["record"]["metrics"]
-            )
+        message = trial_message(trial.last_result)
+        if message is not None:
+            status = "stopped_early" if message.record is None else message.record.status
+            self._count(trial.config["key"], status, message.progress.metrics)
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         self._end(trial)

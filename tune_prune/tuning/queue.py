@@ -18,7 +18,9 @@ from ray.tune.search import Searcher
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
-from tune_prune.tuning.preparation import Prepared, PrepareJob
+from tune_prune.pruning.methods import load_method
+from tune_prune.tuning.messages import job_message
+from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.worker import TrialSpec
 
@@ -54,7 +56,8 @@ class WorkQueue(Searcher):
         if self._adaptive is not None:
             return self._adaptive.suggest(trial_id)
         for spec in self._waiting:
-            if (spec.run, spec.config.taylor_seq_len) not in self._unprepared:
+            waits = load_method(spec.config.method).statistics
+            if not waits or (spec.run, spec.config.taylor_seq_len) not in self._unprepared:
                 self._waiting.remove(spec)
                 return {"key": spec.key}
         return None if self._waiting else Searcher.FINISHED
@@ -67,7 +70,8 @@ class WorkQueue(Searcher):
         if trial_id in self._given:
             job = self._jobs[self._given.pop(trial_id)]
             self._unprepared.discard((job.run, job.seq_len))
-            self.failed = self.failed or error or "refused" in (result or {})
+            message = job_message(result)
+            self.failed = self.failed or error or (message is not None and bool(message.refused))
         elif self._adaptive is not None:
             self._adaptive.on_trial_complete(trial_id, result, error)
 
@@ -111,14 +115,16 @@ class PrepareCallback(Callback):
         if not is_job(trial):
             return
         job = self._jobs[trial.config["job"]]
-        refused, prepared = (trial.last_result.get(name) for name in ("refused", "prepared"))
-        if refused is not None:
-            self.failure = self.failure or UserError(refused)
-        elif isinstance(prepared, Prepared):
-            self._done += 1
-            self._say(f"[prepare {self._done}/{len(self._jobs)}] {job}: {prepared}")
-            if prepared.baseline is not None:
-                self._keep(job.run, prepared.baseline)
+        message = job_message(trial.last_result)
+        if message is None:
+            return
+        if message.refused:
+            self.failure = self.failure or UserError(message.refused)
+            return
+        self._done += 1
+        self._say(f"[prepare {self._done}/{len(self._jobs)}] {job}: {message}")
+        if message.baseline is not None:
+            self._keep(job.run, message.baseline)
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         if is_job(trial) and self.failure is None:

@@ -24,6 +24,7 @@ from ray.tune.search import Searcher
 from tune_prune.core.config import HYPERPARAMETERS, PruningConfig
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.records import TrialRecord
+from tune_prune.tuning.messages import TrialMessage, trial_message
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
 METRIC = "acc_mean"
@@ -65,10 +66,10 @@ class OptunaSearcher(Searcher):
         return Searcher.FINISHED
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        self._running[trial_id].report(trial_id, result)
+        self._running[trial_id].report(trial_id, trial_message(result))
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        self._running.pop(trial_id).tell(trial_id, result, error)
+        self._running.pop(trial_id).tell(trial_id, trial_message(result), error)
 
     def save(self, checkpoint_path: str) -> None:
         """Ray asks for a checkpoint; there is nothing to keep, as every start rebuilds the studies from the ledger."""
@@ -117,24 +118,23 @@ class _Study:
         self.remaining -= 1
         return self._keys[config]
 
-    def report(self, trial_id: str, result: dict[str, Any]) -> None:
-        value, step = result.get(METRIC), result.get("items_scored")
-        if value is not None and step:
-            self._live[trial_id].report(value, step)
+    def report(self, trial_id: str, message: TrialMessage | None) -> None:
+        """The accuracy that a trial has reached so far."""
+        if message is not None and message.stage is not None and message.accuracy is not None:
+            self._live[trial_id].report(message.accuracy, message.stage.items_scored)
 
-    def tell(self, trial_id: str, result: dict[str, Any] | None, error: bool) -> None:
+    def tell(self, trial_id: str, message: TrialMessage | None, error: bool) -> None:
         """Complete, failed or stopped by the scheduler: PRUNED keeps TPE from taking a partial value for a final one."""
-        status = (result or {}).get("trial_status", "failed")
-        if status == "running" and not error:
-            self.report(trial_id, result or {})
-        trial = self._live.pop(trial_id)
-        value = (result or {}).get(METRIC)
-        if error or status == "failed" or (status == "complete" and value is None):
-            self._study.tell(trial, state=TrialState.FAIL)
-        elif status == "complete":
+        status = "failed" if error or message is None else message.status
+        if status == "running":
+            self.report(trial_id, message)
+        trial, value = self._live.pop(trial_id), None if message is None else message.accuracy
+        if status == "running":
+            self._study.tell(trial, state=TrialState.PRUNED)
+        elif status == "complete" and value is not None:
             self._study.tell(trial, value)
         else:
-            self._study.tell(trial, state=TrialState.PRUNED)
+            self._study.tell(trial, state=TrialState.FAIL)
 
     def _distributions(self) -> dict[str, BaseDistribution]:
         """Numbers by their rank, so that 64 lies between 32 and 128 whatever the spacing; methods and shapes have no order."""

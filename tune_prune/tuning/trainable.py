@@ -6,12 +6,10 @@ done, whatever happens to the driver. An actor is reused for the next trial and 
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
-from datetime import UTC, datetime
+from dataclasses import replace
 from typing import Any
 
 from ray import tune
@@ -19,7 +17,10 @@ from ray import tune
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport, Status, TrialRecord
 from tune_prune.core.store import TRIALS
-from tune_prune.trial.trial import SharedStatistics, Trial
+from tune_prune.pruning.statistics import Need
+from tune_prune.trial.statistics import needs_of
+from tune_prune.trial.trial import Trial, TrialProgress
+from tune_prune.tuning.messages import JobMessage, Slice, TrialMessage, to_result
 from tune_prune.tuning.preparation import PrepareJob, run_job
 from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
 
@@ -54,14 +55,12 @@ class PruneTrainable(tune.Trainable):
 
     def _begin(self, config: dict[str, Any]) -> None:
         self._job = self._jobs[config["job"]] if "job" in config else None
-        if self._job is None:
-            self._spec = self._specs[config["key"]]
         self._trial: Trial | None = None
         self._stages: Iterator[StageReport] | None = None
-        self._started_at = datetime.now(UTC).isoformat()
-        self._stage_index = 0
-        self._slice_index = 0
-        self._metrics: dict[str, float] = {}
+        self._stage_index = self._slice_index = 0
+        if self._job is None:
+            self._spec = self._specs[config["key"]]
+            self._opening = TrialProgress(self._spec.key, self._spec.run.label, self._spec.config)
 
     def cleanup(self) -> None:
         with self._ending:
@@ -70,29 +69,35 @@ class PruneTrainable(tune.Trainable):
                 self._watchdog = None
 
     def step(self) -> dict[str, Any]:
-        """Run one stage and return its metrics; raises what the stage raised, unless it is a UserError."""
-        if self._job is not None:
-            return self._run_job(self._job)
-        timed_out = self._settings.failure_of_this_search(self._spec.key) if self._trial is None else None
-        if timed_out is not None and timed_out.reason.startswith(TIMEOUT_REASON):
-            return self._result("failed", timed_out)  # a second attempt would take as long
+        """Run one stage and return its message; raises what the stage raised, unless it is a UserError."""
+        return to_result(self._run_trial() if self._job is None else self._run_job(self._job))
+
+    def _run_job(self, job: PrepareJob) -> JobMessage:
+        try:
+            return run_job(job, self._contexts.open(job.run), self._settings)
+        except UserError as error:
+            return JobMessage(refused=str(error))
+
+    def _run_trial(self) -> TrialMessage:
+        earlier = self._settings.failure_of_this_search(self._spec.key) if self._trial is None else None
+        if earlier is not None and earlier.reason.startswith(TIMEOUT_REASON):
+            return TrialMessage(self._progress, record=earlier)  # a second attempt would take as long
         try:
             report = self._next_stage()
+            message = TrialMessage(self._progress) if report is None else self._message(report)
             if report is None or (report.items_total and report.items_scored >= report.items_total):
-                return self._complete(report)
-            return self._result("running", self._record("stopped_early"), report)
+                return replace(message, record=self._complete())
+            return message
         except UserError as error:
-            return self._result("failed", self._fail(str(error)))
+            return TrialMessage(self._progress, record=self._fail(str(error)))
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _run_job(self, job: PrepareJob) -> dict[str, Any]:
-        try:
-            prepared = run_job(job, self._contexts.open(job.run), self._settings)
-        except UserError as error:
-            return {"done": True, "refused": str(error)}
-        return {"done": True, "prepared": prepared}
+    @property
+    def _progress(self) -> TrialProgress:
+        """Of the trial, also where its model could not be opened."""
+        return self._opening if self._trial is None else self._trial.progress
 
     def _next_stage(self) -> StageReport | None:
         if self._stages is None:
@@ -109,43 +114,42 @@ class PruneTrainable(tune.Trainable):
                 )
             self._trial = Trial(self._spec.config, context, self._shared())
             self._stages = iter(self._trial.stages())
-        report = next(self._stages, None)
-        if report is not None:
-            self._metrics |= report.metrics
-        return report
+        return next(self._stages, None)
 
-    def _shared(self) -> SharedStatistics:
+    def _shared(self) -> tuple[Need, ...]:
         """For all trials of this search at the seq_len of this one."""
         seq_len = self._spec.config.taylor_seq_len
-        return SharedStatistics.of(
+        return needs_of(
             spec.config
             for spec in self._specs.values()
             if spec.run == self._spec.run and spec.config.taylor_seq_len == seq_len
         )
 
-    def _complete(self, report: StageReport | None) -> dict[str, Any]:
+    def _message(self, report: StageReport) -> TrialMessage:
+        part = None
+        if report.items_scored and self._trial is not None:
+            fractions, sizes = self._spec.run.protocol.slices, self._trial.context.suite.items_per_task
+            part = Slice(self._slice_index, fractions[self._slice_index], report.outcomes, sizes)
+            self._slice_index += 1
+        self._stage_index += 1
+        return TrialMessage(self._progress, report, self._stage_index - 1, part)
+
+    def _complete(self) -> TrialRecord:
         assert self._trial is not None and self._stages is not None
-        for last in self._stages:  # slices that add no item, when there are fewer items than slices
-            self._metrics |= last.metrics
+        for _ in self._stages:  # slices that add no item, when there are fewer items than slices
+            pass
         self.cleanup()
-        record = self._record("complete")
         self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
-        self._settings.ledger.write(record)
-        return self._result("complete", record, report)
+        return self._record("complete")
 
     def _fail(self, reason: str) -> TrialRecord:
         self.cleanup()
-        record = self._record("failed", reason)
-        self._settings.ledger.write(record)
-        return record
+        return self._record("failed", reason)
 
     def _record(self, status: Status, reason: str = "") -> TrialRecord:
-        if self._trial is None:  # the model or its data could not be opened
-            record = TrialRecord(self._spec.key, self._spec.run.label, asdict(self._spec.config), status, reason)
-            record.started_at, record.host = self._started_at, os.uname().nodename
-        else:
-            record = self._trial.record(status, reason)
-        record.resources = self._settings.resources.to_ray()
+        """The one record of the trial, written to the ledger."""
+        record = self._progress.record(status, reason, self._settings.resources.to_ray())
+        self._settings.ledger.write(record)
         return record
 
     def _time_is_up(self, key: str) -> None:
@@ -157,20 +161,3 @@ class PruneTrainable(tune.Trainable):
                 self._fail(f"{TIMEOUT_REASON} of {self._settings.trial_timeout_s:g} s per trial (--trial-timeout)")
             finally:
                 os._exit(1)
-
-    def _result(self, status: str, record: TrialRecord, report: StageReport | None = None) -> dict[str, Any]:
-        """What the driver is told: finite metrics by name, and the whole record for the callbacks."""
-        result: dict[str, Any] = {name: value for name, value in self._metrics.items() if math.isfinite(value)}
-        result |= {"trial_status": status, "record": record.to_dict(), "done": status != "running"}
-        if report is not None:
-            result |= {"stage": report.stage, "stage_index": self._stage_index, "stage_duration_s": report.duration_s}
-            result |= {"items_scored": report.items_scored, "items_total": report.items_total}
-            if report.items_scored:
-                # The slice's nominal fraction, so that a scheduler's levels are met exactly whatever the rounding.
-                slices = self._spec.run.protocol.slices
-                result["evaluated_fraction"] = slices[min(self._slice_index, len(slices) - 1)]
-                result["slice_index"], result["outcomes"] = self._slice_index, report.outcomes
-                result["items_per_task"] = self._trial.context.suite.items_per_task if self._trial else {}
-                self._slice_index += 1
-            self._stage_index += 1
-        return result

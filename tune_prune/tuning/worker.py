@@ -1,4 +1,4 @@
-"""What a worker is told, and what it keeps between trials."""
+"""What a worker gets to know at its start, and what it keeps between trials."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
-from tune_prune.tuning.ray_cluster.resources import TrialResources, claim
+from tune_prune.tuning.ray_cluster.resources import TrialResources, limit_process
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ContextCache:
     def open(self, run: ModelRun) -> TrialContext:
         if self._context is None or self._run != run:
             self._context = None  # let go of the old model first: two may not fit
-            claim(self.settings.resources)
+            limit_process(self.settings.resources)
             self._context = TrialContext.open(run, self.settings.artifact_dir, device=self.settings.resources.device)
             self._run = run
         return self._context

@@ -186,13 +186,17 @@ def _of_rows(label: str, rows: pd.DataFrame) -> list[Problem]:
     empty = [name for name in _CHECKED if complete[name].isna().all()]
     if len(complete) and empty:
         problems.append(Problem(label, "", f"no row has {', '.join(empty)}", "missing"))
+    gradients = [name for name in _CHECKED if name.startswith("grad_")]
+    # A method of which no trial has any took no gradients: they are not missing.
+    taken = set(complete.loc[complete[gradients].notna().any(axis=1), "pruning_method"])
     for _, row in rows.iterrows():
         if not row["success"]:
             status, reason = row["status"].replace("_", " "), row["reason"]
             what = reason if reason.startswith("stopped") else f"{status}: {reason}" if reason else status
             problems.append(Problem(label, row["where"], f"{row['name']}: {what}", row["status"]))
             continue
-        wrong = {name: row[name] for name in _CHECKED if name not in empty and not _is_finite(row[name])}
+        ignored = empty if row["pruning_method"] in taken else [*empty, *gradients]
+        wrong = {name: row[name] for name in _CHECKED if name not in ignored and not _is_finite(row[name])}
         if wrong:
             what = ", ".join(f"{name} is {'nan' if pd.isna(value) else value}" for name, value in wrong.items())
             out = ": it does not compete" if "acc_mean" in wrong else ""

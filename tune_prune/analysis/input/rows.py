@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig, Whole
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS
 
@@ -33,16 +33,18 @@ PUBLISHED_COLUMNS = (
     *("params_count", "pruning_ratio", "grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio"),
     *("grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "elapsed_time", "success"),
 )
+_OWN = tuple(name for name in HYPERPARAMETERS if name not in (*PUBLISHED_COLUMNS, "method"))
 COLUMNS = (
     *PUBLISHED_COLUMNS,
-    *("removal_divisor", "shape", "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
+    *(*_OWN, "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
     *("status", "reason", "key", "started_at", "host", "peak_memory_bytes"),
 )
 INTEGERS = (
-    *("taylor_seq_len", "taylor_num_samples", "params_count", "extreme_pruning_layers"),
-    *("removal_divisor", "peak_memory_bytes"),
+    *(name for name, row in HYPERPARAMETERS.items() if isinstance(row.kind, Whole)),
+    *("params_count", "extreme_pruning_layers", "peak_memory_bytes"),
 )
-TEXTS = ("model", "pruning_method", "output_dir", "shape", "status", "reason", "key", "started_at", "host")
+_OWN_TEXTS = tuple(name for name in _OWN if HYPERPARAMETERS[name].kind.is_text)
+TEXTS = ("model", "pruning_method", "output_dir", *_OWN_TEXTS, "status", "reason", "key", "started_at", "host")
 
 
 def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
@@ -85,7 +87,8 @@ def typed(rows: pd.DataFrame) -> pd.DataFrame:
     numbers = [name for name in COLUMNS if name not in (*TEXTS, *INTEGERS, "success")]
     rows = rows.astype(dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(numbers, "float64") | {"success": "bool"})
     texts = {name: rows[name].astype("str").where(rows[name].notna(), "") for name in TEXTS}
-    texts["shape"] = texts["shape"].where(texts["shape"] != "", PruningConfig.shape)
+    for name in _OWN_TEXTS:
+        texts[name] = texts[name].where(texts[name] != "", HYPERPARAMETERS[name].default)
     return rows.assign(**texts)
 
 

@@ -1,4 +1,4 @@
-"""Paper tables as LaTeX (booktabs; longtable where one may break across pages) and as GitHub Markdown.
+"""Tables as LaTeX: booktabs; longtable where one may break across pages.
 
 What is written compiles with pdflatex whatever text a table holds: everything that LaTeX would read as a command is escaped,
 and a letter that its fonts do not have is written as its code point.
@@ -10,7 +10,8 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from tune_prune.analysis.tables.table_data import DAGGER, PaperTable
+from tune_prune.analysis.render.messages import cell_text, note_sentences, one_line
+from tune_prune.analysis.tables.table import Column, Row, Table
 
 _JOINER = "\u2060"
 _COMMANDS = {
@@ -75,73 +76,72 @@ _COLUMN_SEPARATION = 4.0
 _WRAPPED = 0.2  # of the line
 
 
-def latex_table(table: PaperTable) -> str:
+def latex_table(table: Table) -> str:
     """The table as an environment to \\input: `table`, or `longtable` where it may break across pages."""
-    columns = len(table.aligns)
-    aligns = "".join(rf"p{{{_WRAPPED}\linewidth}}" if align == "p" else align for align in table.aligns)
-    header = " & ".join(escape(column) for column in table.frame.columns) + r" \\"
-    caption = rf"\caption{{{escape(table.title)}}}\label{{{table.label}}}"
+    columns = table.printed
+    aligns = "".join("r" if c.format else rf"p{{{_WRAPPED}\linewidth}}" if c.wrap else "l" for c in columns)
+    header = " & ".join(escape(column.label) for column in columns) + r" \\"
+    caption = rf"\caption{{{escape(table.title)}}}\label{{tab:{table.key.replace('_', '-')}}}"
     style = rf"{_size(table)}\setlength{{\tabcolsep}}{{{_COLUMN_SEPARATION:g}pt}}"
+    note = escape(" ".join(note_sentences(table)))
     if not table.long:
         lines = [
             *(r"\begin{table}[htbp]", r"\centering", caption, style),
             *(rf"\begin{{tabular}}{{@{{}}{aligns}@{{}}}}", r"\toprule", header, r"\midrule"),
-            *_rows(table, repeat=False),
+            *_rows(table),
             *(r"\bottomrule", r"\end{tabular}", r"\par\smallskip"),
-            rf"\begin{{minipage}}{{\linewidth}}\footnotesize {escape(table.note)}\end{{minipage}}",
+            rf"\begin{{minipage}}{{\linewidth}}\footnotesize {note}\end{{minipage}}",
             r"\end{table}",
         ]
     else:
         lines = [
             *(rf"\begingroup{style}", rf"\begin{{longtable}}{{@{{}}{aligns}@{{}}}}"),
             *(rf"{caption} \\", r"\toprule", header, r"\midrule", r"\endfirsthead"),
-            rf"\multicolumn{{{columns}}}{{@{{}}l}}{{Table~\thetable{{}} (continued)}} \\",
+            rf"\multicolumn{{{len(columns)}}}{{@{{}}l}}{{Table~\thetable{{}} (continued)}} \\",
             *(r"\toprule", header, r"\midrule", r"\endhead", r"\midrule"),
-            rf"\multicolumn{{{columns}}}{{r@{{}}}}{{continued on the next page}} \\",
+            rf"\multicolumn{{{len(columns)}}}{{r@{{}}}}{{continued on the next page}} \\",
             *(r"\endfoot", r"\bottomrule", r"\endlastfoot"),
-            *_rows(table, repeat=True),
-            *(r"\end{longtable}", rf"\noindent\footnotesize {escape(table.note)}\par", r"\endgroup"),
+            *_rows(table),
+            *(r"\end{longtable}", rf"\noindent\footnotesize {note}\par", r"\endgroup"),
         ]
     return "\n".join([*lines, ""])
 
 
-def _size(table: PaperTable) -> str:
+def _size(table: Table) -> str:
     """The largest size at which the table is as wide as the page at most; the smallest if none is."""
-    frame = table.frame
-    texts = [name for name, align in zip(frame.columns, table.aligns, strict=True) if align != "p"]
-    characters = sum(max(len(name), frame[name].str.len().max()) for name in texts)
-    wrapped = _TEXT_WIDTH * _WRAPPED * (len(frame.columns) - len(texts))
+    columns = table.printed
+    own = [column for column in columns if not column.wrap]
+    characters = sum(max(len(c.label), *(len(cell_text(c, row)) for row in table.rows)) for c in own)
+    wrapped = _TEXT_WIDTH * _WRAPPED * (len(columns) - len(own))
     for command, width in _SIZES:
-        if characters * width + wrapped + 2 * _COLUMN_SEPARATION * (len(frame.columns) - 1) <= _TEXT_WIDTH:
+        if characters * width + wrapped + 2 * _COLUMN_SEPARATION * (len(columns) - 1) <= _TEXT_WIDTH:
             return command
     return _SIZES[-1][0]
 
 
-def _rows(table: PaperTable, repeat: bool) -> list[str]:
-    """A line per row. The rows of a model stand together, under its name (said in each row if `repeat`)."""
-    names = list(table.frame.columns)
-    models = list(table.frame["Model"]) if "Model" in names else [""] * len(table.frame)
-    grouped = names[0] == "Model" and len(set(models)) < len(models)
+def _rows(table: Table) -> list[str]:
+    """A line per row. The rows of a model stand together, under its name (said in each row where pages may break)."""
+    models = [row.get("model") for row in table.rows]
+    grouped = len(set(models)) < len(models)
     lines = []
-    for index, row in enumerate(table.frame.itertuples(index=False)):
-        cells = [_cell(cell, (index, name) in table.bold) for name, cell in zip(names, row, strict=True)]
+    for index, row in enumerate(table.rows):
+        cells = [_cell(column, row) for column in table.printed]
         if grouped and index:
             if models[index] != models[index - 1]:
                 lines.append(r"\midrule")
-            elif not repeat:
+            elif not table.long and table.printed[0].key == "model":
                 cells[0] = ""
         lines.append(" & ".join(cells) + r" \\")
     return lines
 
 
-def _cell(text: str, bold: bool) -> str:
-    value = escape(text.removesuffix(DAGGER))
-    if bold:
-        value = rf"\textbf{{{value}}}"
-    return value + (r"\rlap{\textsuperscript{\dag}}" if text.endswith(DAGGER) else "")  # out of the way of the digits
+def _cell(column: Column, row: Row) -> str:
+    value, mark = escape(one_line(cell_text(column, row))), column.mark(row)
+    dagger = r"\rlap{\textsuperscript{\dag}}"  # out of the way of the digits
+    return rf"\textbf{{{value}}}" if mark == "best" else value + dagger if mark == "tied" else value
 
 
-def document(tables: Sequence[PaperTable]) -> str:
+def document(tables: Sequence[Table]) -> str:
     """A document with all of them, that compiles by itself from any folder."""
     short = [latex_table(table) for table in tables if not table.long]
     long = [latex_table(table) for table in tables if table.long]
@@ -154,24 +154,3 @@ def document(tables: Sequence[PaperTable]) -> str:
             *(r"\end{document}", ""),
         ]
     )
-
-
-def markdown_table(table: PaperTable) -> str:
-    """The table as GitHub Markdown: a heading, the table, its note."""
-    rules = ["---:" if align == "r" else "---" for align in table.aligns]
-    rows = [[_markdown(column) for column in table.frame.columns], rules]
-    for index, row in enumerate(table.frame.itertuples(index=False)):
-        cells = [_markdown(cell) for cell in row]
-        rows.append(
-            [
-                f"**{cell}**" if (index, name) in table.bold else cell
-                for name, cell in zip(table.frame.columns, cells, strict=True)
-            ]
-        )
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([f"## {_markdown(table.title)}", "", *lines, "", _markdown(table.note), ""])
-
-
-def _markdown(text: str) -> str:
-    """`text` as it is; underscores within a word and a < before a number mean nothing to GitHub."""
-    return re.sub(r"([\\`*|\[\]~]|(?<!\w)_|_(?!\w)|<(?=[\w/!?]))", r"\\\1", re.sub(r"\s+", " ", text))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
-import re
 import shlex
 import struct
 from collections import Counter
@@ -20,11 +18,11 @@ from typing import Any
 
 from tune_prune.analysis import rerun
 from tune_prune.analysis.render import messages, templating
-from tune_prune.analysis.render.page_cells import Cell, Column, Table, blank, number, words
-from tune_prune.analysis.render.page_strip import Strip, in_set, strip
-from tune_prune.analysis.statistics.findings import RULES, CrossFit, Findings, Message, ModelFindings
-from tune_prune.analysis.tables import page_tables, paper_tables
-from tune_prune.analysis.tables.table_data import PaperTable
+from tune_prune.analysis.render.rank_plot import RankPlot, rank_plot
+from tune_prune.analysis.statistics.findings import RULES, Findings, Message, ModelFindings
+from tune_prune.analysis.tables import trial_tables
+from tune_prune.analysis.tables.all_tables import all_tables
+from tune_prune.analysis.tables.configurations import ratio
 from tune_prune.core.files import atomic_write_text
 
 _BASIS = {
@@ -38,6 +36,8 @@ _CAPTIONS = {
     "num_samples": "Accuracy by num_samples",
     "ppl_accuracy": "Perplexity against accuracy",
     "accuracy_cost": "Accuracy against cost",
+    "accuracy_size": "Accuracy of the best configurations against the parameters kept",
+    "removal_divisor": "Accuracy by removal divisor",
     "retention": "What the best configuration keeps of each layer",
 }
 _CARDS_AT_ONCE = 3  # more models, and a table of their decisions stands before the cards
@@ -49,17 +49,14 @@ class Card:
     """The decision for one model."""
 
     id: str
-    label: str
     facts: str  # what it rests on, in a line
     found: ModelFindings
-    is_most_accurate: bool
-    kept: float | None  # accuracy in parts of the dense model's
-    cross_fit: CrossFit | None
+    retained: float | None  # accuracy in parts of the dense model's
     compared: str | None  # how; None where no configuration can be compared with another
-    not_told_apart: Sequence[str]
+    tied: Sequence[str]  # statistically, with the most accurate; itself among them where another was chosen
     other_rules: Sequence[tuple[str, str, Sequence[str]]]  # rule, what it means, what it chooses
     warnings: Sequence[str]
-    strip: Strip
+    plot: RankPlot
 
 
 @dataclass(frozen=True)
@@ -80,33 +77,37 @@ def write_page(findings: Findings, figures: Sequence[Path], path: Path) -> None:
 
 def render(findings: Findings, figures: Sequence[Path]) -> str:
     """The page's HTML."""
-    environment = templating.environment()
+    tables = all_tables(findings)
     style, script = ((templating.TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     cards = [_card(index, found) for index, found in enumerate(findings.models.values(), 1)]
-    return environment.get_template("report.html.j2").render(
-        style=style,
-        script=script,
-        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        findings=findings,
-        rule_words=messages.format_message(Message(f"rule_{findings.rule}")),
-        counts=_counts(findings),
-        shared_warnings=_shared_warnings(cards),
-        overview=_overview(cards) if len(cards) > _CARDS_AT_ONCE else None,
-        cards=cards,
-        images=[_image(figure) for figure in figures if figure.suffix == ".png"],
-        trials=page_tables.trials(findings),
-        has_tasks=bool(page_tables.task_columns(findings)),
-        transfer=page_tables.transfer(findings),
-        tables=_tables(findings),
-        paper_tables=[_paper_table(table) for table in paper_tables.tables(findings) if not table.long],
-        problems=page_tables.problems(findings.study.models.values()),
-        problem_kinds=Counter(
-            problem.kind.replace("_", " ") for model in findings.study.models.values() for problem in model.problems
-        ),
-        reproduce=[(label, rerun.command(found.model, found.best)) for label, found in findings.models.items()],
-        experiments=[_experiment(folder, about) for folder, about in findings.study.experiments.items()],
-        published=[model for model in findings.study.models.values() if model.kind == "published"],
-        costs=page_tables.costs(findings),
+    every = [problem for model in findings.study.models.values() for problem in model.problems]
+    overview = tables["optimal_configurations"] if len(cards) > _CARDS_AT_ONCE else None
+    # The tables by task are columns of the trials on the page, and these and the transfer have sections of their own
+    others = [table for key, table in tables.items() if not table.long and key != "transfer" and table is not overview]
+    return (
+        templating.environment()
+        .get_template("report.html.j2")
+        .render(
+            style=style,
+            script=script,
+            script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            findings=findings,
+            rule_words=messages.format_message(Message(f"rule_{findings.rule}")),
+            counts=_counts(findings),
+            shared_warnings=_shared_warnings(cards),
+            overview=overview,
+            cards=cards,
+            images=[_image(figure) for figure in figures if figure.suffix == ".png"],
+            trials=tables["trials"],
+            transfer=tables.get("transfer"),
+            tables=others,
+            problems=trial_tables.problems(findings),
+            problem_kinds=Counter(problem.kind.replace("_", " ") for problem in every),
+            reproduce=[(label, rerun.command(found.model, found.best)) for label, found in findings.models.items()],
+            experiments=[_experiment(folder, about) for folder, about in findings.study.experiments.items()],
+            published=[model for model in findings.study.models.values() if model.kind == "published"],
+            costs=trial_tables.costs(findings),
+        )
     )
 
 
@@ -115,58 +116,36 @@ def _counts(findings: Findings) -> Mapping[str, int]:
     rows = [model.rows for model in findings.study.models.values()]
     statuses = {
         word: sum(int((frame["status"] == status).sum()) for frame in rows)
-        for status, word in page_tables.STATUS_WORDS.items()
+        for status, word in trial_tables.STATUS_WORDS.items()
     }
     return {"trials": sum(map(len, rows))} | {word: count for word, count in statuses.items() if count}
 
 
 def _card(index: int, found: ModelFindings) -> Card:
-    dense, best = found.model.baseline.get("acc_mean", math.nan), found.best
-    top = found.competing.iloc[0]
-    inside = [row["name"] for row in found.competing.to_dict("records") if in_set(row["in_confidence_set"])]
-    others = [name for name in inside if name != best["name"]]
     rules = [(rule, found.chosen[rule]) for rule in RULES if rule in found.chosen and rule != found.rule]
-    kind = "published results" if found.model.kind == "published" else "own experiment"
+    model = found.model
+    facts = [f"{len(found.competing)} of {len(model.rows)} usable"]
+    facts.append("published results" if model.kind == "published" else "own experiment")
+    facts.append(f"{messages.number(100 * model.ratio)}% to remove")
+    if model.shape != "free":
+        facts.append(f"shape {model.shape}")
     return Card(
         id=f"model-{index}",
-        label=found.model.label,
-        facts=f"{len(found.competing)} of {len(found.model.rows)} usable · {kind} · "
-        f"{messages.number(100 * found.model.ratio)}% to remove"
-        + ("" if found.model.shape == "free" else f" · shape {found.model.shape}"),
+        facts=" · ".join(facts),
         found=found,
-        is_most_accurate=bool(best["name"] == top["name"]),
-        kept=float(best["acc_mean"] / dense) if dense > 0 else None,
-        cross_fit=found.cross_fit,
+        retained=ratio(found.best["acc_mean"], model.baseline.get("acc_mean")),
         compared=_BASIS.get(found.basis),
-        not_told_apart=others,
+        tied=[name for name in found.tied if name != found.best["name"]],
         other_rules=[(rule, messages.format_message(Message(f"rule_{rule}")), names) for rule, names in rules],
-        # The set of those not told apart stands on the card by itself.
+        # The statistically tied stand on the card by themselves.
         warnings=[messages.format_message(remark) for remark in found.warnings if remark.kind != "within_noise"],
-        strip=strip(found),
+        plot=rank_plot(found),
     )
 
 
 def _shared_warnings(cards: Sequence[Card]) -> list[str]:
     """The sentences that hold for every one of several models: said once."""
-    if len(cards) < 2:
-        return []
-    return [warning for warning in cards[0].warnings if all(warning in card.warnings for card in cards)]
-
-
-def _overview(cards: Sequence[Card]) -> Table:
-    """The decisions, a row for each model."""
-    heads = ("Accuracy", "Free of selection bias", "Kept of dense", "Perplexity", "Not told apart")
-    rows = []
-    for card in cards:
-        best, fit = card.found.best, card.cross_fit
-        cells = [words(card.label), words(best["name"], style="name")]
-        cells.append(number(best["acc_mean"], messages.pm(best["acc_mean"], best["acc_mean_stderr"])))
-        cells.append(number(fit.corrected, messages.pm(fit.corrected, fit.stderr)) if fit else blank())
-        cells += [number(card.kept, messages.percent(card.kept)), number(best["ppl"], messages.perplexity(best["ppl"]))]
-        cells.append(number(len(card.not_told_apart), str(len(card.not_told_apart))) if card.compared else blank())
-        rows.append(cells)
-    columns = [Column("Model", False), Column("Best configuration", False, "name"), *map(Column, heads)]
-    return Table("overview", "The best configuration of each model", columns, rows)
+    return [text for text in cards[0].warnings if len(cards) > 1 and all(text in card.warnings for card in cards)]
 
 
 def _image(path: Path) -> Image:
@@ -176,40 +155,8 @@ def _image(path: Path) -> Image:
     of = path.stem.removeprefix(known).removeprefix("_") if known else ""
     caption = (_CAPTIONS[known] if known else path.stem.replace("_", " ")) + (f": {of}" if of else "")
     uri = "data:image/png;base64," + base64.b64encode(content).decode()
-    scale = _CSS_PIXELS_PER_DOT
-    return Image(uri, caption, path.stem, round(width * scale), round(height * scale))
-
-
-def _tables(findings: Findings) -> list[Table]:
-    knobs = dict.fromkeys(knob for found in findings.models.values() for knob in found.levels)
-    tables: list[Table | None] = [
-        page_tables.methods(findings),
-        *(page_tables.levels(findings, knob) for knob in knobs),
-    ]
-    tables += [page_tables.best_tasks(findings), page_tables.effects(findings), page_tables.correlations(findings)]
-    return [table for table in tables if table is not None and table.rows]
-
-
-_LEADING_NUMBER = re.compile(r"[-−]?[\d,]*\.?\d+(e[-+]?\d+)?")
-
-
-def _paper_table(table: PaperTable) -> Table:
-    """A paper's table as it is printed; columns of numbers sort by the number that a cell begins with."""
-    columns = [
-        Column(str(name), numeric=align == "r", style="long" if align == "p" else "")
-        for name, align in zip(table.frame.columns, table.aligns, strict=True)
-    ]
-
-    def cell(row: int, column: int) -> Cell:
-        text = str(table.frame.iat[row, column])
-        style = "strong" if (row, str(table.frame.columns[column])) in table.bold else ""
-        if not columns[column].numeric:
-            return words("" if text == messages.MISSING else text, style=style)
-        start = _LEADING_NUMBER.match(text)
-        return Cell(text, float(start[0].replace(",", "").replace("−", "-")) if start else None, style)
-
-    rows = [[cell(row, column) for column in range(len(columns))] for row in range(len(table.frame))]
-    return Table(f"paper-{table.name}", table.title, columns, rows, [table.note] if table.note else [])
+    width, height = (round(_CSS_PIXELS_PER_DOT * dots) for dots in (width, height))
+    return Image(uri, caption, path.stem, width, height)
 
 
 def _experiment(folder: Path, about: Mapping[str, Any]) -> Mapping[str, Any]:

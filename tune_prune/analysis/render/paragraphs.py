@@ -14,8 +14,9 @@ from typing import Any
 from tune_prune.analysis.render import messages
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.statistics.findings import Correlation, Findings, ModelFindings
-from tune_prune.analysis.tables.appendix_tables import statistics
-from tune_prune.analysis.tables.table_data import p_words, ratio, trend_words
+from tune_prune.analysis.tables.configurations import ratio
+from tune_prune.analysis.tables.hyperparameters import trend_message
+from tune_prune.analysis.tables.trial_tables import statistics
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_text
 
@@ -25,17 +26,24 @@ _METHODS = {
     "taylor": "taylor (first-order Taylor importance)",
     "layerwise": "layerwise (Taylor importance weighted by the loss increase without the whole layer)",
     "blockwise": "blockwise (Taylor importance weighted by the loss increase without the attention or MLP block)",
+    "wanda_sp": "wanda_sp (absolute weights times the norms of their inputs)",
+    "magnitude": "magnitude (mean absolute weight)",
+    "random": "random (control)",
 }
 
 
 def write_paragraphs(findings: Findings, path: Path) -> None:
     """Write the draft to `path` (Markdown)."""
     template = environment().get_template("paragraphs.md.j2")
-    numbers = statistics(findings).numbers.set_index("statistic")
-    totals = numbers[numbers.columns[-1]].to_dict()  # the last column stands for all
+    table = statistics(findings)
+    last = table.columns[-1].key  # stands for all
+    totals = {row["statistic"]: row[last] for row in table.rows if not messages.missing(row[last])}
     text = template.render(
         findings=findings,
         totals=totals,
+        passes=[
+            f"{messages.integer(n)} {name.replace('_', ' ')}" for name, n in totals.items() if name.endswith("_passes")
+        ],
         setup=_setup(findings),
         models={label: _claims(found) for label, found in findings.models.items()},
         transfer=_transfer(findings),
@@ -80,20 +88,18 @@ def _levels(found: list[ModelFindings], knob: str) -> list[str]:
 def _claims(found: ModelFindings) -> dict[str, Any]:
     """What the statistics say of one model, for the template."""
     top = found.competing.iloc[0]
-    inside = found.competing["in_confidence_set"]
     dense = found.model.baseline.get("acc_mean")
     return {
         "top": top,
-        "others": list(found.competing["name"][inside])[1:],
-        "set_size": int(inside.sum()),
-        "outside": int((~inside).sum()),
+        "others": found.tied[1:],
+        "outside": len(found.competing) - len(found.tied),
         "tested": found.basis != "unknown",
         "dense": dense,
         "retained": ratio(top["acc_mean"], dense),
         "retained_corrected": ratio(found.cross_fit.corrected, dense) if found.cross_fit else None,
         "spread_of_tasks": _retained_by_task(found),
         "methods": _methods(found),
-        "trends": [trend_words(trend) for trend in found.trends.values()],
+        "trends": [messages.format_message(trend_message(trend, words=True)) for trend in found.trends.values()],
         "correlations": [_correlation(entry) for entry in found.correlations],
     }
 
@@ -116,9 +122,14 @@ def _methods(found: ModelFindings) -> dict[str, Any]:
     if found.effects is not None and "method" in found.effects.index:
         row, residual = found.effects.loc["method"], found.effects.loc["residual"]
         if not messages.missing(row["p"]):
-            size = f"F({row['df']:.0f}, {residual['df']:.0f}) = {messages.points(row['F'])}, {p_words(row['p'])}"
+            size = f"F({row['df']:.0f}, {residual['df']:.0f}) = {messages.points(row['F'])}, p {_p_value(row['p'])}"
             test = {"size": size, "differ": row["p"] < SIGNIFICANCE}
     return {"means": means, "highest": found.methods["mean"].idxmax(), "test": test}
+
+
+def _p_value(p: float) -> str:
+    """`= .032`, `< .001`."""
+    return messages.p_value(p).replace("<", "< ") if p < 0.001 else f"= {messages.p_value(p)}"
 
 
 def _spread(row: Mapping[str, Any]) -> str:
@@ -157,7 +168,6 @@ def _transfer(findings: Findings) -> list[str]:
         return []
     sentences = []
     for label, found in findings.models.items():
-        rows = found.competing.set_index("name")
         for other, owner in findings.models.items():
             if other == label:
                 continue
@@ -168,7 +178,7 @@ def _transfer(findings: Findings) -> list[str]:
                 sentences.append(f"{with_it} has no complete run.")
                 continue
             percent = findings.transfer_percent.loc[label, other]
-            ruled_out = not rows.loc[name, "in_confidence_set"]
+            ruled_out = name not in found.tied
             sentences.append(f"{with_it} {_loss(loss, stderr, percent, ruled_out)}.")
     return sentences
 

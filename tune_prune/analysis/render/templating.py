@@ -1,4 +1,4 @@
-"""The one place that knows jinja2: templates of the report, the paper's paragraphs and the page."""
+"""The one place that knows jinja2: templates of the page, its tables and the paper's paragraphs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import jinja2
 
 from tune_prune.analysis.render import messages
+from tune_prune.analysis.tables.table import Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -28,5 +29,11 @@ def environment() -> jinja2.Environment:
     environment.filters.update(
         messages.NUMBERS | {"pm": messages.pm, "say": messages.format_message, "names": messages.names}
     )
+    environment.globals.update(cell_text=messages.cell_text, note_sentences=messages.note_sentences)
     environment.tests["missing"] = messages.missing
     return environment
+
+
+def html_table(table: Table) -> str:
+    """The table as a section of the page."""
+    return str(environment().get_template("table.html.j2").module.table(table))  # type: ignore[attr-defined]

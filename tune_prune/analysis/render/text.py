@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from tune_prune.analysis.render.messages import cell_text
+from tune_prune.analysis.render.messages import cell_text, label
 from tune_prune.analysis.tables.table import Table
 
 COLUMNS = 100
@@ -71,39 +71,27 @@ def text_table(table: Table, language: str = "en", columns: int = COLUMNS) -> st
             for row, mark in zip(rows, marks, strict=True):
                 row[index] += _MARKS[mark]
     align = "".join("r" if column.format else "l" for column in shown)
-    return aligned([column.label for column in shown], rows, align, columns=columns)
+    return aligned([label(column.label, language) for column in shown], rows, align, columns=columns)
 
 
-def aligned(
-    header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", indent: int = 2, columns: int = COLUMNS
-) -> str:
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", columns: int = COLUMNS) -> str:
     """Aligned columns below a header and a rule, each line ended by a newline.
 
-    `align` has an l or r per column (r where it is shorter, but l for the first). The last cell of a short row runs over
-    the columns that it lacks. A table too wide is continued below with its first column repeated; of a cell too wide
-    for any table, the end is left out.
+    `align` has an l or r per column (r where it is shorter, but l for the first). A table too wide is continued below with
+    its first column repeated; of a cell too wide for any table, the end is left out.
     """
     align = (align or "l").ljust(len(header), "r")
     header = [clip(name, _CELL) for name in header]
     body = [[clip(cell, _CELL) for cell in row] for row in rows]
-    widths = [width(name) for name in header]
-    for row in body:
-        own = row if len(row) == len(header) else row[:-1]
-        widths[: len(own)] = [max(known, width(cell)) for known, cell in zip(widths, own, strict=False)]
+    widths = [max(map(width, column)) for column in zip(header, *body, strict=True)]
 
     def line(row: Sequence[str], shown: Sequence[int]) -> str:
-        short = len(row) < len(header)
-        cells = [
-            row[i] if short and i == len(row) - 1 else pad(row[i], widths[i], align[i] == "r")
-            for i in shown
-            if i < len(row)
-        ]
-        return (" " * indent + _GAP.join(cells)).rstrip()
+        return (_GAP + _GAP.join(pad(row[i], widths[i], align[i] == "r") for i in shown)).rstrip()
 
     blocks = []
-    for shown in _fitting(widths, columns - indent):
+    for shown in _fitting(widths, columns - len(_GAP)):
         rule = _GAP.join("-" * widths[i] for i in shown)
-        blocks.append([line(header, shown), " " * indent + rule, *(line(row, shown) for row in body)])
+        blocks.append([line(header, shown), _GAP + rule, *(line(row, shown) for row in body)])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 

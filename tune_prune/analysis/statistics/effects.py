@@ -280,12 +280,16 @@ def correlations(competing: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> t
     """Pearson's correlation of acc_mean with each of `columns` that has a value at all, with Fisher's 95% interval.
 
     Columns with an infinite or missing value are not computed: leaving those rows out would leave out the extreme ones.
-    Gradient columns (grad_*) are the same for all methods of one gradient pass. Where they are, to within the noise of
-    repeating that pass, rows are not independent evidence, and the interval is that of the correlation over passes, each with
-    the mean accuracy of its rows. Passes at one seq_len still share samples, so even that interval is rather too narrow.
+    Rows of methods that run no gradient pass have no gradient columns (grad_*) and are left out of theirs. Gradient columns
+    are the same for all methods of one gradient pass. Where they are, to within the noise of repeating that pass, rows are
+    not independent evidence, and the interval is that of the correlation over passes, each with the mean accuracy of its
+    rows. Passes at one seq_len still share samples, so even that interval is rather too narrow.
     """
     present = [column for column in columns if column in competing and competing[column].notna().any()]
-    return tuple(_correlation(competing, column) for column in present)
+    gradients = [column for column in present if column.startswith("grad_")]
+    taken = competing[gradients].notna().any(axis=1).groupby(competing["pruning_method"]).transform("any")
+    with_gradients = competing[taken]
+    return tuple(_correlation(with_gradients if c in gradients else competing, c) for c in present)
 
 
 def _correlation(rows: pd.DataFrame, column: str) -> Correlation:

@@ -28,10 +28,12 @@ class Column:
     upper: str = ""  # the upper end of an interval whose lower end is `key`
     best: str = ""  # True where the value is marked as the best
     tied: str = ""  # True where it is marked as statistically tied with the best
+    badge: str = ""  # True where a page sets a "best" behind the text
     weight: str = ""  # from 0 to 1: how strongly a page colours it
     hint: str = ""  # what the values are, for a page
     detail: bool = False  # left out in LaTeX and Markdown, where a line is short
     wrap: bool = False  # a text of many words
+    style: str = ""  # how a page sets it: a class of report.css
 
     def mark(self, row: Row) -> Literal["", "best", "tied"]:
         """What is to be marked of the row's value."""
@@ -59,9 +61,19 @@ class Table:
         """The columns of which any row knows a value."""
         return [column for column in self.columns if any(not missing(row.get(column.key)) for row in self.rows)]
 
+    @property
+    def printed(self) -> list[Column]:
+        """Those of them that LaTeX and Markdown have room for."""
+        return [column for column in self.shown if not column.detail]
+
     def pick(self, *keys: str) -> Table:
         """The same with these columns only."""
-        return replace(self, columns=[column for key in keys for column in self.columns if column.key == key])
+        columns = {column.key: column for column in self.columns}
+        return replace(self, columns=[columns[key] for key in keys])
+
+    def with_rows(self, rows: Sequence[Row]) -> Table:
+        """The same with these rows only."""
+        return replace(self, rows=rows)
 
     def of(self, model: str) -> Table:
         """The rows and notes of one model, without the column that names it."""

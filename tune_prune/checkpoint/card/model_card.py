@@ -36,8 +36,7 @@ from tune_prune.checkpoint.card.card_numbers import (
     short_count,
 )
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.checkpoint.speed import Speed, conditions, rate
+from tune_prune.checkpoint.speed import conditions, rate
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text
 from tune_prune.models.geometry import Geometry
@@ -78,26 +77,25 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         "share": kept,
     }
     hub_id = base_hub_id(manifest)
-    name = hub_id or manifest.base["label"]
-    padded = "padded" in manifest.sizes
+    name = hub_id or manifest.base.label
     text = environment.get_template("model_card.md.jinja").render(
         base=manifest.base,
         base_link=f"[{name}](https://huggingface.co/{name})" if hub_id else escaped(name),
         command=command_line(folder, manifest),
         created=manifest.created[:10],
-        dense=Sizes.from_dict(manifest.sizes["dense"]),
-        disk_bytes=sum(file["bytes"] for file in manifest.files.values()),
+        dense=manifest.sizes["dense"],
+        disk_bytes=sum(file.bytes for file in manifest.files.values()),
         files=manifest.files,
         format=manifest.format,
         notes=manifest.notes,
         hub_id=hub_id,
         measured_on=_measured_on(manifest),
         own_classes="auto_map" in _saved_config(folder),  # names classes that lie beside it
-        padded=padded,
-        saved=Sizes.from_dict(manifest.sizes["padded" if padded else "pruned"]),
+        padded="padded" in manifest.sizes,
+        saved=manifest.saved_sizes,
         picture_text=picture_text(manifest, geometry),
         plan=manifest.plan,
-        pruned=Sizes.from_dict(manifest.sizes["pruned"]),
+        pruned=manifest.sizes["pruned"],
         quality=_quality(manifest),
         settings=_settings(manifest),
         speed=_speed(manifest),
@@ -109,25 +107,25 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
 
 def base_hub_id(manifest: Manifest) -> str | None:
     """The dense model's id on the Hugging Face hub; None for a folder or an embedded model, which the manifest has by label."""
-    model = manifest.base["model"]
+    model = manifest.base.model
     return model if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model) else None
 
 
 def command_line(folder: Path, manifest: Manifest) -> str:
     """The command that makes this checkpoint again, in lines. A local folder is named without its place."""
-    base, config, source = manifest.base, manifest.config, manifest.source or {}
-    shape, _, multiple = config.get("shape", "free").partition("-")
+    base, config, source = manifest.base, manifest.config, manifest.source
+    shape, _, multiple = config.shape.partition("-")
     flags = {
-        "model": _public(base["model"]),
-        "revision": base["revision"] if base_hub_id(manifest) else None,
-        "method": config["method"],
-        "seq-len": config["taylor_seq_len"],
-        "num-samples": config["taylor_num_samples"],
-        "pruning-ratio": config["pruning_ratio"],
+        "model": _public(base.model),
+        "revision": base.revision if base_hub_id(manifest) else None,
+        "method": config.method,
+        "seq-len": config.taylor_seq_len,
+        "num-samples": config.taylor_num_samples,
+        "pruning-ratio": config.pruning_ratio,
         "shape": shape,
         "align": multiple or None,
-        "calibration": _public(source.get("calibration")),
-        "seed": source.get("seed"),
+        "calibration": _public(source.calibration) if source else None,
+        "seed": source.seed if source else None,
         "dtype": _saved_config(folder).get("dtype"),
         "format": manifest.format if manifest.format != "hf" else None,
         "output": "DIR",
@@ -178,24 +176,24 @@ def _measured_on(manifest: Manifest) -> str:
     source = manifest.source
     if source is None:
         return "Measured by tune_prune."
-    protocol = source["protocol"]
-    own_data = source["data_dir"] is None and source["model"] in embedded.MODEL_NAMES
+    protocol = source.protocol
+    own_data = source.data_dir is None and source.model in embedded.MODEL_NAMES
     text = "the perplexity text embedded in tune_prune" if own_data else "the raw WikiText-2 test split"
-    count = "all items" if protocol["limit"] is None else f"the first {protocol['limit']:,} items"
+    count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"
     tasks = "the tasks embedded in tune_prune" if own_data else "lm-eval's zero-shot tasks"
     chance = metric(manifest.metrics or {}, "chance_acc_mean")
-    said = (
-        f"Measured by tune_prune in {source['dtype']}: perplexity on {text}, in windows of at most "
-        f"{protocol['perplexity_window']:,} tokens; accuracy on {count} of each of {tasks}"
+    sentence = (
+        f"Measured by tune_prune in {source.dtype}: perplexity on {text}, in windows of at most "
+        f"{protocol.perplexity_window:,} tokens; accuracy on {count} of each of {tasks}"
     )
-    return f"{said}." if chance is None else f"{said} (chance: {fraction(chance)} on average)."
+    return f"{sentence}." if chance is None else f"{sentence} (chance: {fraction(chance)} on average)."
 
 
 def _speed(manifest: Manifest) -> dict[str, Any] | None:
     if manifest.speed is None:
         return None
     this = "padded" if "padded" in manifest.speed else "pruned"
-    dense, pruned = (Speed.from_dict(manifest.speed[name]) for name in ("dense", this))
+    dense, pruned = manifest.speed["dense"], manifest.speed[this]
     values = (
         ("Prefill, tokens/s", dense.prefill_tokens_per_s, pruned.prefill_tokens_per_s, rate),
         ("Decode, tokens/s", dense.decode_tokens_per_s, pruned.decode_tokens_per_s, rate),
@@ -205,41 +203,40 @@ def _speed(manifest: Manifest) -> dict[str, Any] | None:
         {"name": name, "dense": form(before), "pruned": form(after), "ratio": f"× {after / before:.2f}"}
         for name, before, after, form in values
     ]
-    said = f"Both measured by PyTorch in one run, taking turns: {conditions(pruned)}."
+    text = f"Both measured by PyTorch in one run, taking turns: {conditions(pruned)}."
     if "padded" in manifest.sizes and this == "pruned":
-        said += " This model was measured without the zeros."
+        text += " This model was measured without the zeros."
     elif manifest.format == "gguf":
-        said += " This model was measured before it was written as GGUF."
-    return {"rows": rows, "said": said}
+        text += " This model was measured before it was written as GGUF."
+    return {"rows": rows, "text": text}
 
 
 def _settings(manifest: Manifest) -> list[tuple[str, str]]:
     """What made the checkpoint, as rows of name and value."""
     base, config, plan, source = manifest.base, manifest.config, manifest.plan, manifest.source
-    name = base_hub_id(manifest) or _public(base["model"])
-    revision = f", revision `{base['revision']}`" if base["revision"] else ""
+    name = base_hub_id(manifest) or _public(base.model)
+    revision = f", revision `{base.revision}`" if base.revision else ""
     dropped = manifest.dropped_layers
-    layers = f"{base['layers'] - len(dropped)} of {base['layers']}"
+    layers = f"{base.layers - len(dropped)} of {base.layers}"
     if dropped:
         layers += f"; dropped: {', '.join(map(str, dropped))}"
-    kept_parts = manifest.pruning_plan
-    for block, left in (("attention", kept_parts.kept_groups), ("MLP", kept_parts.kept_channels)):
+    for block, left in (("attention", plan.kept_groups), ("MLP", plan.kept_channels)):
         gone = [str(layer) for layer, part in enumerate(left) if not part and layer not in dropped]
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
     rows = [
-        ("Base model", f"`{name}`{revision}, fingerprint `{base['fingerprint']}`"),
-        ("Method", f"`{config['method']}`"),
-        ("Calibration", f"{config['taylor_num_samples']:,} samples of {config['taylor_seq_len']:,} tokens"),
-        ("Shape", f"`{config.get('shape', 'free')}`"),
+        ("Base model", f"`{name}`{revision}, fingerprint `{base.fingerprint}`"),
+        ("Method", f"`{config.method}`"),
+        ("Calibration", f"{config.taylor_num_samples:,} samples of {config.taylor_seq_len:,} tokens"),
+        ("Shape", f"`{config.shape}`"),
         (
             "Parameters removed",
-            f"{config['pruning_ratio']:.1%} asked, {plan['removed_fraction']:.2%} reached "
-            f"({plan['removed_params']:,} of {plan['total_params']:,})",
+            f"{config.pruning_ratio:.1%} asked, {plan.removed_fraction:.2%} reached "
+            f"({plan.removed_params:,} of {plan.total_params:,})",
         ),
         ("Layers", layers),
     ]
     if source is not None:
-        rows[2] = ("Calibration", f"{rows[2][1]} of {_calibration_text(source['calibration'])}, seed {source['seed']}")
+        rows[2] = ("Calibration", f"{rows[2][1]} of {_calibration_text(source.calibration)}, seed {source.seed}")
     return rows
 
 
@@ -281,7 +278,7 @@ _DROPPED: dict[str, Any] = {"facecolor": "white", "edgecolor": _GREY, "hatch": "
 
 def layer_counts(manifest: Manifest, geometry: Geometry) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Kept and dense counts [layers of the dense model] of KV groups and of MLP channels."""
-    plan = manifest.pruning_plan
+    plan = manifest.plan
     return {
         "KV groups": (np.array([*map(len, plan.kept_groups)]), np.array(geometry.kv_heads)),
         "MLP channels": (np.array([*map(len, plan.kept_channels)]), np.array(geometry.mlp_width)),
@@ -290,14 +287,14 @@ def layer_counts(manifest: Manifest, geometry: Geometry) -> dict[str, tuple[np.n
 
 def picture_text(manifest: Manifest, geometry: Geometry) -> str:
     """What layers.png shows, in words: for those who cannot see it."""
-    said = []
+    parts = []
     for name, (left, dense) in layer_counts(manifest, geometry).items():
         shares = left / dense
-        said.append(
+        parts.append(
             f"{name} kept: {left.sum() / dense.sum():.1%} in all, from {shares.min():.1%} (layer {shares.argmin()}) to "
             f"{shares.max():.1%} (layer {shares.argmax()})"
         )
-    return "; ".join(said) + "."
+    return "; ".join(parts) + "."
 
 
 def layers_figure(manifest: Manifest, geometry: Geometry) -> Figure:

@@ -74,7 +74,7 @@ def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
             return architecture
         reasons.append(f"architecture {architecture.name} {' and '.join(problems)}")
         uniform_helps |= problems == [_ONE_WIDTH]
-    raise _refusal("; ".join(reasons), "search with --shape uniform, or " if uniform_helps else "")
+    raise _unsupported("; ".join(reasons), "search with --shape uniform, or " if uniform_helps else "")
 
 
 def embedding(model: PreTrainedModel) -> torch.Tensor:
@@ -99,7 +99,7 @@ def parameter(module: nn.Module, path: str) -> torch.Tensor | None:
     return cast("torch.Tensor | None", found)
 
 
-def _refusal(reason: str, first: str = "") -> UserError:
+def _unsupported(reason: str, first: str = "") -> UserError:
     return UserError(
         f"llama.cpp cannot represent this model: {reason}; {first}save the model with --format hf or --format hf-padded"
     )
@@ -108,21 +108,21 @@ def _refusal(reason: str, first: str = "") -> UserError:
 def _check_config(config: PretrainedConfig) -> None:
     """Raise UserError for what no graph of these architectures computes."""
     if config.hidden_act != "silu":
-        raise _refusal(f"hidden_act is {config.hidden_act!r}, its graphs know 'silu' only")
+        raise _unsupported(f"hidden_act is {config.hidden_act!r}, its graphs know 'silu' only")
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     if window is not None and slides and window < config.max_position_embeddings:
-        raise _refusal(
+        raise _unsupported(
             f"sliding_window is {window}, less than max_position_embeddings ({config.max_position_embeddings}), and its "
             "graphs for this family attend to everything"
         )
     rope: dict[str, Any] = config.rope_parameters
     known = ("default", "linear", "llama3", "yarn")
     if rope["rope_type"] not in known:
-        raise _refusal(f"rope_type is {rope['rope_type']!r}, its graphs for this family know {', '.join(known)}")
+        raise _unsupported(f"rope_type is {rope['rope_type']!r}, its graphs for this family know {', '.join(known)}")
     for key, value in _FIXED_ROPE.items():
         if rope.get(key) not in (None, value):
-            raise _refusal(f"{key} of rope_parameters is {rope[key]}, its graphs for this family know {value} only")
+            raise _unsupported(f"{key} of rope_parameters is {rope[key]}, its graphs for this family know {value} only")
 
 
 def _check_parameters(model: PreTrainedModel, family: Family) -> None:
@@ -132,9 +132,9 @@ def _check_parameters(model: PreTrainedModel, family: Family) -> None:
     for index, layer in enumerate(decoder_layers(model, family)):
         for name, _ in layer.named_parameters():
             if name.rpartition(".")[0] not in known:
-                raise _refusal(f"it has no place for the parameter {name!r} of layer {index}")
+                raise _unsupported(f"it has no place for the parameter {name!r} of layer {index}")
     if parameter(model.get_output_embeddings(), "bias") is not None:
-        raise _refusal("it has no place for the bias of the output head")
+        raise _unsupported("it has no place for the bias of the output head")
 
 
 def _problems(architecture: Architecture, model: PreTrainedModel, family: Family) -> Iterator[str]:

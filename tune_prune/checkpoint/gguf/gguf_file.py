@@ -11,7 +11,7 @@ Sizes: H hidden, K KV heads, g query heads per KV head, d head dim, M MLP channe
 Norms and biases are float32 always. llama-quantize wants rows (the M columns of down, the K*g*d of o) of whole blocks: of 256
 for K-quants, which otherwise become larger types, and of 32 for the others, else the matrix stays F16; write_gguf says so.
 
-Sources: github.com/ggml-org/ggml, docs/gguf.md; llama.cpp as gguf_architecture.py says, and src/llama-quant.cpp.
+Sources: github.com/ggml-org/ggml, docs/gguf.md; llama.cpp as architecture.py says, and src/llama-quant.cpp.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
         )
     model = state["model"]
     if model["dropout"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
-        raise _refusal(folder, "its BPE has dropout, a subword prefix or a word suffix")
+        raise _unsupported(folder, "its BPE has dropout, a subword prefix or a word suffix")
     common = _common(tokenizer, state, rows)
     if model["byte_fallback"]:
         return Vocabulary(
@@ -120,7 +120,7 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
     return Vocabulary("gpt2", pre, **common, merges=ranked, notes=notes)
 
 
-def _refusal(folder: Path, reason: str) -> UserError:
+def _unsupported(folder: Path, reason: str) -> UserError:
     return UserError(
         f"llama.cpp would not split text as the tokenizer of {folder} does: {reason}; save the model with --format hf"
     )
@@ -189,14 +189,14 @@ def _pre_tokenizer(folder: Path, state: dict[str, Any]) -> tuple[str, tuple[str,
             split.append(("unknown", json.dumps(part, ensure_ascii=False)))
     pre = PRE_TOKENIZERS.get((tuple(split), state["model"]["ignore_merges"]))
     if pre is None:
-        raise _refusal(
+        raise _unsupported(
             folder,
             f"its pre-tokenizer is {json.dumps(given, ensure_ascii=False)} with ignore_merges "
             f"{state['model']['ignore_merges']}, none of those known here ({', '.join(PRE_TOKENIZERS.values())})",
         )
     normalizer = (state["normalizer"] or {"type": None})["type"]
     if normalizer not in (None, "NFC"):
-        raise _refusal(folder, f"its normalizer is {normalizer}, and it knows none in front of BPE over bytes")
+        raise _unsupported(folder, f"its normalizer is {normalizer}, and it knows none in front of BPE over bytes")
     nfc = ("llama.cpp does not bring text into Unicode's NFC form, as the tokenizer does: give it text in that form",)
     return pre, nfc if normalizer else ()
 
@@ -217,7 +217,7 @@ def _prefixes_space(folder: Path, state: dict[str, Any]) -> bool:
         and not pre["split"]
     ):
         return pre["prepend_scheme"] != "never"
-    raise _refusal(
+    raise _unsupported(
         folder,
         f"its normalizer is {json.dumps(normalizer, ensure_ascii=False)} and its pre-tokenizer "
         f"{json.dumps(pre, ensure_ascii=False)}; with byte fallback it knows spaces as {SPACE} only",
@@ -230,17 +230,19 @@ def _scores(folder: Path, model: dict[str, Any], tokens: list[str]) -> list[floa
     vocabulary = model["vocab"]
     missing = [token for token in (f"<0x{byte:02X}>" for byte in range(256)) if token not in vocabulary]
     if missing:
-        raise _refusal(folder, f"it has no token for {len(missing)} of the 256 bytes ({missing[0]} first)")
+        raise _unsupported(folder, f"it has no token for {len(missing)} of the 256 bytes ({missing[0]} first)")
     pairs = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in model["merges"]]
     rank: dict[str, int] = {}
     for index, (left, right) in enumerate(pairs):
         first = rank.setdefault(left + right, index)
         if first != index and pairs[index - 1][0] + pairs[index - 1][1] != left + right:
-            raise _refusal(folder, f"its merges of {left + right!r} do not stand together (ranks {first} and {index})")
+            raise _unsupported(
+                folder, f"its merges of {left + right!r} do not stand together (ranks {first} and {index})"
+            )
     listed = set(pairs)
     for token in vocabulary:
         for cut in range(1, len(token)):
             pair = token[:cut], token[cut:]
             if pair not in listed and pair[0] in vocabulary and pair[1] in vocabulary:
-                raise _refusal(folder, f"it never merges {pair[0]!r} and {pair[1]!r}, though {token!r} is a token")
+                raise _unsupported(folder, f"it never merges {pair[0]!r} and {pair[1]!r}, though {token!r} is a token")
     return [-float(rank.get(token, len(pairs))) for token in tokens]

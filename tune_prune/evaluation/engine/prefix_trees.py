@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.evaluation.engine.rows import Outcomes, Request, Row, pad, plain_rows, score_rows
-from tune_prune.evaluation.engine.tree_attention import in_blocks
+from tune_prune.evaluation.engine.tree_attention import blocked_attention
 
 # An input joins the row of the one before it, in alphabetical order, if they share this fraction of its tokens. Less is
 # not worth it: the mask costs 2% of the time at a hidden size of 512 and up to a third at 64, where attention is most of
@@ -87,7 +87,7 @@ def score_items(
     model: PreTrainedModel, items: Sequence[Sequence[Request]], batch_tokens: int | None = None, share: bool = True
 ) -> Outcomes:
     """Scores of all requests of `items`, in order. `batch_tokens` as in `row_scoring.score_rows`; `share` needs a model
-    that `refusal` has nothing against."""
+    for which `unsupported_reason` is None."""
     return score_planned(model, plan_rows(items, share), batch_tokens)
 
 
@@ -95,7 +95,7 @@ def score_planned(model: PreTrainedModel, rows: Rows, batch_tokens: int | None =
     """`score_items` of what was planned before."""
     outcomes = Outcomes.blank(rows.num_requests)
     score_rows(model, rows.plain, outcomes, batch_tokens)
-    with in_blocks(model):
+    with blocked_attention(model):
         score_rows(model, rows.trees, outcomes, batch_tokens, tree_inputs)
     return outcomes
 
@@ -184,11 +184,11 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
-def refusal(model: PreTrainedModel) -> str | None:
+def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why `model` cannot score trees, in words; None where it can.
 
     Tried on a few random tokens: scores of trees must equal those of plain rows, and whatever the model raises on a
-    mask of four dimensions or on position_ids is a refusal.
+    mask of four dimensions or on position_ids is a reason, too.
     """
     items = _probe_items(model)
     expected = score_items(model, items, share=False).loglikelihoods

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tune_prune.evaluation.engine.scored_positions import only_at
-from tune_prune.models.head import LOGITS_AT_ONCE
+from tune_prune.evaluation.engine.scored_positions import at_positions
+from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def score_rows(
     """
     rows = sorted(rows, key=lambda row: -len(row.tokens))
     budget = batch_tokens or default_batch_tokens(model.config, model.device.type)
-    most_scored = LOGITS_AT_ONCE["cpu"] // _vocabulary(model) if model.device.type == "cpu" else budget
+    most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if model.device.type == "cpu" else budget
     start = 0
     with torch.inference_mode():
         while start < len(rows):
@@ -161,7 +161,7 @@ def _score_batch(
     targets = np.concatenate([row.targets for row in batch])
     # Plain rows need no mask: padding stands right of every real token, where causal attention never looks.
     extra = extra_inputs(model, batch, width) if extra_inputs else {}
-    with only_at(model, torch.from_numpy(positions).to(device)):
+    with at_positions(model, torch.from_numpy(positions).to(device)):
         logits = model(input_ids=torch.from_numpy(input_ids).to(device), use_cache=False, **extra).logits[0]  # [P, V]
     chosen, exact = token_log_probs(
         logits, torch.from_numpy(targets.astype(np.int64)).to(device), torch.from_numpy(where).to(device)

@@ -19,7 +19,7 @@ from tune_prune.models.head import head_input
 
 
 @contextmanager
-def only_at(model: PreTrainedModel, positions: Tensor) -> Iterator[None]:
+def at_positions(model: PreTrainedModel, positions: Tensor) -> Iterator[None]:
     """Within it `model` gives logits [1, P, V] at the flat `positions` [P] of its rows. Of a family that is not in the table
     only the head is spared."""
     with ExitStack() as hooks:

@@ -60,7 +60,7 @@ AttentionInterface.register(NAME, attend)
 
 
 @contextmanager
-def in_blocks(model: PreTrainedModel) -> Iterator[None]:
+def blocked_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within it `model` attends as above, if it is on a CPU, of a family that is in the table, and uses torch's kernel."""
     family = known_family(model)
     configs: list[Any] = []

@@ -38,7 +38,7 @@ from .configuration_tune_prune import (
 BLOCKS = {"attention": ("self_attn", "o_proj"), "mlp": ("mlp", "down_proj")}
 
 
-def _without_inputs(bias: nn.Parameter) -> nn.Linear:
+def _bias_only_linear(bias: nn.Parameter) -> nn.Linear:
     """A projection that has lost all its inputs: what it gives is its bias. Linear, so that adapters accept it by name."""
     projection = nn.Linear(1, 1, device="meta")  # replaced at once; the initialisation of no elements would warn
     projection.in_features, projection.out_features = 0, bias.numel()
@@ -57,7 +57,7 @@ class RemovedBlock(nn.Module):
         super().__init__()
         self.kind = kind
         if bias is not None:
-            setattr(self, BLOCKS[kind][1], _without_inputs(bias))
+            setattr(self, BLOCKS[kind][1], _bias_only_linear(bias))
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
         """hidden_states [batch, time, H] -> what the block would add, same shape; attention gives (that, no weights)."""

@@ -2,8 +2,9 @@
 
 A method module has a docstring that names its source, and
 
-    REMOVALS: tuple[str, ...]                    removal losses it needs: of ("layer", "attention", "mlp"), or ()
-    def scores(statistics: Statistics) -> GroupScores     the lowest-scored groups are removed first
+    STATISTICS: tuple[str, ...]            names of tune_prune/pruning/statistics that it decides by, with the kind where a
+                                           statistic has kinds: ("taylor", "block_removal:layer"); () where it reads no data
+    def scores(dense: Dense) -> GroupScores                the lowest-scored groups are removed first
 
 Names can be listed without torch, so that a search space is checked before anything heavy is imported.
 """
@@ -12,44 +13,52 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.pruning.statistics import Need, load_statistic, parse
 
 if TYPE_CHECKING:
-    import numpy as np
+    from transformers import PreTrainedModel
 
+    from tune_prune.models.families import Family
     from tune_prune.models.geometry import Geometry
     from tune_prune.pruning.groups import GroupScores
 
-# Below this a removal loss increase counts as this: ln(1 + D) of a block that helps nothing must not become 0 or
-# negative, which would tie or reverse the order of its groups. In nats per token.
-LOSS_FLOOR = 1e-6
-
 
 @dataclass(frozen=True)
-class Statistics:
-    """What a method may decide by."""
+class Dense:
+    """What a method may decide by: the dense model, and what was found out about it."""
 
+    model: PreTrainedModel
+    family: Family
     geometry: Geometry
-    importance: GroupScores  # Taylor importance per parameter: I / cost
-    loss_increase: dict[str, np.ndarray]  # kind -> D per layer [layers], clamped to LOSS_FLOOR; the kinds of REMOVALS
-    seed: int
+    seed: int  # of the search
+    statistics: Mapping[str, Any]  # by the names in STATISTICS; what each is, its module says
 
 
 @dataclass(frozen=True)
 class Method:
     name: str
-    removals: tuple[str, ...]
-    scores: Callable[[Statistics], GroupScores]
+    statistics: tuple[str, ...]
+    scores: Callable[[Dense], GroupScores]
     description: str  # first line of the module's docstring
 
     @property
     def reads(self) -> frozenset[str]:
         """Hyperparameters of the calibration samples that its scores depend on."""
-        return frozenset(("taylor_seq_len", "taylor_num_samples", *(["removal_divisor"] if self.removals else [])))
+        return frozenset(name for text in self.statistics for name in load_statistic(parse(text)[0]).reads)
+
+    def needs(self, config: PruningConfig) -> dict[str, Need]:
+        """What a configuration of the method wants of each of its statistics, by their names."""
+        found = {}
+        for text in self.statistics:
+            statistic, kind = parse(text)
+            found[text] = Need(statistic, kind, load_statistic(statistic).num_samples(config))
+        return found
 
 
 def method_names() -> tuple[str, ...]:
@@ -62,4 +71,4 @@ def load_method(name: str) -> Method:
     if name not in method_names():
         raise UserError(f"unknown pruning method {name!r}; {did_you_mean(name, method_names())}")
     module = importlib.import_module(f"{__name__}.{name}")
-    return Method(name, tuple(module.REMOVALS), module.scores, (module.__doc__ or "").strip().splitlines()[0])
+    return Method(name, tuple(module.STATISTICS), module.scores, (module.__doc__ or "").strip().splitlines()[0])

@@ -7,11 +7,12 @@ arXiv:2405.18218, which removes such blocks whole).
 import numpy as np
 
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.methods import Statistics
+from tune_prune.pruning.methods import Dense
 
-REMOVALS = ("attention", "mlp")
+STATISTICS = ("taylor", "block_removal:attention", "block_removal:mlp")
 
 
-def scores(statistics: Statistics) -> GroupScores:
-    increase = statistics.loss_increase
-    return statistics.importance.scaled(np.log1p(increase["attention"]), np.log1p(increase["mlp"]))
+def scores(dense: Dense) -> GroupScores:
+    importance: GroupScores = dense.statistics["taylor"]
+    attention, mlp = (np.log1p(dense.statistics[f"block_removal:{block}"]) for block in ("attention", "mlp"))
+    return importance.per_parameter(dense.geometry).scaled(attention, mlp)

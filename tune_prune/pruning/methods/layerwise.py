@@ -7,11 +7,12 @@ arXiv:2402.09025, measured by loss).
 import numpy as np
 
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.methods import Statistics
+from tune_prune.pruning.methods import Dense
 
-REMOVALS = ("layer",)
+STATISTICS = ("taylor", "block_removal:layer")
 
 
-def scores(statistics: Statistics) -> GroupScores:
-    factor = np.log1p(statistics.loss_increase["layer"])
-    return statistics.importance.scaled(factor, factor)
+def scores(dense: Dense) -> GroupScores:
+    importance: GroupScores = dense.statistics["taylor"]
+    factor = np.log1p(dense.statistics["block_removal:layer"])
+    return importance.per_parameter(dense.geometry).scaled(factor, factor)

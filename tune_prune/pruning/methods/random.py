@@ -4,14 +4,14 @@ import numpy as np
 
 from tune_prune.core.hashing import seed_for
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.methods import Statistics
+from tune_prune.pruning.methods import Dense
 
-REMOVALS = ()
+STATISTICS = ()
 
 
-def scores(statistics: Statistics) -> GroupScores:
-    generator = np.random.default_rng(seed_for(statistics.seed, "random method"))
-    geometry = statistics.geometry
+def scores(dense: Dense) -> GroupScores:
+    generator = np.random.default_rng(seed_for(dense.seed, "random method"))
+    geometry = dense.geometry
     return GroupScores(
         tuple(generator.random(heads) for heads in geometry.kv_heads),
         tuple(generator.random(width) for width in geometry.mlp_width),

@@ -1,10 +1,11 @@
 """Taylor importance per parameter, nothing else (LLM-Pruner, arXiv:2305.11627, group-normalised)."""
 
 from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.methods import Statistics
+from tune_prune.pruning.methods import Dense
 
-REMOVALS = ()
+STATISTICS = ("taylor",)
 
 
-def scores(statistics: Statistics) -> GroupScores:
-    return statistics.importance
+def scores(dense: Dense) -> GroupScores:
+    importance: GroupScores = dense.statistics["taylor"]
+    return importance.per_parameter(dense.geometry)

@@ -1,0 +1,136 @@
+"""Statistics: what methods decide by, taken from passes of the dense model over calibration samples. One module each.
+
+The module's name is the statistic's name; it ends with `STATISTIC`, an object of its subclass of `Statistic`. To add one,
+add a file here and name it in a method's STATISTICS. Preparation, cache, cost model, plan text and trials go by names:
+nothing else has to know it. What follows from weights alone is no statistic: a method reads the weights themselves.
+
+Names can be listed without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from transformers import PreTrainedModel
+
+    from tune_prune.models.families import Family
+
+Arrays = Mapping[str, "np.ndarray"]  # what is known of one need, as the artifact cache keeps it
+
+
+@dataclass(frozen=True, order=True)
+class Need:
+    """One statistic, of one kind if it has kinds, from the first `num_samples` calibration samples of some seq_len."""
+
+    statistic: str
+    kind: str  # "" where the statistic has none
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What a pass computes, for the cost model; the sums count a token once for every time it is run."""
+
+    tokens: int  # that records report as forwarded
+    attention_tokens: int  # tokens times attention blocks that they pass
+    mlp_tokens: int  # tokens times MLP blocks
+    head_positions: int  # of which logits are made
+    batch_tokens: int  # of the largest batch
+    backward: bool = False  # whether gradients of the projections' weights are computed too
+    snapshots: int = 0  # times that the sums over a model's weights are read out
+    weight_sums: int = 0  # float32 numbers per weight of the projections that are kept while it runs
+
+
+class Statistic(ABC):
+    """The contract. A subclass says what it is and how it is collected; the rest has the common answer."""
+
+    version: int  # raise when the numbers change their meaning: those that are cached are then not used
+    stage: str  # of a trial, in records; also what its files in the cache begin with
+    label: str  # of its pass, in text: "gradient"
+    backward: bool = False  # whether its pass computes gradients; else it runs forward only
+    kinds: tuple[str, ...] = ("",)
+    reads: tuple[str, ...] = ("taylor_seq_len", "taylor_num_samples")  # hyperparameters that it depends on
+
+    def num_samples(self, config: PruningConfig) -> int:
+        """Calibration samples that a configuration has it take."""
+        return config.taylor_num_samples
+
+    def key(self, need: Need) -> dict[str, Any]:
+        """What tells its artifacts of one model, calibration text and seq_len apart. Needs of one key are served by the one
+        with the most samples."""
+        return {"num_samples": need.num_samples}
+
+    def covers(self, arrays: Arrays, need: Need) -> bool:
+        """Whether what is stored under the key holds enough samples."""
+        return True
+
+    @abstractmethod
+    def collect(
+        self, model: PreTrainedModel, family: Family, windows: torch.Tensor, needs: Sequence[Need]
+    ) -> dict[Need, dict[str, np.ndarray]]:
+        """The arrays of every need by one pass over `windows` [samples, seq_len], at least as many as the largest need.
+        The model may be changed meanwhile, and is as it was at the end, also of a failure."""
+
+    @abstractmethod
+    def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
+        """What `collect` computes for those needs on "cpu" or "cuda"."""
+
+    @abstractmethod
+    def value(self, arrays: Arrays, need: Need) -> Any:
+        """What methods get."""
+
+    def metrics(self, found: Mapping[Need, Arrays]) -> dict[str, float]:
+        """For the record of a trial that uses what was `found`."""
+        return {}
+
+    def files(self, found: Mapping[Need, Arrays]) -> dict[str, Any]:
+        """File name -> plain data, for the trial's folder."""
+        return {}
+
+
+def statistic_names() -> tuple[str, ...]:
+    """Every statistic there is, sorted."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+@cache
+def load_statistic(name: str) -> Statistic:
+    """The statistic of that name. Raises UserError for an unknown one."""
+    if name not in statistic_names():
+        raise UserError(f"unknown statistic {name!r}; {did_you_mean(name, statistic_names())}")
+    statistic: Statistic = importlib.import_module(f"{__name__}.{name}").STATISTIC
+    return statistic
+
+
+def parse(name: str) -> tuple[str, str]:
+    """Statistic and kind of what a method names: "taylor", or "block_removal:layer". Raises UserError for what there is not."""
+    statistic, _, kind = name.partition(":")
+    kinds = load_statistic(statistic).kinds
+    if kind not in kinds:
+        raise UserError(f"statistic {name!r} is of no kind that {statistic} has; {did_you_mean(kind, kinds)}")
+    return statistic, kind
+
+
+def in_pass_order(names: Iterable[str]) -> list[str]:
+    """Statistics, each once, in the order in which a trial gets them: gradient passes first."""
+    return sorted(set(names), key=lambda name: (not load_statistic(name).backward, name))
+
+
+def by_statistic(needs: Iterable[Need]) -> dict[str, list[Need]]:
+    """Needs by their statistic, in pass order; of those of one key the one with the most samples only."""
+    most: dict[str, dict[str, Need]] = {}
+    for need in sorted(needs):  # a larger one comes later and replaces
+        most.setdefault(need.statistic, {})[repr(load_statistic(need.statistic).key(need))] = need
+    return {name: list(most[name].values()) for name in in_pass_order(most)}

@@ -9,21 +9,27 @@ once per batch and the removed model runs from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
-from tune_prune.pruning.statistics.taylor import batch_size
+from tune_prune.pruning.batches import batch_size
+from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
 KINDS = ("layer", "attention", "mlp")
+# Below this an increase counts as this: ln(1 + D) of a block that helps nothing must not become 0 or negative, which would tie
+# or reverse the order of its groups. In nats per token.
+LOSS_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -38,17 +44,66 @@ class RemovalLosses:
         return (self.removed[kind][:, :num_samples] - self.dense[:num_samples]).mean(axis=1)
 
 
-class _PassOn(nn.Module):
-    """A decoder layer that is not there: gives what it is given or, instead, `known` hidden states."""
+class BlockRemoval(Statistic):
+    version = 2
+    stage = "removal"
+    label = "removal"
+    kinds = KINDS
+    reads = ("taylor_seq_len", "taylor_num_samples", "removal_divisor")
 
-    def __init__(self, layer: nn.Module, known: torch.Tensor | None = None) -> None:
+    def num_samples(self, config: PruningConfig) -> int:
+        return config.num_removal_samples
+
+    def key(self, need: Need) -> dict[str, Any]:
+        return {"removal": need.kind}
+
+    def covers(self, arrays: Arrays, need: Need) -> bool:
+        return len(arrays["dense"]) >= need.num_samples
+
+    def collect(
+        self, model: PreTrainedModel, family: Family, windows: torch.Tensor, needs: Sequence[Need]
+    ) -> dict[Need, dict[str, np.ndarray]]:
+        count = max(need.num_samples for need in needs)
+        found = removal_losses(model, family, windows[:count], [need.kind for need in needs])
+        return {need: {"dense": found.dense, "removed": found.removed[need.kind]} for need in needs}
+
+    def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
+        samples, kinds = max(need.num_samples for need in needs), [need.kind for need in needs]
+        # A removed layer leaves those behind it to run, and of its own blocks the other one.
+        layers = num_layers + len(kinds) * num_layers * (num_layers - 1) // 2
+        runs = 1 + len(kinds) * num_layers
+        return PassWork(
+            tokens=samples * seq_len * runs,
+            attention_tokens=samples * seq_len * (layers + num_layers * kinds.count("mlp")),
+            mlp_tokens=samples * seq_len * (layers + num_layers * kinds.count("attention")),
+            head_positions=samples * (seq_len - 1) * runs,
+            batch_tokens=min(batch_size(seq_len, device), samples) * seq_len,
+        )
+
+    def value(self, arrays: Arrays, need: Need) -> np.ndarray:
+        """D per layer, float64 [layers], at least LOSS_FLOOR."""
+        return np.maximum(_increase(arrays, need), LOSS_FLOOR)
+
+    def metrics(self, found: Mapping[Need, Arrays]) -> dict[str, float]:
+        clamped = sum((_increase(arrays, need) < LOSS_FLOOR).sum() for need, arrays in found.items())
+        return {"clamped_removal_losses": float(clamped)}
+
+
+def _increase(arrays: Arrays, need: Need) -> np.ndarray:
+    return RemovalLosses(arrays["dense"], {need.kind: arrays["removed"]}).increase(need.kind, need.num_samples)
+
+
+class IdentityLayer(nn.Module):
+    """In a decoder layer's place: gives what it is given or, instead, `output`."""
+
+    def __init__(self, layer: nn.Module, output: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.known = known
+        self.output = output
         if hasattr(layer, "attention_type"):  # some versions of transformers ask the layer which mask it wants
             self.attention_type = layer.attention_type
 
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return hidden_states if self.known is None else self.known
+        return hidden_states if self.output is None else self.output
 
 
 @torch.inference_mode()
@@ -92,16 +147,16 @@ def _recorded_inputs(layers: nn.ModuleList) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def _without(layers: nn.ModuleList, family: Family, index: int, kind: str, known: torch.Tensor) -> Iterator[None]:
-    """Layer `index` lacks the block of `kind`; the layers in front of it are replaced by what they give, `known`."""
+def _without(layers: nn.ModuleList, family: Family, index: int, kind: str, given: torch.Tensor) -> Iterator[None]:
+    """Layer `index` lacks the block of `kind`; the layers in front of it are replaced by their output, its input `given`."""
     whole = list(layers)
     layer = whole[index]
     for before in range(index):
-        layers[before] = _PassOn(whole[before], known)
+        layers[before] = IdentityLayer(whole[before], given)
     name = {"layer": None, "attention": family.attention, "mlp": family.mlp}[kind]
     block = None
     if name is None:
-        layers[index] = _PassOn(layer)
+        layers[index] = IdentityLayer(layer)
     else:
         block = getattr(layer, name)
         setattr(layer, name, RemovedBlock(kind, None))
@@ -117,3 +172,6 @@ def _without(layers: nn.ModuleList, family: Family, index: int, kind: str, known
 def _means(losses: torch.Tensor) -> np.ndarray:
     """Of each sample, float64."""
     return losses.mean(dim=1).double().cpu().numpy()
+
+
+STATISTIC = BlockRemoval()

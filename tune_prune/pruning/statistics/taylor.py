@@ -3,29 +3,30 @@
     G        = gradient of the mean next-token loss, mean over the calibration samples, signed, accumulated in float32
     I(group) = sum over the group's weights of |w * G|
 
-Molchanov et al. 2019 (arXiv:1906.10771); LLM-Pruner's `param_first` (arXiv:2305.11627). Gradients for n samples are a
-prefix of those for more, so one pass yields a snapshot for every n asked for. Batches end where they would end in any
-pass, so the snapshot for n equals, bit for bit, a pass over n samples alone.
+Molchanov et al. 2019 (arXiv:1906.10771); LLM-Pruner's `param_first` (arXiv:2305.11627). Beside it the size of G in every
+layer, over the weights of its projections, for the record: `*_ratio` is the largest over the smallest layer's value,
+`*_range` their difference; inf where a layer has no gradient at all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tune_prune.core.store import GRADIENTS
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
+from tune_prune.pruning.batches import batch_size, batches, check_snapshots, needs_copy, samples_run
+from tune_prune.pruning.group_sums import group_sums
 from tune_prune.pruning.groups import GroupScores
-
-# Of a batch. A CPU wants activations that stay in its caches: at a hidden size of 512, batches of 8,192 tokens take 1.6 times as
-# long. On a GPU this fills matrix products of 7B models, whose layers save 6.5 MB a token for the backward pass.
-BATCH_TOKENS = {"cpu": 1024, "cuda": 2048}
+from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Importance:
         return result
 
     @classmethod
-    def from_arrays(cls, num_samples: int, arrays: dict[str, np.ndarray]) -> Importance:
+    def from_arrays(cls, num_samples: int, arrays: Arrays) -> Importance:
         gradients = LayerGradients(**{f.name: arrays[f"gradient_{f.name}"] for f in fields(LayerGradients)})
         layers = range(len(gradients.norm))
         groups = GroupScores(
@@ -63,10 +64,46 @@ class Importance:
         return cls(num_samples, groups, gradients)
 
 
-def batch_size(seq_len: int, device: str) -> int:
-    """Samples per batch on "cpu" or "cuda": a power of two, from the length alone, so that batches end at the same samples
-    in every pass."""
-    return 2 ** max(0, int(math.log2(max(1, BATCH_TOKENS.get(device, BATCH_TOKENS["cpu"]) // seq_len))))
+class Taylor(Statistic):
+    version = 2
+    stage = "importance"
+    label = "gradient"
+    backward = True
+
+    def collect(
+        self, model: PreTrainedModel, family: Family, windows: torch.Tensor, needs: Sequence[Need]
+    ) -> dict[Need, dict[str, np.ndarray]]:
+        found = taylor(model, family, windows, [need.num_samples for need in needs])
+        return {need: found[need.num_samples].arrays() for need in needs}
+
+    def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
+        wanted, step = [need.num_samples for need in needs], batch_size(seq_len, device)
+        samples = samples_run(wanted, step)
+        return PassWork(
+            tokens=max(wanted) * seq_len,
+            attention_tokens=samples * seq_len * num_layers,
+            mlp_tokens=samples * seq_len * num_layers,
+            head_positions=samples * (seq_len - 1),
+            batch_tokens=min(step, max(wanted)) * seq_len,
+            backward=True,
+            snapshots=len(wanted),
+            weight_sums=2 if needs_copy(wanted, step) else 1,
+        )
+
+    def value(self, arrays: Arrays, need: Need) -> GroupScores:
+        """I(group), not yet divided by what a group costs."""
+        return Importance.from_arrays(need.num_samples, arrays).groups
+
+    def metrics(self, found: Mapping[Need, Arrays]) -> dict[str, float]:
+        return gradient_metrics(_gradients(found))
+
+    def files(self, found: Mapping[Need, Arrays]) -> dict[str, Any]:
+        return {GRADIENTS: gradient_diagnosis(_gradients(found))}
+
+
+def _gradients(found: Mapping[Need, Arrays]) -> LayerGradients:
+    ((need, arrays),) = found.items()  # a trial needs one number of samples
+    return Importance.from_arrays(need.num_samples, arrays).gradients
 
 
 def taylor(
@@ -77,23 +114,19 @@ def taylor(
     One forward and backward pass over max(snapshots) samples. Weights are not changed; gradients are taken for the
     projections only. Raises ValueError when a snapshot is not within 1..len(windows).
     """
-    wanted = sorted(set(snapshots))
-    if not wanted or wanted[0] < 1 or wanted[-1] > len(windows):
-        raise ValueError(f"snapshots {wanted} must lie within 1..{len(windows)} samples")
+    wanted = check_snapshots(snapshots, len(windows))
     accumulator = _Accumulator(model, family)
     step = batch_size(windows.shape[1], model.device.type)
     result = {}
     try:
-        for start in range(0, wanted[-1], step):
-            end = start + step
-            inside = [n for n in wanted if start < n < end]
+        for start, inside, end in batches(wanted, step):
             # The sums are put back only where something follows: a copy is as large as the sums themselves.
-            before = accumulator.copy() if len(inside) > 1 or (inside and end <= wanted[-1]) else {}
+            before = accumulator.copy() if len(inside) > 1 or (inside and end is not None) else {}
             for n in inside:
                 accumulator.add(windows[start:n])
                 result[n] = accumulator.importance(n)
                 accumulator.restore(before)
-            if end <= wanted[-1]:
+            if end is not None:
                 accumulator.add(windows[start:end])
                 if end in wanted:
                     result[end] = accumulator.importance(end)
@@ -149,7 +182,7 @@ class _Accumulator:
 
     @torch.no_grad()
     def importance(self, num_samples: int) -> Importance:
-        groups = group_scores(self.model, self.family, lambda p: self.sums[p] / num_samples)
+        groups = group_sums(self.model, self.family, lambda p: (p * (self.sums[p] / num_samples)).abs())
         stats = [self._layer_statistics(part, num_samples) for part in self.parts]
         return Importance(num_samples, groups, LayerGradients(*np.array(stats).T))
 
@@ -166,31 +199,6 @@ class _Accumulator:
         return absolute / count, math.sqrt(squares), math.sqrt(max(0.0, squares / count - mean**2)), largest
 
 
-@torch.no_grad()
-def group_scores(
-    model: PreTrainedModel, family: Family, gradient: Callable[[torch.Tensor], torch.Tensor]
-) -> GroupScores:
-    """I(group) of every group; `gradient` gives G of a projection's weight or bias, in its shape."""
-
-    def salience(linear: nn.Linear, side: int) -> torch.Tensor:
-        """sum |w * G| over each row (side 0, with its bias) or column (side 1) of a projection."""
-        total = (linear.weight * gradient(linear.weight)).abs().sum(1 - side)
-        if side == 0 and linear.bias is not None:
-            total += (linear.bias * gradient(linear.bias)).abs()
-        return total
-
-    attention, mlp = [], []
-    for layer in decoder_layers(model, family):
-        part = family.linears(layer)
-        kv_heads = part["key"].out_features // family.head_dim(layer)
-        by_row = sum(salience(part[role], 0).view(kv_heads, -1).sum(1) for role in ("query", "key", "value"))
-        by_column = salience(part["output"], 1).view(kv_heads, -1).sum(1)
-        attention.append(_numpy(by_row + by_column))
-        rows = salience(part["gate"], 0) + salience(part["up"], 0)
-        mlp.append(_numpy(rows + salience(part["down"], 1)))
-    return GroupScores(tuple(attention), tuple(mlp))
-
-
 def _members(linear: nn.Linear, role: str) -> list[torch.Tensor]:
     """Parameters of a projection that belong to groups: o and down keep their bias whatever is removed."""
     if linear.bias is None or role in ("output", "down"):
@@ -198,5 +206,39 @@ def _members(linear: nn.Linear, role: str) -> list[torch.Tensor]:
     return [linear.weight, linear.bias]
 
 
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.double().cpu().numpy()
+def gradient_metrics(gradients: LayerGradients) -> dict[str, float]:
+    """grad_{mean,norm,std,max}_ratio and grad_{mean,norm}_range."""
+    metrics = {}
+    for name, values in (
+        ("mean", gradients.abs_mean),
+        ("norm", gradients.norm),
+        ("std", gradients.std),
+        ("max", gradients.abs_max),
+    ):
+        low, high = float(np.min(values)), float(np.max(values))
+        metrics[f"grad_{name}_ratio"] = high / low if low > 0 else float("inf")
+        if name in ("mean", "norm"):
+            metrics[f"grad_{name}_range"] = high - low
+    return metrics
+
+
+def gradient_diagnosis(gradients: LayerGradients) -> dict[str, Any]:
+    """For gradient_diagnosis.json: the metrics and every layer's statistics."""
+    return {
+        **gradient_metrics(gradients),
+        "layers": [
+            {"layer": layer, "grad_mean": mean, "grad_norm": norm, "grad_std": std, "grad_max": largest}
+            for layer, (mean, norm, std, largest) in enumerate(
+                zip(
+                    gradients.abs_mean.tolist(),
+                    gradients.norm.tolist(),
+                    gradients.std.tolist(),
+                    gradients.abs_max.tolist(),
+                    strict=True,
+                )
+            )
+        ],
+    }
+
+
+STATISTIC = Taylor()

@@ -1,7 +1,7 @@
 """How many CPUs and GPUs one trial takes, and how many trials therefore run at once.
 
 Ray counts fractions of a GPU but does not hold anyone to them, so a fraction comes from a memory plan and is held in
-the worker by `claim`. Only 1/k and whole numbers are used: other fractions never fill a GPU.
+the worker by `limit_process`. Only 1/k and whole numbers are used: other fractions never fill a GPU.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def trial_slots(resources: TrialResources, nodes: Sequence[Mapping[str, float]])
     return slots
 
 
-def claim(resources: TrialResources) -> None:
+def limit_process(resources: TrialResources) -> None:
     """Hold this process to its reservation: CPU threads, and the share of the GPU's memory."""
     import torch  # here, so that a command line can check its flags without it
 

@@ -18,6 +18,7 @@ from ray.tune.experiment import Trial as RayTrial
 from ray.tune.schedulers import TrialScheduler
 
 from tune_prune.core.errors import UserError
+from tune_prune.tuning.messages import trial_message
 from tune_prune.tuning.stopping.racing import Race, Verdict
 from tune_prune.tuning.stopping.schedulers import PlainScheduler
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
@@ -50,10 +51,12 @@ class RaceScheduler(PlainScheduler):
                 self._race(key, sizes).add(key, index, outcomes)
 
     def on_trial_result(self, tune_controller: Any, trial: RayTrial, result: dict[str, Any]) -> str:
-        if "slice_index" not in result:
-            return TrialScheduler.CONTINUE  # a stage before the zero-shot items
-        key, sizes = trial.config["key"], _nested(result, "items_per_task")
-        verdict = self._race(key, sizes).add(key, result["slice_index"], _nested(result, "outcomes"))
+        message = trial_message(result)
+        if message is None or message.slice is None:
+            return TrialScheduler.CONTINUE  # a job, or a stage before the zero-shot items
+        key, part = message.progress.key, message.slice
+        sizes = part.items_per_task
+        verdict = self._race(key, sizes).add(key, part.index, part.outcomes)
         if verdict is None:
             return TrialScheduler.CONTINUE
         self._reasons[key] = self._sentence(verdict, sum(sizes.values()))
@@ -77,11 +80,6 @@ class RaceScheduler(PlainScheduler):
             f"on {verdict.items:,} of {items_total:,} items (limit {verdict.limit:.1f} standard errors, confidence "
             f"{self._confidence:.0%} for all trials of the model)"
         )
-
-
-def _nested(result: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The dictionary `name` of a worker's result, which Ray flattens to name/key before a scheduler sees it."""
-    return {key.removeprefix(f"{name}/"): value for key, value in result.items() if key.startswith(f"{name}/")}
 
 
 def read_outcomes(path: Path, num_slices: int) -> list[dict[str, str]]:

@@ -17,6 +17,7 @@ from typing import Any
 from ray.tune.experiment import Trial as RayTrial
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
+from tune_prune.tuning.messages import trial_message
 from tune_prune.tuning.queue import is_job
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
@@ -63,12 +64,19 @@ class AshaScheduler(PlainScheduler):
             self._of(trial).on_trial_add(tune_controller, trial)
 
     def on_trial_result(self, tune_controller: Any, trial: RayTrial, result: dict[str, Any]) -> str:
-        return (
-            TrialScheduler.CONTINUE
-            if is_job(trial)
-            else self._of(trial).on_trial_result(tune_controller, trial, result)
-        )
+        if is_job(trial):
+            return TrialScheduler.CONTINUE
+        answer: str = self._of(trial).on_trial_result(tune_controller, trial, _level(result))
+        return answer
 
     def on_trial_complete(self, tune_controller: Any, trial: RayTrial, result: dict[str, Any]) -> None:
         if not is_job(trial):
-            self._of(trial).on_trial_complete(tune_controller, trial, result)
+            self._of(trial).on_trial_complete(tune_controller, trial, _level(result))
+
+
+def _level(result: dict[str, Any]) -> dict[str, Any]:
+    """What Ray's ASHA reads; nothing of a stage before the zero-shot items."""
+    message = trial_message(result)
+    if message is None or message.slice is None or message.accuracy is None:
+        return {}
+    return {"evaluated_fraction": message.slice.fraction, "acc_mean": message.accuracy}

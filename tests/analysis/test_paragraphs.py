@@ -1,0 +1,107 @@
+"""Draft paragraphs claim no more than the statistics carry."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.findings import from_csv, simulated_findings
+from tune_prune.analysis.render.paragraphs import write_paragraphs
+from tune_prune.analysis.statistics.findings import Findings
+
+CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|The methods differ\b|\bcorrelates\b|\bloses\b"
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """Two models with items and dense baselines, 18 configurations each, two of them failed or stopped."""
+    folder = tmp_path_factory.mktemp("simulated")
+    return simulated_findings(folder, failed=["taylor-s16-n128"], stopped=["layerwise-s64-n512"])
+
+
+def test_paragraphs_of_noise_claim_nothing(tmp_path: Path) -> None:
+    generator = np.random.default_rng(4)
+    noise = {key: generator.normal(0.5, 0.002) for key in itertools.product(("a", "b"), range(36))}
+    counters = {label: itertools.count() for label in "ab"}
+    findings = from_csv(
+        tmp_path,
+        {label: lambda m, s, n, label=label: noise[label, next(counters[label])] for label in "ab"},  # type: ignore[misc]
+        ppl=generator.normal(13, 1, 36),
+    )
+    for found in findings.models.values():  # otherwise this data does not test what it should
+        assert found.competing["in_confidence_set"].all() and found.effects is not None
+        assert all(trend.direction == "flat" for trend in found.trends.values())
+        assert found.effects.loc["method", "p"] > 0.05
+        assert all(entry.low is None or entry.low < 0 < entry.high for entry in found.correlations if entry.high)
+    write_paragraphs(findings, tmp_path / "paragraphs.md")
+    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
+    assert not re.search(CLAIMS, text)
+    assert "not decided by these data" in text and "do not show that methods differ" in text
+
+
+def test_paragraphs_say_what_is_significant(tmp_path: Path) -> None:
+    """Effects of a few points over almost no noise."""
+    generator = np.random.default_rng(0)
+    order = {"taylor": 0.0, "layerwise": 0.03, "blockwise": 0.06}
+
+    def accuracy(method: str, seq_len: int, samples: int) -> float:
+        return 0.4 + order[method] + 0.02 * math.log2(seq_len / 16) + generator.normal(0, 0.001)
+
+    def falling(method: str, seq_len: int, samples: int) -> float:
+        return 0.9 - accuracy(method, seq_len, samples)
+
+    findings = from_csv(tmp_path, {"up": accuracy, "down": falling})
+    write_paragraphs(findings, tmp_path / "paragraphs.md")
+    up, down = (
+        (tmp_path / "paragraphs.md").read_text(encoding="utf-8").partition("# Findings")[2].split("**down.**")[:2]
+    )
+    assert "Accuracy rises with tokens per sample" in up and "Accuracy falls" not in up
+    assert "Accuracy falls with tokens per sample" in down
+    assert "The methods differ (F(" in up and "blockwise has the highest mean" in up
+    assert "taylor has the highest mean" in down
+    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
+    outside = int((~findings.models["up"].competing["in_confidence_set"]).sum())
+    assert outside > 20 and f"The other {outside} are ruled out as the best" in text
+    assert findings.transfer_points is not None and findings.transfer_percent is not None
+    loss, percent = (frame.loc["up", "down"] for frame in (findings.transfer_points, findings.transfer_percent))
+    assert re.search(rf"up loses {loss:.2f} ± \d\.\d\d points, {percent:.1f}% of its accuracy", text)
+
+
+def test_paragraphs_of_experiments(simulated: Findings, tmp_path: Path) -> None:
+    """The cross-fitted score beside the naive one, the size of the confidence set, correlations with n and interval."""
+    write_paragraphs(simulated, tmp_path / "paragraphs.md")
+    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
+    for found in simulated.models.values():
+        assert found.cross_fit is not None
+        assert f"{found.cross_fit.corrected:.4f}"[1:] in text and f"{found.cross_fit.naive:.4f}"[1:] in text
+        inside = int(found.competing["in_confidence_set"].sum())
+        assert f"The confidence set of the best holds {inside} configurations" in text
+        ppl = next(entry for entry in found.correlations if entry.column == "ppl")
+        low, high = (f"{bound:.4f}".replace("0.", ".", 1) for bound in (ppl.low, ppl.high) if bound is not None)
+        assert f"over {ppl.n} runs, 95% interval {low} to {high}" in text
+    assert "36 runs and 224 task evaluations; 32 runs (88.9%) are complete, 2 failed, 2 were stopped early" in text
+
+
+def test_paragraphs_under_another_rule(tmp_path: Path) -> None:
+    """The most accurate stays the subject of the test; what the rule chooses instead stands beside it."""
+    findings = simulated_findings(tmp_path, rule="one-standard-error", items=60)
+    found = next(entry for entry in findings.models.values() if entry.best["name"] != entry.competing["name"].iloc[0])
+    write_paragraphs(findings, tmp_path / "paragraphs.md")
+    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
+    assert f"By the rule one-standard-error, {found.best['name']} is chosen instead" in text
+    assert f"runs is {found.competing['name'].iloc[0]}, with an accuracy" in text
+
+
+def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
+    """And of a single run without perplexity nothing is claimed."""
+    one = {("taylor", 16, 128): 0.5}
+    findings = from_csv(tmp_path, {"M": lambda *key: one.get(key, math.nan), "lost": lambda *_: math.nan})
+    write_paragraphs(findings, tmp_path / "paragraphs.md")
+    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
+    assert not re.search(rf"{CLAIMS}|\bnan\b|\bNone\b", text)
+    assert "No run of lost is complete." in text

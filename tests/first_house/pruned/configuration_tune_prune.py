@@ -1,0 +1,65 @@
+"""Configs of models that tune_prune has made smaller: the family's own, with sizes that differ from layer to layer.
+
+`per_layer_config` says what a layer has instead of the sizes at the top level, which stay those of the dense model:
+num_attention_heads, num_key_value_heads, intermediate_size, and `skip`, a list of the blocks that it has lost
+("attention", "mlp").
+
+This file and modeling_tune_prune.py lie in every such checkpoint, and need transformers (5.10 or later) only.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+SKIPPED = ("attention", "mlp")
+
+
+class PrunedConfig(PreTrainedConfig):
+    """What the configs of all families share."""
+
+    def layer_config(self, index: int) -> PreTrainedConfig:
+        """The family's config as layer `index` has it; its list `skip` names the blocks that are not there."""
+        layers: Any = getattr(self, "per_layer_config", {})
+        if not isinstance(layers, dict):  # transformers from 5.16 on resolves them itself
+            return layers[index]
+        config = copy.copy(self)
+        config.skip = []
+        for name, value in {int(at): own for at, own in layers.items()}.get(index, {}).items():
+            setattr(config, name, value)
+        return config
+
+    def validate_architecture(self) -> None:
+        """Called by `strict`, in place of checks that know one size for all layers. Raises ValueError."""
+        for index in range(self.num_hidden_layers):
+            layer = self.layer_config(index)
+            skip = getattr(layer, "skip", [])
+            if not set(skip) <= set(SKIPPED):
+                raise ValueError(f"layer {index} skips {skip}; it can skip {' and '.join(SKIPPED)}")
+            sizes = [getattr(layer, name) for name in SIZES]
+            if min(sizes) < 1 or sizes[0] % sizes[1]:
+                raise ValueError(f"layer {index} has {dict(zip(SIZES, sizes, strict=True))}; heads must share evenly")
+
+
+@strict
+class PrunedLlamaConfig(PrunedConfig, LlamaConfig):
+    model_type = "tune_prune_llama"
+
+
+@strict
+class PrunedMistralConfig(PrunedConfig, MistralConfig):
+    model_type = "tune_prune_mistral"
+
+
+@strict
+class PrunedQwen2Config(PrunedConfig, Qwen2Config):
+    model_type = "tune_prune_qwen2"
+
+
+@strict
+class PrunedQwen3Config(PrunedConfig, Qwen3Config):
+    model_type = "tune_prune_qwen3"

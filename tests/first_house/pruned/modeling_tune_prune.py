@@ -1,0 +1,168 @@
+"""Models that tune_prune has made smaller: the installed classes of transformers with layers of different widths.
+
+Nothing is computed here but what a removed block leaves behind. Every layer is the family's own, built with its own sizes
+(configuration_tune_prune.py), so that generation, caches, attention kernels, adapters and device maps work as they do
+for the family.
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)     # or without it after `import tune_prune`
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    LlamaForCausalLM,
+    LlamaModel,
+    MistralForCausalLM,
+    MistralModel,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
+
+from .configuration_tune_prune import (
+    PrunedConfig,
+    PrunedLlamaConfig,
+    PrunedMistralConfig,
+    PrunedQwen2Config,
+    PrunedQwen3Config,
+)
+
+# What a layer can skip: the module's name in it, and the projection whose bias stays.
+BLOCKS = {"attention": ("self_attn", "o_proj"), "mlp": ("mlp", "down_proj")}
+
+
+def _without_inputs(bias: nn.Parameter) -> nn.Linear:
+    """A projection that has lost all its inputs: what it gives is its bias. Linear, so that adapters accept it by name."""
+    projection = nn.Linear(1, 1, device="meta")  # replaced at once; the initialisation of no elements would warn
+    projection.in_features, projection.out_features = 0, bias.numel()
+    projection.weight = nn.Parameter(bias.detach().new_empty(bias.numel(), 0), requires_grad=bias.requires_grad)
+    projection.bias = bias
+    return projection
+
+
+class RemovedBlock(nn.Module):
+    """What is left of a block whose parts are all gone: nothing, or the bias of its last projection, under its old name.
+
+    It leaves the cache alone. `kind` is "attention" or "mlp".
+    """
+
+    def __init__(self, kind: str, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.kind = kind
+        if bias is not None:
+            setattr(self, BLOCKS[kind][1], _without_inputs(bias))
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
+        """hidden_states [batch, time, H] -> what the block would add, same shape; attention gives (that, no weights)."""
+        projection = getattr(self, BLOCKS[self.kind][1], None)
+        output = torch.zeros_like(hidden_states) if projection is None else projection(hidden_states[..., :0])
+        return (output, None) if self.kind == "attention" else output
+
+
+def _one_layer(config: PrunedConfig) -> Any:
+    """A copy of `config` with one layer of the dense sizes, which the family's own class can build."""
+    plain = copy.copy(config)
+    plain.__dict__.pop("_heterogeneity_spec", None)  # where transformers keeps per_layer_config
+    plain.num_hidden_layers = 1
+    return plain
+
+
+def _put_layers(decoder: Any, config: PrunedConfig) -> None:
+    """Give a decoder that was built by `_one_layer` the layers and the config that it is meant to have."""
+    config._attn_implementation = decoder.config._attn_implementation  # chosen by PreTrainedModel's constructor
+    layer_class = type(decoder.layers[0])
+    layers = [_pruned_layer(layer_class, config, index) for index in range(config.num_hidden_layers)]
+    decoder.layers = nn.ModuleList(layers)
+    decoder.config = decoder.rotary_emb.config = config
+    decoder.post_init()
+
+
+def _pruned_layer(layer_class: type, config: PrunedConfig, index: int) -> nn.Module:
+    own = config.layer_config(index)
+    skip = getattr(own, "skip", ())
+    layer = layer_class(own, index)
+    for kind, (name, output) in BLOCKS.items():
+        if kind in skip:
+            setattr(layer, name, RemovedBlock(kind, getattr(layer.get_submodule(name), output).bias))
+    if "attention" not in skip:
+        layer.self_attn.config = config  # so that the choice of the attention kernel reaches it later, too
+    return layer
+
+
+def _put_decoder(model: Any, config: PrunedConfig, decoder_class: type[PreTrainedModel]) -> None:
+    """The same for a language model that was built by `_one_layer`."""
+    config._attn_implementation = model.config._attn_implementation
+    model.config = config
+    model.model = decoder_class(config)
+    model.post_init()
+
+
+class PrunedLlamaModel(LlamaModel):
+    config_class = PrunedLlamaConfig
+
+    def __init__(self, config: PrunedLlamaConfig) -> None:
+        super().__init__(_one_layer(config))
+        _put_layers(self, config)
+
+
+class PrunedLlamaForCausalLM(LlamaForCausalLM):
+    config_class = PrunedLlamaConfig
+
+    def __init__(self, config: PrunedLlamaConfig) -> None:
+        super().__init__(_one_layer(config))
+        _put_decoder(self, config, PrunedLlamaModel)
+
+
+class PrunedMistralModel(MistralModel):
+    config_class = PrunedMistralConfig
+
+    def __init__(self, config: PrunedMistralConfig) -> None:
+        super().__init__(_one_layer(config))
+        _put_layers(self, config)
+
+
+class PrunedMistralForCausalLM(MistralForCausalLM):
+    config_class = PrunedMistralConfig
+
+    def __init__(self, config: PrunedMistralConfig) -> None:
+        super().__init__(_one_layer(config))
+        _put_decoder(self, config, PrunedMistralModel)
+
+
+class PrunedQwen2Model(Qwen2Model):
+    config_class = PrunedQwen2Config
+
+    def __init__(self, config: PrunedQwen2Config) -> None:
+        super().__init__(_one_layer(config))
+        _put_layers(self, config)
+
+
+class PrunedQwen2ForCausalLM(Qwen2ForCausalLM):
+    config_class = PrunedQwen2Config
+
+    def __init__(self, config: PrunedQwen2Config) -> None:
+        super().__init__(_one_layer(config))
+        _put_decoder(self, config, PrunedQwen2Model)
+
+
+class PrunedQwen3Model(Qwen3Model):
+    config_class = PrunedQwen3Config
+
+    def __init__(self, config: PrunedQwen3Config) -> None:
+        super().__init__(_one_layer(config))
+        _put_layers(self, config)
+
+
+class PrunedQwen3ForCausalLM(Qwen3ForCausalLM):
+    config_class = PrunedQwen3Config
+
+    def __init__(self, config: PrunedQwen3Config) -> None:
+        super().__init__(_one_layer(config))
+        _put_decoder(self, config, PrunedQwen3Model)

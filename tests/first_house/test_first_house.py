@@ -1,0 +1,109 @@
+"""What the first house left (git tag first-house) is still read: an experiment, its cache and a pruned checkpoint.
+
+Made by these commands, and kept without tune/, tensorboard/ and the card's picture:
+
+    python -m tune_prune.search --model tiny-llama --search-space smoke --limit 5
+    python -m tune_prune.prune --config ray_results/tiny-llama-20-smoke-limit5 --output pruned
+
+The truth is what was recorded then. It holds to the last bit where numbers come from the files or the cache, and up to
+rounding where a model is run again, on whatever machine this is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from safetensors.torch import load_file
+
+from tune_prune import evaluate, prune, search
+from tune_prune.analysis import command
+from tune_prune.checkpoint import manifest
+from tune_prune.core.files import to_json
+
+HERE = Path(__file__).parent
+NAME = "tiny-llama-20-smoke-limit5"
+SEARCH = ("--model", "tiny-llama", "--search-space", "smoke", "--limit", "5", "--gpus-per-trial", "0", "--storage-path")
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def ledger(experiment: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: read(path) for path in sorted((experiment / "ledger").glob("*.json"))}
+
+
+RECORDED = ledger(HERE / "storage" / NAME)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(HERE / "storage", tmp_path / "storage"))
+
+
+def test_it_is_analysed(storage: Path, tmp_path: Path) -> None:
+    assert len(RECORDED) == 6
+    assert command.main([str(storage / NAME), "--output", str(tmp_path / "results")]) == 0
+    rows = pd.read_csv(tmp_path / "results" / "consolidated_tiny-llama_20" / "all_methods_results.csv").set_index("key")
+    assert set(rows.index) == set(RECORDED)
+    for key, record in RECORDED.items():
+        for name in ("acc_mean", "acc_mean_stderr", "ppl", "acc_boolq", "removed_fraction"):
+            assert rows.loc[key, name] == record["metrics"][name], (key, name)
+
+
+def test_it_is_pruned_from(storage: Path, tmp_path: Path) -> None:
+    assert prune.main(["--config", str(storage / NAME), "--output", str(tmp_path / "pruned"), "--device", "cpu"]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (HERE / "pruned", tmp_path / "pruned"))
+    assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
+    told_before, told_after = (read(folder / "tune_prune.json") for folder in (HERE / "pruned", tmp_path / "pruned"))
+    assert {name for name in told_before if told_before[name] != told_after.get(name)} <= {"created", "versions"}
+    assert told_after["metrics"] == RECORDED["637f69f5dd037ef2"]["metrics"]
+
+
+def test_it_goes_on_and_has_nothing_to_do(storage: Path) -> None:
+    views = ("global_best_config.json", "method_comparison.json")
+    before = {path: path.read_bytes() for path in (storage / NAME).rglob("*.json")}
+    assert search.main([*SEARCH, str(storage)]) == 0
+    for path, content in before.items():
+        if path.parent.name in ("ledger", "passes") or path.name in (*views, "baseline.json", "items.parquet"):
+            assert path.read_bytes() == content, path
+    assert ledger(storage / NAME) == RECORDED
+
+
+def test_it_runs_what_is_missing_from_its_cache(storage: Path) -> None:
+    key = "23a0c4b2250fa417"  # blockwise-s16-n8: both statistics
+    (storage / NAME / "ledger" / f"{key}.json").unlink()
+    shutil.rmtree(storage / NAME / "trials" / key)
+    assert search.main([*SEARCH, str(storage)]) == 0
+    again = ledger(storage / NAME)
+    assert {name: record for name, record in again.items() if name != key} == {
+        name: record for name, record in RECORDED.items() if name != key
+    }
+    assert again[key]["metrics"] == RECORDED[key]["metrics"]
+    assert [stage["tokens"] for stage in again[key]["stages"]] == [0] * len(RECORDED[key]["stages"])
+    for name in ("pruning_plan.json", "gradient_diagnosis.json", "pruning_comparison.json"):
+        path = Path(NAME, "trials", key, name)
+        assert read(storage / path) == read(HERE / "storage" / path), name
+
+
+def test_its_manifest_is_written_as_it_was() -> None:
+    about = manifest.read(HERE / "pruned")
+    assert about is not None
+    assert to_json(about.to_dict()).encode() == (HERE / "pruned" / manifest.MANIFEST).read_bytes()
+
+
+def test_its_checkpoint_is_measured_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.json"
+    argv = ["--model", str(HERE / "pruned"), "--limit", "5", "--device", "cpu", "--output", str(record)]
+    assert evaluate.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "recorded 8.89" in out and "is not compared" not in out
+    measured, recorded = read(record)["metrics"], RECORDED["637f69f5dd037ef2"]["metrics"]
+    assert measured["ppl"] == pytest.approx(recorded["ppl"], rel=1e-5)
+    accuracies = [name for name in recorded if name.startswith("acc_")]
+    assert len(accuracies) == 16 and all(measured[name] == recorded[name] for name in accuracies)

@@ -1,0 +1,184 @@
+"""What every statistic promises, and the norms and weights of `wanda_sp` and `magnitude` against plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.models.families import FAMILIES
+from tune_prune.models.geometry import read_geometry
+from tune_prune.pruning import batches
+from tune_prune.pruning.methods import Dense, load_method, method_names
+from tune_prune.pruning.statistics import Need, by_statistic, load_statistic, parse, statistic_names
+
+SEQ_LEN = 9
+
+
+def windows(count: int) -> torch.Tensor:
+    return torch.randint(0, 64, (count, SEQ_LEN), generator=torch.Generator().manual_seed(3))
+
+
+def needs_of(name: str, *num_samples: int) -> list[Need]:
+    return [Need(name, kind, n) for n in num_samples for kind in load_statistic(name).kinds]
+
+
+def family_of(model: nn.Module):
+    return FAMILIES[model.config.model_type]
+
+
+@pytest.mark.parametrize("name", statistic_names())
+class TestEveryStatistic:
+    """The contract."""
+
+    def test_it_says_what_it_is(self, name):
+        statistic = load_statistic(name)
+        assert statistic.version >= 1 and statistic.stage and statistic.label
+        assert {"taylor_seq_len", "taylor_num_samples"} <= set(statistic.reads) <= set(PruningConfig.__annotations__)
+        stages = [load_statistic(other).stage for other in statistic_names()]
+        assert stages.count(statistic.stage) == 1  # its files in the cache are its own
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_prefix_is_a_pass_over_it_alone(self, tiny, monkeypatch, name, dtype):
+        """Bit for bit, where samples end inside a batch, at its end, and in a ragged last one."""
+        monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+        model, samples, statistic = tiny("llama", dtype), windows(11), load_statistic(name)
+        counts = (4, 8, 11) if name == "block_removal" else (1, 3, 4, 6, 8, 11)  # kept per sample: ends of batches
+        (wanted,) = by_statistic(needs_of(name, *counts)).values()
+        together = statistic.collect(model, family_of(model), samples, wanted)
+        for need in needs_of(name, *counts):
+            (stored,) = (arrays for one, arrays in together.items() if statistic.key(one) == statistic.key(need))
+            assert statistic.covers(stored, need)
+            alone = statistic.collect(model, family_of(model), samples[: need.num_samples], [need])[need]
+            assert stored.keys() == alone.keys()
+            for array in alone:
+                part = stored[array][..., : alone[array].shape[-1]]
+                np.testing.assert_array_equal(part, alone[array], err_msg=f"{need} {array}")
+
+    def test_its_key_tells_apart_what_differs(self, name):
+        statistic = load_statistic(name)
+        for kind in statistic.kinds:
+            few, many = Need(name, kind, 2), Need(name, kind, 5)
+            stored = {"dense": np.zeros(2)}
+            assert statistic.key(few) != statistic.key(many) or not statistic.covers(stored, many)
+        assert len({repr(statistic.key(Need(name, kind, 2))) for kind in statistic.kinds}) == len(statistic.kinds)
+
+    def test_the_model_is_left_as_it_was(self, tiny, name):
+        model = tiny("qwen3-biases-tied")
+        before = {key: p.clone() for key, p in model.named_parameters()}
+        modules = list(model.modules())
+
+        def check() -> None:
+            assert list(model.modules()) == modules
+            for key, p in model.named_parameters():
+                assert torch.equal(p, before[key]) and p.grad is None and not p.requires_grad
+                assert not p._post_accumulate_grad_hooks
+            assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+        statistic, (wanted,) = load_statistic(name), by_statistic(needs_of(name, 2)).values()
+        statistic.collect(model, family_of(model), windows(2), wanted)
+        check()
+        with pytest.raises(IndexError):
+            statistic.collect(model, family_of(model), torch.full((2, SEQ_LEN), 999), wanted)
+        check()
+
+
+def norms_by_loop(model: nn.Module, samples: torch.Tensor) -> dict[str, list[list[float]]]:
+    """||X_j|| of o and down of every layer, sample by sample and token by token."""
+    sums: dict[str, list[list[float]]] = {"self_attn.o_proj": [], "mlp.down_proj": []}
+    for path, layers in sums.items():
+        for layer in model.model.layers:
+            linear = layer.get_submodule(path)
+            total = [0.0] * linear.in_features
+            seen = []
+            handle = linear.register_forward_hook(lambda _module, args, _output, seen=seen: seen.append(args[0]))
+            for sample in samples:
+                model(input_ids=sample[None])
+            handle.remove()
+            for inputs in seen:
+                for token in inputs[0]:
+                    for j, x in enumerate(token.tolist()):
+                        total[j] += x * x
+            layers.append([math.sqrt(value) for value in total])
+    return sums
+
+
+def scores_of(method: str, model: nn.Module, samples: torch.Tensor):
+    family, config = family_of(model), PruningConfig(method, SEQ_LEN, len(samples))
+    values = {}
+    for name, need in load_method(method).needs(config).items():
+        statistic = load_statistic(need.statistic)
+        values[name] = statistic.value(statistic.collect(model, family, samples, [need])[need], need)
+    return load_method(method).scores(Dense(model, family, read_geometry(model, family), 0, values))
+
+
+def test_wanda_sp_is_the_formula(tiny, variant):
+    model, samples = tiny(variant), windows(3)
+    norms = norms_by_loop(model, samples)
+    scores, geometry = scores_of("wanda_sp", model, samples), read_geometry(model, family_of(model))
+    for index, layer in enumerate(model.model.layers):
+        o, down = layer.self_attn.o_proj.weight.tolist(), layer.mlp.down_proj.weight.tolist()
+        for k in range(4):
+            columns = range(12 * k, 12 * k + 12)  # two query heads of 6
+            expected = sum(abs(row[j]) * norms["self_attn.o_proj"][index][j] for row in o for j in columns)
+            assert scores.attention[index][k] == pytest.approx(expected / geometry.group_cost[index], rel=1e-10)
+        for j in range(40):
+            expected = sum(abs(row[j]) for row in down) * norms["mlp.down_proj"][index][j]
+            assert scores.mlp[index][j] == pytest.approx(expected / geometry.channel_cost[index], rel=1e-10)
+
+
+def test_magnitude_is_the_mean_weight_of_a_group(tiny, variant):
+    model = tiny(variant)
+    scores, geometry = scores_of("magnitude", model, windows(1)), read_geometry(model, family_of(model))
+    for index, layer in enumerate(model.model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        for k in range(4):
+            group = [attention.o_proj.weight[:, 12 * k : 12 * k + 12]]
+            for linear, width in ((attention.q_proj, 12), (attention.k_proj, 6), (attention.v_proj, 6)):
+                group += [p[width * k : width * k + width] for p in linear.parameters()]
+            assert sum(p.numel() for p in group) == geometry.group_cost[index]
+            expected = torch.cat([p.flatten() for p in group]).abs().mean().item()
+            assert scores.attention[index][k] == pytest.approx(expected, rel=1e-10)
+        for j in range(40):
+            channel = [p[j] for linear in (mlp.gate_proj, mlp.up_proj) for p in linear.parameters()]
+            channel.append(mlp.down_proj.weight[:, j])
+            expected = torch.cat([p.flatten() for p in channel]).abs().mean().item()
+            assert scores.mlp[index][j] == pytest.approx(expected, rel=1e-10)
+
+
+def test_magnitudes_in_bfloat16_are_summed_in_float32(tiny):
+    model = tiny("mistral", torch.bfloat16)
+    exact = scores_of("magnitude", tiny("mistral", torch.bfloat16).double(), windows(1))
+    for one, other in zip(scores_of("magnitude", model, windows(1)).mlp, exact.mlp, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_what_methods_read():
+    reads = {name: load_method(name).reads for name in method_names()}
+    samples = {"taylor_seq_len", "taylor_num_samples"}
+    assert reads["random"] == reads["magnitude"] == set()
+    assert reads["taylor"] == reads["wanda_sp"] == samples
+    assert reads["layerwise"] == reads["blockwise"] == {*samples, "removal_divisor"}
+
+
+def test_needs_of_one_key_are_one_need():
+    needs = [Need("block_removal", "mlp", 2), Need("taylor", "", 8), Need("block_removal", "mlp", 5)]
+    needs += [Need("taylor", "", 4), Need("block_removal", "layer", 1), Need("taylor", "", 8)]
+    assert list(by_statistic(needs).items()) == [
+        ("taylor", [Need("taylor", "", 4), Need("taylor", "", 8)]),
+        ("block_removal", [Need("block_removal", "layer", 1), Need("block_removal", "mlp", 5)]),
+    ]
+
+
+def test_an_unknown_statistic_or_kind_is_refused_with_a_suggestion():
+    with pytest.raises(UserError, match="unknown statistic 'tailor'; did you mean 'taylor'"):
+        parse("tailor")
+    with pytest.raises(UserError, match=r"block_removal:mpl.*did you mean 'mlp'"):
+        parse("block_removal:mpl")
+    with pytest.raises(UserError, match="'block_removal'"):
+        parse("block_removal")

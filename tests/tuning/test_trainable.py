@@ -1,0 +1,143 @@
+"""The worker's side of a trial, step by step in this process: one message a stage, one record at the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.trials import BLOCKWISE, RUN, open_context
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import TRIALS
+from tune_prune.evaluation.engine import prefix_trees
+from tune_prune.pruning.statistics import Need
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import TrialProgress
+from tune_prune.tuning.messages import TrialMessage, job_message, trial_message
+from tune_prune.tuning.preparation import PrepareJob
+from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.trainable import TIMEOUT_REASON, PruneTrainable
+from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+
+CONFIG = replace(BLOCKWISE, method="taylor")
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory) -> TrialContext:
+    return open_context(tmp_path_factory.mktemp("artifacts"))
+
+
+@pytest.fixture
+def settings(context, tmp_path, monkeypatch) -> WorkerSettings:
+    """Of workers that share the loaded model of `context`, and have computed nothing yet."""
+
+    def open_here(run, artifact_dir, device):
+        other = TrialContext(run, context.loaded, context.artifacts.__class__(artifact_dir))
+        other.suite = context.suite
+        return other
+
+    monkeypatch.setattr(TrialContext, "open", open_here)
+    return WorkerSettings(tmp_path / "experiment", tmp_path / "artifacts", TrialResources())
+
+
+def worker(settings: WorkerSettings, key: str, **config: object) -> PruneTrainable:
+    made = PruneTrainable.__new__(PruneTrainable)  # as Ray does, but for its own set-up
+    specs = {key: TrialSpec(RUN, CONFIG, key)}
+    jobs = [PrepareJob(RUN), PrepareJob(replace(RUN, calibration="/no/such/text"), 16, (Need("taylor", "", 4),))]
+    made.setup(config or {"key": key}, specs, jobs, settings)
+    return made
+
+
+def messages(made: PruneTrainable) -> list[TrialMessage]:
+    found = []
+    while True:
+        result = made.step()
+        message = trial_message(result)
+        assert message is not None and result["done"] == (message.record is not None)
+        found.append(message)
+        if result["done"]:
+            return found
+
+
+def test_a_message_for_every_stage_and_a_record_at_the_end(context, settings, monkeypatch):
+    built = []
+    original = TrialProgress.record
+    monkeypatch.setattr(TrialProgress, "record", lambda *args: built.append(args[1]) or original(*args))
+    key = context.key(CONFIG)
+    found = messages(worker(settings, key))
+    slices = RUN.protocol.slices
+    stages = ["importance", "pruning", "perplexity", *["zero_shot"] * len(slices)]
+    assert [message.stage.stage for message in found] == stages
+    assert [message.index for message in found] == list(range(len(stages)))
+    for count, message in enumerate(found, 1):
+        assert [report.stage for report in message.progress.reports] == stages[:count]
+        assert not any(report.outcomes for report in message.progress.reports)  # said once, with their slice
+    parts = [message.slice for message in found if message.slice is not None]
+    assert [(part.index, part.fraction) for part in parts] == list(enumerate(slices))
+    sizes = dict.fromkeys(parts[0].items_per_task, 0)
+    for part in parts:
+        sizes = {task: size + len(part.outcomes.get(task, "")) for task, size in sizes.items()}
+    assert sizes == parts[0].items_per_task
+    assert found[-1].accuracy == found[-1].record.metrics["acc_mean"] and found[0].accuracy is None
+    assert built == ["complete"]  # once
+    assert settings.ledger.read(key) == found[-1].record
+    assert settings.store.within(f"{TRIALS}/{key}").get("pruning_plan.json") is not None
+
+
+def test_a_stopped_trial_can_be_recorded_from_its_last_message_alone(context, settings):
+    made = worker(settings, context.key(CONFIG))
+    message = trial_message([made.step() for _ in range(4)][-1])
+    record = message.progress.record("stopped_early", "behind", {"cpu": 1.0})
+    assert (record.key, record.model, record.status) == (context.key(CONFIG), RUN.label, "stopped_early")
+    assert [stage["stage"] for stage in record.stages] == ["importance", "pruning", "perplexity", "zero_shot"]
+    assert record.host and record.started_at and record.peak_memory_bytes and record.elapsed_time_s > 0
+    assert TrialRecord.from_dict(record.to_dict()).stages == record.stages
+
+
+def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_model(context, settings, monkeypatch):
+    """The probe asks whether the choices of an item may share their prefix; it runs the model."""
+    asked = []
+
+    def out_of_memory(model: object) -> None:
+        asked.append(model)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(prefix_trees, "unsupported_reason", out_of_memory)
+    key = context.key(CONFIG)
+    made = worker(settings, key)
+    for stage in ("importance", "pruning", "perplexity"):
+        assert trial_message(made.step()).stage.stage == stage
+    with pytest.raises(torch.OutOfMemoryError):
+        made.step()
+    assert len(asked) == 1  # not a second time for the record
+    record = settings.ledger.read(key)
+    assert (record.status, record.reason) == ("failed", "OutOfMemoryError: out of memory")
+    assert [stage["stage"] for stage in record.stages] == ["importance", "pruning", "perplexity"]
+    assert record.notes == [] and record.metrics["ppl"] > 1
+
+
+def test_notes_of_the_measurement_are_in_the_record_of_a_cached_trial_too(context, settings, monkeypatch):
+    monkeypatch.setattr(prefix_trees, "unsupported_reason", lambda model: "it takes no masks")
+    key = context.key(CONFIG)
+    first, again = (messages(worker(settings, key))[-1].record for _ in range(2))
+    assert first.notes == again.notes == ["zero-shot choices are scored one by one: it takes no masks"]
+    assert sum(stage["tokens"] for stage in again.stages) == 0
+
+
+def test_other_files_on_this_node_and_an_earlier_time_limit_are_failures(context, settings):
+    (wrong,) = messages(worker(settings, "0" * 16))
+    assert wrong.record.status == "failed" and "differ on" in wrong.record.reason
+    assert wrong.record.started_at and wrong.record.host
+    key = context.key(CONFIG)
+    timed_out = TrialProgress(key, RUN.label, CONFIG).record("failed", f"{TIMEOUT_REASON} of 1 s")
+    settings.ledger.write(timed_out)
+    (message,) = messages(worker(settings, key))
+    assert message.record == timed_out and message.stage is None
+
+
+def test_jobs_answer_with_their_result_or_why_they_cannot_be_done(context, settings):
+    done = job_message(worker(settings, "unused", job=0).step())
+    assert done.baseline.status == "complete" and "acc " in str(done)
+    refused = job_message(worker(settings, "unused", job=1).step())
+    assert refused.baseline is None and "/no/such/text" in refused.refused

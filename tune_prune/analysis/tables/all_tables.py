@@ -1,0 +1,47 @@
+"""Every table of the findings, and their files: LaTeX, Markdown and CSV of each, and one document with all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tune_prune.analysis.render.latex import document, latex_table
+from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.tables import configurations, hyperparameters, trial_tables
+from tune_prune.analysis.tables.table import Table
+from tune_prune.core.files import atomic_write_text
+
+
+def all_tables(findings: Findings) -> dict[str, Table]:
+    """All tables that these findings have rows for, by their keys; those of the appendix last."""
+    made = [
+        configurations.best_configurations(findings),
+        configurations.accuracy_by_size(findings),
+        configurations.selection_rules(findings),
+        configurations.task_accuracies(findings),
+        hyperparameters.methods(findings),
+        *hyperparameters.levels(findings),
+        hyperparameters.effects(findings),
+        hyperparameters.correlations(findings),
+        hyperparameters.extreme_layers(findings),
+        configurations.architecture(findings),
+        configurations.transfer(findings),
+        configurations.configuration_impact(findings),
+        trial_tables.statistics(findings),
+        trial_tables.trials(findings),
+        trial_tables.trial_tasks(findings),
+    ]
+    return {table.key: table for table in made if table is not None}
+
+
+def write_tables(findings: Findings, folder: Path) -> list[Path]:
+    """Write each table as .tex (to \\input; needs booktabs, and longtable for the appendix), .md and .csv (full precision),
+    and all_tables.tex, a document that compiles as it stands. Returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = all_tables(findings)
+    texts = {"all_tables.tex": document(list(made.values()))}
+    for key, table in made.items():
+        texts |= {f"{key}.tex": latex_table(table), f"{key}.md": markdown_table(table), f"{key}.csv": csv_text(table)}
+    for name, text in texts.items():
+        atomic_write_text(folder / name, text)
+    return [folder / name for name in texts]

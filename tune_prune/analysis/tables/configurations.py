@@ -1,0 +1,260 @@
+"""Tables of configurations: the best of each model, what each rule chooses, their tasks, and what the choice is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tune_prune.analysis.statistics.differences import difference
+from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
+from tune_prune.analysis.tables.table import Column, Table, missing
+from tune_prune.core.config import HYPERPARAMETERS
+
+MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
+
+MODEL = Column("model", "Model")
+CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
+ACCURACY = Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", hint="mean over the tasks ± standard error")
+PERPLEXITY = Column("ppl", "Perplexity", "ppl")
+TOKENS = Column("tokens", "Tokens", "int", hint="calibration samples times their length", detail=True)
+RETAINED = Column("retained", "Retained", "percent", hint="accuracy, of the dense model's")
+
+
+def hyperparameter_columns(findings: Findings) -> list[Column]:
+    """The method, and every hyperparameter with several values (the ratio is in the model's label)."""
+    rows = pd.concat([model.rows for model in findings.study.models.values()])
+    names = [
+        name for name, row in HYPERPARAMETERS.items() if name in rows and (row.required or rows[name].nunique() > 1)
+    ]
+    return [
+        Column("method", "Method"),
+        *(
+            Column(name, HYPERPARAMETERS[name].short, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "")
+            for name in names
+            if name != "pruning_ratio"
+        ),
+    ]
+
+
+def best_configurations(findings: Findings) -> Table:
+    """The chosen configuration of each model, with what it keeps and how certain the choice is."""
+    rows = []
+    for label, found in findings.models.items():
+        dense, cross_fit, tied = found.model.baseline, found.cross_fit, len(found.tied)
+        values = {
+            "cross_fitted": cross_fit.corrected if cross_fit else None,
+            "cross_fitted_stderr": cross_fit.stderr if cross_fit else None,
+            "removed_fraction": found.best["removed_fraction"],
+            "dense_acc": dense.get("acc_mean"),
+            "dense_acc_stderr": dense.get("acc_mean_stderr"),
+            "dense_ppl": dense.get("ppl"),
+            "retained": ratio(found.best["acc_mean"], dense.get("acc_mean")),
+            "confidence_set": tied,
+            "complete": len(found.competing),
+            "share_of_runs": None if found.basis == "unknown" else f"{tied - 1} of {len(found.competing) - 1}",
+        }
+        rows.append(_configuration(label, found.best) | values)
+    columns = [
+        *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), ACCURACY),
+        Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr"),
+        PERPLEXITY,
+        Column("dense_acc", "Dense", "acc", "dense_acc_stderr"),
+        Column("dense_ppl", "Dense ppl", "ppl"),
+        RETAINED,
+        Column("share_of_runs", "Tied", hint="others that are statistically tied with the most accurate (95%)"),
+    ]
+    notes = [
+        Message("note_chosen", {"rule": findings.rule, "meaning": Message(f"rule_{findings.rule}")}),
+        *accuracy_notes(findings),
+    ]
+    if any(found.cross_fit for found in findings.models.values()):
+        notes.append(Message("note_cross_fitted"))
+    notes.append(Message("note_confidence_set"))
+    ratios = {found.model.ratio for found in findings.models.values()}
+    shapes = {found.model.shape for found in findings.models.values()}
+    title = "Best configurations" + (
+        f" with {100 * ratios.pop():g}% of all parameters removed" if len(ratios) == 1 else ""
+    )
+    title += f", shape {shapes.pop()}" if len(shapes) == 1 and shapes != {"free"} else ""
+    return Table("optimal_configurations", title, columns, rows, notes)
+
+
+def accuracy_by_size(findings: Findings) -> Table | None:
+    """The dense model and the best configuration of each pruning ratio, of models with two ratios or more."""
+    if findings.sizes is None:
+        return None
+    columns = [
+        *(MODEL, Column("ratio", "Pruning ratio", "number"), Column("config", "Configuration", style="name")),
+        Column("kept", "Parameters kept", "percent"),
+        *(Column("params_count", "Parameters", "int"), ACCURACY, PERPLEXITY),
+    ]
+    notes = [*accuracy_notes(findings), Message("note_sizes")]
+    return Table("accuracy_by_size", "Accuracy against size", columns, findings.sizes.to_dict("records"), notes)
+
+
+def selection_rules(findings: Findings) -> Table:
+    """What each rule chooses."""
+    rows = []
+    for label, found in findings.models.items():
+        for rule, names in found.chosen.items():
+            for name in names:
+                row = found.named(name)
+                values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
+                rows.append(_configuration(label, row) | values | marks(found, row))
+    columns = [
+        *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
+        Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", best="most_accurate", tied="not_told_apart"),
+        *(PERPLEXITY, TOKENS, Column("params_count", "Parameters", "int")),
+    ]
+    rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
+    notes = [Message("note_rule", {"rule": rule, "meaning": Message(f"rule_{rule}")}) for rule in rules]
+    return Table(
+        "selection_rules", "Configurations chosen by each rule", columns, rows, notes, best="best_most_accurate"
+    )
+
+
+def task_accuracies(findings: Findings) -> Table:
+    """Per-task accuracies of the best configuration, and the dense model's."""
+    rows: list[dict[str, Any]] = []
+    for label, found in findings.models.items():
+        dense, best = found.model.baseline, found.best
+        tasks = found.tasks.reset_index(names="task")
+        for row in tasks.to_dict("records"):
+            rows.append(row | {"dense_stderr": dense.get(f"acc_{row['task']}_stderr")})
+        mean = {"task": "mean", "acc": best["acc_mean"], "stderr": best["acc_mean_stderr"]}
+        mean |= {"dense": dense.get("acc_mean"), "dense_stderr": dense.get("acc_mean_stderr")}
+        mean |= {"retained": ratio(mean["acc"], mean["dense"])}
+        rows.append(mean | {"items": None if tasks["items"].isna().any() else tasks["items"].sum()})
+        for row in rows[-len(tasks) - 1 :]:
+            row |= {"model": label, "config": best["name"]}
+    columns = [
+        *(
+            MODEL,
+            Column("config", "Configuration", style="name"),
+            Column("task", "Task"),
+            Column("items", "Items", "int"),
+        ),
+        Column("acc", "Pruned", "acc", "stderr"),
+        *(Column("dense", "Dense", "acc", "dense_stderr"), RETAINED),
+    ]
+    title = "Zero-shot accuracy of the best configurations by task"
+    return Table("task_accuracies", title, columns, rows, [*accuracy_notes(findings), Message("note_retained")])
+
+
+def architecture(findings: Findings) -> Table:
+    """Gradient ratios of each model beside what it is pruned best with."""
+    ratios = {f"grad_{name}_ratio": f"{name.capitalize()} ratio" for name in ("mean", "norm", "std", "max")}
+    rows = []
+    for label, found in findings.models.items():
+        row = _configuration(label, found.best) | _geometry(findings, found)
+        rows.append(row | {name: found.best.get(name) for name in (*ratios, "extreme_pruning_layers")})
+    columns = [
+        *(MODEL, Column("layers", "Layers", "int"), Column("total_params", "Parameters", "int")),
+        *(Column(name, label, "points") for name, label in ratios.items()),
+        Column("extreme_pruning_layers", "Extreme layers", "int"),
+        *(*hyperparameter_columns(findings), ACCURACY),
+    ]
+    notes = [Message("note_architecture"), Message("note_few_models", {"count": len(rows)})]
+    return Table("architecture", "Gradient structure and best configuration", columns, rows, notes)
+
+
+def transfer(findings: Findings) -> Table | None:
+    """Accuracy that each model loses with another's best; None with fewer than two."""
+    lost, stderr, percent = findings.transfer_points, findings.transfer_stderr, findings.transfer_percent
+    if lost is None or stderr is None or percent is None:
+        return None
+    worst = max(float(np.nanmax(lost.to_numpy())), 1e-9)
+    rows = []
+    for label, found in findings.models.items():
+        row: dict[str, Any] = {"model": label, "name": found.best["name"]}
+        for other in lost.columns:
+            points = lost.at[label, other]
+            row |= {f"{other}": points, f"{other}_stderr": stderr.at[label, other] or None}
+            row |= {f"{other}_percent": percent.at[label, other], f"_{other}": max(0.0, points) / worst}
+        rows.append(row)
+    columns = [
+        *(MODEL, Column("name", "Own best", style="name")),
+        *(Column(other, other, "points", f"{other}_stderr", weight=f"_{other}") for other in lost.columns),
+        *(Column(f"{other}_percent", f"{other}, %", "points") for other in lost.columns),
+    ]
+    title = "Accuracy lost with another model's best configuration"
+    return Table("transfer", title, columns, rows, [Message("note_transfer")])
+
+
+def configuration_impact(findings: Findings) -> Table | None:
+    """What the choice of configuration is worth: minimal, another model's, for all, own; and the dense model."""
+    rows = [row for label, found in findings.models.items() for row in _impact(findings, label, found)]
+    if len(rows) == len(findings.models):  # nothing beside the own optimum
+        return None
+    columns = [
+        *(MODEL, Column("setting", "Setting"), Column("config", "Configuration", style="name")),
+        Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", best="own"),
+        Column("loss_points", "Points lost", "points", "loss_points_stderr"),
+        *(Column("loss", "Loss", "percent"), RETAINED, PERPLEXITY),
+    ]
+    notes = [Message("note_impact")]
+    return Table("configuration_impact", "Impact of the configuration", columns, rows, notes, best="best_own")
+
+
+def _impact(findings: Findings, label: str, found: ModelFindings) -> Iterator[dict[str, Any]]:
+    dense, best = found.model.baseline, found.best
+
+    def entry(setting: str, config: str, values: Any, loss: Any, stderr: Any) -> dict[str, Any]:
+        row = {"model": label, "setting": setting, "config": config, "own": setting == "own optimum"}
+        row |= {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
+        row |= {"loss_points": loss, "loss_points_stderr": stderr}
+        row |= {"loss": None if missing(loss) else loss / 100 / best["acc_mean"]}
+        return row | {"retained": ratio(row["acc_mean"], dense.get("acc_mean"))}
+
+    if "acc_mean" in dense:
+        yield entry("dense", "", dense, None, None)
+    for _, row in found.competing[found.competing["taylor_num_samples"] <= MINIMAL_SAMPLES].iterrows():
+        loss = difference(best, row, findings.items)
+        yield entry("minimal", row["name"], row, loss.points, loss.stderr_points)
+    if findings.transfer_points is not None and findings.transfer_stderr is not None:
+        for other, owner in findings.models.items():
+            if other != label:
+                name, points = owner.best["name"], findings.transfer_points.at[label, other]
+                row = {} if missing(points) else found.named(name)
+                yield entry(f"optimum of {other}", name, row, points, findings.transfer_stderr.at[label, other])
+    for_all = findings.best_for_all
+    if for_all is not None and for_all.get("config") is not None:
+        row = for_all["models"][label]
+        yield entry("best for all", for_all["config"], row, row["loss_points"], row["loss_points_stderr"])
+    yield entry("own optimum", best["name"], best, 0.0, None)
+
+
+def _configuration(label: str, row: Any) -> dict[str, Any]:
+    """What every table holds of a configuration."""
+    names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
+    return {"model": label, "method": row["pruning_method"], **{name: row[name] for name in names}}
+
+
+def marks(found: ModelFindings, row: Any) -> dict[str, bool]:
+    """Whether the row is the model's most accurate, or else statistically tied with it."""
+    top = row["name"] == found.competing["name"].iloc[0]
+    return {"most_accurate": top, "not_told_apart": not top and row["name"] in found.tied}
+
+
+def ratio(value: Any, whole: Any) -> float | None:
+    """value / whole; None where either is not known."""
+    return None if missing(value) or missing(whole) or whole <= 0 else float(value / whole)
+
+
+def accuracy_notes(findings: Findings) -> list[Message]:
+    """What accuracies and their standard errors are."""
+    kinds = {found.model.kind for found in findings.models.values()}
+    return [Message(f"note_accuracy_{kind}") for kind in sorted(kinds)]
+
+
+def _geometry(findings: Findings, found: ModelFindings) -> dict[str, Any]:
+    """Layers and parameters before pruning, where experiment.json tells."""
+    source = found.model.source or {}
+    for folder in found.model.origins:
+        entry = findings.study.experiments.get(folder, {}).get("models", {}).get(source.get("label"), {})
+        if geometry := entry.get("geometry"):
+            return {"layers": len(geometry["mlp_width"]), "total_params": geometry["total_params"]}
+    return {"layers": None, "total_params": found.model.baseline.get("params_count")}

@@ -1,0 +1,234 @@
+"""Tables of the whole study: every trial, its accuracy by task, sums and distributions, problems of the input, cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tune_prune.analysis.statistics.findings import Findings, Message
+from tune_prune.analysis.tables.configurations import (
+    CONFIGURATION,
+    MODEL,
+    PERPLEXITY,
+    TOKENS,
+    hyperparameter_columns,
+    marks,
+    ratio,
+)
+from tune_prune.analysis.tables.table import Column, Table, missing
+from tune_prune.core.records import in_order
+
+STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
+_ALL = "All models"
+_OF_THE_MACHINE = ("output_dir", "host")  # no part of a publication
+_COUNTS = {
+    "runs": "Runs",
+    "complete": "Complete",
+    "failed": "Failed",
+    "stopped_early": "Stopped early",
+    "not_finite": "Without a finite accuracy",
+    "task_evaluations": "Task evaluations",
+}
+_DISTRIBUTION = ("max", "min", "median", "mean", "std")
+
+
+def trials(findings: Findings) -> Table:
+    """Every trial: what competes first, best first; then the others with the reason why they do not."""
+    rows = _trial_rows(findings)
+    columns = [
+        *(
+            MODEL,
+            replace(CONFIGURATION, badge="chosen"),
+            Column("state", "Status", style="state"),
+            *hyperparameter_columns(findings),
+        ),
+        Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", best="most_accurate", tied="not_told_apart"),
+        Column("difference_points", "To the best", "points", "difference_stderr_points", hint="percentage points"),
+        Column("p_best", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"),
+        PERPLEXITY,
+        *(
+            Column(name, name.removeprefix("acc_"), "acc", f"{name}_stderr", detail=True, style="task")
+            for name in _task_names(findings)
+        ),
+        *(
+            Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
+            Column("elapsed_time", "Time", "duration"),
+        ),
+        *(Column("reason", "Reason", wrap=True), TOKENS),
+        *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
+    ]
+    notes = [Message("note_trials")]
+    if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
+        notes.append(Message("note_stopped_early"))
+    return Table("trials", "All trials", columns, rows, notes, best="best_most_accurate", long=True)
+
+
+def trial_tasks(findings: Findings) -> Table:
+    """Every complete trial's accuracy on every task."""
+    columns = [
+        *(MODEL, Column("name", "Configuration", tied="not_told_apart")),
+        *(
+            Column(
+                name,
+                name.removeprefix("acc_").replace("arc_easy", "arc_e").replace("arc_challenge", "arc_c"),
+                "acc3",
+                f"{name}_stderr",
+            )
+            for name in _task_names(findings)
+        ),
+    ]
+    kept = ["not_told_apart", *(key for column in columns for key in (column.key, column.stderr) if key)]
+    rows = [{name: row.get(name) for name in kept} for row in _trial_rows(findings) if row["state"] == "complete"]
+    title = "Accuracy of all complete trials by task"
+    return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], long=True)
+
+
+def _task_names(findings: Findings) -> list[str]:
+    """The columns of task accuracies that any row has a value in, in the order of the columns."""
+    names: dict[str, None] = {}
+    for model in findings.study.models.values():
+        for name in model.rows.columns[model.rows.notna().any()]:
+            if name.startswith("acc_") and not name.endswith("_stderr") and name != "acc_mean":
+                names[name] = None
+    return list(names)
+
+
+def _trial_rows(findings: Findings) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for label, model in findings.study.models.items():
+        found = findings.models.get(label)
+        if found is not None:
+            places = found.competing["ppl"].rank(method="first")
+            for rank, (row, place) in enumerate(zip(found.competing.to_dict("records"), places, strict=True), 1):
+                place = None if missing(place) else int(place)
+                row |= {
+                    "state": "complete",
+                    "rank": rank,
+                    "ppl_rank": place,
+                    "chosen": row["name"] == found.best["name"],
+                }
+                rows.append(row | marks(found, row) | {"model": label})
+        rest = model.rows[~(model.rows["success"] & np.isfinite(model.rows["acc_mean"]))]
+        for row in rest.to_dict("records"):
+            row["state"] = "not finite" if row["success"] else str(row["status"]).replace("_", " ")
+            if row["success"]:
+                row["reason"] = row["reason"] or f"acc_mean is {row['acc_mean']}"
+            row |= dict.fromkeys(("difference_points", "difference_stderr_points", "p_best", "rank", "ppl_rank"))
+            rows.append(row | dict.fromkeys(("chosen", "most_accurate", "not_told_apart"), False) | {"model": label})
+    for row in rows:
+        row["method"] = row["pruning_method"]
+    return [{name: value for name, value in row.items() if name not in _OF_THE_MACHINE} for row in rows]
+
+
+def statistics(findings: Findings) -> Table:
+    """Runs, task evaluations, completeness, cost and the distribution of accuracy: a column per model, and one for all."""
+    counts: dict[str, Mapping[str, float]] = {label: found.statistics for label, found in findings.models.items()}
+    columns: dict[str, dict[str, Any]] = {
+        label: _time(findings, [label]) | dict(values) for label, values in counts.items()
+    }
+    if len(columns) > 1:
+        pooled = pd.concat([found.competing["acc_mean"] for found in findings.models.values()])
+        columns[_ALL] = {name: sum(values[name] for values in counts.values()) for name in _COUNTS}
+        columns[_ALL] |= {name: float(getattr(pooled, name)()) for name in _DISTRIBUTION} | _time(
+            findings, list(counts)
+        )
+    last = list(columns)[-1]  # cost.json tells of an experiment, not of a model
+    columns[last] |= _cost(findings)
+    for values in columns.values():
+        values["completeness"] = ratio(values["complete"], values["runs"])
+    shown = {name: (title, "int") for name, title in _COUNTS.items()}
+    shown |= {"completeness": ("Completeness", "percent"), "trial_hours": ("Time in trials (h)", "points")}
+    shown |= {name: (title, "int") for name, title in _passes(findings).items()}
+    shown |= {"worker_hours": ("Time of workers (h)", "points"), "gpu_hours": ("GPU hours", "points")}
+    shown |= {"evaluation_fraction": ("Evaluation's part of that time", "percent")}
+    shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
+    rows = [
+        {
+            "statistic": name,
+            "_title": title,
+            "_format": form,
+            **{label: values.get(name) for label, values in columns.items()},
+        }
+        for name, (title, form) in shown.items()
+    ]
+    rows = [row for row in rows if not all(missing(row[label]) for label in columns)]
+    notes = [Message("note_statistics")]
+    duplicates = sum(
+        problem.kind == "duplicate" for model in findings.study.models.values() for problem in model.problems
+    )
+    if duplicates:
+        notes.append(Message("note_duplicates", {"count": duplicates}))
+    if findings.without:
+        notes.append(Message("note_without", {"names": findings.without}))
+    shown_columns = [Column("_title", "Statistic"), *(Column(label, label, "number") for label in columns)]
+    return Table("experiment_statistics", "Experiment statistics", shown_columns, rows, notes)
+
+
+def _time(findings: Findings, labels: list[str]) -> dict[str, float | None]:
+    seconds = pd.concat([findings.study.models[label].rows["elapsed_time"] for label in labels]).dropna()
+    return {"trial_hours": float(seconds.sum()) / 3600 if len(seconds) else None}
+
+
+def _cost(findings: Findings) -> dict[str, float | None]:
+    """Sums over the experiments that have a cost.json; None where none tells."""
+    costs = findings.study.costs.values()
+
+    def total(name: str) -> float | None:
+        known = [cost[name] for cost in costs if cost.get(name) is not None]
+        return float(sum(known)) if known else None
+
+    seconds = total("worker_seconds")
+    evaluation = [
+        cost["evaluation_fraction"] * cost["worker_seconds"]
+        for cost in costs
+        if cost.get("worker_seconds") and "evaluation_fraction" in cost
+    ]
+    return {
+        **{name: total(name) for name in (*_passes(findings), "gpu_hours")},
+        "worker_hours": None if seconds is None else seconds / 3600,
+        "evaluation_fraction": ratio(sum(evaluation), seconds) if evaluation else None,
+    }
+
+
+def _passes(findings: Findings) -> dict[str, str]:
+    """Which passes over calibration samples the experiments' cost.json counts, with their titles."""
+    counts = {name for cost in findings.study.costs.values() for name, n in cost.items() if isinstance(n, int)}
+    return {name: name.replace("_", " ").capitalize() for name in sorted(counts) if name.endswith("_passes")}
+
+
+def problems(findings: Findings) -> Table | None:
+    """What is wrong with the input, in the order in which it was found."""
+    rows = [
+        {"model": problem.model, "kind": problem.kind.replace("_", " "), "what": problem.what, "where": problem.where}
+        for model in findings.study.models.values()
+        for problem in model.problems
+    ]
+    columns = [
+        MODEL,
+        Column("kind", "Kind"),
+        Column("what", "What", wrap=True),
+        Column("where", "Where", wrap=True, style="long"),
+    ]
+    return Table("problems", "Problems of the input", columns, rows) if rows else None
+
+
+def costs(findings: Findings) -> Table | None:
+    """What each experiment has cost, where its cost.json is there."""
+    seconds = {folder: cost.get("seconds_per_stage", {}) for folder, cost in findings.study.costs.items()}
+    stages = in_order(sorted({stage for values in seconds.values() for stage in values}))
+    rows = [
+        {"folder": folder.as_posix(), **cost, **{f"{stage}_s": seconds[folder].get(stage) for stage in stages}}
+        for folder, cost in findings.study.costs.items()
+    ]
+    columns = [
+        *(Column("folder", "Experiment", wrap=True), Column("trials", "Trials", "int")),
+        *(Column(name, label, "int") for name, label in _passes(findings).items()),
+        *(Column(f"{stage}_s", stage.replace("_", "-"), "duration") for stage in stages),
+        Column("worker_seconds", "Worker time", "duration"),
+        *(Column("evaluation_fraction", "Of it evaluation", "percent"), Column("gpu_hours", "GPU hours", "points")),
+    ]
+    return Table("costs", "Cost", columns, rows) if rows else None

@@ -1,0 +1,90 @@
+"""What `evaluate` prints: the checkpoint, every stage as it ends, and the result as tables."""
+
+from __future__ import annotations
+
+import math
+
+from tune_prune.checkpoint.manifest import Manifest
+from tune_prune.checkpoint.recorded import Recorded
+from tune_prune.checkpoint.sizes import aligned
+from tune_prune.core.records import StageReport
+from tune_prune.data.sources import uses_embedded_data
+from tune_prune.evaluation.item_scores import metric_of, summarize
+from tune_prune.trial.trial import Trial
+
+
+def checkpoint_line(manifest: Manifest) -> str:
+    """A line for a pruned checkpoint: what it was made from, and how."""
+    return (
+        f"checkpoint   {manifest.base.label} pruned by {manifest.config.name}, {manifest.plan.removed_fraction:.1%} of its "
+        f"parameters removed, format {manifest.format}; config and weights are those that tune_prune.json describes"
+    )
+
+
+def stage_line(report: StageReport) -> str:
+    """A line for a stage that is done."""
+    metrics, seconds = report.metrics, f"{report.duration_s:.1f} s"
+    if report.stage == "perplexity":
+        return f"perplexity   {_perplexity(metrics['ppl'])}  ({report.tokens:,} tokens, {seconds})"
+    items = f"{report.items_scored:,} of {report.items_total:,} items"
+    accuracy = f"{metrics['acc_mean']:.4f} ± {metrics['acc_mean_stderr']:.4f}"
+    return f"zero-shot    {accuracy}  ({items}; {report.tokens:,} tokens, {seconds})"
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100_000 else f"{value:.3g}"
+
+
+def result_text(trial: Trial, metrics: dict[str, float], earlier: Recorded | None) -> str:
+    """The result as text for the screen: perplexity, a row per task, what each stage cost. `earlier`: numbers recorded for a
+    pruned checkpoint, to stand beside the measured ones."""
+    context = trial.context
+    beside = () if earlier is None else ("recorded", "difference")
+    rows = [("task", "metric", "accuracy", "stderr", *beside, "chance", "items")]
+    for task in dict.fromkeys(item.task for item in trial.items):
+        items = [item for item in trial.items if item.task == task]
+        chance = summarize(items)["chance_acc_mean"]
+        accuracy, stderr = metrics[f"acc_{task}"], metrics[f"acc_{task}_stderr"]
+        beside = () if earlier is None else _beside(accuracy, earlier.accuracies.get(task))
+        cells = (task, metric_of(task), f"{accuracy:.4f}", _stderr(stderr))
+        rows.append((*cells, *beside, f"{chance:.4f}", f"{len(items):,}"))
+    mean, stderr = metrics["acc_mean"], metrics["acc_mean_stderr"]
+    beside = () if earlier is None else _beside(mean, earlier.acc_mean)
+    cells = ("mean", "", f"{mean:.4f}", _stderr(stderr))
+    rows.append((*cells, *beside, f"{metrics['chance_acc_mean']:.4f}", f"{len(trial.items):,}"))
+
+    costs = [("stage", "tokens", "seconds")]
+    for stage in dict.fromkeys(report.stage for report in trial.progress.reports):
+        reports = [report for report in trial.progress.reports if report.stage == stage]
+        tokens, seconds = sum(report.tokens for report in reports), sum(report.duration_s for report in reports)
+        costs.append((stage.replace("_", "-"), f"{tokens:,}", f"{seconds:.1f}"))
+    text = "the embedded text" if uses_embedded_data(context.run) else "WikiText-2 test"
+    compared = ""
+    if earlier is not None and earlier.ppl is not None:
+        compared = f"; recorded {_perplexity(earlier.ppl)}, difference {_difference(metrics['ppl'], earlier.ppl)}"
+    return "\n".join(
+        [
+            f"perplexity {_perplexity(metrics['ppl'])} on {text}, windows of {context.perplexity_window:,} tokens{compared}",
+            "",
+            *aligned(rows, left=2),
+            "",
+            *aligned(costs),
+        ]
+    )
+
+
+def _beside(measured: float, recorded: float | None) -> tuple[str, str]:
+    """The cells "recorded" and "difference"."""
+    return ("-", "-") if recorded is None else (f"{recorded:.4f}", _difference(measured, recorded))
+
+
+def _difference(measured: float, recorded: float) -> str:
+    """0 only where the two are the same number."""
+    if measured == recorded or (math.isnan(measured) and math.isnan(recorded)):
+        return "0"
+    difference = measured - recorded
+    return f"{difference:+.4f}" if 1e-4 <= abs(difference) < 1e5 else f"{difference:+.1e}"
+
+
+def _stderr(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"  # one item has none

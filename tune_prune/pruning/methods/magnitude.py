@@ -1,0 +1,19 @@
+"""Mean |w| over a group's parameters: large weights stay. Reads no data (L1 norms of filters: Li et al., arXiv:1608.08710).
+
+|w| and not w^2: Taylor's first-order importance |w G| with the same gradient everywhere is |w|.
+"""
+
+import torch
+
+from tune_prune.pruning.group_sums import group_sums
+from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.methods import Dense
+
+STATISTICS = ()
+
+
+def scores(dense: Dense) -> GroupScores:
+    def magnitude(p: torch.Tensor) -> torch.Tensor:
+        return p.abs().to(torch.promote_types(p.dtype, torch.float32))  # bfloat16 must not be summed in bfloat16
+
+    return group_sums(dense.model, dense.family, magnitude).per_parameter(dense.geometry)

@@ -1,0 +1,69 @@
+"""What trials need to know of the dense model, and where it is kept: statistics by name, whichever there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.data import calibration
+from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
+
+
+def needs_of(configs: Iterable[PruningConfig]) -> tuple[Need, ...]:
+    """What the trials of `configs`, all of one seq_len, share: it is computed for all of them when the first one asks."""
+    needs = {need for config in configs for need in load_method(config.method).needs(config).values()}
+    return tuple(need for found in by_statistic(needs).values() for need in found)
+
+
+def by_seq_len(configs: Iterable[PruningConfig]) -> dict[int, tuple[Need, ...]]:
+    """What the configurations of each seq_len share, the longest first; no entry where they share nothing."""
+    configs = list(configs)
+    lengths = sorted({config.taylor_seq_len for config in configs}, reverse=True)
+    found = {length: needs_of(config for config in configs if config.taylor_seq_len == length) for length in lengths}
+    return {length: needs for length, needs in found.items() if needs}
+
+
+@dataclass(frozen=True)
+class StatisticCache:
+    """The statistics of one model on one kind of device in the artifact store."""
+
+    run: ModelRun
+    model_fingerprint: str
+    device: str  # cpu or cuda
+    artifacts: ArtifactStore
+
+    @cached_property
+    def _calibration(self) -> str:
+        return calibration.fingerprint(self.run.calibration)
+
+    def key(self, seq_len: int, need: Need) -> dict[str, Any]:
+        statistic = load_statistic(need.statistic)
+        return {
+            "version": statistic.version,
+            "model": self.model_fingerprint,
+            "calibration": self._calibration,
+            "seed": self.run.seed,
+            "dtype": self.run.dtype,
+            "device": self.device,
+            "seq_len": seq_len,
+            **statistic.key(need),
+        }
+
+    def get(self, seq_len: int, need: Need) -> Arrays | None:
+        """What is stored for the need; None where that is nothing, or of too few samples."""
+        statistic = load_statistic(need.statistic)
+        arrays = self.artifacts.get(statistic.stage, self.key(seq_len, need))
+        return arrays if arrays is not None and statistic.covers(arrays, need) else None
+
+    def put(self, seq_len: int, need: Need, arrays: dict[str, np.ndarray]) -> None:
+        self.artifacts.put(load_statistic(need.statistic).stage, self.key(seq_len, need), arrays)
+
+    def missing(self, seq_len: int, needs: Iterable[Need]) -> tuple[Need, ...]:
+        return tuple(need for need in needs if self.get(seq_len, need) is None)
