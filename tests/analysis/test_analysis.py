@@ -326,10 +326,10 @@ def test_each_ratio_of_a_search_is_compared_in_itself(tmp_path: Path) -> None:
         ["tiny", 0.2, 0.8, 0.7],
         ["tiny", 0.3, 0.7, 0.5],
     ]
-    table = all_tables(found(tmp_path, records, {"tiny": dense()}))["accuracy_size"]
-    assert [row["retained"] for row in table.rows] == pytest.approx([1, 0.7 / 0.8, 0.5 / 0.8])
+    table = all_tables(found(tmp_path, records, {"tiny": dense()}))["accuracy_by_size"]
+    assert [(row["ratio"], row["acc_mean"]) for row in table.rows] == [(0, 0.8), (0.2, 0.7), (0.3, 0.5)]
     one_ratio = found(tmp_path, records[:2], {"tiny": dense()})
-    assert one_ratio.sizes is None and "accuracy_size" not in all_tables(one_ratio)
+    assert one_ratio.sizes is None and "accuracy_by_size" not in all_tables(one_ratio)
 
 
 def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,41 @@ def test_heatmap_shows_every_accuracy_the_best_and_what_is_missing(simulated: Fi
         scales.add(axes.collections[0].get_clim())
     assert scales == {(accuracy.min(), accuracy.max())}
     assert "no complete trial (1)" in legend(figure)
+
+
+def test_a_method_that_reads_no_data_is_one_cell_and_a_level_line_and_no_part_of_the_levels() -> None:
+    """As a grid holds it: once, at the first of each list."""
+    one = searched("m", ["taylor", "layerwise", "random"], SEQ_LENS, SAMPLES)
+    rows = one.rows[(one.rows["pruning_method"] != "random") | (one.rows.groupby("pruning_method").cumcount() == 0)]
+    model = findings_of(replace(one, rows=rows.reset_index(drop=True))).models["m"]
+    random = model.competing.set_index("pruning_method").loc["random", "acc_mean"]
+    others = model.competing[model.competing["pruning_method"] != "random"]
+    panels = {axes.get_title(): axes for axes in figures.heatmap(model).axes if axes.get_title()}
+    assert cells(panels["random"]).tolist() == [[random]]
+    assert panels["random"].dataLim.bounds == panels["taylor"].dataLim.bounds
+    (axes,) = figures.curves({"m": model}, "taylor_seq_len").axes
+    assert list(axes.get_lines()[-2].get_ydata()) == [random, random]
+    expected = others.groupby("taylor_seq_len")["acc_mean"].mean()
+    assert model.levels["taylor_seq_len"]["mean"].tolist() == pytest.approx(expected.tolist())
+    assert model.effects is not None and model.effects.loc["method", "df"] == 1  # a full grid without it
+    assert "missing_trials" not in {message.kind for message in model.warnings}
+
+
+def test_accuracy_against_size_has_every_ratio_and_the_dense_model(tmp_path: Path) -> None:
+    models = [
+        replace(
+            searched(f"m@{ratio}", ["taylor"], [16, 64], [128], pruning_ratio=ratio, removed_fraction=ratio), base="m"
+        )
+        for ratio in (0.3, 0.1)
+    ]
+    dense = {"acc_mean": 0.7, "acc_mean_stderr": 0.01}
+    found = findings_of(*(replace(model, baseline=dense) for model in models))
+    best = {label: model.best["acc_mean"] for label, model in found.models.items()}
+    assert found.sizes is not None
+    (axes,) = figures.accuracy_size(found.sizes).axes
+    assert points(axes, "*") == {(100, 0.7)}
+    assert points(axes, "o") == {(90, best["m@0.1"]), (70, best["m@0.3"])}
+    assert "accuracy_size" in {path.stem for path in figures.draw_all(found, tmp_path)}
 
 
 def test_heatmap_text_can_be_read() -> None:

@@ -46,7 +46,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "ratio infeasible": ([*TINY, "--pruning-ratio", "0.95"], ["0.95", "can be removed", "at most 0."]),
     "ratio of less than a channel": ([*TINY, "--pruning-ratio", "1e-9"], ["1e-09", "MLP channel", "at least 0.00"]),
     "unknown shape": ([*TINY, "--shape", "square"], ["--shape", "'square'", "uniform"]),
-    "shape with its number": ([*TINY, "--shape", "aligned-64"], ["--shape", "'aligned-64'", "aligned"]),
+    "shape with no number": ([*TINY, "--shape", "aligned-"], ["--shape", "'aligned-'", "aligned-N"]),
     "number of no shape": ([*TINY, "--align", "8"], ["--align 8", "--shape aligned", "is free"]),
     "number of another shape": (
         [*TINY, "--shape", "uniform", "--align", "8"],

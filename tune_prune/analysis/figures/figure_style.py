@@ -36,6 +36,7 @@ PANELS_PER_ROW = 4
 MAX_LABEL = 20  # characters per line
 MAX_TICKS = 6  # of a knob's scale: as many as the narrowest panel has room for, less one
 
+ACCURACY = "Mean accuracy"  # label of an axis
 BLACK, GREY, LIGHT = "#000000", "#666666", "#bbbbbb"
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 SKY, VERMILLION, YELLOW = "#56b4e9", "#d55e00", "#f0e442"

@@ -36,7 +36,8 @@ _CAPTIONS = {
     "num_samples": "Accuracy by num_samples",
     "ppl_accuracy": "Perplexity against accuracy",
     "accuracy_cost": "Accuracy against cost",
-    "accuracy_size": "Accuracy against size",
+    "accuracy_size": "Accuracy of the best configurations against the parameters kept",
+    "removal_divisor": "Accuracy by removal divisor",
     "retention": "What the best configuration keeps of each layer",
 }
 _CARDS_AT_ONCE = 3  # more models, and a table of their decisions stands before the cards

@@ -201,8 +201,8 @@ class _Report:
             return "".join([*parts, wrap(self.message("report_one_model"), "  ")])
         keys = ("model", "name", "acc_mean", "retained", "ppl", "share_of_runs")
         parts.append(self._table(self.tables["optimal_configurations"], *keys))
-        if "accuracy_size" in self.tables:
-            parts.append(self._table(self.tables["accuracy_size"]))
+        if "accuracy_by_size" in self.tables:
+            parts.append(self._table(self.tables["accuracy_by_size"]))
         parts.append(self._table(self.tables["transfer"]))
         best = self.findings.best_for_all
         if best is None or best["config"] is None:

@@ -73,6 +73,11 @@ class ModelFindings:
         """Names of the configurations that are statistically tied with the most accurate (95%), itself among them."""
         return self.competing.loc[self.competing["in_confidence_set"], "name"].tolist()
 
+    @property
+    def worse(self) -> pd.Series:
+        """Of each eligible row whether it is told apart from the most accurate; nowhere, if nothing is known of the noise."""
+        return ~self.competing["in_confidence_set"].astype("bool") & (self.basis != "unknown")
+
     @cached_property
     def edges(self) -> list[tuple[str, int, str]]:
         """(knob, value, "lower" or "upper") where the best's value is the smallest or largest tried: the optimum may lie beyond."""

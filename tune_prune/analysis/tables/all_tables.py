@@ -16,7 +16,7 @@ def all_tables(findings: Findings) -> dict[str, Table]:
     """All tables that these findings have rows for, by their keys; those of the appendix last."""
     made = [
         configurations.best_configurations(findings),
-        configurations.accuracy_size(findings),
+        configurations.accuracy_by_size(findings),
         configurations.selection_rules(findings),
         configurations.task_accuracies(findings),
         hyperparameters.methods(findings),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +82,19 @@ def best_configurations(findings: Findings) -> Table:
     return Table("optimal_configurations", title, columns, rows, notes)
 
 
+def accuracy_by_size(findings: Findings) -> Table | None:
+    """The dense model and the best configuration of each pruning ratio, of models with two ratios or more."""
+    if findings.sizes is None:
+        return None
+    columns = [
+        *(MODEL, Column("ratio", "Pruning ratio", "number"), Column("config", "Configuration", style="name")),
+        Column("kept", "Parameters kept", "percent"),
+        *(Column("params_count", "Parameters", "int"), ACCURACY, PERPLEXITY),
+    ]
+    notes = [*accuracy_notes(findings), Message("note_sizes")]
+    return Table("accuracy_by_size", "Accuracy against size", columns, findings.sizes.to_dict("records"), notes)
+
+
 def selection_rules(findings: Findings) -> Table:
     """What each rule chooses."""
     rows = []
@@ -147,23 +159,6 @@ def architecture(findings: Findings) -> Table:
     ]
     notes = [Message("note_architecture"), Message("note_few_models", {"count": len(rows)})]
     return Table("architecture", "Gradient structure and best configuration", columns, rows, notes)
-
-
-def accuracy_size(findings: Findings) -> Table | None:
-    """Accuracy against size: the dense model and the best of each pruning ratio, of the models with several ratios."""
-    if findings.sizes is None:
-        return None
-    dense = {row["model"]: row["acc_mean"] for row in findings.sizes.to_dict("records") if row["ratio"] == 0}
-    rows = [
-        row | {"name": row["config"], "retained": ratio(row["acc_mean"], dense.get(row["model"]))}
-        for row in findings.sizes.to_dict("records")
-    ]
-    columns = [
-        *(MODEL, Column("ratio", "Removed", "percent"), replace(CONFIGURATION, detail=False)),
-        *(Column("params_count", "Parameters", "int"), Column("kept", "Kept", "percent")),
-        *(ACCURACY, RETAINED, PERPLEXITY),
-    ]
-    return Table("accuracy_size", "Accuracy against size", columns, rows, [Message("note_accuracy_size")])
 
 
 def transfer(findings: Findings) -> Table | None:

@@ -9,12 +9,15 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.export import retained_accuracy
+from tune_prune.analysis.statistics.factors import FACTORS, methods_reading, varied
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.transfer import Transfer
+from tune_prune.core.config import HYPERPARAMETERS
 
-_HEADER = ("", "method", "seq", "n", "ppl", "acc ± se", "kept%", "params")
+_SHORT = {"taylor_seq_len": "seq", "taylor_num_samples": "n"}  # others by their short names, where they vary
+_MEASURES = ("ppl", "acc ± se", "retained", "params")
 _LEGEND = (
-    "seq: tokens per calibration sample, n: samples, acc: zero-shot mean, kept%: part of the dense acc",
+    "seq: tokens per calibration sample, n: samples, acc: zero-shot mean, retained: part of the dense acc",
     "*: best, ~: statistically tied with it (95%, all comparisons together)",
 )
 _MAX_WIDTH = 100
@@ -49,7 +52,7 @@ def _loss(entry: Mapping[str, Any]) -> str:
     if not entry["evaluated"]:
         return "not tried"
     stderr = entry["loss_points_stderr"]
-    return f"{entry['loss_points']:.2f}" + ("" if stderr is None else f" ± {stderr:.2f}")
+    return f"{round(entry['loss_points'], 2) + 0.0:.2f}" + ("" if stderr is None else f" ± {stderr:.2f}")
 
 
 def _model_block(findings: Findings, label: str, top: int) -> list[str]:
@@ -58,17 +61,21 @@ def _model_block(findings: Findings, label: str, top: int) -> list[str]:
     states = [f"{counts[status]} {word}" for status, word in _STATUS_WORDS.items() if status in counts]
     trials = f"{len(model.rows)} trial{'s' if len(model.rows) > 1 else ''}"
     title = f"{label}: {trials} ({', '.join(states)})" if states else f"{label}: no trials"
-    table: list[tuple[str, ...] | str] = []
+    shown = [name for name in FACTORS if name in _SHORT or (name != "method" and name in varied(model.rows))]
+    table: list[tuple[str, ...] | str] = [
+        ("", "method", *(_SHORT.get(name, HYPERPARAMETERS[name].short) for name in shown), *_MEASURES)
+    ]
     if model.baseline:
-        table.append(("", "dense", "-", "-", *_measures(model.baseline, model.baseline)))
+        table.append(("", "dense", *["-"] * len(shown), *_measures(model.baseline, model.baseline)))
     if found is None:
         return [title[:_MAX_WIDTH], *_aligned([*table, "no complete trial"]), *_warnings(model.baseline)]
 
     def cells(row: pd.Series) -> tuple[str, ...]:
         mark = "*" if row["name"] == found.best["name"] else "~" if row["name"] in found.tied else ""
-        knobs = (str(row["pruning_method"]), str(row["taylor_seq_len"]), str(row["taylor_num_samples"]))
-        return (mark, *knobs, *_measures(row, model.baseline))
+        values = (str(row[name]) if row["pruning_method"] in reading[name] else "-" for name in shown)
+        return (mark, str(row["pruning_method"]), *values, *_measures(row, model.baseline))
 
+    reading = {name: methods_reading(model.rows, name) for name in shown}
     rows, first = found.competing, found.competing.drop_duplicates("pruning_method")
     table += ["best per method", *(cells(row) for _, row in first.iterrows())]
     if len(rows) > len(first):  # else all rows stand above
@@ -92,13 +99,13 @@ _STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "fail
 
 
 def _measures(values: Any, dense: Mapping[str, float]) -> tuple[str, str, str, str]:
-    """ppl, acc ± se, kept% and params of a row or of metrics."""
+    """As _MEASURES, of a row or of metrics."""
     ppl, acc, stderr, params = (values.get(name) for name in ("ppl", "acc_mean", "acc_mean_stderr", "params_count"))
     accuracy = _text(acc, "{:.4f}") + ("" if _missing(stderr) else f" ± {stderr:.4f}")
     retained = None if _missing(acc) else retained_accuracy(acc, dense)
     ppl_format = "{:.2f}" if not _missing(ppl) and abs(ppl) < 100_000 else "{:.3g}"
-    kept = "-" if retained is None else f"{100 * retained:.1f}"
-    return _text(ppl, ppl_format), accuracy, kept, "-" if _missing(params) else f"{int(params):,}"
+    part = "-" if retained is None else f"{100 * retained:.1f}%"
+    return _text(ppl, ppl_format), accuracy, part, "-" if _missing(params) else f"{int(params):,}"
 
 
 def _missing(value: Any) -> bool:
@@ -112,9 +119,9 @@ def _text(value: Any, form: str) -> str:
 
 
 def _aligned(table: list[tuple[str, ...] | str]) -> list[str]:
-    """The rows below their header in columns, methods left and numbers right; a text among the rows is a heading."""
-    rows = [_HEADER, *(row for row in table if isinstance(row, tuple))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    """The rows in columns, methods left and numbers right; a text among the rows is a heading."""
+    rows = [row for row in table if isinstance(row, tuple)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[1] = min(widths[1], 28)
 
     def line(row: tuple[str, ...]) -> str:
@@ -123,4 +130,4 @@ def _aligned(table: list[tuple[str, ...] | str]) -> list[str]:
         right = [text.rjust(width) for text, width in zip(texts[2:], widths[2:], strict=True)]
         return "  " + "  ".join([" ".join(left), *right])
 
-    return [line(_HEADER), *(line(row) if isinstance(row, tuple) else f"  -- {row}" for row in table)]
+    return [line(row) if isinstance(row, tuple) else f"  -- {row}" for row in table]
