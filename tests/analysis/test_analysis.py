@@ -360,9 +360,9 @@ def test_final_table(tmp_path: Path) -> None:
     ]
     rows = [line.split() for line in table_of(tmp_path, *records, top=2, tiny=dense()).splitlines()]
     assert " ".join(rows[0]) == "tiny: 5 trials (4 complete, 1 failed)"
-    assert rows[1] == ["method", "seq", "n", "ppl", "acc", "±", "se", "kept%", "params"]
-    assert rows[2] == ["dense", "-", "-", "5.00", "0.8000", "±", "0.0080", "100.0", "1,000"]
-    best = ["*", "taylor", "64", "128", "10.00", "0.6123", "±", "0.0100", "76.5", "800"]
+    assert rows[1] == ["method", "seq", "n", "ppl", "acc", "±", "se", "retained", "params"]
+    assert rows[2] == ["dense", "-", "-", "5.00", "0.8000", "±", "0.0080", "100.0%", "1,000"]
+    best = ["*", "taylor", "64", "128", "10.00", "0.6123", "±", "0.0100", "76.5%", "800"]
     assert rows[4] == rows[8] == best
     assert rows[5][:4] == ["blockwise", "256", "512", "inf"]
     assert rows[6][:4] == ["random", "16", "8", "4e+09"]

@@ -67,7 +67,7 @@ def test_the_best_and_its_evidence(written: Any) -> None:
     alpha = found.models["alpha"]
     entry = read(output / "consolidated_alpha_20" / "global_best_config.json")["models"]["alpha"]
     assert PruningConfig.from_dict(entry).name == entry["name"] == alpha.best["name"]
-    assert entry["acc_mean"] == alpha.competing["acc_mean"].max()
+    assert entry["acc_mean"] == alpha.eligible["acc_mean"].max()
     selection = entry["selection"]
     assert selection["rule"] == "accuracy"
     assert selection["chosen"]["accuracy"] == [entry["name"]]
@@ -125,11 +125,11 @@ def test_the_models_compared(written: Any) -> None:
     across = read(output / "cross_model_comparison.json")
     alpha, beta = (found.models[name] for name in ("alpha", "beta"))
     loss = across["transfer"]["alpha"]["beta"]
-    accuracy = alpha.competing.set_index("name")["acc_mean"]
+    accuracy = alpha.eligible.set_index("name")["acc_mean"]
     assert loss["config"] == beta.best["name"]
     assert loss["loss_points"] == pytest.approx(100 * (accuracy.max() - accuracy[beta.best["name"]]))
     assert across["best"]["alpha"]["loss_points"] == 0
-    shared = accuracy + beta.competing.set_index("name")["acc_mean"]
+    shared = accuracy + beta.eligible.set_index("name")["acc_mean"]
     assert across["best_for_all"]["config"] == shared.idxmax()
 
 

@@ -130,7 +130,7 @@ def test_the_published_method_is_read_from_the_folder_where_its_column_is_missin
     bare = read_results_csv(tmp_path / "r.csv", "Llama")
     pd.testing.assert_frame_equal(bare.rows, read_results_csv(path, "Llama").rows, check_exact=True)
     assert (
-        "15 rows name no method, only its knobs: taken for taylor" in bare.notes
+        "15 rows name no method, only its hyperparameters: taken for taylor" in bare.notes
     )  # search_Llama_20/exp_001_taylor_seq_len16_...
 
 

@@ -180,7 +180,7 @@ def test_cross_fitting_leaves_a_clear_winner_as_it_is() -> None:
 # reading
 
 
-def competing(**accuracies: float) -> pd.DataFrame:
+def eligible(**accuracies: float) -> pd.DataFrame:
     return pd.DataFrame(
         {"name": list(accuracies), "output_dir": list(accuracies), "acc_mean": list(accuracies.values())}
     )
@@ -194,7 +194,7 @@ def items_of(scores: Mapping[str, str]) -> pd.Series:
 
 def test_items_become_columns_task_by_task() -> None:
     items = {"first": items_of({"a": "110", "b": "01"}), "second": items_of({"a": "100", "b": "00"})}
-    outcomes, message = paired_scores(competing(first=(2 / 3 + 1 / 2) / 2, second=1 / 6), items.get)
+    outcomes, message = paired_scores(eligible(first=(2 / 3 + 1 / 2) / 2, second=1 / 6), items.get)
     assert outcomes is not None and message is None
     assert outcomes.by_task["a"].tolist() == [[1, 1], [1, 0], [0, 0]]
     assert outcomes.by_task["b"].tolist() == [[0, 0], [1, 0]]
@@ -202,7 +202,7 @@ def test_items_become_columns_task_by_task() -> None:
 
 def test_rows_with_other_items_are_left_out_by_name() -> None:
     items = {name: items_of({"a": "10"}) for name in ("first", "third")} | {"second": items_of({"a": "1000"})}
-    rows = competing(first=0.5, second=0.25, third=0.5, fourth=0.1)
+    rows = eligible(first=0.5, second=0.25, third=0.5, fourth=0.1)
     outcomes, message = paired_scores(rows, items.get)
     assert outcomes is not None and outcomes.rows.tolist() == [0, 2]
     assert message is not None and (message.kind, message.values) == (
@@ -218,4 +218,4 @@ def test_rows_with_other_items_are_left_out_by_name() -> None:
 def test_items_that_contradict_the_record_are_refused() -> None:
     items = {name: items_of({"a": "10"}) for name in ("first", "second")}
     with pytest.raises(UserError, match=r"trial second have acc_mean 0\.500000, but its record says 0\.400000; delete"):
-        paired_scores(competing(first=0.5, second=0.4), items.get)
+        paired_scores(eligible(first=0.5, second=0.4), items.get)

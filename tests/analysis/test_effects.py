@@ -1,4 +1,4 @@
-"""Effects of the knobs, against published figures, planted effects, hand computations and scipy or statsmodels."""
+"""Effects of the hyperparameters, against published figures, planted effects, hand computations and scipy or statsmodels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_published_methods_and_levels(llama: pd.DataFrame) -> None:
     assert seq_lens == {16: 0.4988, 32: 0.5345, 64: 0.5699, 128: 0.5755, 256: 0.5805}
     samples = effects.level_table(llama, "taylor_num_samples")["mean"].round(4).to_dict()
     assert samples == {128: 0.5504, 256: 0.5515, 512: 0.5537}
-    trends = [effects.trend(llama, knob) for knob in ("taylor_seq_len", "taylor_num_samples")]
+    trends = [effects.trend(llama, factor) for factor in ("taylor_seq_len", "taylor_num_samples")]
     assert [(trend.direction, trend.best_level) for trend in trends] == [("rises", 256), ("flat", 512)]
 
 
@@ -346,9 +346,9 @@ def test_the_order_of_rows_changes_nothing() -> None:
         pd.testing.assert_frame_equal(effects.method_table(rows), effects.method_table(mixed))
         shares, basis = effects.importance(rows, table)
         assert effects.importance(mixed, again) == (pytest.approx(shares), basis)
-        for knob in ("taylor_seq_len", "taylor_num_samples"):
-            pd.testing.assert_frame_equal(effects.level_table(rows, knob), effects.level_table(mixed, knob))
-            one, other = effects.trend(rows, knob), effects.trend(mixed, knob)
+        for factor in ("taylor_seq_len", "taylor_num_samples"):
+            pd.testing.assert_frame_equal(effects.level_table(rows, factor), effects.level_table(mixed, factor))
+            one, other = effects.trend(rows, factor), effects.trend(mixed, factor)
             assert (one.direction, one.best_level) == (other.direction, other.best_level)
             assert one.stderr_points == pytest.approx(other.stderr_points)
         for first, second in zip(effects.correlations(rows), effects.correlations(mixed), strict=True):

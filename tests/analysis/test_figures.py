@@ -133,7 +133,7 @@ def test_heatmap_shows_every_accuracy_the_best_and_what_is_missing(simulated: Fi
     figure = figures.heatmap(model)
     panels = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
     assert list(panels) == list(METHODS)
-    accuracy = model.competing.set_index("name")["acc_mean"]
+    accuracy = model.eligible.set_index("name")["acc_mean"]
     scales = set()
     for method, axes in panels.items():
         names = [[f"{method}-s{s}-n{n}" for n in SAMPLES] for s in SEQ_LENS]
@@ -144,7 +144,7 @@ def test_heatmap_shows_every_accuracy_the_best_and_what_is_missing(simulated: Fi
         assert axes.patch.get_hatch()
         best = {(c, r) for r, row in enumerate(names) for c, name in enumerate(row) if name == model.best["name"]}
         assert outlined(axes, 2.0) == best
-        alike = model.competing[model.competing["in_confidence_set"]]["name"]
+        alike = model.eligible[model.eligible["in_confidence_set"]]["name"]
         near = {(c, r) for r, row in enumerate(names) for c, name in enumerate(row) if name in set(alike)}
         assert outlined(axes, 0.8) == near - best
         scales.add(axes.collections[0].get_clim())
@@ -156,9 +156,11 @@ def test_a_method_that_reads_no_data_is_one_cell_and_a_level_line_and_no_part_of
     """As a grid holds it: once, at the first of each list."""
     one = searched("m", ["taylor", "layerwise", "random"], SEQ_LENS, SAMPLES)
     rows = one.rows[(one.rows["pruning_method"] != "random") | (one.rows.groupby("pruning_method").cumcount() == 0)]
+    collected = rows["pruning_method"].map({"taylor": 0.5, "layerwise": 0.5})  # random has no stage of a statistic
+    rows = rows.assign(importance_duration_s=collected, pruning_duration_s=0.1)
     model = findings_of(replace(one, rows=rows.reset_index(drop=True))).models["m"]
-    random = model.competing.set_index("pruning_method").loc["random", "acc_mean"]
-    others = model.competing[model.competing["pruning_method"] != "random"]
+    random = model.eligible.set_index("pruning_method").loc["random", "acc_mean"]
+    others = model.eligible[model.eligible["pruning_method"] != "random"]
     panels = {axes.get_title(): axes for axes in figures.heatmap(model).axes if axes.get_title()}
     assert cells(panels["random"]).tolist() == [[random]]
     assert panels["random"].dataLim.bounds == panels["taylor"].dataLim.bounds
@@ -204,31 +206,31 @@ def test_method_bars_are_the_published_means(llama: ModelFindings) -> None:
     heights = [round(bar.patches[0].get_height(), 4) for bar in bars]
     assert heights == [0.5412, 0.5323, 0.5821]  # taylor, layerwise, blockwise
     spreads = [np.ptp(bar.errorbar.lines[2][0].get_segments()[0][:, 1]) / 2 for bar in bars]
-    expected = [np.std(llama.competing.query("pruning_method == @m")["acc_mean"], ddof=1) for m in METHODS]
+    expected = [np.std(llama.eligible.query("pruning_method == @m")["acc_mean"], ddof=1) for m in METHODS]
     np.testing.assert_allclose(spreads, expected)
     drawn = [y for marker in "os^" for _, y in points(axes, marker)]
-    assert sorted(drawn) == sorted(llama.competing["acc_mean"])
+    assert sorted(drawn) == sorted(llama.eligible["acc_mean"])
     assert "mean ± std over configurations" in legend(figure)
 
 
 @pytest.mark.parametrize(
-    ("knob", "levels", "means"),
+    ("factor", "levels", "means"),
     [
         ("taylor_seq_len", [16, 32, 64, 128, 256], [0.4988, 0.5345, 0.5699, 0.5755, 0.5805]),
         ("taylor_num_samples", [128, 256, 512], [0.5504, 0.5515, 0.5537]),
     ],
 )
 def test_curves_are_the_published_level_means(
-    llama: ModelFindings, knob: str, levels: list[int], means: list[float]
+    llama: ModelFindings, factor: str, levels: list[int], means: list[float]
 ) -> None:
-    (axes,) = figures.curves({"Llama": llama}, knob).axes
+    (axes,) = figures.curves({"Llama": llama}, factor).axes
     drawn = lines(axes)
     assert list(drawn["all methods"].get_xdata()) == levels
     assert [round(float(y), 4) for y in drawn["all methods"].get_ydata()] == means
     assert set(drawn) == {*METHODS, "all methods"}
     for method, band in zip(METHODS, axes.collections, strict=True):
-        rows = llama.competing[llama.competing["pruning_method"] == method]
-        groups = [rows["acc_mean"][rows[knob] == level].to_numpy() for level in levels]
+        rows = llama.eligible[llama.eligible["pruning_method"] == method]
+        groups = [rows["acc_mean"][rows[factor] == level].to_numpy() for level in levels]
         np.testing.assert_allclose(drawn[method].get_ydata(), [group.mean() for group in groups])
         error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
         corners = band.get_paths()[0].vertices
@@ -240,24 +242,24 @@ def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(
     figure = figures.ppl_accuracy({"alpha": model})
     (axes,) = figure.axes
     for method, marker in zip(METHODS, "os^", strict=True):
-        rows = model.competing[model.competing["pruning_method"] == method]
+        rows = model.eligible[model.eligible["pruning_method"] == method]
         assert points(axes, marker) == set(zip(rows["ppl"], rows["acc_mean"], strict=True))
     (ring,) = [line for line in axes.get_lines() if line.get_markersize() == 8]
     assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (model.best["ppl"], model.best["acc_mean"])
     assert points(axes, "*") == {(15.0, model.model.baseline["acc_mean"])}
     assert "dense model" in legend(figure)
     hollow = sum(len(line.get_xdata()) for line in axes.get_lines() if line.get_markerfacecolor() == "white")
-    assert hollow == (~model.competing["in_confidence_set"]).sum() > 0
+    assert hollow == (~model.eligible["in_confidence_set"]).sum() > 0
 
 
 def test_cost_is_time_where_known_else_tokens(simulated: Findings, llama: ModelFindings) -> None:
     first, second = figures.accuracy_cost({"alpha": simulated.models["alpha"], "Llama": llama}).axes
     assert (first.get_xlabel(), second.get_xlabel()) == ("Trial time (s)", "Calibration tokens")
-    rows = llama.competing[llama.competing["pruning_method"] == "taylor"]
+    rows = llama.eligible[llama.eligible["pruning_method"] == "taylor"]
     tokens = rows["taylor_seq_len"] * rows["taylor_num_samples"]
     assert points(second, "o") == set(zip(tokens, rows["acc_mean"], strict=True))
     (front,) = [line for line in second.get_lines() if line.get_drawstyle() == "steps-post"]
-    accuracy, cost = llama.competing["acc_mean"], llama.competing["tokens"]
+    accuracy, cost = llama.eligible["acc_mean"], llama.eligible["tokens"]
     for x, y in zip(front.get_xdata(), front.get_ydata(), strict=True):
         assert y == accuracy[cost <= x].max()
 

@@ -80,7 +80,7 @@ def test_what_a_trial_folder_lacks_is_left_out_and_what_is_damaged_is_named(
     layers_file(tmp_path, "pruning_comparison.json", [{"layer": 0, "kv_groups_before": 4}])
     with pytest.raises(UserError, match=r"pruning_comparison.json has no layers with kv_groups_before"):
         figures_best.draw_best(model, tmp_path, tmp_path / "out")
-    damaged = replace(model, competing=model.competing.assign(output_dir=str(tmp_path)))
+    damaged = replace(model, eligible=model.eligible.assign(output_dir=str(tmp_path)))
     with pytest.raises(UserError, match="delete it"):
         figures.draw_all(replace(simulated, models={"alpha": damaged}), tmp_path / "out")
 

@@ -39,7 +39,7 @@ def test_published_best_comes_with_those_within_noise() -> None:
     assert model.best["name"] == "blockwise-s64-n128"
     assert (round(model.best["acc_mean"], 4), round(model.best["ppl"], 2)) == (0.5980, 13.17)
     assert (model.basis, model.cross_fit) == ("unpaired", None)
-    alike = model.competing.loc[model.competing["in_confidence_set"], "name"].tolist()
+    alike = model.eligible.loc[model.eligible["in_confidence_set"], "name"].tolist()
     assert 5 < len(alike) < 20
     blockwise = {
         f"blockwise-s{seq_len}-n{n}" for seq_len, n in ((64, 256), (64, 512), (256, 128), (256, 256), (256, 512))
@@ -47,7 +47,7 @@ def test_published_best_comes_with_those_within_noise() -> None:
     assert blockwise < set(alike)  # all less than a third of a standard error behind
     noise = next(message for message in model.warnings if message.kind == "within_noise")
     assert [noise.values["best"], *noise.values["others"]] == alike
-    assert noise.values["points"] == pytest.approx(100 * (0.5980432152155284 - model.competing["acc_mean"].iloc[1]))
+    assert noise.values["points"] == pytest.approx(100 * (0.5980432152155284 - model.eligible["acc_mean"].iloc[1]))
     assert kinds(model) == {"dense_unknown", "edge", "within_noise", "ppl_disagrees", "no_items", "seeds_one"}
     assert model.statistics["task_evaluations"] == 45 * 7
     assert [round(model.statistics[name], 4) for name in ("max", "min", "mean")] == [0.5980, 0.4342, 0.5519]
@@ -63,12 +63,12 @@ def test_best_follows_the_rule(study: Study, rule: str) -> None:
         assert model.cross_fit.naive == pytest.approx(model.best["acc_mean"], abs=1e-9)
         assert sum(model.cross_fit.chosen.values()) == pytest.approx(1)
         if rule == "perplexity":  # other text than the items: nothing to correct
-            assert model.best["ppl"] == model.competing["ppl"].min()
+            assert model.best["ppl"] == model.eligible["ppl"].min()
             assert model.cross_fit.chosen == {model.best["name"]: 1.0}
             assert model.cross_fit.corrected == pytest.approx(model.best["acc_mean"], abs=1e-9)
         if rule == "one-standard-error":
-            within = -model.competing["difference_points"] <= model.competing["difference_stderr_points"]
-            assert model.best["tokens"] == model.competing.loc[within, "tokens"].min()
+            within = -model.eligible["difference_points"] <= model.eligible["difference_stderr_points"]
+            assert model.best["tokens"] == model.eligible.loc[within, "tokens"].min()
 
 
 def test_unknown_rule_is_refused() -> None:
@@ -77,7 +77,7 @@ def test_unknown_rule_is_refused() -> None:
 
 
 def test_differences_are_those_of_each_pair(findings: Findings) -> None:
-    rows = findings.models["alpha"].competing
+    rows = findings.models["alpha"].eligible
     assert rows["acc_mean"].is_monotonic_decreasing
     assert (rows["difference_points"].iloc[0], rows["difference_stderr_points"].iloc[0], rows["p_best"].iloc[0]) == (
         0,
@@ -97,7 +97,7 @@ def test_differences_are_those_of_each_pair(findings: Findings) -> None:
 
 
 def test_cost_of_a_pass_is_the_part_of_its_samples(findings: Findings) -> None:
-    rows = findings.models["beta"].competing.set_index("name")
+    rows = findings.models["beta"].eligible.set_index("name")
     assert rows.loc["taylor-s64-n512", "gradient_pass_s"] == pytest.approx(8.0)  # as in the cost.json written
     assert rows.loc["blockwise-s64-n128", "gradient_pass_s"] == pytest.approx(2.0)
     assert rows.loc["blockwise-s64-n128", "tokens"] == 64 * 128
@@ -109,12 +109,12 @@ def test_transfer_is_the_paired_difference_to_the_own_best(findings: Findings) -
     for label, model in findings.models.items():
         assert (points.loc[label, label], stderrs.loc[label, label], percent.loc[label, label]) == (0, 0, 0)
         for other, theirs in findings.models.items():
-            row = model.competing.set_index("name", drop=False).loc[theirs.best["name"]]
+            row = model.eligible.set_index("name", drop=False).loc[theirs.best["name"]]
             expected = difference(model.best, row)
             assert points.loc[label, other] == pytest.approx(expected.points)
             assert stderrs.loc[label, other] == pytest.approx(expected.stderr_points)
             assert percent.loc[label, other] == pytest.approx(100 * (1 - row["acc_mean"] / model.best["acc_mean"]))
-    means = [model.competing.set_index("name")["acc_mean"] for model in findings.models.values()]
+    means = [model.eligible.set_index("name")["acc_mean"] for model in findings.models.values()]
     assert findings.best_for_all is not None and findings.best_for_all["config"] == (means[0] + means[1]).idxmax()
 
 
@@ -143,7 +143,7 @@ def test_levels_methods_and_effects_are_of_the_rows(findings: Findings) -> None:
     assert model.levels["taylor_seq_len"]["n"].tolist() == [6, 6, 6]
     assert model.trends.keys() == {"taylor_seq_len", "taylor_num_samples"}
     assert model.effects is not None and model.importance_basis == "anova"
-    assert max(model.importance, key=lambda knob: model.importance[knob]) == "taylor_seq_len"
+    assert max(model.importance, key=lambda factor: model.importance[factor]) == "taylor_seq_len"
     assert {correlation.column for correlation in model.correlations} >= {"ppl", "grad_mean_ratio"}
 
 
@@ -163,10 +163,10 @@ def test_without_items_errors_are_those_of_each_trial(tmp_path: Path, findings: 
     paired = findings.models["alpha"]
     assert (model.basis, model.cross_fit) == ("unpaired", None)
     assert "no_items" in kinds(model) - kinds(paired)
-    assert model.competing["name"].tolist() == paired.competing["name"].tolist()
-    alone, together = (rows["difference_stderr_points"].iloc[1:] for rows in (model.competing, paired.competing))
+    assert model.eligible["name"].tolist() == paired.eligible["name"].tolist()
+    alone, together = (rows["difference_stderr_points"].iloc[1:] for rows in (model.eligible, paired.eligible))
     assert (alone > 1.2 * together).all()
-    assert alone.iloc[0] == pytest.approx(100 * math.hypot(*model.competing["acc_mean_stderr"].iloc[:2]))
+    assert alone.iloc[0] == pytest.approx(100 * math.hypot(*model.eligible["acc_mean_stderr"].iloc[:2]))
     assert model.tasks["items"].isna().all()
 
 
@@ -194,17 +194,16 @@ def test_warnings_follow_from_the_numbers(study: Study) -> None:
     model = find(Study({"alpha": changed})).models["alpha"]
     said = {message.kind: message.values for message in model.warnings}
     assert said.keys() == {"at_chance", "edge", "rank_disagrees", "no_items", "seeds_one"}
-    assert said["edge"] == {"knob": "taylor_num_samples", "value": 512, "side": "upper"}
+    assert said["edge"] == {"factor": "taylor_num_samples", "value": 512, "side": "upper"}
     assert said["rank_disagrees"] == {
         "by_mean": ["taylor", "blockwise", "layerwise"],
         "by_max": ["blockwise", "taylor", "layerwise"],
     }
     blind = replace(changed, rows=rows.assign(acc_mean_stderr=math.nan, ppl=math.nan))
     model = find(Study({"alpha": blind})).models["alpha"]
-    assert model.basis == "unknown" and model.competing["in_confidence_set"].all()
+    assert model.basis == "unknown" and model.eligible["in_confidence_set"].all()
     assert (
-        next(r for r in model.warnings if r.kind == "stderr_unknown").values["names"]
-        == model.competing["name"].tolist()
+        next(r for r in model.warnings if r.kind == "stderr_unknown").values["names"] == model.eligible["name"].tolist()
     )
     with pytest.raises(UserError, match="no finite ppl in the trials of alpha"):
         find(Study({"alpha": blind}), "perplexity")
@@ -214,11 +213,11 @@ def test_seed_decides_and_other_models_do_not(study: Study, findings: Findings) 
     alone = find(Study({"alpha": study.models["alpha"]}, costs=study.costs))
     assert alone.transfer_points is None and alone.best_for_all is None
     first, again = findings.models["alpha"], alone.models["alpha"]
-    pd.testing.assert_frame_equal(first.competing, again.competing)
+    pd.testing.assert_frame_equal(first.eligible, again.eligible)
     assert first.cross_fit == again.cross_fit
     other = find(study, seed=1).models["alpha"]
-    assert not other.competing["p_best"].equals(first.competing["p_best"])
-    np.testing.assert_allclose(other.competing["p_best"], first.competing["p_best"], atol=0.04)
+    assert not other.eligible["p_best"].equals(first.eligible["p_best"])
+    np.testing.assert_allclose(other.eligible["p_best"], first.eligible["p_best"], atol=0.04)
 
 
 def test_model_without_a_complete_trial_is_listed(study: Study) -> None:

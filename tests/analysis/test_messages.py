@@ -29,7 +29,7 @@ from tune_prune.analysis.tables.hyperparameters import trend_message
 
 # What the statistics put into each kind of remark.
 VALUES: dict[str, dict[str, Any]] = {
-    "edge": {"knob": "taylor_seq_len", "value": 256, "side": "upper"},
+    "edge": {"factor": "taylor_seq_len", "value": 256, "side": "upper"},
     "within_noise": {"best": "taylor-s64-n128", "others": ["a", "b"], "points": 0.123},
     "ppl_disagrees": {"best": "a", "best_ppl": "b"},
     "rank_disagrees": {"by_mean": ["taylor", "blockwise"], "by_max": "blockwise"},

@@ -159,7 +159,7 @@ def test_every_trial_is_there_once_with_its_numbers(parsed: Page, findings: Find
     seen = {(model, name): (accuracy, p, status) for model, name, accuracy, p, status in shown}
     assert len(parsed.tables["table-trials"]) - 1 == len(seen) == 36
     for label, found in findings.models.items():
-        for row in found.competing.to_dict("records"):
+        for row in found.eligible.to_dict("records"):
             assert seen.pop((label, row["name"])) == (row["acc_mean"], row["p_best"], "complete")
         assert seen.pop((label, FAILED)) == (None, None, "failed")
         assert seen.pop((label, STOPPED)) == (None, None, "stopped early")
@@ -177,7 +177,7 @@ def test_first_screen_says_what_the_findings_say(parsed: Page, html: str, findin
             assert f"{value:.4f} ± {stderr:.4f}".replace("0.", ".") in text
         assert f"{100 * best['acc_mean'] / found.model.baseline['acc_mean']:.1f}%" in text
         assert f"Perplexity {best['ppl']:.2f}" in text
-        inside = set(found.competing.loc[found.competing["in_confidence_set"], "name"]) - {best["name"]}
+        inside = set(found.eligible.loc[found.eligible["in_confidence_set"], "name"]) - {best["name"]}
         chips = card.split('class="chips">')
         named = {name for part in chips[1:] for name in re.findall(r"<code>([^<]*)</code>", part.split("</p>")[0])}
         assert inside <= named, label
@@ -273,7 +273,7 @@ def test_sorting_and_filter_in_chromium(html: str, tmp_path: Path, findings: Fin
         check=True,
     )
     _, up, down, shown, count, _ = done.stdout[done.stdout.index("[[") : done.stdout.index("]]") + 2].split("|")
-    gaps = sorted(value for found in findings.models.values() for value in found.competing["difference_points"])
+    gaps = sorted(value for found in findings.models.values() for value in found.eligible["difference_points"])
     for answer, direction, expected in ((up, "ascending", gaps), (down, "descending", gaps[::-1])):
         said, *keys = answer.split()
         assert said == direction

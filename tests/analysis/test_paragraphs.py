@@ -34,7 +34,7 @@ def test_paragraphs_of_noise_claim_nothing(tmp_path: Path) -> None:
         ppl=generator.normal(13, 1, 36),
     )
     for found in findings.models.values():  # otherwise this data does not test what it should
-        assert found.competing["in_confidence_set"].all() and found.effects is not None
+        assert found.eligible["in_confidence_set"].all() and found.effects is not None
         assert all(trend.direction == "flat" for trend in found.trends.values())
         assert found.effects.loc["method", "p"] > 0.05
         assert all(entry.low is None or entry.low < 0 < entry.high for entry in found.correlations if entry.high)
@@ -65,7 +65,7 @@ def test_paragraphs_say_what_is_significant(tmp_path: Path) -> None:
     assert "The methods differ (F(" in up and "blockwise has the highest mean" in up
     assert "taylor has the highest mean" in down
     text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
-    outside = int((~findings.models["up"].competing["in_confidence_set"]).sum())
+    outside = int((~findings.models["up"].eligible["in_confidence_set"]).sum())
     assert outside > 20 and f"The other {outside} are ruled out as the best" in text
     assert findings.transfer_points is not None and findings.transfer_percent is not None
     loss, percent = (frame.loc["up", "down"] for frame in (findings.transfer_points, findings.transfer_percent))
@@ -79,7 +79,7 @@ def test_paragraphs_of_experiments(simulated: Findings, tmp_path: Path) -> None:
     for found in simulated.models.values():
         assert found.cross_fit is not None
         assert f"{found.cross_fit.corrected:.4f}"[1:] in text and f"{found.cross_fit.naive:.4f}"[1:] in text
-        inside = int(found.competing["in_confidence_set"].sum())
+        inside = int(found.eligible["in_confidence_set"].sum())
         assert f"The confidence set of the best holds {inside} configurations" in text
         ppl = next(entry for entry in found.correlations if entry.column == "ppl")
         low, high = (f"{bound:.4f}".replace("0.", ".", 1) for bound in (ppl.low, ppl.high) if bound is not None)
@@ -90,11 +90,11 @@ def test_paragraphs_of_experiments(simulated: Findings, tmp_path: Path) -> None:
 def test_paragraphs_under_another_rule(tmp_path: Path) -> None:
     """The most accurate stays the subject of the test; what the rule chooses instead stands beside it."""
     findings = simulated_findings(tmp_path, rule="one-standard-error", items=60)
-    found = next(entry for entry in findings.models.values() if entry.best["name"] != entry.competing["name"].iloc[0])
+    found = next(entry for entry in findings.models.values() if entry.best["name"] != entry.eligible["name"].iloc[0])
     write_paragraphs(findings, tmp_path / "paragraphs.md")
     text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
     assert f"By the rule one-standard-error, {found.best['name']} is chosen instead" in text
-    assert f"runs is {found.competing['name'].iloc[0]}, with an accuracy" in text
+    assert f"runs is {found.eligible['name'].iloc[0]}, with an accuracy" in text
 
 
 def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_first_screen_has_the_decision_and_all_that_cannot_be_told_from_it(p
     screen = joined(first_screen(report(published)))
     assert "Best blockwise-s64-n128: method blockwise, taylor_seq_len 64, taylor_num_samples 128" in screen
     assert "Accuracy .5980 ± .0048 as measured" in screen and "Perplexity 13.17" in screen
-    close = found.competing.iloc[1:].loc[lambda rows: rows["in_confidence_set"].to_numpy(), "name"]
+    close = found.eligible.iloc[1:].loc[lambda rows: rows["in_confidence_set"].to_numpy(), "name"]
     assert len(close) > 2
     assert f"{len(close)} of the other 44 with {found.best['name']}, the most accurate (95%" in screen
     assert all(name in screen.partition("Warnings")[0] for name in close)
@@ -147,7 +147,7 @@ def test_no_line_is_wider_than_the_page(published: Findings, two_models: Finding
 def test_another_rule_says_where_its_choice_stands(tmp_path: Path) -> None:
     findings = simulated_findings(tmp_path, rule="one-standard-error", models=("alpha",), items=100)
     found = findings.models["alpha"]
-    top = found.competing["name"].iloc[0]
+    top = found.eligible["name"].iloc[0]
     assert found.best["name"] != top  # else this shows nothing
     screen = joined(first_screen(report(findings)))
     assert f"Best {found.best['name']}" in screen and f"with {top}, the most accurate" in screen

@@ -246,7 +246,7 @@ def test_rows_are_the_findings(simulated: Findings) -> None:
     assert values(best, "cross_fitted_stderr") == [fit.stderr for fit in fits]
     dense = [entry.model.baseline["acc_mean"] for entry in found]
     assert values(best, "retained") == [e.best["acc_mean"] / whole for e, whole in zip(found, dense, strict=True)]
-    sizes = [int(entry.competing["in_confidence_set"].sum()) for entry in found]
+    sizes = [int(entry.eligible["in_confidence_set"].sum()) for entry in found]
     assert values(best, "confidence_set") == sizes
     assert values(best, "share_of_runs") == [f"{size - 1} of 15" for size in sizes]
 
@@ -258,7 +258,7 @@ def test_rows_are_the_findings(simulated: Findings) -> None:
     own = [[*entry.tasks["acc"], entry.best["acc_mean"]] for entry in found]
     assert values(made["task_accuracies"], "acc") == [value for part in own for value in part]
 
-    rows = [pd.concat([e.competing, e.model.rows[~e.model.rows["success"]]]) for e in found]
+    rows = [pd.concat([e.eligible, e.model.rows[~e.model.rows["success"]]]) for e in found]
     trials = made["trials"]
     assert values(trials, "name") == [name for part in rows for name in part["name"]]
     for key in ("acc_mean", "difference_points", "difference_stderr_points", "p_best"):
@@ -269,10 +269,10 @@ def test_rows_are_the_findings(simulated: Findings) -> None:
         ("stopped early", "well below the best"),
     ]
     for label, entry in simulated.models.items():  # ranks are places in the two orders
-        own_rows = trials.of(label).rows[: len(entry.competing)]
+        own_rows = trials.of(label).rows[: len(entry.eligible)]
         assert [row["rank"] for row in own_rows] == list(range(1, len(own_rows) + 1))
         by_ppl = sorted(own_rows, key=lambda row: row["ppl_rank"])
-        assert [row["ppl"] for row in by_ppl] == sorted(entry.competing["ppl"])
+        assert [row["ppl"] for row in by_ppl] == sorted(entry.eligible["ppl"])
 
 
 def test_the_most_accurate_and_the_tied_are_marked(simulated: Findings) -> None:
@@ -282,14 +282,14 @@ def test_the_most_accurate_and_the_tied_are_marked(simulated: Findings) -> None:
     expected = [
         (label, name, "tied" if index else "best")
         for label, entry in simulated.models.items()
-        for index, name in enumerate(entry.competing["name"][entry.competing["in_confidence_set"]])
+        for index, name in enumerate(entry.eligible["name"][entry.eligible["in_confidence_set"]])
     ]
     assert len(expected) > 4 and marked == expected
 
 
 def test_statistics(simulated: Findings) -> None:
     rows = {row["statistic"]: row for row in all_tables(simulated)["experiment_statistics"].rows}
-    pooled = pd.concat([entry.competing["acc_mean"] for entry in simulated.models.values()])
+    pooled = pd.concat([entry.eligible["acc_mean"] for entry in simulated.models.values()])
     assert rows["runs"]["All models"] == 36 and rows["complete"]["alpha"] == 16
     assert rows["task_evaluations"]["All models"] == 32 * 7
     assert rows["completeness"]["beta"] == 16 / 18
@@ -317,7 +317,7 @@ def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
 
     findings = from_csv(tmp_path, {"M": lambda m, s, n: 0.5 + s / 1000 + n / 10000})
     own = findings.models["M"].best
-    minimal = findings.models["M"].competing.query("taylor_num_samples == 4")
+    minimal = findings.models["M"].eligible.query("taylor_num_samples == 4")
     rows = [row for row in all_tables(findings)["configuration_impact"].rows if row["setting"] == "minimal"]
     assert [row["config"] for row in rows] == list(minimal["name"])
     losses = 100 * (own["acc_mean"] - minimal["acc_mean"])

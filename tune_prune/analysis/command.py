@@ -211,11 +211,12 @@ def _decision(label: str, found: ModelFindings) -> list[str]:
     if fit is not None:
         corrected = f"cross-fitted accuracy: {fit.corrected:.4f}{_error(fit.stderr)} (chosen on one part of the items, scored on "
         corrected += "the rest)"
-    tied = int(found.competing["in_confidence_set"].sum()) - 1
+    tied = int(found.eligible["in_confidence_set"].sum()) - 1
     return [
         f"best         {label}: {best['name']} (by {found.rule}), accuracy {score}, perplexity {ppl}",
         indent + corrected,
-        f"{indent}{tied} of the {len(found.competing) - 1} others are statistically tied with the most accurate (95%, {found.basis})",
+        f"{indent}{tied} of the {len(found.eligible) - 1} others are statistically tied with the most accurate "
+        f"(95%, {found.basis})",
     ]
 
 

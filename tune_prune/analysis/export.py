@@ -84,10 +84,10 @@ def best_entry(found: ModelFindings) -> dict[str, Any]:
         },
         "baseline": baseline if dense else None,
         "retained_accuracy": retained_accuracy(best["acc_mean"], dense),
-        "num_complete_trials": len(found.competing),
+        "num_complete_trials": len(found.eligible),
         "within_noise": [name for name in found.tied if name != best["name"]],
         "within_noise_basis": found.basis,
-        "edges": [{"knob": knob, "value": value, "edge": side} for knob, value, side in found.edges],
+        "edges": [{"knob": factor, "value": value, "edge": side} for factor, value, side in found.edges],
     }
 
 

@@ -93,7 +93,7 @@ def _entry(found: ModelFindings, base: Path) -> dict[str, Any]:
             "rule": found.rule,
             "chosen": {rule: list(names) for rule, names in found.chosen.items()},
             "confidence_set": found.tied,
-            "p_best": {row["name"]: plain_value(row["p_best"]) for _, row in found.competing.iterrows()},
+            "p_best": {row["name"]: plain_value(row["p_best"]) for _, row in found.eligible.iterrows()},
             "basis": found.basis,
             "cross_fit": None if found.cross_fit is None else asdict(found.cross_fit),
         },
@@ -134,7 +134,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
             (folder / "visualization" / name).unlink(missing_ok=True)
             absent[f"visualization/{name}"] = "it is drawn from the files above"
     readme = [
-        f"{found.best['name']}: the best of {len(found.competing)} configurations of {found.model.label} by {found.rule}.",
+        f"{found.best['name']}: the best of {len(found.eligible)} configurations of {found.model.label} by {found.rule}.",
         "",
         "best_config.json                      the configuration, the evidence for it, the command that runs it again",
         "evaluation/evaluation_results.json    its accuracies, task by task, and its perplexity",

@@ -211,7 +211,7 @@ def _shuffled(pending: list[TrialSpec], seed: int) -> list[TrialSpec]:
 def _known_outcomes(
     folder: Path, specs: dict[str, TrialSpec], finished: list[TrialRecord]
 ) -> dict[str, list[dict[str, str]]]:
-    """The item outcomes of complete trials, slice by slice: they go on competing when a race is started again."""
+    """The item outcomes of complete trials, slice by slice: they go on eligible when a race is started again."""
     return {
         record.key: read_outcomes(folder / TRIALS / record.key / ITEMS, len(specs[record.key].run.protocol.slices))
         for record in finished

@@ -34,7 +34,7 @@ SMALL, TINY = 7, 6  # pt; all else is 8
 DPI = 200  # of the PNGs
 PANELS_PER_ROW = 4
 MAX_LABEL = 20  # characters per line
-MAX_TICKS = 6  # of a knob's scale: as many as the narrowest panel has room for, less one
+MAX_TICKS = 6  # of a factor's scale: as many as the narrowest panel has room for, less one
 
 ACCURACY = "Mean accuracy"  # label of an axis
 BLACK, GREY, LIGHT = "#000000", "#666666", "#bbbbbb"
@@ -192,7 +192,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def level_axis(axes: Axes, levels: Sequence[int]) -> None:
-    """Horizontal scale for a knob's ascending levels: a logarithmic one, on which powers are evenly spaced; ticks at levels."""
+    """Horizontal scale for a factor's ascending levels: a logarithmic one, on which powers are evenly spaced; ticks at levels."""
     axes.set_xscale("log", base=2)
     apart = math.log(levels[-1] / levels[0]) / MAX_TICKS
     shown: list[int] = []

@@ -59,10 +59,10 @@ def draw_all(findings: Findings, folder: Path) -> list[Path]:
     with figure_style.style():
         figures = {f"heatmap_{stems[label]}": heatmap(model) for label, model in models.items()}
         figures["methods"] = methods(models)
-        for knob in NUMERIC:
-            if any(len(model.levels.get(knob, ())) > 1 for model in models.values()):
-                figures[HYPERPARAMETERS[knob].short] = curves(models, knob)
-        if any(np.isfinite(model.competing["ppl"]).any() for model in models.values()):
+        for factor in NUMERIC:
+            if any(len(model.levels.get(factor, ())) > 1 for model in models.values()):
+                figures[HYPERPARAMETERS[factor].short] = curves(models, factor)
+        if any(np.isfinite(model.eligible["ppl"]).any() for model in models.values()):
             figures["ppl_accuracy"] = ppl_accuracy(models)
         figures["accuracy_cost"] = accuracy_cost(models)
         if findings.sizes is not None:
@@ -110,7 +110,7 @@ def methods(models: Mapping[str, ModelFindings]) -> Figure:
 
 
 def _bar(axes: Axes, centre: float, width: float, model: ModelFindings, method: str, look: Look) -> None:
-    row, rows = model.methods.loc[method], model.competing[model.competing["pruning_method"] == method]
+    row, rows = model.methods.loc[method], model.eligible[model.eligible["pruning_method"] == method]
     spread = row["std"] if math.isfinite(row["std"]) else None  # of one configuration there is none
     error: dict[str, Any] = {"elinewidth": 1, "capsize": 2.5, "capthick": 1, "ecolor": BLACK, "zorder": 3}
     faces: dict[str, Any] = {"color": figure_style.tint(look.colour), "edgecolor": look.colour}
@@ -123,29 +123,29 @@ def _bar(axes: Axes, centre: float, width: float, model: ModelFindings, method: 
     axes.plot(places, accuracies, linestyle="none", color=look.colour, **point)
 
 
-def curves(models: Mapping[str, ModelFindings], knob: str) -> Figure:
-    """acc_mean against the levels of `knob`, a panel per model: each method's mean over the other knobs with its standard
-    error over those configurations (none where there is one), and the mean over all of them (`ModelFindings.levels`). A method
-    that does not read `knob` is a level line."""
+def curves(models: Mapping[str, ModelFindings], factor: str) -> Figure:
+    """acc_mean against the levels of `factor`, a panel per model: each method's mean over the other hyperparameters with its
+    standard error over those configurations (none where there is one), and the mean over all of them
+    (`ModelFindings.levels`). A method that does not read `factor` is a level line."""
     looks = _looks(models)
-    models = {label: model for label, model in models.items() if len(model.levels.get(knob, ()))}
+    models = {label: model for label, model in models.items() if len(model.levels.get(factor, ()))}
     figure, grid = figure_style.panels(list(models), 1.9)
     for axes, model in zip(grid, models.values(), strict=True):
         for method, look in looks.items():
-            rows = model.competing[model.competing["pruning_method"] == method]
-            if method not in methods_reading(model.model.rows, knob):
+            rows = model.eligible[model.eligible["pruning_method"] == method]
+            if method not in methods_reading(model.model.rows, factor):
                 axes.axhline(rows["acc_mean"].mean(), color=look.colour, linewidth=1, label=method)
                 continue
-            by_level = rows.groupby(knob)["acc_mean"].agg(["mean", "sem"])
+            by_level = rows.groupby(factor)["acc_mean"].agg(["mean", "sem"])
             levels, mean, error = by_level.index.astype("int64"), by_level["mean"], by_level["sem"].fillna(0)
             axes.fill_between(levels, mean - error, mean + error, color=look.colour, alpha=0.18, linewidth=0)
             edge: dict[str, Any] = {"markeredgecolor": BLACK, "markeredgewidth": 0.4}
             axes.plot(levels, mean, color=look.colour, marker=look.marker, label=method, **edge)
-        table = model.levels[knob]
+        table = model.levels[factor]
         if len(looks) > 1:
             axes.plot(table.index.astype("int64"), table["mean"], **_ALL_METHODS)
         figure_style.level_axis(axes, [int(level) for level in table.index])
-    figure_style.label_outer(grid, x=HYPERPARAMETERS[knob].label, y=ACCURACY)
+    figure_style.label_outer(grid, x=HYPERPARAMETERS[factor].label, y=ACCURACY)
     handles: list[Artist] = [figure_style.key(look, method, linestyle="-") for method, look in looks.items()]
     if len(looks) > 1:
         handles += [Line2D([], [], **_ALL_METHODS)]
@@ -159,7 +159,7 @@ def ppl_accuracy(models: Mapping[str, ModelFindings]) -> Figure:
     figure, grid = figure_style.panels(list(models), 2.0)
     dense_known = False
     for axes, model in zip(grid, models.values(), strict=True):
-        shown = _scatter(axes, model, model.competing["ppl"], _looks(models))
+        shown = _scatter(axes, model, model.eligible["ppl"], _looks(models))
         dense = [model.model.baseline.get(name, math.nan) for name in ("ppl", "acc_mean")]
         if all(map(math.isfinite, dense)):
             dense_known = True
@@ -177,10 +177,10 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
     is the best that can be had at each cost."""
     figure, grid = figure_style.panels(list(models), 2.0)
     for axes, model in zip(grid, models.values(), strict=True):
-        timed = bool(np.isfinite(model.competing["elapsed_time"]).all())
-        cost = model.competing["elapsed_time" if timed else "tokens"].astype("float64")
+        timed = bool(np.isfinite(model.eligible["elapsed_time"]).all())
+        cost = model.eligible["elapsed_time" if timed else "tokens"].astype("float64")
         _scatter(axes, model, cost, _looks(models))
-        highest = model.competing["acc_mean"].groupby(cost).max().cummax()
+        highest = model.eligible["acc_mean"].groupby(cost).max().cummax()
         axes.plot(highest.index, highest, drawstyle="steps-post", color=GREY, linewidth=0.8, zorder=1)
         figure_style.spread_axis(axes, "x", cost)
         axes.set_xlabel(_TIME if timed else _TOKENS)
@@ -233,11 +233,11 @@ def _scatter(axes: Axes, model: ModelFindings, x: pd.Series, looks: Mapping[str,
     finite = np.isfinite(x)
     worse = model.worse
     for method, look in looks.items():
-        of_method = finite & (model.competing["pruning_method"] == method)
+        of_method = finite & (model.eligible["pruning_method"] == method)
         for rows, face in ((of_method & worse, "white"), (of_method & ~worse, look.colour)):
             axes.plot(
                 x[rows],
-                model.competing["acc_mean"][rows],
+                model.eligible["acc_mean"][rows],
                 linestyle="none",
                 marker=look.marker,
                 markerfacecolor=face,

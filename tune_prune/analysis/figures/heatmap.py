@@ -29,9 +29,9 @@ def heatmap(model: ModelFindings) -> Figure:
 
     Where several configurations share a cell, it shows the best of them. A method that reads neither has one cell.
     """
-    rows, competing = model.model.rows, model.competing
-    seq_lens, samples = (sorted(rows[knob].dropna().astype(int).unique()) for knob in CALIBRATION)
-    reading = set.union(*(methods_reading(rows, knob) for knob in CALIBRATION))
+    rows, eligible = model.model.rows, model.eligible
+    seq_lens, samples = (sorted(rows[factor].dropna().astype(int).unique()) for factor in CALIBRATION)
+    reading = set.union(*(methods_reading(rows, factor) for factor in CALIBRATION))
     names = list(figure_style.looks(rows["pruning_method"]))
     with_text = max(len(seq_lens), len(samples)) <= MAX_LEVELS_WITH_TEXT
     per_row = min(len(names), PANELS_PER_ROW)
@@ -45,11 +45,11 @@ def heatmap(model: ModelFindings) -> Figure:
         layout=ConstrainedLayoutEngine(w_pad=0.02, wspace=0.01),
     )
     grid = figure.subplots(panel_rows, per_row, squeeze=False, sharex=True, sharey=True).ravel().tolist()
-    alike = ~model.worse & (model.basis != "unknown") & (competing.index != model.best.name)
-    low, high = competing["acc_mean"].min(), competing["acc_mean"].max()
+    alike = ~model.worse & (model.basis != "unknown") & (eligible.index != model.best.name)
+    low, high = eligible["acc_mean"].min(), eligible["acc_mean"].max()
     scale = Normalize(low, high) if high > low else Normalize(low - 0.005, low + 0.005)
     for axes, method in zip(grid, names, strict=False):
-        of_method = competing[competing["pruning_method"] == method]
+        of_method = eligible[eligible["pruning_method"] == method]
         cells = of_method.pivot_table(
             index="taylor_seq_len", columns="taylor_num_samples", values="acc_mean", aggfunc="max"
         )
@@ -74,7 +74,7 @@ def heatmap(model: ModelFindings) -> Figure:
     if alike.any():
         keys.append(Patch(**_ALIKE, label="tied with the highest (95%)"))
     wanted = sum(len(seq_lens) * len(samples) if method in reading else 1 for method in names)
-    missing = wanted - len(competing.groupby(["pruning_method", *CALIBRATION]))
+    missing = wanted - len(eligible.groupby(["pruning_method", *CALIBRATION]))
     if missing:
         keys.append(Patch(facecolor="white", edgecolor=LIGHT, hatch="/////", label=f"no complete trial ({missing})"))
     figure_style.legend_above(figure, keys)

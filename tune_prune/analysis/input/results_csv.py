@@ -66,13 +66,13 @@ def read_results_csv(path: Path, model: str | None) -> ResultsFile:
         notes.append("it has no pruning_method: the methods are those that output_dir names")
     rows["pruning_method"], assumed = table.methods(rows)
     if assumed:
-        notes.append(f"{assumed} rows name no method, only its knobs: taken for taylor")
+        notes.append(f"{assumed} rows name no method, only its hyperparameters: taken for taylor")
     dense = rows["pruning_method"].str.lower().isin(_DENSE)
     baseline = _baseline(rows[dense])
     kept = np.flatnonzero(~dense)
     rows, table.lines = rows.iloc[kept].reset_index(drop=True), [lines[index] for index in kept]
     for name in _KNOB:
-        rows[name] = table.knob(rows, name)
+        rows[name] = table.hyperparameter(rows, name)
     _ask_ratio(rows, notes)
     _add_stderrs(rows)
     _find_folders(path, rows)
@@ -157,7 +157,7 @@ class _Table:
         return _BOOLEANS[cell.lower()]
 
     def methods(self, rows: pd.DataFrame) -> tuple[pd.Series, int]:
-        """The method of each row: its column, else the last method that output_dir names beside its knobs, else, where it names
+        """The method of each row: its column, else the last method that output_dir names, else, where it names
         these alone, taylor, as in the first published grids; and the number of the last."""
         given = rows["pruning_method"] if "pruning_method" in rows else [None] * len(rows)
         folders = rows["output_dir"] if "output_dir" in rows else [None] * len(rows)
@@ -174,7 +174,7 @@ class _Table:
             methods.append(method)
         return pd.Series(methods, index=rows.index, dtype="str"), assumed
 
-    def knob(self, rows: pd.DataFrame, name: str) -> list[float]:
+    def hyperparameter(self, rows: pd.DataFrame, name: str) -> list[float]:
         given = rows[name] if name in rows else [math.nan] * len(rows)
         folders = rows["output_dir"] if "output_dir" in rows else [""] * len(rows)
         values = []

@@ -124,7 +124,7 @@ def _counts(findings: Findings) -> Mapping[str, int]:
 def _card(index: int, found: ModelFindings) -> Card:
     rules = [(rule, found.chosen[rule]) for rule in RULES if rule in found.chosen and rule != found.rule]
     model = found.model
-    facts = [f"{len(found.competing)} of {len(model.rows)} usable"]
+    facts = [f"{len(found.eligible)} of {len(model.rows)} usable"]
     facts.append("published results" if model.kind == "published" else "own experiment")
     facts.append(f"{messages.number(100 * model.ratio)}% to remove")
     if model.shape != "free":

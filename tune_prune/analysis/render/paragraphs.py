@@ -56,9 +56,9 @@ def _setup(findings: Findings) -> dict[str, Any]:
     found = list(findings.models.values())
     told = [entry.model.source for entry in found if entry.model.source]
     sources = [source for source in told if {"calibration", "dtype", "seed", "protocol"} <= set(source)]
-    methods = dict.fromkeys(str(name) for entry in found for name in entry.competing["pruning_method"])
+    methods = dict.fromkeys(str(name) for entry in found for name in entry.eligible["pruning_method"])
     tasks = {task: row["items"] for entry in found for task, row in entry.tasks.iterrows()}
-    removed = [value for entry in found for value in entry.competing["removed_fraction"].dropna()]
+    removed = [value for entry in found for value in entry.eligible["removed_fraction"].dropna()]
     return {
         "ratios": [f"{messages.number(100 * value)}%" for value in sorted({entry.model.ratio for entry in found})],
         "shapes": sorted({entry.model.shape for entry in found}),
@@ -81,18 +81,18 @@ def _setup(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _levels(found: list[ModelFindings], knob: str) -> list[str]:
-    return [str(level) for level in sorted({int(level) for entry in found for level in entry.competing[knob]})]
+def _levels(found: list[ModelFindings], factor: str) -> list[str]:
+    return [str(level) for level in sorted({int(level) for entry in found for level in entry.eligible[factor]})]
 
 
 def _claims(found: ModelFindings) -> dict[str, Any]:
     """What the statistics say of one model, for the template."""
-    top = found.competing.iloc[0]
+    top = found.eligible.iloc[0]
     dense = found.model.baseline.get("acc_mean")
     return {
         "top": top,
         "others": found.tied[1:],
-        "outside": len(found.competing) - len(found.tied),
+        "outside": len(found.eligible) - len(found.tied),
         "tested": found.basis != "unknown",
         "dense": dense,
         "retained": ratio(top["acc_mean"], dense),

@@ -35,7 +35,7 @@ class RankPlot:
 
 def rank_plot(found: ModelFindings) -> RankPlot:
     """The drawing for one model; its y axis spans all configurations and the dense model, where that is known."""
-    rows = found.competing
+    rows = found.eligible
     accuracy = rows["acc_mean"].to_numpy(float)
     stderr = np.nan_to_num(rows["acc_mean_stderr"].to_numpy(float))
     dense = found.model.baseline.get("acc_mean")

@@ -121,15 +121,15 @@ class _Report:
         if fit is not None:
             accuracy = pm(fit.corrected, fit.stderr)
             return self.message("report_cross_fitted", accuracy=accuracy, folds=fit.folds, repeats=fit.repeats)
-        alone = len(found.competing) == 1
-        return self.message(f"report_cross_fitted_{'alone' if alone else 'unknown'}", count=len(found.competing))
+        alone = len(found.eligible) == 1
+        return self.message(f"report_cross_fitted_{'alone' if alone else 'unknown'}", count=len(found.eligible))
 
     def _tied(self, found: ModelFindings) -> str:
-        others, tied = len(found.competing) - 1, found.tied[1:]
+        others, tied = len(found.eligible) - 1, found.tied[1:]
         if not others or found.basis == "unknown":
             return self.message("report_tied_unknown" if others else "report_tied_alone")
         paired = Message("report_paired") if found.basis == "paired" else ""
-        top = found.competing["name"].iloc[0]
+        top = found.eligible["name"].iloc[0]
         outside = "" if found.best["name"] in (top, *tied) else Message("report_outside")
         values = {"count": len(tied), "others": others, "top": top, "names": tied, "outside": outside, "paired": paired}
         return self.message("report_tied" if tied else "report_tied_none", **values)
@@ -140,7 +140,7 @@ class _Report:
         parts = [f"\n{_RULE}{wrap(name)}{_RULE}\n", self._section(1), self._table(own["methods"])]
         parts.append(wrap(self.message("report_runs", **found.statistics), "  ") + "\n")
         parts.append(self._section(2))
-        parts += [self._table(own[HYPERPARAMETERS[knob].short]) for knob in found.levels]
+        parts += [self._table(own[HYPERPARAMETERS[factor].short]) for factor in found.levels]
         if "effects" in own:
             parts.append(self._table(own["effects"]))
         else:
@@ -183,9 +183,9 @@ class _Report:
             "\n" + self._table(own["task_accuracies"], "task", "acc", "dense", "retained", "items"),
             self._table(own["selection_rules"], "rule", "name", "acc_mean", "ppl", "tokens"),
         ]
-        if found.basis != "unknown" and len(found.competing) > 1:
+        if found.basis != "unknown" and len(found.eligible) > 1:
             kind = "report_set_paired" if found.basis == "paired" else "report_set_unpaired"
-            parts.append(wrap(self.message(kind, count=len(found.competing)), "  "))
+            parts.append(wrap(self.message(kind, count=len(found.eligible)), "  "))
             tied = [row for row in own["trials"].rows if row["most_accurate"] or row["not_told_apart"]]
             keys = ("name", "acc_mean", "difference_points", "p_best", "ppl", "tokens")
             parts.append(self._table(own["trials"].with_rows(tied), *keys))

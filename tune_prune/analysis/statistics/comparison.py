@@ -48,13 +48,13 @@ class PairedScores:
         return total / len(self.by_task) ** 2
 
 
-def paired_scores(competing: pd.DataFrame, items: Items) -> tuple[PairedScores | None, Message | None]:
+def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | None, Message | None]:
     """The items of the rows, and a message if not every row has the same ones.
 
-    Of several sets of items the one of most rows counts, of equally many that of the first row (`competing`: best first).
+    Of several sets of items the one of most rows counts, of equally many that of the first row (`eligible`: best first).
     None if fewer than two rows share their items. UserError naming the trial if its items contradict its acc_mean.
     """
-    series = [items(folder) for folder in competing["output_dir"]]
+    series = [items(folder) for folder in eligible["output_dir"]]
     groups: list[tuple[pd.Index, list[int]]] = []  # the rows of each set of items
     for position, scores in enumerate(series):
         if scores is None:
@@ -68,20 +68,20 @@ def paired_scores(competing: pd.DataFrame, items: Items) -> tuple[PairedScores |
         return None, Message("no_items")
     index, rows = max(groups, key=lambda group: len(group[1]))  # the first of equally large ones
     if len(rows) < 2:
-        return None, Message("unpaired") if len(competing) > 1 else None
+        return None, Message("unpaired") if len(eligible) > 1 else None
     table = np.column_stack([scores for scores in series if scores is not None and scores.index.equals(index)])
     tasks = index.get_level_values("task")
     paired = PairedScores({str(task): table[tasks == task] for task in tasks.unique()}, np.array(rows))
     for position, measured in zip(rows, paired.accuracies, strict=True):
-        row = competing.iloc[position]
+        row = eligible.iloc[position]
         if not abs(measured - row["acc_mean"]) < 1e-6:
             raise UserError(
                 f"the items of trial {row['output_dir']} have acc_mean {measured:.6f}, but its record says "
                 f"{row['acc_mean']:.6f}; delete its items.parquet, or restore it from a copy"
             )
-    if len(rows) == len(competing):
+    if len(rows) == len(eligible):
         return paired, None
-    left_out = competing["name"].drop(competing.index[rows]).tolist()
+    left_out = eligible["name"].drop(eligible.index[rows]).tolist()
     return paired, Message("partly_unpaired", {"names": left_out})
 
 

@@ -31,7 +31,7 @@ class CrossFit:
 
 
 def cross_fit_rule(
-    competing: pd.DataFrame,
+    eligible: pd.DataFrame,
     best: str,
     scores: PairedScores | None,
     comparison: Comparison,
@@ -41,11 +41,11 @@ def cross_fit_rule(
     """`cross_fit` of the rule that chose `best`, among the rows with items; None if these alone would not have led to `best`."""
     if scores is None:
         return None
-    rows = competing.iloc[scores.rows]
+    rows = eligible.iloc[scores.rows]
     names = rows["name"].tolist()
     if best not in names:
         return None
-    # What breaks ties must not come from the items: a row's place in `competing` does
+    # What breaks ties must not come from the items: a row's place in `eligible` does
     order = rows.assign(ppl=rows["ppl"].fillna(math.inf)).reset_index(drop=True)
     ties = np.empty(len(rows), dtype=np.intp)
     ties[order.sort_values(["ppl", "tokens", "name"]).index] = np.arange(len(rows))

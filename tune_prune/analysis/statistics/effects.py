@@ -1,6 +1,6 @@
 """What each hyperparameter does to accuracy: level means, trends, analysis of variance, importance, correlations.
 
-All functions take the competing rows of one model (`ModelFindings.competing`: complete, finite acc_mean, at least one) in
+All functions take the eligible rows of one model (`ModelFindings.eligible`: complete, finite acc_mean, at least one) in
 any order. Accuracies are fractions, differences percentage points.
 """
 
@@ -34,9 +34,9 @@ _ROUNDING = 1e-12  # relative; a sum of squares or a difference below it is a ro
 
 @dataclass(frozen=True)
 class Trend:
-    """How accuracy moves with a knob's levels."""
+    """How accuracy moves with a factor's levels."""
 
-    knob: str  # taylor_seq_len or taylor_num_samples
+    factor: str  # taylor_seq_len or taylor_num_samples
     direction: (
         str  # "rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed", "unknown" (no standard error)
     )
@@ -61,13 +61,13 @@ class Correlation:
     r_independent: float | None = None  # over those: each pass once, with the mean accuracy of its rows
 
 
-def method_table(competing: pd.DataFrame) -> pd.DataFrame:
+def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
     """Accuracy of each method, highest mean first.
 
     Index: method; columns: n, mean, std (n - 1; NaN for one row), std_n (divides by n, as the published tables), min,
     median, max, best (name of the configuration).
     """
-    ordered = competing.sort_values("acc_mean", ascending=False, kind="stable")  # of equal ones the first: as ranked
+    ordered = eligible.sort_values("acc_mean", ascending=False, kind="stable")  # of equal ones the first: as ranked
     table = {}
     for method, rows in ordered.groupby("pruning_method"):
         acc = rows["acc_mean"]
@@ -78,18 +78,18 @@ def method_table(competing: pd.DataFrame) -> pd.DataFrame:
     return frame.rename_axis("method").sort_values("mean", ascending=False, kind="stable")
 
 
-def level_table(competing: pd.DataFrame, knob: str) -> pd.DataFrame:
-    """Accuracy at each level of `knob`, lowest level first, over all settings of the other knobs.
+def level_table(eligible: pd.DataFrame, factor: str) -> pd.DataFrame:
+    """Accuracy at each level of `factor`, lowest level first, over all settings of the other hyperparameters.
 
     Index: level; columns: n, mean, std (n - 1), stderr (std / sqrt(n); how far levels differ is what `trend` tells), min, max.
     """
-    rows = competing.astype({knob: "int64"})
-    table = rows.groupby(knob)["acc_mean"].agg(["count", "mean", "std", "sem", "min", "max"])
+    rows = eligible.astype({factor: "int64"})
+    table = rows.groupby(factor)["acc_mean"].agg(["count", "mean", "std", "sem", "min", "max"])
     return table.rename(columns={"count": "n", "sem": "stderr"})
 
 
-def trend(competing: pd.DataFrame, knob: str) -> Trend:
-    """How accuracy moves with the levels of `knob`, of which there must be two or more.
+def trend(eligible: pd.DataFrame, factor: str) -> Trend:
+    """How accuracy moves with the levels of `factor`, of which there must be two or more.
 
     Level means and their errors come from least squares, accuracy = level + other factors: on a full grid these are the plain
     level means, elsewhere they are corrected for which settings each level was tried with. What that leaves over, including
@@ -101,31 +101,31 @@ def trend(competing: pd.DataFrame, knob: str) -> Trend:
     "falls": all that differ do so in that direction; "rises_then_falls" and "falls_then_rises": both, with one turn at
     an inner level; "mixed": anything else; "unknown": no error can be computed.
     """
-    levels = np.sort(competing[knob].astype("int64").unique())
-    assert len(levels) > 1, f"{knob} has one level only, so it has no trend"
-    means, covariance, p = _level_means(competing, knob, levels)
+    levels = np.sort(eligible[factor].astype("int64").unique())
+    assert len(levels) > 1, f"{factor} has one level only, so it has no trend"
+    means, covariance, p = _level_means(eligible, factor, levels)
     variance = np.diag(covariance)
     stderr = np.sqrt(np.maximum(variance[:, None] + variance[None, :] - 2 * covariance, 0))
     highest, lowest = int(np.argmax(means)), int(np.argmin(means))
     return Trend(
-        knob,
+        factor,
         _direction(means, stderr, p),
         100 * float(means[highest] - means[lowest]),
         100 * float(stderr[highest, lowest]),
         int(levels[highest]),
-        *_spearman(competing[knob], competing["acc_mean"]),
+        *_spearman(eligible[factor], eligible["acc_mean"]),
     )
 
 
-def _level_means(rows: pd.DataFrame, knob: str, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+def _level_means(rows: pd.DataFrame, factor: str, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """Means at `levels`, their covariance (NaN: unknown), and p of the hypothesis that all are equal."""
     from scipy.stats import chi2
     from statsmodels.regression.linear_model import OLS
 
     acc = rows["acc_mean"].to_numpy("float64")
     scale = float(np.abs(acc).max()) * _ROUNDING
-    others = [column for column in varied(rows).values() if column != knob]
-    own = (rows[knob].to_numpy("int64")[:, None] == levels).astype("float64")
+    others = [column for column in varied(rows).values() if column != factor]
+    own = (rows[factor].to_numpy("int64")[:, None] == levels).astype("float64")
     contrasts = np.eye(len(levels))[1:] - np.eye(len(levels))[0]
     for taken_out in (others, [column for column in others if column == "pruning_method"], []):
         dummies = [pd.get_dummies(rows[column], drop_first=True, dtype="float64").to_numpy() for column in taken_out]
@@ -137,7 +137,7 @@ def _level_means(rows: pd.DataFrame, knob: str, levels: np.ndarray) -> tuple[np.
                 return means, np.zeros((len(levels), len(levels))), float(np.ptp(means) <= scale)
             equal = fit.f_test(np.pad(contrasts, ((0, 0), (0, design.shape[1] - len(levels)))))
             return means, fit.cov_params()[: len(levels), : len(levels)], float(equal.pvalue)
-    ordered = rows.iloc[np.argsort(rows[knob].to_numpy("int64"))]  # one row a level
+    ordered = rows.iloc[np.argsort(rows[factor].to_numpy("int64"))]  # one row a level
     means = ordered["acc_mean"].to_numpy("float64")
     covariance = np.diag(ordered["acc_mean_stderr"].to_numpy("float64") ** 2)
     if not (np.diag(covariance) > 0).all():
@@ -181,7 +181,7 @@ def _spearman(levels: pd.Series, acc: pd.Series) -> tuple[float, float]:
     return float(result.statistic), float(result.pvalue)
 
 
-def anova(competing: pd.DataFrame) -> pd.DataFrame | None:
+def anova(eligible: pd.DataFrame) -> pd.DataFrame | None:
     """Analysis of variance of acc_mean over the factors with two levels or more, each level a category.
 
     Index: term ("method", "method:taylor_seq_len", ..., "residual"); columns: df, sum_sq, share (of the total sum of
@@ -190,18 +190,18 @@ def anova(competing: pd.DataFrame) -> pd.DataFrame | None:
     residual: the three-way one of three factors, the two-way one of two. None where the rows are not one for each combination of
     levels, where one factor only varies, so that nothing is left for the residual, and where all accuracies are equal.
     """
-    factors = varied(competing)
-    cells = competing[list(factors.values())]
+    factors = varied(eligible)
+    cells = eligible[list(factors.values())]
     if len(factors) < 2 or len(cells) != cells.nunique().prod() or cells.duplicated().any():
         return None
-    acc = competing["acc_mean"].to_numpy("float64")
+    acc = eligible["acc_mean"].to_numpy("float64")
     total = float(((acc - acc.mean()) ** 2).sum())
     if np.ptp(acc) <= np.abs(acc).max() * _ROUNDING:
         return None
     from statsmodels.formula.api import ols
     from statsmodels.stats.anova import anova_lm
 
-    data = pd.DataFrame({name: pd.Categorical(competing[column].astype("str")) for name, column in factors.items()})
+    data = pd.DataFrame({name: pd.Categorical(eligible[column].astype("str")) for name, column in factors.items()})
     pairs = [] if len(factors) == 2 else [f"{a}:{b}" for a, b in itertools.combinations(factors, 2)]
     fit = ols(f"acc ~ {' + '.join([*factors, *pairs])}", data.assign(acc=acc)).fit()
     table = anova_lm(fit, typ=2).rename(index={"Residual": "residual"}, columns={"PR(>F)": "p"})
@@ -213,7 +213,7 @@ def anova(competing: pd.DataFrame) -> pd.DataFrame | None:
     return table.astype({"df": "int64"})[["df", "sum_sq", "share", "F", "p"]]
 
 
-def importance(competing: pd.DataFrame, anova_table: pd.DataFrame | None) -> tuple[dict[str, float], str]:
+def importance(eligible: pd.DataFrame, anova_table: pd.DataFrame | None) -> tuple[dict[str, float], str]:
     """The share of accuracy's variation that each factor answers for, largest first, and on what basis.
 
     "anova": a main effect's share and half the share of each two-way interaction that the factor is in. These are Shapley
@@ -231,15 +231,15 @@ def importance(competing: pd.DataFrame, anova_table: pd.DataFrame | None) -> tup
                 shares[name] += float(share) / len(members)
         basis = "anova"
     else:
-        shares = _ped_anova(competing)
+        shares = _ped_anova(eligible)
         basis = "optuna" if shares else "none"
     return dict(sorted(shares.items(), key=lambda entry: (-entry[1], entry[0]))), basis
 
 
-def _ped_anova(competing: pd.DataFrame) -> dict[str, float]:
+def _ped_anova(eligible: pd.DataFrame) -> dict[str, float]:
     """Optuna's importance of the factors that vary, as the search sees them: levels in order, methods as categories."""
-    factors = varied(competing)
-    rows = competing.sort_values(list(factors.values()))  # the order of the trials must not matter
+    factors = varied(eligible)
+    rows = eligible.sort_values(list(factors.values()))  # the order of the trials must not matter
     levels = {name: sorted(rows[column].unique().tolist()) for name, column in factors.items()}
     if len(rows) < _MIN_TRIALS or rows["acc_mean"].nunique() < 2 or len(levels) < 2:
         return {}
@@ -276,7 +276,7 @@ def _ped_anova(competing: pd.DataFrame) -> dict[str, float]:
     return {name: float(share) for name, share in shares.items()}
 
 
-def correlations(competing: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> tuple[Correlation, ...]:
+def correlations(eligible: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> tuple[Correlation, ...]:
     """Pearson's correlation of acc_mean with each of `columns` that has a value at all, with Fisher's 95% interval.
 
     Columns with an infinite or missing value are not computed: leaving those rows out would leave out the extreme ones.
@@ -285,11 +285,11 @@ def correlations(competing: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> t
     not independent evidence, and the interval is that of the correlation over passes, each with the mean accuracy of its
     rows. Passes at one seq_len still share samples, so even that interval is rather too narrow.
     """
-    present = [column for column in columns if column in competing and competing[column].notna().any()]
+    present = [column for column in columns if column in eligible and eligible[column].notna().any()]
     gradients = [column for column in present if column.startswith("grad_")]
-    taken = competing[gradients].notna().any(axis=1).groupby(competing["pruning_method"]).transform("any")
-    with_gradients = competing[taken]
-    return tuple(_correlation(with_gradients if c in gradients else competing, c) for c in present)
+    taken = eligible[gradients].notna().any(axis=1).groupby(eligible["pruning_method"]).transform("any")
+    with_gradients = eligible[taken]
+    return tuple(_correlation(with_gradients if c in gradients else eligible, c) for c in present)
 
 
 def _correlation(rows: pd.DataFrame, column: str) -> Correlation:

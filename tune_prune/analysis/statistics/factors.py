@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from tune_prune.core.config import HYPERPARAMETERS, Whole
+from tune_prune.core.records import MODEL_STAGES
 
 # Factor -> column of the rows. The pruning ratio is none: each is compared in itself.
 FACTORS = {name: "pruning_method" if name == "method" else name for name in HYPERPARAMETERS if name != "pruning_ratio"}
@@ -18,8 +19,18 @@ def varied(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
-    """The methods that vary with a factor, by all trials of a model, failed ones too: all of them, but for those that were
-    tried at one level where others were tried at several. A grid holds a method once that does not read a hyperparameter."""
+    """The methods that read a factor, by all trials of a model, failed ones too. A grid holds a method once that does not.
+
+    Calibration samples are read by all but the methods that pruned without a stage of any statistic. Another factor is read by
+    the methods that were tried at several levels or, where there is none, by all.
+    """
+    methods = set(rows["pruning_method"])
+    if factor in CALIBRATION:
+        stages = [f"{stage}_duration_s" for stage in MODEL_STAGES]
+        own = [column for column in rows if column.endswith("_duration_s") and column not in stages]
+        pruned = rows[rows["pruning_duration_s"].notna()] if "pruning_duration_s" in rows else rows[:0]
+        collected = pruned[own].notna().any(axis="columns")
+        return methods - (set(pruned["pruning_method"]) - set(pruned["pruning_method"][collected]))
     levels = rows.groupby("pruning_method")[FACTORS[factor]].nunique()
     several = levels.index[levels > 1]
-    return set(several if len(several) and factor != "method" else levels.index)
+    return set(several) if len(several) and factor != "method" else methods

@@ -39,14 +39,14 @@ _SIZE_VALUES = ("params_count", "acc_mean", "acc_mean_stderr", "ppl")
 
 @dataclass(frozen=True, eq=False)
 class ModelFindings:
-    """One model. `competing` has a row per eligible trial (complete, with a finite accuracy), best first by accuracy."""
+    """One model. `eligible` has a row per eligible trial (complete, with a finite accuracy), best first by accuracy."""
 
     model: Model
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
     # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own
     # minus the most accurate's, 0 for itself), p_best (chance of a gap to the best as large as this if this were the best;
     # corrected for all configurations), in_confidence_set (p_best above 0.05: statistically tied with the best)
-    competing: pd.DataFrame
+    eligible: pd.DataFrame
     comparison: Comparison
     scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
     scores_message: Message | None  # what is missing of them
@@ -56,12 +56,12 @@ class ModelFindings:
 
     @cached_property
     def best(self) -> pd.Series:
-        """A row of `competing`."""
+        """A row of `eligible`."""
         return self.named(self.chosen[self.rule][0])
 
     def named(self, name: str) -> pd.Series:
         """The eligible row of a configuration."""
-        return self.competing[self.competing["name"] == name].iloc[0]
+        return self.eligible[self.eligible["name"] == name].iloc[0]
 
     @property
     def basis(self) -> str:
@@ -71,29 +71,29 @@ class ModelFindings:
     @cached_property
     def tied(self) -> list[str]:
         """Names of the configurations that are statistically tied with the most accurate (95%), itself among them."""
-        return self.competing.loc[self.competing["in_confidence_set"], "name"].tolist()
+        return self.eligible.loc[self.eligible["in_confidence_set"], "name"].tolist()
 
     @property
     def worse(self) -> pd.Series:
         """Of each eligible row whether it is told apart from the most accurate; nowhere, if nothing is known of the noise."""
-        return ~self.competing["in_confidence_set"].astype("bool") & (self.basis != "unknown")
+        return ~self.eligible["in_confidence_set"].astype("bool") & (self.basis != "unknown")
 
     @cached_property
     def edges(self) -> list[tuple[str, int, str]]:
-        """(knob, value, "lower" or "upper") where the best's value is the smallest or largest tried: the optimum may lie beyond."""
+        """(factor, value, "lower" or "upper") where the best's value is the smallest or largest tried."""
         rows, best = self.model.rows, self.best
         return [
-            (knob, int(best[knob]), "lower" if best[knob] == low else "upper")
-            for knob in NUMERIC
-            if knob in varied(rows) and best["pruning_method"] in methods_reading(rows, knob)
-            if best[knob] in ((low := rows[knob].min()), rows[knob].max())
+            (factor, int(best[factor]), "lower" if best[factor] == low else "upper")
+            for factor in NUMERIC
+            if factor in varied(rows) and best["pruning_method"] in methods_reading(rows, factor)
+            if best[factor] in ((low := rows[factor].min()), rows[factor].max())
         ]
 
     def reading(self, *factors: str) -> pd.DataFrame:
         """The eligible rows of the methods that vary with each of these factors (`methods_reading`)."""
-        methods = self.competing["pruning_method"]
+        methods = self.eligible["pruning_method"]
         reads = [methods.isin(methods_reading(self.model.rows, factor)) for factor in factors]
-        return self.competing[np.logical_and.reduce(reads)] if reads else self.competing
+        return self.eligible[np.logical_and.reduce(reads)] if reads else self.eligible
 
     @cached_property
     def _reading_all(self) -> pd.DataFrame:
@@ -104,24 +104,24 @@ class ModelFindings:
         """None without item outcomes, and where rows without them decided."""
         generator = np.random.default_rng(seed_for(self.seed, f"folds of {self.model.label}"))
         name = self.best["name"]
-        return cross_fit_rule(self.competing, name, self.scores, self.comparison, self.rule, generator)
+        return cross_fit_rule(self.eligible, name, self.scores, self.comparison, self.rule, generator)
 
     @cached_property
     def methods(self) -> pd.DataFrame:
         """`effects.method_table`: index method; columns n, mean, std (n - 1), std_n (over n), min, median, max, best (name)."""
-        return effects.method_table(self.competing)
+        return effects.method_table(self.eligible)
 
     @cached_property
     def levels(self) -> Mapping[str, pd.DataFrame]:
         """Knob -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
-        shown = [knob for knob in NUMERIC if knob in CALIBRATION or knob in varied(self.competing)]
-        return {knob: effects.level_table(self.reading(knob), knob) for knob in shown}
+        shown = [factor for factor in NUMERIC if factor in CALIBRATION or factor in varied(self.eligible)]
+        return {factor: effects.level_table(self.reading(factor), factor) for factor in shown}
 
     @cached_property
     def trends(self) -> Mapping[str, Trend]:
-        """Of knobs with two levels or more."""
-        rows = {knob: self.reading(knob) for knob in NUMERIC}
-        return {knob: effects.trend(own, knob) for knob, own in rows.items() if own[knob].nunique() > 1}
+        """Of hyperparameters with two levels or more."""
+        rows = {factor: self.reading(factor) for factor in NUMERIC}
+        return {factor: effects.trend(own, factor) for factor, own in rows.items() if own[factor].nunique() > 1}
 
     @cached_property
     def effects(self) -> pd.DataFrame | None:
@@ -145,7 +145,7 @@ class ModelFindings:
 
     @cached_property
     def correlations(self) -> tuple[Correlation, ...]:
-        return effects.correlations(self.competing)
+        return effects.correlations(self.eligible)
 
     @cached_property
     def tasks(self) -> pd.DataFrame:
@@ -173,7 +173,7 @@ class ModelFindings:
     def statistics(self) -> Mapping[str, float]:
         """Counts (runs, complete, failed, stopped_early, not_finite, task_evaluations), and max, min, median, mean, std (n - 1)
         of acc_mean over the eligible runs."""
-        rows, accuracy = self.model.rows, self.competing["acc_mean"]
+        rows, accuracy = self.model.rows, self.eligible["acc_mean"]
         status = rows["status"].value_counts()
         return {
             "runs": len(rows),
@@ -191,7 +191,7 @@ class ModelFindings:
         return tuple(self._warnings())
 
     def _warnings(self) -> Iterator[Message]:
-        rows, competing, fit = self.model.rows, self.competing, self.cross_fit
+        rows, eligible, fit = self.model.rows, self.eligible, self.cross_fit
         dense, chance, stderr = (
             self.model.baseline.get(name, math.nan) for name in ("acc_mean", "chance_acc_mean", "acc_mean_stderr")
         )
@@ -199,9 +199,9 @@ class ModelFindings:
             yield Message("dense_unknown")
         elif dense - chance < 2 * stderr:
             yield Message("at_chance", {"dense": dense, "chance": chance})
-        for knob, value, side in self.edges:
-            yield Message("edge", {"knob": knob, "value": value, "side": side})
-        first = competing["name"].iloc[0]
+        for factor, value, side in self.edges:
+            yield Message("edge", {"factor": factor, "value": value, "side": side})
+        first = eligible["name"].iloc[0]
         others = [name for name in self.tied if name != first]
         if others:
             points = -float(self.named(others[0])["difference_points"])
@@ -215,16 +215,16 @@ class ModelFindings:
         if by_mean != by_max:
             yield Message("rank_disagrees", {"by_mean": by_mean, "by_max": by_max})
         expected = _grid_size(rows)
-        if len(competing) < expected:
-            yield Message("missing_trials", {"missing": expected - len(competing), "expected": expected})
+        if len(eligible) < expected:
+            yield Message("missing_trials", {"missing": expected - len(eligible), "expected": expected})
         if stopped := self.statistics["stopped_early"]:
             yield Message("stopped_early", {"count": stopped})
-        if len(competing) > 1:
+        if len(eligible) > 1:
             if self.scores_message is not None:
                 yield self.scores_message
-            if unknown := competing.loc[competing["p_best"].isna(), "name"].tolist():
+            if unknown := eligible.loc[eligible["p_best"].isna(), "name"].tolist():
                 yield Message("stderr_unknown", {"names": unknown})
-        if competing["name"].is_unique:
+        if eligible["name"].is_unique:
             yield Message("seeds_one")
 
 
@@ -243,7 +243,7 @@ class Findings:
         """What models lose with each other's best configurations; None with fewer than two models."""
         if len(self.models) < 2:
             return None
-        rows = {label: found.competing for label, found in self.models.items()}
+        rows = {label: found.eligible for label, found in self.models.items()}
         return transfer(rows, {label: found.best for label, found in self.models.items()}, self.items)
 
     @property
@@ -305,31 +305,31 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
     """
     rules.require_known(rule)
     items = functools.cache(read_items)
-    competing = {label: ranked(model.rows) for label, model in study.models.items()}
+    eligible = {label: ranked(model.rows) for label, model in study.models.items()}
     models = {
         label: _decide(study, study.models[label], rows, rule, seed, items)
-        for label, rows in competing.items()
+        for label, rows in eligible.items()
         if not rows.empty
     }
-    return Findings(study, rule, models, tuple(label for label in competing if label not in models), items)
+    return Findings(study, rule, models, tuple(label for label in eligible if label not in models), items)
 
 
-def _decide(study: Study, model: Model, competing: pd.DataFrame, rule: str, seed: int, items: Items) -> ModelFindings:
-    scores, message = paired_scores(competing, items)
-    accuracies, stderrs = (competing[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
+def _decide(study: Study, model: Model, eligible: pd.DataFrame, rule: str, seed: int, items: Items) -> ModelFindings:
+    scores, message = paired_scores(eligible, items)
+    accuracies, stderrs = (eligible[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
     generator = np.random.default_rng(seed_for(seed, f"bootstrap of {model.label}"))
     comparison = compare(accuracies, stderrs, scores, generator)
-    competing = competing.assign(
-        tokens=competing["taylor_seq_len"] * competing["taylor_num_samples"],
-        gradient_pass_s=_gradient_pass_s(competing, model, study.costs),
-        difference_points=100 * (competing["acc_mean"] - competing["acc_mean"].iloc[0]),
+    eligible = eligible.assign(
+        tokens=eligible["taylor_seq_len"] * eligible["taylor_num_samples"],
+        gradient_pass_s=_gradient_pass_s(eligible, model, study.costs),
+        difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
         difference_stderr_points=100 * comparison.stderr[:, 0],
         p_best=comparison.p_best,
         in_confidence_set=comparison.in_confidence_set,
     )
-    chosen = rules.choose_all(competing)
+    chosen = rules.choose_all(eligible)
     rules.require_choice(chosen, rule, model.label)
-    return ModelFindings(model, rule, competing, comparison, scores, message, chosen, items, seed)
+    return ModelFindings(model, rule, eligible, comparison, scores, message, chosen, items, seed)
 
 
 def _grid_size(rows: pd.DataFrame) -> int:
@@ -341,7 +341,7 @@ def _grid_size(rows: pd.DataFrame) -> int:
     )
 
 
-def _gradient_pass_s(competing: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> list[float]:
+def _gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> list[float]:
     """Seconds that the gradients of each row take alone: its samples' part of the pass that was made for all of its seq_len."""
     label = (model.source or {}).get("label", model.label)  # as the search calls the model
     per_sample = {
@@ -352,5 +352,5 @@ def _gradient_pass_s(competing: pd.DataFrame, model: Model, costs: Mapping[Any, 
     }
     return [
         per_sample.get(seq_len, math.nan) * samples
-        for seq_len, samples in zip(competing["taylor_seq_len"], competing["taylor_num_samples"], strict=True)
+        for seq_len, samples in zip(eligible["taylor_seq_len"], eligible["taylor_num_samples"], strict=True)
     ]

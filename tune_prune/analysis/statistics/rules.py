@@ -1,6 +1,6 @@
 """Selection rules: which configuration is chosen, from the rows that compete.
 
-Rows are `ModelFindings.competing`, the most accurate first, with the columns name, acc_mean, ppl, tokens (seq_len x samples),
+Rows are `ModelFindings.eligible`, the most accurate first, with the columns name, acc_mean, ppl, tokens (seq_len x samples),
 difference_points and difference_stderr_points (own minus the most accurate's), gradient_pass_s (NaN where not measured).
 """
 

@@ -30,10 +30,10 @@ class Transfer:
         return pd.DataFrame.from_dict(values, orient="index", dtype="float64")
 
 
-def transfer(competing: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series], items: Items) -> Transfer:
+def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series], items: Items) -> Transfer:
     """From the eligible rows of each model, the most accurate first, and its chosen one."""
     rows: dict[str, dict[PruningConfig, pd.Series]] = {}
-    for label, of_model in competing.items():
+    for label, of_model in eligible.items():
         for _, row in of_model.iterrows():
             rows.setdefault(label, {}).setdefault(_tried(row), row)
 
@@ -67,7 +67,7 @@ def transfer(competing: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series
         return -math.fsum(row["acc_mean"] for row in found), ppl, tokens, config.name
 
     config = min(shared, key=rank)
-    models = {label: loss(label, config, of_model.iloc[0]) for label, of_model in competing.items()}
+    models = {label: loss(label, config, of_model.iloc[0]) for label, of_model in eligible.items()}
     stderrs = [entry["acc_mean_stderr"] for entry in models.values()]
     ratios = {float(of_model[config]["pruning_ratio"]) for of_model in rows.values()}
     return Transfer(

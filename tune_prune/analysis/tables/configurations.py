@@ -53,8 +53,8 @@ def best_configurations(findings: Findings) -> Table:
             "dense_ppl": dense.get("ppl"),
             "retained": ratio(found.best["acc_mean"], dense.get("acc_mean")),
             "confidence_set": tied,
-            "complete": len(found.competing),
-            "share_of_runs": None if found.basis == "unknown" else f"{tied - 1} of {len(found.competing) - 1}",
+            "complete": len(found.eligible),
+            "share_of_runs": None if found.basis == "unknown" else f"{tied - 1} of {len(found.eligible) - 1}",
         }
         rows.append(_configuration(label, found.best) | values)
     columns = [
@@ -211,7 +211,7 @@ def _impact(findings: Findings, label: str, found: ModelFindings) -> Iterator[di
 
     if "acc_mean" in dense:
         yield entry("dense", "", dense, None, None)
-    for _, row in found.competing[found.competing["taylor_num_samples"] <= MINIMAL_SAMPLES].iterrows():
+    for _, row in found.eligible[found.eligible["taylor_num_samples"] <= MINIMAL_SAMPLES].iterrows():
         loss = difference(best, row, findings.items)
         yield entry("minimal", row["name"], row, loss.points, loss.stderr_points)
     if findings.transfer_points is not None and findings.transfer_stderr is not None:
@@ -235,7 +235,7 @@ def _configuration(label: str, row: Any) -> dict[str, Any]:
 
 def marks(found: ModelFindings, row: Any) -> dict[str, bool]:
     """Whether the row is the model's most accurate, or else statistically tied with it."""
-    top = row["name"] == found.competing["name"].iloc[0]
+    top = row["name"] == found.eligible["name"].iloc[0]
     return {"most_accurate": top, "not_told_apart": not top and row["name"] in found.tied}
 
 

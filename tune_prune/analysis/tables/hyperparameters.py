@@ -17,7 +17,7 @@ def methods(findings: Findings) -> Table:
     """Pruning methods over all complete runs of each, highest mean first."""
     rows = []
     for label, found in findings.models.items():
-        by_name = found.competing.set_index("name", drop=False)
+        by_name = found.eligible.set_index("name", drop=False)
         for method, values in found.methods.iterrows():
             best = by_name.loc[values["best"]]
             row = {"model": label, "method": method, **values.drop("best"), "best": values["best"]}
@@ -68,8 +68,8 @@ def _levels(findings: Findings, name: str) -> Table:
 
 def trend_message(trend: Trend, words: bool = False) -> Message:
     """What a trend says, as a clause without a full stop; of the hyperparameter's label in `words`."""
-    name = HYPERPARAMETERS[trend.knob].label.lower() if words else trend.knob
-    values = {"knob": name, "spread": trend.spread_points, "stderr": trend.stderr_points}
+    name = HYPERPARAMETERS[trend.factor].label.lower() if words else trend.factor
+    values = {"factor": name, "spread": trend.spread_points, "stderr": trend.stderr_points}
     return Message(f"trend_{trend.direction}", values | {"best_level": trend.best_level})
 
 
@@ -135,7 +135,7 @@ def extreme_layers(findings: Findings) -> Table | None:
         {"model": label, "layers": layers, "n": len(group), "ppl": group["ppl"].mean()}
         | {name: getattr(group["acc_mean"], name)() for name in ("mean", "min", "max")}
         for label, found in findings.models.items()
-        for layers, group in found.competing.dropna(subset="extreme_pruning_layers").groupby("extreme_pruning_layers")
+        for layers, group in found.eligible.dropna(subset="extreme_pruning_layers").groupby("extreme_pruning_layers")
     ]
     columns = [
         *(MODEL, Column("layers", "Extreme layers", "int"), Column("n", "Runs", "int")),

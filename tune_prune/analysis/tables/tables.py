@@ -76,7 +76,7 @@ def _model_block(findings: Findings, label: str, top: int) -> list[str]:
         return (mark, str(row["pruning_method"]), *values, *_measures(row, model.baseline))
 
     reading = {name: methods_reading(model.rows, name) for name in shown}
-    rows, first = found.competing, found.competing.drop_duplicates("pruning_method")
+    rows, first = found.eligible, found.eligible.drop_duplicates("pruning_method")
     table += ["best per method", *(cells(row) for _, row in first.iterrows())]
     if len(rows) > len(first):  # else all rows stand above
         table.append(f"best {min(top, len(rows))} of {len(rows)} complete")

@@ -102,8 +102,8 @@ def _trial_rows(findings: Findings) -> list[dict[str, Any]]:
     for label, model in findings.study.models.items():
         found = findings.models.get(label)
         if found is not None:
-            places = found.competing["ppl"].rank(method="first")
-            for rank, (row, place) in enumerate(zip(found.competing.to_dict("records"), places, strict=True), 1):
+            places = found.eligible["ppl"].rank(method="first")
+            for rank, (row, place) in enumerate(zip(found.eligible.to_dict("records"), places, strict=True), 1):
                 place = None if missing(place) else int(place)
                 row |= {
                     "state": "complete",
@@ -131,7 +131,7 @@ def statistics(findings: Findings) -> Table:
         label: _time(findings, [label]) | dict(values) for label, values in counts.items()
     }
     if len(columns) > 1:
-        pooled = pd.concat([found.competing["acc_mean"] for found in findings.models.values()])
+        pooled = pd.concat([found.eligible["acc_mean"] for found in findings.models.values()])
         columns[_ALL] = {name: sum(values[name] for values in counts.values()) for name in _COUNTS}
         columns[_ALL] |= {name: float(getattr(pooled, name)()) for name in _DISTRIBUTION} | _time(
             findings, list(counts)

@@ -2,7 +2,7 @@
 nothing waits for anything.
 
 A worker reports the outcome of every item that a slice adds. The trial goes on, or Ray stops it at once. Trials that an
-earlier start of the search completed go on competing; those that it stopped have left no items and do not.
+earlier start of the search completed go on eligible; those that it stopped have left no items and do not.
 """
 
 from __future__ import annotations
