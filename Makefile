@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/python -m tune_prune.prune --config ray_results/tiny-llama-20-paper_grid --output results/tiny-llama-pruned --overwrite
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-oldest: $(OLDEST_READY)
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/checkpoint/test_checkpoint_loading.py tests/checkpoint/test_checkpoint_tools.py tests/pruning/test_surgery.py
@@ -35,7 +35,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 format: $(READY)
 	$(BIN)/ruff format .

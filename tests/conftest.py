@@ -16,6 +16,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere: no test may ask the network
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,6 +69,12 @@ def build_tiny(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, 
             1 + 0.3 * values if "norm" in name else 0.5 * values if p.ndim == 1 else values / p.shape[-1] ** 0.5
         )
     return model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with many slow tests first, so that two workers end at about the same time."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(params=VARIANTS)
