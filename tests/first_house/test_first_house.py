@@ -1,4 +1,4 @@
-"""What the first house left (git tag first-house) is still read: an experiment, its cache and a pruned checkpoint.
+"""What the first house left (commit fc31438) is still read: an experiment, its cache and a pruned checkpoint.
 
 Made by these commands, and kept without tune/, tensorboard/ and the card's picture:
 
