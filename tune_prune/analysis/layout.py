@@ -128,7 +128,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
         else:
             written.append(copy)
     damaged = [reason for reason in absent.values() if reason.startswith("damaged")]
-    pictures = [] if trial is None or damaged else draw_best(found, trial, _made(folder / "visualization"))
+    pictures = [] if trial is None or damaged else draw_best(trial, folder / "visualization")
     for name in _PICTURES:
         if name not in {path.name for path in pictures}:
             (folder / "visualization" / name).unlink(missing_ok=True)

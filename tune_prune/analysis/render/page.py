@@ -18,7 +18,7 @@ from typing import Any
 
 from tune_prune.analysis import rerun
 from tune_prune.analysis.render import messages, templating
-from tune_prune.analysis.render.rank_plot import RankPlot, rank_plot
+from tune_prune.analysis.render.rank_plot import rank_plot
 from tune_prune.analysis.statistics.findings import RULES, Findings, Message, ModelFindings
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables
@@ -56,7 +56,7 @@ class Card:
     tied: Sequence[str]  # statistically, with the most accurate; itself among them where another was chosen
     other_rules: Sequence[tuple[str, str, Sequence[str]]]  # rule, what it means, what it chooses
     warnings: Sequence[str]
-    plot: RankPlot
+    plot: Mapping[str, Any]  # of `rank_plot`
 
 
 @dataclass(frozen=True)
