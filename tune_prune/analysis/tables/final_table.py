@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 
 import numpy as np
 
 from tune_prune.analysis.render.messages import format_message, note_sentences
-from tune_prune.analysis.render.text import COLUMNS, clip, text_table, wrap
+from tune_prune.analysis.render.text import COLUMNS, text_table
 from tune_prune.analysis.statistics.factors import methods_reading
 from tune_prune.analysis.statistics.findings import Findings, Message, at_chance
 from tune_prune.analysis.tables.configurations import (
@@ -23,7 +24,7 @@ from tune_prune.analysis.tables.configurations import (
     transfer,
 )
 from tune_prune.analysis.tables.table import Column, Table
-from tune_prune.analysis.tables.trial_tables import STATUS_WORDS
+from tune_prune.analysis.tables.trial_tables import counts
 
 
 def final_table(findings: Findings, top: int = 5) -> str:
@@ -32,26 +33,26 @@ def final_table(findings: Findings, top: int = 5) -> str:
     tables = {label: _best_trials(findings, label, top) for label in sorted(findings.study.models)}
     blocks = []
     for label, table in tables.items():
-        block = f"{clip(table.title, COLUMNS)}\n" + (text_table(table) if table.rows else "")
+        block = f"{table.title[:COLUMNS]}\n" + (text_table(table) if table.rows else "")
         if label not in findings.models:
             block += "  no complete trial\n"
         if (warning := at_chance(findings.study.models[label].baseline)) is not None:
-            block += wrap(format_message(warning), "  ! ")
+            block += (
+                textwrap.fill(f"! {format_message(warning)}", COLUMNS, initial_indent="  ", subsequent_indent="    ")
+                + "\n"
+            )
         blocks.append(block)
     if (across := _across(findings)) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")
     notes = [note for table in tables.values() for note in note_sentences(table, best="*", tied="~")]
-    return "\n".join([*blocks, wrap(" ".join(dict.fromkeys(notes)))]).rstrip("\n")
+    return "\n".join([*blocks, textwrap.fill(" ".join(dict.fromkeys(notes)), COLUMNS)])
 
 
 def _best_trials(findings: Findings, label: str, top: int) -> Table:
     model, found = findings.study.models[label], findings.models.get(label)
     hyperparameters, dense = hyperparameter_columns(findings), model.baseline
     rows = [{"method": "dense", **dense, "retained": 1.0 if "acc_mean" in dense else None}] if dense else []
-    counts = model.rows["status"].value_counts()
-    states = ", ".join(f"{counts[status]} {word}" for status, word in STATUS_WORDS.items() if status in counts)
-    plural = "" if len(model.rows) == 1 else "s"
-    title = f"{label}: {len(model.rows)} trial{plural} ({states or 'none complete'})"
+    title = f"{label}: {counts(model)}"
     if found is not None:
         first = ~found.eligible["pruning_method"].duplicated()
         shown = found.eligible[first | (np.arange(len(first)) < top)]
