@@ -36,11 +36,11 @@ def _filled(text: str) -> str:
 
 
 def fold(line: str, columns: int = COLUMNS) -> str:
-    """`line` as lines of at most `columns`, below the beginning of its text: behind blanks, `- ` or all up to a tab.
+    """`line` as lines of at most `columns`, below the beginning of its text: behind blanks, `- ` or `! `, or all up to a tab.
 
     A longer word is broken where the line ends.
     """
-    _, first, text = re.split(r"^(.*\t| *(?:- )?)", _filled(line), maxsplit=1)
+    _, first, text = re.split(r"^(.*\t| *(?:[-!] )?)", _filled(line), maxsplit=1)
     first = first.replace("\t", "")
     wrapper = _Wrapper(columns, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False)
     return wrapper.fill(text).replace("\0", "")
