@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import replace
 
 import numpy as np
 
 from tune_prune.analysis.render.messages import format_message, note_sentences
-from tune_prune.analysis.render.text import COLUMNS, text_table
+from tune_prune.analysis.render.text import fold, text_table
 from tune_prune.analysis.statistics.factors import methods_reading
 from tune_prune.analysis.statistics.findings import Findings, Message, at_chance
 from tune_prune.analysis.tables.configurations import (
@@ -33,19 +32,17 @@ def final_table(findings: Findings, top: int = 5) -> str:
     tables = {label: _best_trials(findings, label, top) for label in sorted(findings.study.models)}
     blocks = []
     for label, table in tables.items():
-        block = f"{table.title[:COLUMNS]}\n" + (text_table(table) if table.rows else "")
+        block = f"{table.title}\n" + (text_table(table) if table.rows else "")
         if label not in findings.models:
             block += "  no complete trial\n"
         if (warning := at_chance(findings.study.models[label].baseline)) is not None:
-            block += (
-                textwrap.fill(f"! {format_message(warning)}", COLUMNS, initial_indent="  ", subsequent_indent="    ")
-                + "\n"
-            )
+            block += f"  ! {format_message(warning)}\n"
         blocks.append(block)
     if (across := _across(findings)) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")
     notes = [note for table in tables.values() for note in note_sentences(table, best="*", tied="~")]
-    return "\n".join([*blocks, textwrap.fill(" ".join(dict.fromkeys(notes)), COLUMNS)])
+    text = "\n".join([*blocks, " ".join(dict.fromkeys(notes))])
+    return "\n".join(map(fold, text.splitlines()))
 
 
 def _best_trials(findings: Findings, label: str, top: int) -> Table:
