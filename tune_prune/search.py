@@ -162,7 +162,7 @@ def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
     from tune_prune.analysis.export import write_views
     from tune_prune.analysis.input.reading import study_of_search
     from tune_prune.analysis.statistics.findings import find
-    from tune_prune.analysis.tables.tables import final_table
+    from tune_prune.analysis.tables.final_table import final_table
     from tune_prune.core import artifact_cache
     from tune_prune.core.ledger import Ledger, PassLog, read_baselines
     from tune_prune.core.store import COST

@@ -185,13 +185,10 @@ class ModelFindings:
 
     def _warnings(self) -> Iterator[Message]:
         rows, eligible, fit = self.model.rows, self.eligible, self.cross_fit
-        dense, chance, stderr = (
-            self.model.baseline.get(name, math.nan) for name in ("acc_mean", "chance_acc_mean", "acc_mean_stderr")
-        )
-        if not math.isfinite(dense):
+        if not math.isfinite(self.model.baseline.get("acc_mean", math.nan)):
             yield Message("dense_unknown")
-        elif dense - chance < 2 * stderr:
-            yield Message("at_chance", {"dense": dense, "chance": chance})
+        elif warning := at_chance(self.model.baseline):
+            yield warning
         for factor, value, side in self.edges:
             yield Message("edge", {"factor": factor, "value": value, "side": side})
         first = eligible["name"].iloc[0]
@@ -306,6 +303,12 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
         if not rows.empty
     }
     return Findings(study, rule, models, tuple(label for label in eligible if label not in models), items)
+
+
+def at_chance(dense: Mapping[str, float]) -> Message | None:
+    """The warning that a dense model with these metrics is less than two standard errors above picking blindly."""
+    acc, chance, stderr = (dense.get(name, math.nan) for name in ("acc_mean", "chance_acc_mean", "acc_mean_stderr"))
+    return Message("at_chance", {"dense": acc, "chance": chance}) if acc - chance < 2 * stderr else None
 
 
 def _decide(study: Study, model: Model, eligible: pd.DataFrame, rule: str, seed: int, items: Items) -> ModelFindings:
