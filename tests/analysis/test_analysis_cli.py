@@ -149,5 +149,5 @@ def test_many_problems_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_the_choices_are_those_of_the_modules_behind_them() -> None:
-    assert command.RULES == findings.RULES
+    assert tuple(findings.RULES) == command.RULES
     assert command.LANGUAGES == messages.LANGUAGES
