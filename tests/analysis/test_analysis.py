@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.statistics.differences import difference, paired_difference, read_items
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
-from tune_prune.analysis.tables.tables import final_table
+from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
@@ -143,7 +144,7 @@ def test_columns_begin_with_the_documented_ones(tmp_path: Path) -> None:
 def test_no_records_give_empty_views(tmp_path: Path) -> None:
     assert view(tmp_path, "global_best_config", baselines={"tiny": dense()})["models"] == {}
     assert (tmp_path / "all_methods_results.csv").read_text().count("\n") == 1
-    assert "tiny: no trials" in table_of(tmp_path, tiny=dense())
+    assert "tiny: 0 trials" in table_of(tmp_path, tiny=dense())
 
 
 @pytest.mark.parametrize(
@@ -293,10 +294,10 @@ def test_cross_model_comparison(tmp_path: Path) -> None:
     assert (for_all["config"], for_all["num_candidates"]) == ("taylor-s64-n8", 3)
     assert (for_all["acc_mean"], for_all["acc_mean_stderr"]) == (pytest.approx(0.62), pytest.approx(0.01))
     assert for_all["models"]["b"]["loss_points"] == pytest.approx(4.0)
-    rows = [line.split("  ") for line in table_of(tmp_path, *records).splitlines()]
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
-    assert ["a", "taylor-s128-n8", "-", "11.00 ± 1.41", "3.00 ± 1.41"] in cells
-    assert ["b", "taylor-s32-n8", "not tried", "-", "4.00 ± 1.41"] in cells
+    cells = [re.split("  +", line.strip()) for line in table_of(tmp_path, *records).splitlines()]
+    assert ["Model", "Own best", "a", "b", "Best for all: taylor-s64-n8"] in cells
+    assert ["a", "taylor-s128-n8", "0.00", "11.00 ± 1.41", "3.00 ± 1.41"] in cells
+    assert ["b", "taylor-s32-n8", "–", "0.00", "4.00 ± 1.41"] in cells
 
 
 def test_each_ratio_of_a_search_is_compared_in_itself(tmp_path: Path) -> None:
@@ -347,7 +348,7 @@ def test_models_with_no_configuration_in_common(tmp_path: Path) -> None:
     records = [trial("taylor-s16-n8", 0.5, "a"), trial("taylor-s32-n8", 0.5, "b")]
     across = view(tmp_path, "cross_model_comparison", *records)
     assert across["best_for_all"] == {"config": None, "num_candidates": 0}
-    assert "not tried" in table_of(tmp_path, *records)
+    assert "Best for all" not in table_of(tmp_path, *records)
 
 
 def test_final_table(tmp_path: Path) -> None:
@@ -358,16 +359,18 @@ def test_final_table(tmp_path: Path) -> None:
         trial("random-s16-n8", 0.2, ppl=4e9),
         trial("layerwise-s16-n8", 0, status="failed"),
     ]
-    rows = [line.split() for line in table_of(tmp_path, *records, top=2, tiny=dense()).splitlines()]
-    assert " ".join(rows[0]) == "tiny: 5 trials (4 complete, 1 failed)"
-    assert rows[1] == ["method", "seq", "n", "ppl", "acc", "±", "se", "retained", "params"]
-    assert rows[2] == ["dense", "-", "-", "5.00", "0.8000", "±", "0.0080", "100.0%", "1,000"]
-    best = ["*", "taylor", "64", "128", "10.00", "0.6123", "±", "0.0100", "76.5%", "800"]
-    assert rows[4] == rows[8] == best
-    assert rows[5][:4] == ["blockwise", "256", "512", "inf"]
-    assert rows[6][:4] == ["random", "16", "8", "4e+09"]
-    assert rows[9][:3] == ["~", "taylor", "16"]
-    assert len(rows) == 10 + 1 + 2
+    title, header, _, *rows = table_of(tmp_path, *records, top=2, tiny=dense()).splitlines()
+    assert title == "tiny: 5 trials (4 complete, 1 failed)"
+    assert header.split() == ["Method", "seq_len", "num_samples", "Perplexity", "Accuracy", "Retained", "Parameters"]
+    assert [row.split() for row in rows[:5]] == [
+        ["dense", "–", "–", "5.00", ".8000", "±", ".0080", "100.0%", "1,000"],
+        ["taylor", "64", "128", "10.00", ".6123", "±", ".0100*", "76.5%", "800"],
+        ["taylor", "16", "128", "10.00", ".6100", "±", ".0100~", "76.2%", "800"],
+        ["blockwise", "256", "512", "inf", ".4000", "±", ".0100", "50.0%", "800"],
+        ["random", "16", "8", "4e+09", ".2000", "±", ".0100", "25.0%", "800"],
+    ]
+    one = table_of(tmp_path, *records, top=1, tiny=dense())
+    assert "; the best of each method and the 1 best" in one and ".6100" not in one
 
 
 @pytest.mark.parametrize(("acc", "warned"), [(0.37, True), (0.42, False)])

@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
 from tune_prune.analysis.figures import figure_style, figures
-from tune_prune.analysis.input.rows import config_name, typed
+from tune_prune.analysis.input.rows import config_of, typed
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
 
@@ -56,7 +56,7 @@ def searched(
     known = {"acc_mean": np.random.default_rng(0).uniform(0.4, 0.6, len(rows)), "ppl": 10.0, "elapsed_time": 60.0}
     known |= {"model": label, "success": True, "status": "complete", "pruning_ratio": 0.2, "output_dir": "exp_001"}
     rows = typed(rows.assign(**{**known, **columns}))
-    return Model(label, rows.assign(name=[config_name(row) for _, row in rows.iterrows()]))
+    return Model(label, rows.assign(name=[config_of(row).name for _, row in rows.iterrows()]))
 
 
 def findings_of(*models: Model) -> Findings:

@@ -40,24 +40,32 @@ def test_planned_tensors_are_those_that_torch_allocates(name):
     assert peak <= planned <= TENSORS[name] * peak
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STAGES)
-def test_planned_memory_is_what_fresh_processes_take(name):
-    """The peak of the resident set. How much the C library keeps beyond the tensors differs from process to process (in a
-    gradient pass 15 to 50% of them, in an evaluation up to twice as much again), so that the largest of three counts."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def resident(name: str, **environment: str) -> int:
+    """The peak of a fresh process's resident set in the stage, in bytes over that before it."""
     command = [sys.executable, "-m", "tests.memory_stages", name]
-    runs = [
-        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        for _ in range(3)
-    ]
-    assert all(run.returncode == 0 for run in runs), [run.stderr for run in runs]
-    measured = max(int(run.stdout) for run in runs)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["taylor", "copies"])
+def test_planned_memory_of_gradients_is_what_fresh_processes_take(name):
+    """The C library keeps 15 to 50% more than the tensors, differently in each process, so that the largest of three counts."""
     plan = build(name).plan
-    if name == "evaluation":
-        assert measured <= plan.evaluation_activations <= 2.5 * measured
-    else:
-        assert measured <= plan.accumulators + plan.statistics_activations <= 1.5 * measured
+    measured = max(resident(name) for _ in range(3))
+    assert measured <= plan.accumulators + plan.statistics_activations <= 1.5 * measured
+
+
+@pytest.mark.slow
+def test_planned_memory_of_an_evaluation_is_what_fresh_processes_take():
+    """Where the C library keeps freed blocks it holds up to twice the tensors, on some machines and in some processes: no more
+    than planned. Where it returns them at once (every one above 64 KiB), what is left are the tensors, as they are counted."""
+    planned = build("evaluation").plan.evaluation_activations
+    assert max(resident("evaluation") for _ in range(3)) <= planned
+    returned = resident("evaluation", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=65536")
+    assert returned <= planned / EVALUATION_SLACK["cpu"] <= TENSORS["evaluation"] * returned
 
 
 def test_memory_adds_up_for_a_7b_model_on_a_gpu():

@@ -356,7 +356,7 @@ def test_a_search_of_shapes(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
     flags = ("--search-space", str(tmp_path / "space.json"), "--name", "mine", "--limit", "5")
     assert search.main(["--model", "tiny-llama", *flags, "--storage-path", str(tmp_path)]) == 0
     out, _ = capfd.readouterr()
-    best = out.partition("best per method")[2]
+    best = out.partition("tiny-llama: 4 trials (4 complete)")[2]
     assert all(f"-{shape}" in out or shape in best for shape in shapes)
     experiment = tmp_path / "mine"
     records = Ledger(FolderStore(experiment)).records()

@@ -10,38 +10,21 @@ that cannot be made this time is removed, since an older one tells of another co
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from tune_prune.analysis.export import (
-    SCHEMA_VERSION,
-    best_entry,
-    cross_model_comparison,
-    csv_text,
-    global_best_config,
-    method_comparison,
-)
+from tune_prune.analysis.export import SCHEMA_VERSION, across_view, best_entry, put_all, relative, views
 from tune_prune.analysis.figures.figures_best import draw_best
 from tune_prune.analysis.input.rows import plain_value, plain_values
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.rerun import command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import atomic_write_text, parse_json, to_json
-from tune_prune.core.store import (
-    BEST_CONFIG,
-    CROSS_MODEL_COMPARISON,
-    GRADIENTS,
-    METHOD_COMPARISON,
-    PLAN_COMPARISON,
-    RESULTS,
-)
+from tune_prune.core.files import parse_json, to_json
+from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, FolderStore
 
 _PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")
 
@@ -54,18 +37,18 @@ def write_layout(findings: Findings, output: Path) -> list[Path]:
         if model.rows.empty:
             continue
         name = folder_name(model, taken)
-        found = findings.models.get(label)
-        consolidated = output / f"consolidated_{name}"
-        entry = _entry(found, consolidated) if found is not None else None
-        written += _consolidated(findings, model, entry, consolidated)
-        if found is not None and entry is not None:
-            written += _best(found, entry, output / f"best_{name}")
-    across = cross_model_comparison(findings)
-    if across is None:
-        (output / CROSS_MODEL_COMPARISON).unlink(missing_ok=True)
-    else:
-        written.append(_write(output / CROSS_MODEL_COMPARISON, to_json(across)))
-    return written
+        found, folder, best = findings.models.get(label), output / f"consolidated_{name}", {}
+        if found is not None:
+            best[label] = best_entry(found, folder) | _evidence(found)
+        texts = views(findings, [label], best, model.rows.drop(columns="name"), folder)
+        written += _put(folder, texts)
+        if found is not None:
+            written += _best(found, best[label], output / f"best_{name}")
+    return written + _put(output, across_view(findings))
+
+
+def _put(folder: Path, texts: Mapping[str, str | None]) -> list[Path]:
+    return [folder / name for name in put_all(FolderStore(folder), texts)]
 
 
 def folder_name(model: Model, taken: set[str]) -> str:
@@ -82,57 +65,45 @@ def folder_name(model: Model, taken: set[str]) -> str:
     return name
 
 
-def _entry(found: ModelFindings, base: Path) -> dict[str, Any]:
-    """The best configuration of a model with the evidence for it; its output_dir is relative to the folder `base`."""
-    entry = best_entry(found)
-    entry["output_dir"] = _relative(entry["output_dir"], base)
-    return entry | {
-        "model": found.model.label,
-        "command": command(found.model, found.best),
-        "selection": {
-            "rule": found.rule,
-            "chosen": {rule: list(names) for rule, names in found.chosen.items()},
-            "confidence_set": found.tied,
-            "p_best": {row["name"]: plain_value(row["p_best"]) for _, row in found.eligible.iterrows()},
-            "basis": found.basis,
-            "cross_fit": None if found.cross_fit is None else asdict(found.cross_fit),
-        },
+def _evidence(found: ModelFindings) -> dict[str, Any]:
+    """What stands behind a model's best configuration, and the command that runs it again."""
+    p_values = map(plain_value, found.eligible["p_best"])
+    selection = {
+        "rule": found.rule,
+        "chosen": found.chosen,
+        "confidence_set": found.tied,
+        "p_best": dict(zip(found.eligible["name"], p_values, strict=True)),
+        "basis": found.basis,
+        "cross_fit": None if found.cross_fit is None else asdict(found.cross_fit),
     }
-
-
-def _consolidated(findings: Findings, model: Model, entry: Mapping[str, Any] | None, folder: Path) -> list[Path]:
-    rows = model.rows.drop(columns="name")
-    entries, without = ({}, [model.label]) if entry is None else ({model.label: entry}, [])
-    texts = {
-        RESULTS: csv_text(rows, [_relative(name, folder) for name in rows["output_dir"]]),
-        BEST_CONFIG: to_json(global_best_config(findings.rule, entries, without)),
-        METHOD_COMPARISON: to_json(method_comparison(findings, [model.label])),
-    }
-    return [_write(folder / name, text) for name, text in texts.items()]
+    return {"model": found.model.label, "command": command(found.model, found.best), "selection": selection}
 
 
 def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[Path]:
-    own = {"schema_version": SCHEMA_VERSION, **entry, "output_dir": _relative(found.best["output_dir"], folder)}
-    written = [
-        _write(folder / "best_config.json", to_json(own)),
-        _write(folder / "evaluation" / "evaluation_results.json", to_json(_evaluation(found, entry))),
-    ]
     place = found.best["output_dir"]
+    own = {"schema_version": SCHEMA_VERSION, **entry, "output_dir": relative(place, folder)}
+    texts: dict[str, str | None] = {
+        "best_config.json": to_json(own),
+        "evaluation/evaluation_results.json": to_json(_evaluation(found, entry)),
+    }
     trial = Path(place) if place and Path(place).is_dir() else None
-    absent: dict[str, str] = {}
+    absent, damaged = {}, False
     for name in (GRADIENTS, PLAN_COMPARISON):
-        copy, reason = folder / "analysis" / name, _copy(trial, name, folder / "analysis")
-        if reason:
-            copy.unlink(missing_ok=True)
-            absent[f"analysis/{name}"] = reason
+        copy = f"analysis/{name}"
+        texts[copy] = None
+        if trial is None:
+            absent[copy] = "the trial's folder is not there (published results come without it)"
+        elif not (trial / name).is_file():
+            absent[copy] = f"the trial's folder {trial} does not have it"
         else:
-            written.append(copy)
-    damaged = [reason for reason in absent.values() if reason.startswith("damaged")]
+            try:
+                texts[copy] = to_json(parse_json(trial / name))
+            except UserError as error:
+                absent[copy], damaged = f"damaged: {error}", True
     pictures = [] if trial is None or damaged else draw_best(trial, folder / "visualization")
-    for name in _PICTURES:
-        if name not in {path.name for path in pictures}:
-            (folder / "visualization" / name).unlink(missing_ok=True)
-            absent[f"visualization/{name}"] = "it is drawn from the files above"
+    drawn = {path.name for path in pictures}
+    for name in (f"visualization/{name}" for name in _PICTURES if name not in drawn):
+        texts[name], absent[name] = None, "it is drawn from the files above"
     readme = [
         f"{found.best['name']}: the best of {len(found.eligible)} configurations of {found.model.label} by {found.rule}.",
         "",
@@ -142,59 +113,19 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
         *(["", "Not here:"] if absent else []),
         *(f"{name}: {reason}" for name, reason in absent.items()),
     ]
-    return [*written, *pictures, _write(folder / "README.txt", "\n".join(readme) + "\n")]
-
-
-def _copy(trial: Path | None, name: str, folder: Path) -> str:
-    """Copy a JSON file of the trial into `folder`; if that cannot be, the reason why."""
-    if trial is None:
-        return "the trial's folder is not there (published results come without it)"
-    if not (trial / name).is_file():
-        return f"the trial's folder {trial} does not have it"
-    try:
-        values = parse_json(trial / name)
-    except UserError as error:
-        return f"damaged: {error}"
-    _write(folder / name, to_json(values))
-    return ""
+    texts["README.txt"] = "\n".join(readme) + "\n"
+    return pictures + _put(folder, texts)
 
 
 def _evaluation(found: ModelFindings, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Accuracies as fractions; `dense` is the model before pruning, `retained` acc over that."""
+    names = ("model", "name", "acc_mean", "acc_mean_stderr", "ppl", "params_count", "removed_fraction")
+    fit, tasks = found.cross_fit, found.tasks.astype({"items": "Int64"})
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": found.model.label,
-        "name": entry["name"],
-        **plain_values(
-            found.best, "acc_mean", "acc_mean_stderr", "ppl", "params_count", "removed_fraction", "elapsed_time"
-        ),
-        "acc_mean_cross_fitted": None if found.cross_fit is None else found.cross_fit.corrected,
-        "acc_mean_cross_fitted_stderr": None if found.cross_fit is None else found.cross_fit.stderr,
-        "retained_accuracy": entry["retained_accuracy"],
-        "baseline": entry["baseline"],
-        "tasks": {str(task): _task(row) for task, row in found.tasks.iterrows()},
+        **{name: entry[name] for name in (*names, "retained_accuracy", "baseline")},
+        **plain_values(found.best, "elapsed_time"),
+        "acc_mean_cross_fitted": None if fit is None else fit.corrected,
+        "acc_mean_cross_fitted_stderr": None if fit is None else fit.stderr,
+        "tasks": {task: plain_values(row, *row) for task, row in tasks.to_dict("index").items()},
     }
-
-
-def _task(row: pd.Series) -> dict[str, Any]:
-    """Plain data; the number of items is a whole one."""
-    values = {str(name): plain_value(value) for name, value in row.items()}
-    return values | {"items": None if values["items"] is None else int(values["items"])}
-
-
-def _relative(folder: str | None, base: Path) -> str | None:
-    """A folder that is there relative to `base`, so that both can be moved together; any other name as it is."""
-    if not folder or not Path(folder).is_dir():
-        return folder
-    return Path(os.path.relpath(folder, base)).as_posix()
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _write(path: Path, text: str) -> Path:
-    _made(path.parent)
-    atomic_write_text(path, text)
-    return path

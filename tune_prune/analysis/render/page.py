@@ -126,7 +126,7 @@ def _card(index: int, found: ModelFindings) -> Card:
     model = found.model
     facts = [f"{len(found.eligible)} of {len(model.rows)} usable"]
     facts.append("published results" if model.kind == "published" else "own experiment")
-    facts.append(f"{messages.number(100 * model.ratio)}% to remove")
+    facts.append(f"{messages.printed(100 * model.ratio, 'number')}% to remove")
     if model.shape != "free":
         facts.append(f"shape {model.shape}")
     return Card(
@@ -194,7 +194,7 @@ def _experiment(folder: Path, about: Mapping[str, Any]) -> Mapping[str, Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_shown, value))
-    return messages.number(value) if isinstance(value, float) else str(value)
+    return messages.printed(value, "number") if isinstance(value, float) else str(value)
 
 
 def _said(facts: Mapping[str, Any]) -> Mapping[str, str]:

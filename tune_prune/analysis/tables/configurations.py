@@ -17,7 +17,16 @@ MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
 
 MODEL = Column("model", "Model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
-ACCURACY = Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", hint="mean over the tasks ± standard error")
+ACCURACY = Column(
+    "acc_mean",
+    "Accuracy",
+    "acc",
+    "acc_mean_stderr",
+    best="most_accurate",
+    tied="not_told_apart",
+    hint="mean over the tasks ± standard error",
+)
+PARAMETERS = Column("params_count", "Parameters", "int")
 PERPLEXITY = Column("ppl", "Perplexity", "ppl")
 TOKENS = Column("tokens", "Tokens", "int", hint="calibration samples times their length", detail=True)
 RETAINED = Column("retained", "Retained", "percent", hint="accuracy, of the dense model's")
@@ -56,7 +65,7 @@ def best_configurations(findings: Findings) -> Table:
             "complete": len(found.eligible),
             "share_of_runs": None if found.basis == "unknown" else f"{tied - 1} of {len(found.eligible) - 1}",
         }
-        rows.append(_configuration(label, found.best) | values)
+        rows.append(configuration(label, found.best) | values)
     columns = [
         *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), ACCURACY),
         Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr"),
@@ -89,7 +98,7 @@ def accuracy_by_size(findings: Findings) -> Table | None:
     columns = [
         *(MODEL, Column("ratio", "Pruning ratio", "number"), Column("config", "Configuration", style="name")),
         Column("kept", "Parameters kept", "percent"),
-        *(Column("params_count", "Parameters", "int"), ACCURACY, PERPLEXITY),
+        *(PARAMETERS, ACCURACY, PERPLEXITY),
     ]
     notes = [*accuracy_notes(findings), Message("note_sizes")]
     return Table("accuracy_by_size", "Accuracy against size", columns, findings.sizes.to_dict("records"), notes)
@@ -103,11 +112,10 @@ def selection_rules(findings: Findings) -> Table:
             for name in names:
                 row = found.named(name)
                 values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
-                rows.append(_configuration(label, row) | values | marks(found, row))
+                rows.append(configuration(label, row) | values | marks(found, row))
     columns = [
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
-        Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", best="most_accurate", tied="not_told_apart"),
-        *(PERPLEXITY, TOKENS, Column("params_count", "Parameters", "int")),
+        *(ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
     ]
     rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
     notes = [Message("note_rule", {"rule": rule, "meaning": Message(f"rule_{rule}")}) for rule in rules]
@@ -149,7 +157,7 @@ def architecture(findings: Findings) -> Table:
     ratios = {f"grad_{name}_ratio": f"{name.capitalize()} ratio" for name in ("mean", "norm", "std", "max")}
     rows = []
     for label, found in findings.models.items():
-        row = _configuration(label, found.best) | _geometry(findings, found)
+        row = configuration(label, found.best) | _geometry(findings, found)
         rows.append(row | {name: found.best.get(name) for name in (*ratios, "extreme_pruning_layers")})
     columns = [
         *(MODEL, Column("layers", "Layers", "int"), Column("total_params", "Parameters", "int")),
@@ -227,7 +235,7 @@ def _impact(findings: Findings, label: str, found: ModelFindings) -> Iterator[di
     yield entry("own optimum", best["name"], best, 0.0, None)
 
 
-def _configuration(label: str, row: Any) -> dict[str, Any]:
+def configuration(label: str, row: Any) -> dict[str, Any]:
     """What every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
     return {"model": label, "method": row["pruning_method"], **{name: row[name] for name in names}}

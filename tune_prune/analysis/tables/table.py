@@ -37,7 +37,7 @@ class Column:
 
     def mark(self, row: Row) -> Literal["", "best", "tied"]:
         """What is to be marked of the row's value."""
-        return "best" if self.best and row[self.best] else "tied" if self.tied and row[self.tied] else ""
+        return "best" if row.get(self.best) else "tied" if row.get(self.tied) else ""
 
 
 @dataclass(frozen=True)

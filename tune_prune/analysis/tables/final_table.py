@@ -1,0 +1,80 @@
+"""What a search prints at its end: its best trials, and what models lose with each other's, as plain text for the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from tune_prune.analysis.render.messages import format_message, note_sentences
+from tune_prune.analysis.render.text import fold, text_table
+from tune_prune.analysis.statistics.factors import methods_reading
+from tune_prune.analysis.statistics.findings import Findings, Message, at_chance
+from tune_prune.analysis.tables.configurations import (
+    ACCURACY,
+    PARAMETERS,
+    PERPLEXITY,
+    RETAINED,
+    accuracy_notes,
+    configuration,
+    hyperparameter_columns,
+    marks,
+    ratio,
+    transfer,
+)
+from tune_prune.analysis.tables.table import Column, Table
+from tune_prune.analysis.tables.trial_tables import counts
+
+
+def final_table(findings: Findings, top: int = 5) -> str:
+    """Per model: the dense model, the best configuration of each method and the `top` best; then the models compared. Lines have
+    100 columns at most."""
+    tables = {label: _best_trials(findings, label, top) for label in sorted(findings.study.models)}
+    blocks = []
+    for label, table in tables.items():
+        block = f"{table.title}\n" + (text_table(table) if table.rows else "")
+        if label not in findings.models:
+            block += "  no complete trial\n"
+        if (warning := at_chance(findings.study.models[label].baseline)) is not None:
+            block += f"  ! {format_message(warning)}\n"
+        blocks.append(block)
+    if (across := _across(findings)) is not None:
+        blocks.append(f"{across.title}\n{text_table(across)}")
+    notes = [note for table in tables.values() for note in note_sentences(table, best="*", tied="~")]
+    text = "\n".join([*blocks, " ".join(dict.fromkeys(notes))])
+    return "\n".join(map(fold, text.splitlines()))
+
+
+def _best_trials(findings: Findings, label: str, top: int) -> Table:
+    model, found = findings.study.models[label], findings.models.get(label)
+    hyperparameters, dense = hyperparameter_columns(findings), model.baseline
+    rows = [{"method": "dense", **dense, "retained": 1.0 if "acc_mean" in dense else None}] if dense else []
+    title = f"{label}: {counts(model)}"
+    if found is not None:
+        first = ~found.eligible["pruning_method"].duplicated()
+        shown = found.eligible[first | (np.arange(len(first)) < top)]
+        if len(shown) < len(first):
+            title += f"; the best of each method and the {top} best"
+        reading = {column.key: methods_reading(model.rows, column.key) for column in hyperparameters}
+        for row in shown.to_dict("records"):
+            values = configuration(label, row) | marks(found, row) | {"params_count": row["params_count"]}
+            unread = [name for name, methods in reading.items() if row["pruning_method"] not in methods]
+            retained = ratio(row["acc_mean"], dense.get("acc_mean"))
+            rows.append(values | {"retained": retained} | dict.fromkeys(unread))
+    columns = [*hyperparameters, PERPLEXITY, ACCURACY, RETAINED, PARAMETERS]
+    notes = [*accuracy_notes(findings), Message("note_retained")]
+    return Table("final", title, columns, rows, notes, best="best_most_accurate")
+
+
+def _across(findings: Findings) -> Table | None:
+    """The losses in points, also with the best single configuration for all; None with fewer than two models."""
+    table, for_all = transfer(findings), findings.best_for_all
+    if table is None or for_all is None:
+        return None
+    table = replace(table.pick("model", "name", *findings.models), title=f"{table.title}, in points; –: not tried")
+    if for_all["config"] is None:
+        return table
+    losses = [for_all["models"][row["model"]] for row in table.rows]
+    column = Column("loss_points", f"Best for all: {for_all['config']}", "points", "loss_points_stderr")
+    rows = [{**row, **loss} for row, loss in zip(table.rows, losses, strict=True)]
+    return replace(table, columns=[*table.columns, column], rows=rows)
