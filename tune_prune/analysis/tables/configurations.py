@@ -96,23 +96,20 @@ def accuracy_by_size(findings: Findings) -> Table | None:
 
 def selection_rules(findings: Findings) -> Table:
     """What each rule chooses."""
-    rows = [
-        configuration(label, row)
-        | {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
-        | marks(found, row)
-        for label, found in findings.models.items()
-        for rule, names in found.chosen.items()
-        for row in map(found.named, names)
-    ]
+    rows = []
+    for label, found in findings.models.items():
+        for rule, name in ((rule, name) for rule, names in found.chosen.items() for name in names):
+            row = found.named(name)
+            values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
+            rows.append(configuration(label, row) | values | marks(found, row))
     columns = [
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
         *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
     ]
     rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
     notes = [Message("note_rule", {"rule": rule, "meaning": Message(f"rule_{rule}")}) for rule in rules]
-    return Table(
-        "selection_rules", "Configurations chosen by each rule", columns, rows, notes, best="best_most_accurate"
-    )
+    title = "Configurations chosen by each rule"
+    return Table("selection_rules", title, columns, rows, notes, best="best_most_accurate")
 
 
 def task_accuracies(findings: Findings) -> Table:
@@ -120,13 +117,9 @@ def task_accuracies(findings: Findings) -> Table:
     rows = []
     for label, found in findings.models.items():
         dense, best, tasks = found.model.baseline, found.best, found.tasks.reset_index(names="task")
-        mean = {
-            "task": "mean",
-            "acc": best["acc_mean"],
-            "stderr": best["acc_mean_stderr"],
-            "dense": dense.get("acc_mean"),
-        }
-        mean |= {"retained": ratio(mean["acc"], mean["dense"]), "items": tasks["items"].sum(skipna=False)}
+        mean = {"task": "mean", "acc": best["acc_mean"], "stderr": best["acc_mean_stderr"]}
+        mean |= {"dense": dense.get("acc_mean"), "retained": ratio(best["acc_mean"], dense.get("acc_mean"))}
+        mean |= {"items": tasks["items"].sum(skipna=False)}
         for row in [*tasks.to_dict("records"), mean]:
             dense_stderr = dense.get(f"acc_{row['task']}_stderr")
             rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": best["name"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -143,28 +144,18 @@ def statistics(findings: Findings) -> Table:
     return Table("experiment_statistics", "Experiment statistics", columns, rows, notes)
 
 
-def _hours(rows: pd.DataFrame) -> float | None:
-    seconds = rows["elapsed_time"].dropna()
-    return float(seconds.sum()) / 3600 if len(seconds) else None
+def _hours(rows: pd.DataFrame) -> float:
+    return rows["elapsed_time"].dropna().sum(min_count=1) / 3600
 
 
-def _cost(findings: Findings) -> dict[str, float | None]:
-    """Sums over the experiments that have a cost.json; None where none tells."""
-    costs = [dict(cost) for cost in findings.study.costs.values()]
-    for cost in costs:
-        if cost.get("worker_seconds") and "evaluation_fraction" in cost:
-            cost["evaluation_seconds"] = cost["evaluation_fraction"] * cost["worker_seconds"]
-
-    def total(name: str) -> float | None:
-        known = [cost[name] for cost in costs if cost.get(name) is not None]
-        return float(sum(known)) if known else None
-
-    seconds = total("worker_seconds")
-    return {
-        **{name: total(name) for name in (*_passes(findings), "gpu_hours")},
-        "worker_hours": None if seconds is None else seconds / 3600,
-        "evaluation_fraction": ratio(total("evaluation_seconds"), seconds),
-    }
+def _cost(findings: Findings) -> Mapping[str, float | None]:
+    """Sums over the experiments that have a cost.json; NaN where none tells."""
+    columns = [*_passes(findings), "gpu_hours", "worker_seconds", "evaluation_fraction"]
+    costs = pd.DataFrame(list(findings.study.costs.values()), columns=columns, dtype="float64")
+    evaluation = (costs["evaluation_fraction"] * costs["worker_seconds"]).sum(min_count=1)
+    total = costs.drop(columns="evaluation_fraction").sum(min_count=1)
+    fraction = ratio(evaluation, total["worker_seconds"])
+    return {**total, "worker_hours": total["worker_seconds"] / 3600, "evaluation_fraction": fraction}
 
 
 def _passes(findings: Findings) -> dict[str, str]:
