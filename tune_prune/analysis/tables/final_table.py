@@ -23,7 +23,7 @@ from tune_prune.analysis.tables.configurations import (
     transfer,
 )
 from tune_prune.analysis.tables.table import Column, Table
-from tune_prune.analysis.tables.trial_tables import STATUS_WORDS
+from tune_prune.analysis.tables.trial_tables import counts
 
 
 def final_table(findings: Findings, top: int = 5) -> str:
@@ -49,10 +49,7 @@ def _best_trials(findings: Findings, label: str, top: int) -> Table:
     model, found = findings.study.models[label], findings.models.get(label)
     hyperparameters, dense = hyperparameter_columns(findings), model.baseline
     rows = [{"method": "dense", **dense, "retained": 1.0 if "acc_mean" in dense else None}] if dense else []
-    counts = model.rows["status"].value_counts()
-    states = ", ".join(f"{counts[status]} {word}" for status, word in STATUS_WORDS.items() if status in counts)
-    plural = "" if len(model.rows) == 1 else "s"
-    title = f"{label}: {len(model.rows)} trial{plural} ({states or 'none complete'})"
+    title = f"{label}: {counts(model)}"
     if found is not None:
         first = ~found.eligible["pruning_method"].duplicated()
         shown = found.eligible[first | (np.arange(len(first)) < top)]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
     CONFIGURATION,
@@ -34,6 +35,13 @@ _COUNTS = {
     "task_evaluations": "Task evaluations",
 }
 _DISTRIBUTION = ("max", "min", "median", "mean", "std")
+
+
+def counts(model: Model) -> str:
+    """How many trials it has and how they ended: 5 trials (4 complete, 1 failed)."""
+    status = model.rows["status"].value_counts()
+    states = ", ".join(f"{status[name]} {words}" for name, words in STATUS_WORDS.items() if name in status)
+    return f"{len(model.rows)} trial{'' if len(model.rows) == 1 else 's'} ({states or 'none complete'})"
 
 
 def trials(findings: Findings) -> Table:
