@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import Parser, UserError
+from tune_prune.pruning.methods import load_method
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
@@ -23,11 +24,10 @@ if TYPE_CHECKING:
 
 FROM_FLAGS = (*(row.short for row in HYPERPARAMETERS.values()), "align", "calibration", "data_dir", "seed")
 CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
-NEEDED = ("model", *(row.short for row in HYPERPARAMETERS.values() if row.required))  # where there is no --config
 
 
 def parser() -> argparse.ArgumentParser:
-    p = flags.Parser(
+    p = Parser(
         prog="python -m tune_prune.prune",
         description="Prune a language model by one configuration and save it as a checkpoint that loads elsewhere.",
         epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",
@@ -143,11 +143,13 @@ def _check_flags(args: argparse.Namespace) -> None:
         return
     if args.base is not None:
         raise UserError(f"--base {args.base} is for --config; name the model with --model")
-    missing = [_flag(name) for name in NEEDED if getattr(args, name) is None]
+    read = HYPERPARAMETERS if args.method is None else load_method(args.method).hyperparameters
+    needed = ("model", *(row.short for name, row in HYPERPARAMETERS.items() if row.required and name in read))
+    missing = [_flag(name) for name in needed if getattr(args, name) is None]
     if missing:
         raise UserError(
             f"{', '.join(missing)} is missing; name a search's result with --config, or give all of "
-            f"{', '.join(map(_flag, NEEDED))}"
+            f"{', '.join(map(_flag, needed))}"
         )
 
 

@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
 from tune_prune.analysis.figures import figure_style, figures
-from tune_prune.analysis.input.rows import config_name, typed
+from tune_prune.analysis.input.rows import config_of, typed
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
 
@@ -63,7 +63,7 @@ def searched(
     rows = typed(
         rows.assign(**{"model": label, "success": True, "status": "complete", "pruning_ratio": 0.2, **known, **columns})
     )
-    return Model(label, rows.assign(name=[config_name(row) for _, row in rows.iterrows()]))
+    return Model(label, rows.assign(name=[config_of(row).name for _, row in rows.iterrows()]))
 
 
 def findings_of(*models: Model) -> Findings:

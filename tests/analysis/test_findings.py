@@ -72,8 +72,8 @@ def test_best_follows_the_rule(study: Study, rule: str) -> None:
 
 
 def test_unknown_rule_is_refused() -> None:
-    with pytest.raises(UserError, match="selection rule 'best' is not known"):
-        find(Study({}), "best")
+    with pytest.raises(UserError, match=r"selection rule 'accurcy' is not known; did you mean 'accuracy'\?.*pareto"):
+        find(Study({}), "accurcy")
 
 
 def test_differences_are_those_of_each_pair(findings: Findings) -> None:

@@ -27,7 +27,7 @@ from tune_prune.checkpoint.card.model_card import layers_figure, render, write_c
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import Sizes
 from tune_prune.checkpoint.speed import Speed
-from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
 
@@ -240,15 +240,12 @@ def test_how_it_was_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["free", "aligned-64", "uniform"])
 def test_the_command_makes_the_same_configuration(tmp_path: Path, shape: str) -> None:
-    config = PruningConfig("layerwise", 32, 128, 0.25, shape=shape)
+    config = PruningConfig("layerwise", 32, 128, 0.25, removal_divisor=3, shape=shape)
     text = card(tmp_path, {"dtype": "bfloat16"}, config=config, format="hf-padded")
     program, _, _, *words = shlex.split(code(text, "sh")[-1].replace("\\\n", " "))
     assert program == "python"
     args = prune.parser().parse_args(words)
-    made = args.method, args.seq_len, args.num_samples, args.pruning_ratio
-    assert made == ("layerwise", 32, 128, 0.25)
-    assert args.shape == shape.partition("-")[0]
-    assert str(args.align or "") == shape.partition("-")[2]
+    assert PruningConfig(**{name: getattr(args, row.short) for name, row in HYPERPARAMETERS.items()}) == config
     assert (args.model, args.revision, args.calibration, args.seed) == (HUB_ID, "8cde5ca", "wiki.train.txt", 3)
     assert (args.dtype, args.format) == ("bfloat16", "hf-padded")
 

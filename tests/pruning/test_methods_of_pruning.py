@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import filecmp
 import importlib
 import math
+import shlex
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tune_prune import prune
 from tune_prune.core.errors import UserError
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning import methods
@@ -129,3 +133,18 @@ def test_a_file_in_the_package_is_a_method(tmp_path, monkeypatch):
     finally:
         sys.modules.pop("tune_prune.pruning.methods.by_size", None)
         vars(methods).pop("by_size", None)
+
+
+def test_a_method_without_data_is_asked_for_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither by `prune` nor by the command that the model card gives, which makes the same files again."""
+    argv = ["--model", "tiny-llama", "--method", "magnitude", "--shape", "aligned-16", "--removal-divisor", "3"]
+    assert prune.main([*argv, "--output", str(tmp_path / "first")]) == 0
+    card = (tmp_path / "first" / "README.md").read_text(encoding="utf-8")
+    assert "| Calibration | none: the method reads no data |" in card
+    command = card.partition("python -m tune_prune.prune")[2].partition("```")[0].replace("\\\n", " ")
+    assert "samples" not in command and "aligned-16" in command
+    again = command.replace("DIR", str(tmp_path / "again"))
+    assert prune.main(shlex.split(again)) == 0, capfd.readouterr().err
+    assert filecmp.cmp(
+        tmp_path / "first" / "model.safetensors", tmp_path / "again" / "model.safetensors", shallow=False
+    )

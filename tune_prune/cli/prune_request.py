@@ -174,7 +174,6 @@ def from_flags(args: argparse.Namespace) -> PruneRequest:
     from tune_prune.planning import resolve
     from tune_prune.planning.plan import SearchSettings
 
-    load_method(args.method)
     settings = SearchSettings(
         models=(args.model,),
         revision=args.revision,
@@ -184,12 +183,13 @@ def from_flags(args: argparse.Namespace) -> PruneRequest:
     )
     dense = resolve.dense_model(settings, args.model, "bfloat16" if torch.cuda.is_available() else "float32")
     given = {name: getattr(args, row.short) for name, row in HYPERPARAMETERS.items()}
-    values = {name: HYPERPARAMETERS[name].default if value is None else value for name, value in given.items()}
+    values = {name: HYPERPARAMETERS[name].usual if value is None else value for name, value in given.items()}
     (shape,) = resolve.aligned((values["shape"],), args.align)
     config = PruningConfig(**values | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)})
     selection.target_params(dense.geometry, config.pruning_ratio, config.shape)
-    lengths, count = (config.taylor_seq_len,), config.taylor_num_samples
-    checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
+    if load_method(config.method).reads:
+        lengths, count = (config.taylor_seq_len,), config.taylor_num_samples
+        checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
     shared = Path("ray_results") / artifact_cache.FOLDER
     return PruneRequest(
         dense.run,

@@ -137,6 +137,11 @@ class Hyperparameter:
         return self.default is None
 
     @property
+    def usual(self) -> Any:
+        """The default; where there is none, the example: what a configuration holds whose method does not read it."""
+        return self.kind.read(self.example) if self.required else self.default
+
+    @property
     def flag(self) -> str:
         return f"--{self.short.replace('_', '-')}"
 

@@ -109,10 +109,6 @@ def config_of(row: Mapping[str, Any]) -> PruningConfig:
     return PruningConfig.from_dict({name: value for name, value in values.items() if value is not None})
 
 
-def config_name(row: Mapping[str, Any]) -> str:
-    return config_of(row).name
-
-
 def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:
     """Cells of a row by name, as plain data."""
     return {name: plain_value(row.get(name)) for name in names}

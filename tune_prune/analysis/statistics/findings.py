@@ -20,7 +20,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import TASK_ITEMS, plain_values, ranked
 from tune_prune.analysis.input.study import Model, Study
-from tune_prune.analysis.statistics import effects, rules
+from tune_prune.analysis.statistics import effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
 from tune_prune.analysis.statistics.differences import Items, read_items
@@ -29,6 +29,7 @@ from tune_prune.analysis.statistics.factors import CALIBRATION, FACTORS, NUMERIC
 from tune_prune.analysis.statistics.message import Message
 from tune_prune.analysis.statistics.rules import RULES
 from tune_prune.analysis.statistics.transfer import Transfer, transfer
+from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
 
 __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
@@ -65,7 +66,7 @@ class ModelFindings:
 
     @property
     def basis(self) -> str:
-        """Of the differences: "paired" (same items), "unpaired" (standard errors of each alone), "unknown"."""
+        """`Comparison.basis`: of the differences."""
         return self.comparison.basis
 
     @cached_property
@@ -82,11 +83,11 @@ class ModelFindings:
     def edges(self) -> list[tuple[str, int, str]]:
         """(factor, value, "lower" or "upper") where the best's value is the smallest or largest tried."""
         rows, best = self.model.rows, self.best
+        ends = {factor: (rows[factor].min(), rows[factor].max()) for factor in NUMERIC if factor in varied(rows)}
         return [
             (factor, int(best[factor]), "lower" if best[factor] == low else "upper")
-            for factor in NUMERIC
-            if factor in varied(rows) and best["pruning_method"] in methods_reading(rows, factor)
-            if best[factor] in ((low := rows[factor].min()), rows[factor].max())
+            for factor, (low, high) in ends.items()
+            if best["pruning_method"] in methods_reading(rows, factor) and best[factor] in (low, high)
         ]
 
     def reading(self, *factors: str) -> pd.DataFrame:
@@ -94,10 +95,6 @@ class ModelFindings:
         methods = self.eligible["pruning_method"]
         reads = [methods.isin(methods_reading(self.model.rows, factor)) for factor in factors]
         return self.eligible[np.logical_and.reduce(reads)] if reads else self.eligible
-
-    @cached_property
-    def _reading_all(self) -> pd.DataFrame:
-        return self.reading(*varied(self.model.rows))
 
     @cached_property
     def cross_fit(self) -> CrossFit | None:
@@ -127,21 +124,17 @@ class ModelFindings:
     def effects(self) -> pd.DataFrame | None:
         """`effects.anova`, where the eligible trials are a full grid; index term ("method", "method:taylor_seq_len", ...,
         "residual"); columns df, sum_sq, share, F, p."""
-        return effects.anova(self._reading_all)
+        return effects.anova(self.reading(*varied(self.model.rows)))
 
     @cached_property
-    def _importance(self) -> tuple[dict[str, float], str]:
-        return effects.importance(self._reading_all, self.effects)
-
-    @property
     def importance(self) -> Mapping[str, float]:
-        """Knob -> share of accuracy's variation that it answers for."""
-        return self._importance[0]
+        """Hyperparameter -> share of accuracy's variation that it answers for, as `importance_basis` tells it."""
+        return effects.importance(self.reading(*varied(self.model.rows)), self.effects)
 
     @property
     def importance_basis(self) -> str:
         """ "anova", "optuna" or "none"."""
-        return self._importance[1]
+        return "anova" if self.effects is not None else "optuna" if self.importance else "none"
 
     @cached_property
     def correlations(self) -> tuple[Correlation, ...]:
@@ -300,7 +293,8 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
     `seed` is of the bootstrap and of the folds; each model has its own stream, whatever other models there are. UserError
     for an unknown rule, for a rule that a model's rows cannot decide, and for items that contradict their trial's record.
     """
-    rules.require_known(rule)
+    if rule not in RULES:
+        raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
     items = functools.cache(read_items)
     eligible = {label: ranked(model.rows) for label, model in study.models.items()}
     models = {
@@ -330,8 +324,11 @@ def _decide(study: Study, model: Model, eligible: pd.DataFrame, rule: str, seed:
         p_best=comparison.p_best,
         in_confidence_set=comparison.in_confidence_set,
     )
-    chosen = rules.choose_all(eligible)
-    rules.require_choice(chosen, rule, model.label)
+    chosen = {name: choose(eligible) for name, choose in RULES.items()}
+    if not chosen[rule]:
+        raise UserError(
+            f"selection rule {rule!r} finds no finite ppl in the trials of {model.label}; use --rule accuracy"
+        )
     return ModelFindings(model, rule, eligible, comparison, scores, message, chosen, items, seed)
 
 

@@ -37,9 +37,10 @@ from tune_prune.checkpoint.card.card_numbers import (
 )
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.checkpoint.speed import conditions, rate
-from tune_prune.core.config import ZERO_SHOT_METRIC
+from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text
 from tune_prune.models.geometry import Geometry
+from tune_prune.pruning.methods import load_method
 
 CARD, PICTURE = "README.md", "layers.png"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -114,23 +115,19 @@ def base_hub_id(manifest: Manifest) -> str | None:
 def command_line(folder: Path, manifest: Manifest) -> str:
     """The command that makes this checkpoint again, in lines. A local folder is named without its place."""
     base, config, source = manifest.base, manifest.config, manifest.source
-    shape, _, multiple = config.shape.partition("-")
-    flags = {
-        "model": _public(base.model),
-        "revision": base.revision if base_hub_id(manifest) else None,
-        "method": config.method,
-        "seq-len": config.taylor_seq_len,
-        "num-samples": config.taylor_num_samples,
-        "pruning-ratio": config.pruning_ratio,
-        "shape": shape,
-        "align": multiple or None,
-        "calibration": _public(source.calibration) if source else None,
-        "seed": source.seed if source else None,
-        "dtype": _saved_config(folder).get("dtype"),
-        "format": manifest.format if manifest.format != "hf" else None,
-        "output": "DIR",
+    flags: dict[str, Any] = {
+        "--model": _public(base.model),
+        "--revision": base.revision if base_hub_id(manifest) else None,
     }
-    words = [f"--{name} {shlex.quote(str(value))}" for name, value in flags.items() if value is not None]
+    flags |= {HYPERPARAMETERS[name].flag: getattr(config, name) for name in load_method(config.method).hyperparameters}
+    flags |= {
+        "--calibration": _public(source.calibration) if source else None,
+        "--seed": source.seed if source else None,
+        "--dtype": _saved_config(folder).get("dtype"),
+        "--format": manifest.format if manifest.format != "hf" else None,
+        "--output": "DIR",
+    }
+    words = [f"{flag} {shlex.quote(str(value))}" for flag, value in flags.items() if value is not None]
     lines = [" ".join(words[start : start + 4]) for start in range(0, len(words), 4)]
     return " \\\n    ".join(["python -m tune_prune.prune", *lines])
 
@@ -213,7 +210,7 @@ def _speed(manifest: Manifest) -> dict[str, Any] | None:
 
 def _settings(manifest: Manifest) -> list[tuple[str, str]]:
     """What made the checkpoint, as rows of name and value."""
-    base, config, plan, source = manifest.base, manifest.config, manifest.plan, manifest.source
+    base, config, plan = manifest.base, manifest.config, manifest.plan
     name = base_hub_id(manifest) or _public(base.model)
     revision = f", revision `{base.revision}`" if base.revision else ""
     dropped = manifest.dropped_layers
@@ -226,7 +223,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
     rows = [
         ("Base model", f"`{name}`{revision}, fingerprint `{base.fingerprint}`"),
         ("Method", f"`{config.method}`"),
-        ("Calibration", f"{config.taylor_num_samples:,} samples of {config.taylor_seq_len:,} tokens"),
+        ("Calibration", _calibration(manifest)),
         ("Shape", f"`{config.shape}`"),
         (
             "Parameters removed",
@@ -235,9 +232,15 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         ),
         ("Layers", layers),
     ]
-    if source is not None:
-        rows[2] = ("Calibration", f"{rows[2][1]} of {_calibration_text(source.calibration)}, seed {source.seed}")
     return rows
+
+
+def _calibration(manifest: Manifest) -> str:
+    config, source = manifest.config, manifest.source
+    if not load_method(config.method).reads:
+        return "none: the method reads no data"
+    samples = f"{config.taylor_num_samples:,} samples of {config.taylor_seq_len:,} tokens"
+    return samples + (f" of {_calibration_text(source.calibration)}, seed {source.seed}" if source else "")
 
 
 def _calibration_text(calibration: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tune_prune.core.config import PruningConfig
+from tune_prune.core.config import HYPERPARAMETERS, PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.pruning.statistics import Need, load_statistic, parse
 
@@ -51,6 +51,11 @@ class Method:
     def reads(self) -> frozenset[str]:
         """Hyperparameters of the calibration samples that its scores depend on."""
         return frozenset(name for text in self.statistics for name in load_statistic(parse(text)[0]).reads)
+
+    @property
+    def hyperparameters(self) -> tuple[str, ...]:
+        """All hyperparameters that its pruned models depend on, as the table has them."""
+        return tuple(n for n, row in HYPERPARAMETERS.items() if row.read_by != "statistics" or n in self.reads)
 
     def needs(self, config: PruningConfig) -> dict[str, Need]:
         """What a configuration of the method wants of each of its statistics, by their names."""
