@@ -47,17 +47,9 @@ def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "warning      alpha, beta: Each configuration was run once" in out
     assert out.splitlines()[-1].startswith("took         ")
     names = {path.name for path in output.iterdir()}
-    assert names == {
-        *(
-            "report.html",
-            "final_analysis_report.txt",
-            "paragraphs.md",
-            "figures",
-            "tables",
-            "cross_model_comparison.json",
-        ),
-        *(f"{kind}_{model}_20" for kind in ("best", "consolidated") for model in ("alpha", "beta")),
-    }
+    reports = {"report.html", "final_analysis_report.txt", "paragraphs.md"}
+    layout = {f"{kind}_{model}_20" for kind in ("best", "consolidated") for model in ("alpha", "beta")}
+    assert names == reports | layout | {"figures", "tables", "cross_model_comparison.json"}
     assert all(name in out for name in names)
 
 

@@ -74,37 +74,31 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> None:
-    started = time.monotonic()
     args = parser().parse_args(argv)
     if not args.folders and not args.csv:
         raise UserError(
             "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
         )
     try:
-        _analyse(args, started)
+        _analyse(args)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command writes everything again") from None
 
 
-def _analyse(args: argparse.Namespace, started: float) -> None:
+def _analyse(args: argparse.Namespace) -> None:
     """Read what was named, write everything about it below --output, and say what a person must know of it.
 
     UserError where something of the input must change: a folder or file that cannot be read, no complete trial at all, an
     output that cannot be written.
     """
-    output, seconds = args.output, dict[str, float]()
+    output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
     def done(step: str) -> None:
         seconds[step] = time.monotonic() - started - sum(seconds.values())
 
     _check_output(output)
-    from tune_prune.analysis.input.reading import read_study
-
-    study = read_study(args.folders, args.csv)
-    _check_complete(study)
-    done("reading")
-
     from tune_prune.analysis.figures.figures import draw_all
+    from tune_prune.analysis.input.reading import read_study
     from tune_prune.analysis.layout import write_layout
     from tune_prune.analysis.render.page import write_page
     from tune_prune.analysis.render.paragraphs import write_paragraphs
@@ -113,11 +107,11 @@ def _analyse(args: argparse.Namespace, started: float) -> None:
     from tune_prune.analysis.tables.all_tables import write_tables
 
     done("imports")
+    study = read_study(args.folders, args.csv)
+    done("reading")
     findings = find(study, args.rule, args.seed)
     if not findings.models:
-        raise UserError(
-            "no complete trial has a finite acc_mean, so nothing can be compared; look at the rows' acc_mean"
-        )
+        raise UserError(_why_nothing(study))
     done("statistics")
     output.mkdir(parents=True, exist_ok=True)
     files = write_layout(findings, output)
@@ -149,17 +143,15 @@ def _check_output(output: Path) -> None:
         raise UserError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error
 
 
-def _check_complete(study: Study) -> None:
+def _why_nothing(study: Study) -> str:
     models = study.models.values()
-    if not any(model.rows["success"].any() for model in models):
-        problems = [problem for model in models for problem in model.problems]
-        problems.sort(key=lambda problem: problem.kind in ("note", "missing"))  # what trials ended with first
-        reasons = [f"{problem.what} ({problem.where})" for problem in problems]
-        why = f"e.g. {reasons[0]}" if reasons else "none has ended"
-        count = sum(len(model.rows) for model in models)
-        raise UserError(
-            f"none of the {count} trials of {', '.join(study.models)} is complete ({why}); run the search until one is"
-        )
+    if any(model.rows["success"].any() for model in models):
+        return "no complete trial has a finite acc_mean, so nothing can be compared; look at the rows' acc_mean"
+    problems = [problem for model in models for problem in model.problems]
+    problems.sort(key=lambda problem: problem.kind in ("note", "missing"))  # what trials ended with first
+    why = f"e.g. {problems[0].what} ({problems[0].where})" if problems else "none has ended"
+    count = sum(len(model.rows) for model in models)
+    return f"none of the {count} trials of {', '.join(study.models)} is complete ({why}); run the search until one is"
 
 
 def describe(findings: Findings) -> str:

@@ -50,16 +50,19 @@ def write_cost(
     `before` it, and `wall_seconds` from its beginning to its end.
     """
     records = list(records)
-    done = [*records, *baselines.values()]
     now = totals(records, baselines, passes)
     total = sum(now.seconds.values())
     evaluation = now.seconds.get("perplexity", 0.0) + now.seconds.get("zero_shot", 0.0)
+    # how often each statistic took a pass, those of importance as gradient_passes
+    computed = {"importance": 0, "removal": 0} | now.computed
+    statistics = [stage for stage in in_order(sorted(computed)) if stage not in MODEL_STAGES]
+    done = [*records, *baselines.values()]
     gpu_share = max((record.resources.get("gpu", 0.0) for record in done), default=0.0)  # passes ran on a trial's share
     gpu_seconds = sum(record.elapsed_time_s * record.resources.get("gpu", 0.0) for record in done)
     gpu_seconds += gpu_share * sum(stage["duration_s"] for stage in passes)
     cost = {
         "trials": len(records),
-        **_passes(now),
+        **{f"{'gradient' if stage == 'importance' else stage}_passes": computed[stage] for stage in statistics},
         "seconds_per_stage": dict(now.seconds),
         "tokens_per_stage": dict(now.tokens),
         "worker_seconds": total,
@@ -68,35 +71,26 @@ def write_cost(
         "shared_passes": list(passes),
     }
     if predicted is not None:
-        cost["last_start"] = _comparison(predicted, now, before or totals([], {}, []), wall_seconds)
+        before = before or totals([], {}, [])
+        cost["last_start"] = {
+            "wall_seconds": {"predicted": predicted["wall_seconds"], "measured": wall_seconds},
+            "seconds_per_stage": _beside("seconds", predicted, now.seconds, before.seconds),
+            "tokens_per_stage": _beside("tokens", predicted, now.tokens, before.tokens),
+            "predicted_flops": {stage: expected["flops"] for stage, expected in predicted["stages"].items()},
+            "predicted_gpu_hours": predicted["gpu_hours"],
+            "notes": list(predicted["notes"]),
+        }
     atomic_write_text(path, to_json(cost))
     return cost
 
 
-def _passes(now: Totals) -> dict[str, int]:
-    """How often each statistic took a pass: <stage>_passes, those of importance as gradient_passes."""
-    computed = {"importance": 0, "removal": 0} | now.computed
-    stages = [stage for stage in in_order(sorted(computed)) if stage not in MODEL_STAGES]
-    return {f"{'gradient' if stage == 'importance' else stage}_passes": computed[stage] for stage in stages}
-
-
-def _comparison(predicted: Mapping[str, Any], now: Totals, before: Totals, wall_seconds: float) -> dict[str, Any]:
+def _beside(
+    name: str, predicted: Mapping[str, Any], now: Mapping[str, float], before: Mapping[str, float]
+) -> dict[str, Any]:
     """Predicted beside measured, of one start."""
-    stages = predicted["stages"]
-
-    def beside(name: str, later: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, Any]:
-        return {
-            stage: {"predicted": expected[name], "measured": later.get(stage, 0) - earlier.get(stage, 0)}
-            for stage, expected in stages.items()
-        }
-
     return {
-        "wall_seconds": {"predicted": predicted["wall_seconds"], "measured": wall_seconds},
-        "seconds_per_stage": beside("seconds", now.seconds, before.seconds),
-        "tokens_per_stage": beside("tokens", now.tokens, before.tokens),
-        "predicted_flops": {stage: expected["flops"] for stage, expected in stages.items()},
-        "predicted_gpu_hours": predicted["gpu_hours"],
-        "notes": list(predicted["notes"]),
+        stage: {"predicted": expected[name], "measured": now.get(stage, 0) - before.get(stage, 0)}
+        for stage, expected in predicted["stages"].items()
     }
 
 

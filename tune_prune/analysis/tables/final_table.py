@@ -11,7 +11,7 @@ from tune_prune.analysis.render.text import fold, text_table
 from tune_prune.analysis.statistics.factors import methods_reading
 from tune_prune.analysis.statistics.findings import Findings, Message, at_chance
 from tune_prune.analysis.tables.configurations import (
-    ACCURACY,
+    MARKED_ACCURACY,
     PARAMETERS,
     PERPLEXITY,
     RETAINED,
@@ -61,7 +61,7 @@ def _best_trials(findings: Findings, label: str, top: int) -> Table:
             unread = [name for name, methods in reading.items() if row["pruning_method"] not in methods]
             retained = ratio(row["acc_mean"], dense.get("acc_mean"))
             rows.append(values | {"retained": retained} | dict.fromkeys(unread))
-    columns = [*hyperparameters, PERPLEXITY, ACCURACY, RETAINED, PARAMETERS]
+    columns = [*hyperparameters, PERPLEXITY, MARKED_ACCURACY, RETAINED, PARAMETERS]
     notes = [*accuracy_notes(findings), Message("note_retained")]
     return Table("final", title, columns, rows, notes, best="best_most_accurate")
 
