@@ -308,9 +308,9 @@ def test_each_ratio_of_a_search_is_compared_in_itself(tmp_path: Path) -> None:
 
 def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:
     records = [trial("taylor-s16-n8", 0.5, "a"), trial("taylor-s16-n8", 0.5, "b", status="failed")]
-    names = write_views(FolderStore(tmp_path), records, found(tmp_path, records, {}))
-    assert set(names) == {path.name for path in tmp_path.iterdir()}
-    assert set(names) == {
+    files = write_views(FolderStore(tmp_path), records, found(tmp_path, records, {}))
+    assert set(files) == set(tmp_path.iterdir())
+    assert {file.name for file in files} == {
         "all_methods_results.csv",
         "global_best_config.json",
         "method_comparison.json",

@@ -26,25 +26,15 @@ from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_CO
 SCHEMA_VERSION = 2
 
 
-def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Findings) -> tuple[str, ...]:
-    """Write the views of an experiment, each whole or not at all, and return their names.
+def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Findings) -> list[Path]:
+    """Write the views of an experiment, each whole or not at all, and return the files.
 
     `findings` are those of its `records`.
     """
     best = {label: best_entry(found, store.folder) for label, found in findings.models.items()}
     rows = frame(records, store.folder)
     texts = views(findings, findings.study.models, best, rows, store.folder) | across_view(findings)
-    return tuple(put_all(store, texts))
-
-
-def put_all(store: FolderStore, texts: Mapping[str, str | None]) -> list[str]:
-    """Put each text under its name, and return these names; of a None, remove what an earlier start has left there."""
-    for name, text in texts.items():
-        if text is None:
-            store.path(name).unlink(missing_ok=True)
-        else:
-            store.put(name, text)
-    return [name for name, text in texts.items() if text is not None]
+    return store.put_all(texts)
 
 
 def views(
