@@ -7,7 +7,7 @@ never eligible. A trial's folder is named relative to that of the view, so that 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Fi
 
 
 def views(
-    findings: Findings, labels: Iterable[str], best: Mapping[str, Any], rows: pd.DataFrame, folder: Path
+    findings: Findings, labels: Collection[str], best: Mapping[str, Any], rows: pd.DataFrame, folder: Path
 ) -> dict[str, str]:
     """The texts of the views in `folder` of the models `labels`: of their `best` entries and of all trials, which are `rows`."""
     best_config = {
