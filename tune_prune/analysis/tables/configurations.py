@@ -182,7 +182,7 @@ def configuration_impact(findings: Findings) -> Table | None:
         own, dense = found.best["acc_mean"], found.model.baseline.get("acc_mean")
         for setting, config, values in _settings(findings, label, found):
             row = {"model": label, "setting": setting, "config": config, "own": setting == "own optimum"}
-            known = {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
+            known: dict[str, Any] = {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
             loss = None if missing(known["loss_points"]) else known["loss_points"] / 100 / own
             rows.append(row | known | {"loss": loss, "retained": ratio(known["acc_mean"], dense)})
     if len(rows) == len(findings.models):  # nothing beside the own optimum
