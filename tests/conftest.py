@@ -7,11 +7,13 @@ equal by accident: 8 heads of 6 in 4 KV groups, i.e. queries 48 wide on a hidden
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere: no test may ask the network
@@ -89,14 +91,16 @@ def tiny() -> Callable[..., PreTrainedModel]:
     return build_tiny
 
 
-# As if the packages were not installed: they are not found, and asking whether they are there says no.
+# As if the packages were not installed: they are not found, and asking whether they are there says no. The code may take
+# names out of `hidden`.
 HIDE_PACKAGES = """
 import sys
+hidden = {hidden!r}
 class Without:
     def __init__(self, finder):
         self.finder = finder
     def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] in {hidden!r} else self.finder.find_spec(name, path, target)
+        return None if name.partition(".")[0] in hidden else self.finder.find_spec(name, path, target)
     def __getattr__(self, name):
         return getattr(self.finder, name)
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
@@ -122,6 +126,28 @@ def run_without() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@contextlib.contextmanager
+def started_ray(num_cpus: int) -> Iterator[None]:
+    """A private Ray. Its folder's name is short (pytest's are not): socket paths end at 107 characters."""
+    from tune_prune.tuning.ray_cluster import cluster
+
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with cluster.connected(None, num_cpus=num_cpus):
+            yield
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """A Ray for all searches of a file, of one CPU: each starts one worker, as importing torch there costs more than its trials."""
+    with started_ray(1):
+        yield
 
 
 @pytest.fixture
@@ -162,12 +188,14 @@ def nothing_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.fixture
-def refusal(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def run(*argv: str | Path, dry: bool = True) -> str:
-        code = search.main([*map(str, argv), *["--dry-run"] * dry])
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function (a command's main, *argv) -> the one sentence with which the command refuses, the only thing it prints."""
+
+    def run(main: Callable[[list[str]], int], *argv: str | Path) -> str:
+        capfd.readouterr()
+        code = main([*map(str, argv)])
         out, err = capfd.readouterr()
-        assert code == 2, out
-        assert out == ""
+        assert (code, out) == (2, ""), out
         assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
         return err
 
@@ -175,11 +203,31 @@ def refusal(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def plan_text(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def run(*argv: str | Path) -> str:
-        code = search.main([*map(str, argv), "--dry-run"])
+def printed(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function (a command's main, *argv) -> what the command prints, which ends well and without a warning."""
+
+    def run(main: Callable[[list[str]], int], *argv: str | Path) -> str:
+        capfd.readouterr()
+        code = main([*map(str, argv)])
         out, err = capfd.readouterr()
-        assert (code, err) == (0, "")
+        assert (code, err) == (0, ""), err
+        return out
+
+    return run
+
+
+@pytest.fixture
+def refusal(refused: Callable[..., str]) -> Callable[..., str]:
+    """A function (*argv) -> the sentence with which a search refuses."""
+    return lambda *argv, dry=True: refused(search.main, *argv, *["--dry-run"] * dry)
+
+
+@pytest.fixture
+def plan_text(printed: Callable[..., str]) -> Callable[..., str]:
+    """A function (*argv) -> the plan that a dry run prints."""
+
+    def run(*argv: str | Path) -> str:
+        out = printed(search.main, *argv, "--dry-run")
         assert out.endswith("dry run: nothing was started\n")
         return out
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.cli import flags
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import Parser, UserError
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = flags.Parser(
+    p = Parser(
         prog="python -m tune_prune.evaluate",
         description="Measure a language model as a search measures its trials: perplexity and zero-shot accuracy.",
         epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",

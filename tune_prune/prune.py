@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import Parser, UserError
 from tune_prune.pruning.methods import load_method
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
 
 
 def parser() -> argparse.ArgumentParser:
-    p = flags.Parser(
+    p = Parser(
         prog="python -m tune_prune.prune",
         description="Prune a language model by one configuration and save it as a checkpoint that loads elsewhere.",
         epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",

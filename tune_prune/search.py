@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tune_prune.cli import flags
+from tune_prune.core.errors import Parser
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = flags.Parser(
+    p = Parser(
         prog="python -m tune_prune.search",
         description="Find the best way to prune a language model: a search over pruning configurations, each one tried for real.",
         epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted (the same command goes on), 1 else.",

@@ -20,51 +20,32 @@ from tune_prune.analysis.input.reading import read_study, study_of_search
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.core.config import (
-    ZERO_SHOT_TASKS,
-    EvaluationProtocol,
-    ModelRun,
-    PruningConfig,
-    trial_key,
-)
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 
+ODD = TrialRecord("odd", "tiny", {"method": "x"}, "failed")
 NAMES = ("taylor-s16-n8", "taylor-s32-n8", "blockwise-s16-n8")
-
-
-def config(name: str, **fields: Any) -> PruningConfig:
-    method, seq_len, samples = name.split("-")
-    return PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **fields)
 
 
 def record(name: str, key: str | None = None, status: Any = "complete", acc: float = 0.5, **fields: Any) -> TrialRecord:
     metrics = {"ppl": 9.0, "acc_mean": acc, "acc_mean_stderr": 0.01, "params_count": 80.0, "removed_fraction": 0.2}
     metrics |= {f"acc_{task}": acc for task in ZERO_SHOT_TASKS} | {"extreme_pruning_layers": 0.0}
-    names = ("mean_ratio", "norm_ratio", "std_ratio", "max_ratio", "mean_range", "norm_range")
-    metrics |= {f"grad_{metric}": 2.0 for metric in names}
-    complete = status == "complete"
-    settings = asdict(config(name, **fields))
-    return TrialRecord(
-        key or f"key-{name}", "tiny", settings, status, "" if complete else "no memory", metrics if complete else {}
-    )
+    metrics |= {name: 2.0 for name in columns.COLUMNS if name.startswith("grad_")}
+    method, seq_len, samples = name.split("-")
+    config = asdict(PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **fields))
+    outcome = ("", metrics) if status == "complete" else ("no memory", {})
+    return TrialRecord(key or f"key-{name}", "tiny", config, status, *outcome)
 
 
 def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, planned: Sequence[str] = NAMES) -> Path:
     """A folder as a search leaves it: experiment.json, baseline.json, the ledger, the trials' items."""
     run = ModelRun("/models/tiny", "tiny", None, "wikitext2", None, EvaluationProtocol(), seed, "float32")
-    meaning = {
-        "model": "fingerprint",
-        "data": "texts",
-        "protocol": asdict(run.protocol),
-        "seed": seed,
-        "dtype": "float32",
-    }
     keys = {f"key-{name}": name for name in planned}
-    model = {"run": run.to_dict(), "meaning": meaning, "trial_keys": keys}
+    model = {"run": run.to_dict(), "meaning": {"model": "fingerprint", "data": "texts"}, "trial_keys": keys}
     folder.mkdir(parents=True)
     dense = TrialRecord(trial_key(None, "fingerprint", "texts", run), "tiny", {}, "complete", metrics={"acc_mean": 0.7})
     texts = {
@@ -82,7 +63,7 @@ def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, plan
     return folder
 
 
-def views(folder: Path, records: Sequence[TrialRecord]) -> None:
+def write_table(folder: Path, records: Sequence[TrialRecord]) -> None:
     write_views(FolderStore(folder), records, find(study_of_search(folder, {}, {}, records)))
 
 
@@ -100,11 +81,8 @@ def test_the_published_grid(tmp_path: Path) -> None:
     grids = published_folder()
     file = grids / "consolidated_Llama_20" / "all_methods_results.csv"
     model = read_study([grids], []).models["Llama"]
-    for other in (
-        read_study([file.parent], []),
-        read_study([], [("Llama", file)]),
-        read_study([], [("Llama", file.parent)]),
-    ):
+    for folders, csvs in (([file.parent], []), ([], [("Llama", file)]), ([], [("Llama", file.parent)])):
+        other = read_study(folders, csvs)
         pd.testing.assert_frame_equal(other.models["Llama"].rows, model.rows)
     assert (len(model.rows), model.ratio, model.kind, model.source) == (45, 0.2, "published", None)
     assert list(model.rows.columns) == [*columns.COLUMNS, "name"]
@@ -116,22 +94,18 @@ def test_the_published_grid(tmp_path: Path) -> None:
     squares = [best[f"acc_{task}"] * (1 - best[f"acc_{task}"]) / n for task, n in columns.TASK_ITEMS.items()]
     assert best["acc_mean_stderr"] == pytest.approx(math.sqrt(sum(squares)) / 7)
     assert {p.kind for p in model.problems} == {"missing", "not_finite"}
-    assert [p.where.split(" of ")[0] for p in model.problems if p.kind == "not_finite"] == [
-        "line 16",
-        "line 31",
-        "line 46",
-    ]
-    assert all("grad_norm_ratio is inf" in p.what for p in model.problems if p.kind == "not_finite")
+    infinite = [problem for problem in model.problems if problem.kind == "not_finite"]
+    assert [problem.where for problem in infinite] == [f"line {line} of {file}" for line in (16, 31, 46)]
+    assert all("grad_norm_ratio is inf" in problem.what for problem in infinite)
 
 
 def test_the_published_method_is_read_from_the_folder_where_its_column_is_missing(tmp_path: Path) -> None:
     path = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv"
     pd.read_csv(path).drop(columns=["pruning_method", "success"]).to_csv(tmp_path / "r.csv", index=False)
-    bare = read_results_csv(tmp_path / "r.csv", "Llama")
-    pd.testing.assert_frame_equal(bare.rows, read_results_csv(path, "Llama").rows, check_exact=True)
-    assert (
-        "15 rows name no method, only its hyperparameters: taken for taylor" in bare.notes
-    )  # search_Llama_20/exp_001_taylor_seq_len16_...
+    bare, whole = (read_results_csv(file, "Llama") for file in (tmp_path / "r.csv", path))
+    pd.testing.assert_frame_equal(bare.rows.drop(columns="where"), whole.rows.drop(columns="where"), check_exact=True)
+    # as in search_Llama_20/exp_001_taylor_seq_len16_...
+    assert bare.problems[-1].what == "15 rows name no method, only its hyperparameters: taken for taylor"
 
 
 def test_our_own_table_reads_back_the_same(tmp_path: Path) -> None:
@@ -144,10 +118,11 @@ def test_our_own_table_reads_back_the_same(tmp_path: Path) -> None:
     records[1].reason = 'two\nlines, a comma and "quotes"'
     for one in records:
         (tmp_path / "here" / "trials" / one.key).mkdir(parents=True)
-    views(tmp_path / "here", records)
-    file = read_results_csv(tmp_path / "here" / "all_methods_results.csv", "tiny")
-    pd.testing.assert_frame_equal(file.rows, columns.frame(records, tmp_path / "here"), check_exact=True)
-    assert file.lines == [2, 3, 5]  # the second one is two lines long
+    write_table(tmp_path / "here", records)
+    rows = read_results_csv(tmp_path / "here" / "all_methods_results.csv", "tiny").rows
+    lines = [where.split(" of ")[0] for where in rows.pop("where")]
+    assert lines == ["line 2", "line 3", "line 5"]  # the second one is two lines long
+    pd.testing.assert_frame_equal(rows, columns.frame(records, tmp_path / "here"), check_exact=True)
     moved = (tmp_path / "here").rename(tmp_path / "there")
     read = read_results_csv(moved / "all_methods_results.csv", "tiny").rows
     assert list(read["output_dir"]) == [f"{moved.as_posix()}/trials/{one.key}" for one in records]
@@ -175,13 +150,9 @@ def test_a_file_with_few_columns(tmp_path: Path) -> None:
     )
     model = read_study([], [("M", path)]).models["M"]
     rows = model.rows.set_index("name")
-    assert columns.config_of(rows.iloc[0]) == PruningConfig(
-        "taylor", 16, 128, 0.2
-    )  # .19437 falls short of the .2 of the others
-    assert rows.loc["taylor-s16-n128", ["acc_mean", "removed_fraction"]].to_list() == [
-        0.43,
-        0.19437,
-    ]  # the first counts
+    first = rows.loc["taylor-s16-n128"]
+    assert columns.config_of(first) == PruningConfig("taylor", 16, 128, 0.2)  # .19437 falls short of the others' .2
+    assert first[["acc_mean", "removed_fraction"]].to_list() == [0.43, 0.19437]  # the first row of its configuration
     assert rows.loc["taylor-s32-n128", "status"] == "complete"  # its second run; the first one failed
     assert said(model, "duplicate") == [
         f"line 3 of {path} | taylor-s32-n128, as line 6 of {path}, which counts",
@@ -228,31 +199,28 @@ ROW = f"{FOLDER.format(16)},0.5,0.2,1,True,taylor"
         (HEADER + ROW.replace("0.5", "59.8") + "\n", "line 2, column acc_mean: '59.8' is not from 0 to 1"),
         (
             HEADER + ROW.replace("0.2,1,", "0.2,1.5,") + "\n",
-            "line 2, column extreme_pruning_layers: '1.5' is not a whole number",
+            "column extreme_pruning_layers: '1.5' is not a whole number",
         ),
         (HEADER + ROW.replace("True", "maybe") + "\n", "line 2, column success: 'maybe' is neither True nor False"),
         (HEADER + ROW.replace("0.2,", "20,") + "\n", "line 2: pruning_ratio is 20.0; it must be"),
         (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,taylor\n", "line 3, column taylor_seq_len: it is missing"),
         (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,\n", "line 3, column pruning_method: it is missing"),
         (f"model,{HEADER}a,{ROW}\nb,{ROW}\n", "holds 2 models (a, b)"),
+        (f"shape,{HEADER}square,{ROW}\n", "line 2: shape is 'square'"),
+        (f"status,{HEADER}failed,{ROW}\n", "line 2, column status: 'failed' does not go with success True"),
+        ("\xff\xfe\x00", "cannot be read as a CSV file"),
+        (None, "cannot be read as a CSV file"),
     ],
 )
-def test_a_bad_file_is_named_with_line_and_column(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_bad_file_is_named_with_line_and_column(tmp_path: Path, text: str | None, expected: str) -> None:
     path = tmp_path / "r.csv"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text, encoding="latin-1")
     with pytest.raises(UserError) as caught:
         read_study([], [("M", path)])
     assert expected in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", None], ids=["no text", "not there"])
-def test_a_file_that_is_no_text(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "r.csv").write_bytes(content)
-    with pytest.raises(UserError, match="cannot be read as a CSV file"):
-        read_study([], [("M", tmp_path / "r.csv")])
 
 
 def test_an_experiment(tmp_path: Path) -> None:
@@ -270,54 +238,48 @@ def test_an_experiment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "expected"),
+    ("name", "text", "expected", "rows"),
     [
-        ("experiment.json", "experiment.json | it is missing"),
-        ("baseline.json", "baseline.json | it is missing"),
-        ("trials", "no trial has its items.parquet"),
-        ("trials/key-taylor-s16-n8", "key-taylor-s16-n8 of {folder} | its items.parquet is missing"),
-        ("ledger/key-taylor-s16-n8.json", "1 of 3 configurations have no record yet: taylor-s16-n8"),
-        ("ledger", "3 of 3 configurations have no record yet"),
-    ],
-)
-def test_what_is_lost_is_named_and_the_rest_is_read(tmp_path: Path, lost: str, expected: str) -> None:
-    folder = experiment(tmp_path / "e", [record(name) for name in NAMES])
-    place = folder / lost
-    shutil.rmtree(place) if place.is_dir() else place.unlink()
-    model = only(folder)
-    assert any(expected.format(folder=folder) in text for text in said(model, "missing")), said(model)
-    assert len(model.rows) == (0 if lost == "ledger" else 2 if "ledger" in lost else 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("experiment.json", "{", "not valid JSON"),
-        ("baseline.json", "[]", "not an object"),
-        ("baseline.json", '{"tiny": 3}', "no trial record"),
-        ("cost.json", "", "not valid JSON"),
-        ("ledger/key-taylor-s16-n8.json", '{"key": "key-tay', "not valid JSON"),
-        ("ledger/key-taylor-s16-n8.json", to_json(record("taylor-s32-n8").to_dict()), "the record of another trial"),
+        ("experiment.json", None, "{file} | it is missing", 3),
+        ("baseline.json", None, "{file} | it is missing", 3),
+        ("trials", None, "no trial has its items.parquet", 3),
+        ("trials/key-taylor-s16-n8", None, "trial key-taylor-s16-n8 of {folder} | its items.parquet is missing", 3),
+        ("ledger/key-taylor-s16-n8.json", None, "1 of 3 configurations have no record yet: taylor-s16-n8", 2),
+        ("ledger", None, "3 of 3 configurations have no record yet", 0),
+        ("experiment.json", "{", "{file} | it is not valid JSON", 3),
+        ("baseline.json", "[]", "{file} | it is JSON, but not an object", 3),
+        ("baseline.json", '{"tiny": 3}', "{file} | it is no trial record", 3),
+        ("cost.json", "", "{file} | it is not valid JSON", 3),
+        ("ledger/key-taylor-s16-n8.json", '{"key": "key-tay', "{file} | it is not valid JSON", 2),
         (
-            "ledger/odd.json",
-            to_json(TrialRecord("odd", "tiny", {"method": "x"}, "failed").to_dict()),
-            "its configuration cannot be",
+            "ledger/key-taylor-s16-n8.json",
+            to_json(record(NAMES[1]).to_dict()),
+            "{file} | it is the record of another",
+            2,
         ),
+        ("ledger/odd.json", to_json(ODD.to_dict()), "{file} | its configuration cannot be", 3),
     ],
 )
-def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path, name: str, text: str, expected: str) -> None:
+def test_what_is_lost_or_damaged_is_named_and_the_rest_is_read(
+    tmp_path: Path, name: str, text: str | None, expected: str, rows: int
+) -> None:
     folder = experiment(tmp_path / "e", [record(one) for one in NAMES])
-    (folder / name).write_text(text)
+    file = folder / name
+    if text is not None:
+        file.write_text(text)
+    else:
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
     model = only(folder)
-    assert any(str(folder / name) in one and expected in one for one in said(model, "missing")), said(model)
-    assert len(model.rows) == (2 if "taylor-s16" in name else 3)
+    expected = expected.replace("{file}", str(file)).replace("{folder}", str(folder))
+    assert any(expected in one for one in said(model, "missing")), said(model)
+    assert len(model.rows) == rows
 
 
 def test_an_experiment_that_kept_only_its_table(tmp_path: Path) -> None:
     folder = experiment(tmp_path / "e", [record(name) for name in NAMES])
     for items in folder.glob("trials/*/items.parquet"):
         items.unlink()
-    views(folder, Ledger(FolderStore(folder)).records())
+    write_table(folder, Ledger(FolderStore(folder)).records())
     whole = only(folder)
     shutil.rmtree(folder / "ledger")
     model = only(folder)
@@ -357,12 +319,8 @@ def test_a_lost_baseline_does_not_separate_what_was_measured_alike(tmp_path: Pat
 
 
 def test_each_ratio_is_a_model_of_its_own(tmp_path: Path) -> None:
-    records = [
-        record(NAMES[0], "a"),
-        record(NAMES[0], "b", pruning_ratio=0.3),
-        record(NAMES[1], "c", pruning_ratio=0.3),
-    ]
-    models = read_study([experiment(tmp_path / "e", records)], []).models
+    others = [record(NAMES[0], "b", pruning_ratio=0.3), record(NAMES[1], "c", pruning_ratio=0.3)]
+    models = read_study([experiment(tmp_path / "e", [record(NAMES[0], "a"), *others])], []).models
     assert {label: (m.base, m.ratio, list(m.rows["key"])) for label, m in models.items()} == {
         "tiny@0.2": ("tiny", 0.2, ["a"]),
         "tiny@0.3": ("tiny", 0.3, ["b", "c"]),
@@ -392,27 +350,21 @@ def test_what_one_search_varied_is_compared_and_what_differs_between_searches_is
 
 
 def test_shapes_of_a_results_file(tmp_path: Path) -> None:
-    """Its column says them; where it is missing or empty they are free; and what is none is named by its line."""
+    """Its column says them; where it is missing or empty they are free."""
     shapes = ("", "free", "uniform")
     lines = [f"{shape},{FOLDER.format(16 * 2**i)},0.4,0.2,1,True,taylor" for i, shape in enumerate(shapes)]
     path = csv(tmp_path, *lines, header=f"shape,{HEADER}")
     assert list(read_results_csv(path, "M").rows["shape"]) == ["free", "free", "uniform"]
     without = csv(tmp_path, lines[0].removeprefix(","))
     assert list(read_results_csv(without, "M").rows["shape"]) == ["free"]
-    with pytest.raises(UserError, match="line 2: shape is 'square'"):
-        read_results_csv(csv(tmp_path, f"square{lines[0]}", header=f"shape,{HEADER}"), "M")
 
 
 def test_what_is_no_experiment(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.csv").touch()
     (tmp_path / "bare" / "ledger").mkdir(parents=True)
-    for name, expected in (
-        ("empty", "is no experiment"),
-        ("file.csv", "--csv Model="),
-        ("no", "no folder"),
-        ("bare", "no trial"),
-    ):
+    refusals = {"empty": "is no experiment", "file.csv": "--csv Model=", "no": "no folder", "bare": "no trial"}
+    for name, expected in refusals.items():
         with pytest.raises(UserError, match=expected):
             read_study([tmp_path / name], [])
 
@@ -434,5 +386,5 @@ def test_methods_that_take_no_gradients_miss_none() -> None:
         values | {"pruning_method": method, "name": f"{method}-{index}", "where": ""}
         for index, (method, values) in enumerate([("taylor", whole), ("taylor", without), ("random", without)])
     ]
-    (problem,) = reading._of_rows("m", pd.DataFrame(rows))
+    (problem,) = reading._of_rows(pd.DataFrame(rows))
     assert problem.kind == "not_finite" and problem.what.startswith("taylor-1: grad_")

@@ -1,7 +1,8 @@
-"""Sentences of remarks in every language, and the forms of numbers."""
+"""Sentences of messages and of the text report in every language, and the forms of numbers."""
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import string
@@ -9,47 +10,23 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from jinja2 import nodes
 
 from tune_prune.analysis.render.messages import (
     CATALOGUE,
     LANGUAGES,
-    acc,
+    TRANSLATIONS,
     format_message,
-    integer,
     names,
-    number,
-    p_value,
-    percent,
     pm,
-    points,
+    printed,
 )
 from tune_prune.analysis.render.templating import TEMPLATES, environment
 from tune_prune.analysis.statistics.findings import RULES, Message, Trend
 from tune_prune.analysis.tables.hyperparameters import trend_message
 
-# What the statistics put into each kind of remark.
-VALUES: dict[str, dict[str, Any]] = {
-    "edge": {"factor": "taylor_seq_len", "value": 256, "side": "upper"},
-    "within_noise": {"best": "taylor-s64-n128", "others": ["a", "b"], "points": 0.123},
-    "ppl_disagrees": {"best": "a", "best_ppl": "b"},
-    "rank_disagrees": {"by_mean": ["taylor", "blockwise"], "by_max": "blockwise"},
-    "not_finite": {"column": "grad_norm_ratio", "count": 3},
-    "no_items": {},
-    "too_few": {"n": 3},
-    "constant": {"column": "ppl"},
-    "at_chance": {"dense": 0.36, "chance": 0.357},
-    "dense_unknown": {},
-    "missing_trials": {"missing": 2, "expected": 45},
-    "unpaired": {},
-    "seeds_one": {},
-    "partly_unpaired": {"names": ["a"]},
-    "stopped_early": {"count": 22},
-    "stderr_unknown": {"names": ["a", "b"]},
-    "selection_bias": {"naive": 0.598, "corrected": 0.5951},
-}
-
-
 CHINESE = re.compile("[\u4e00-\u9fff]")
+SOURCES = [path.read_text(encoding="utf-8") for path in TEMPLATES.parents[1].rglob("*.py")]
 
 
 def placeholders(sentence: str) -> set[tuple[str, str]]:
@@ -57,45 +34,67 @@ def placeholders(sentence: str) -> set[tuple[str, str]]:
     return {(name, form or "") for _, name, form, _ in string.Formatter().parse(sentence) if name is not None}
 
 
-@pytest.mark.parametrize("kind", CATALOGUE)
-def test_every_kind_has_every_language_with_the_same_values(kind: str) -> None:
-    sentences = CATALOGUE[kind]
-    assert set(sentences) == set(LANGUAGES)
-    asked = {language: placeholders(sentence) for language, sentence in sentences.items()}
-    assert asked["en"] == asked["zh"]
-    letters = "".join(text for text, *_ in string.Formatter().parse(sentences["en"]))
-    assert CHINESE.search(sentences["zh"]) or not re.search("[a-z]", letters)
-    assert not CHINESE.search(sentences["en"])
+def sentences_of_the_report() -> set[str]:
+    """What templates/report.txt.j2 gives to `say` and `entry`."""
+    parsed = environment().parse((TEMPLATES / "report.txt.j2").read_text(encoding="utf-8"))
+    calls = [call for call in parsed.find_all(nodes.Call) if getattr(call.node, "name", "") in ("say", "entry")]
+    first = [call.args[0] for call in calls]
+    either = [text for a in first for text in ((a.expr1, a.expr2) if isinstance(a, nodes.CondExpr) else (a,))]
+    return {text.value for text in either if isinstance(text, nodes.Const)}
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("kind", VALUES)
-def test_the_statistics_remarks_are_said_with_all_their_values(kind: str, language: str) -> None:
-    assert {name for name, _ in placeholders(CATALOGUE[kind][language])} == set(VALUES[kind])
-    said = format_message(Message(kind, VALUES[kind]), language)
-    assert "{" not in said and said.endswith("." if language == "en" else "。")
-    assert "[" not in said  # a list is spelled out
+def test_every_sentence_has_every_language_with_the_same_values() -> None:
+    assert all(set(sentences) == set(LANGUAGES) for sentences in CATALOGUE.values())
+    pairs = [(sentences["en"], sentences["zh"]) for sentences in CATALOGUE.values()]
+    for english, chinese in [*pairs, *TRANSLATIONS["zh"].items()]:
+        assert placeholders(english) == placeholders(chinese)
+        letters = "".join(text for text, *_ in string.Formatter().parse(english))
+        assert CHINESE.search(chinese) or not re.search("[a-z]", letters)
+        assert not CHINESE.search(english)
+
+
+def test_every_translation_is_used_and_every_sentence_of_the_report_has_one() -> None:
+    said = sentences_of_the_report()
+    assert len(said) > 40
+    assert said <= set(TRANSLATIONS["zh"])
+    assert not [text for text in set(TRANSLATIONS["zh"]) - said if not any(f'"{text}"' in source for source in SOURCES)]
 
 
 def test_every_message_that_is_made_is_in_the_catalogue_and_the_other_way_round() -> None:
-    sources = "".join(path.read_text(encoding="utf-8") for path in TEMPLATES.parents[1].rglob("*.py"))
-    made = set(re.findall(r'(?:Message|message|_section)\(\s*"(\w+)"', sources))
-    assert len(made) > 50
-    assert made <= set(CATALOGUE)
-    prefixes = tuple(re.findall(r'f"(\w+_)\{', sources))
-    assert not [
-        kind for kind in CATALOGUE if not re.search(f"[\"']{kind}[\"']", sources) and not kind.startswith(prefixes)
-    ]
+    """With the values that its sentence asks for, where these are written beside it."""
+    made: dict[str, set[str] | None] = {}
+    for call in (node for source in SOURCES for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        if getattr(call.func, "id", "") == "Message" and isinstance(call.args[0], ast.Constant):
+            values = call.args[1] if len(call.args) > 1 else ast.Dict([], [])
+            keys = {ast.literal_eval(key) for key in values.keys} if isinstance(values, ast.Dict) else None  # type: ignore[arg-type]
+            made[call.args[0].value] = keys
+    assert len(made) > 30 and made.keys() <= CATALOGUE.keys()
+    for kind, names_of_values in made.items():
+        asked = {name for name, _ in placeholders(CATALOGUE[kind]["en"])}
+        assert names_of_values is None or names_of_values == asked, kind
+    template = (TEMPLATES / "report.txt.j2").read_text(encoding="utf-8")
+    texts = "".join([*SOURCES, template])
+    prefixes = tuple(re.findall(r'f"(\w+_)\{|"(\w+_)" ~', texts))
+    prefixes = tuple(prefix for pair in prefixes for prefix in pair if prefix)
+    assert not [kind for kind in CATALOGUE if f'"{kind}"' not in texts and not kind.startswith(prefixes)]
 
 
 def test_sentences_as_they_read() -> None:
-    assert format_message(Message("not_finite", {"column": "grad_norm_ratio", "count": 3})) == (
+    def said(kind: str, language: str = "en", **values: Any) -> str:
+        return format_message(Message(kind, values), language)
+
+    assert said("not_finite", column="grad_norm_ratio", count=3) == (
         "grad_norm_ratio is not computable: it is not a finite number in 3 rows."
     )
-    assert "in 1 row." in format_message(Message("not_finite", {"column": "x", "count": 1}))
-    assert format_message(Message("selection_bias", VALUES["selection_bias"]), "zh").count(".59") == 2
-    assert "taylor_seq_len, 256, is the largest" in format_message(Message("edge", VALUES["edge"]))
-    assert "最小" in format_message(Message("edge", VALUES["edge"] | {"side": "lower"}), "zh")
+    assert "in 1 row." in said("not_finite", column="x", count=1)
+    assert said("selection_bias", "zh", naive=0.598, corrected=0.5951).count(".59") == 2
+    assert "taylor_seq_len, 256, is the largest" in said("edge", factor="taylor_seq_len", value=256, side="upper")
+    assert "最小" in said("edge", "zh", factor="taylor_seq_len", value=256, side="lower")
+    ranks = said("rank_disagrees", by_mean=["taylor", "blockwise"], by_max=["blockwise", "taylor"])
+    assert "by mean (taylor, blockwise) and" in ranks
+    assert said("within_noise", best="x", others=["a", "b"], points=0.123).endswith(
+        "next is 0.12 points behind, which is within noise."
+    )
 
 
 def test_an_unknown_kind_is_named() -> None:
@@ -121,19 +120,25 @@ def test_lists_are_cut_where_they_get_long() -> None:
     assert names(list("abcdefg"), "zh") == "a、b、c、d 及另外 3 个"
 
 
-def test_numbers() -> None:
-    assert [acc(x) for x in (0.598, -0.79724, 1.0, 0.0, -0.00001, math.nan, None, pd.NA, math.inf)] == (
-        [".5980", "-.7972", "1.0000", ".0000", ".0000", "–", "–", "–", "inf"]
-    )
-    assert (points(-0.004), points(8.166), percent(0.8547), percent(None)) == ("0.00", "8.17", "85.5%", "–")
-    assert (integer(8030261248), integer(0), integer(10_000.0), integer(-100)) == (
-        "8,030,261,248",
-        "0",
-        "10,000",
-        "-100",
-    )
-    assert (number(256), number(65536), number(0.5), number(1234.567)) == ("256", "65,536", "0.5", "1235")
-    assert (p_value(0.0004), p_value(0.05), p_value(1.0)) == ("<.001", ".050", "1.000")
+@pytest.mark.parametrize(
+    ("form", "values"),
+    [
+        ("acc", {0.598: ".5980", -0.79724: "-.7972", 1.0: "1.0000", 0.0: ".0000", -0.00001: ".0000", math.inf: "inf"}),
+        ("acc", dict.fromkeys((math.nan, None, pd.NA), "–")),
+        ("points", {-0.004: "0.00", 8.166: "8.17"}),
+        ("percent", {0.8547: "85.5%", None: "–"}),
+        ("int", {8030261248: "8,030,261,248", 0: "0", 10_000.0: "10,000", -100: "-100"}),
+        ("number", {256: "256", 65536: "65,536", 0.5: "0.5", 1234.567: "1235"}),
+        ("ppl", {13.169: "13.17", 1234567.0: "1.23e+06"}),
+        ("p", {0.0004: "<.001", 0.05: ".050", 1.0: "1.000"}),
+        ("duration", {100: "1m40s", None: "–"}),
+    ],
+)
+def test_numbers(form: str, values: dict[Any, str]) -> None:
+    assert {value: printed(value, form) for value in values} == values
+
+
+def test_numbers_with_their_standard_errors() -> None:
     assert (pm(0.598, 0.0048), pm(0.598, math.nan), pm(None, 0.1)) == (".5980 ± .0048", ".5980", "–")
     assert pm(0.123, 0.5, "points") == "0.12 ± 0.50"
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
 from tune_prune.analysis.input.study import Study
-from tune_prune.analysis.render.messages import LANGUAGES, acc, format_message, percent, points
+from tune_prune.analysis.render.messages import LANGUAGES, format_message, printed
 from tune_prune.analysis.render.report import SHOWN_PROBLEMS, report, write_report
-from tune_prune.analysis.render.text import COLUMNS, aligned, width, wrap
+from tune_prune.analysis.render.text import COLUMNS, aligned, fold, width
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.core.errors import UserError
 
@@ -90,18 +90,19 @@ def test_the_comparison_says_what_the_findings_say(two_models: Findings, languag
     text = report(two_models, language)
     screen = first_screen(text)
     for label, found in two_models.models.items():
-        assert found.cross_fit is not None and acc(found.cross_fit.corrected) in screen
-        assert percent(found.best["acc_mean"] / found.model.baseline["acc_mean"]) in screen
+        assert found.cross_fit is not None and printed(found.cross_fit.corrected, "acc") in screen
+        assert printed(found.best["acc_mean"] / found.model.baseline["acc_mean"], "percent") in screen
         assert label in screen and found.best["name"] in screen
     across = text.partition("\n7. ")[2]
-    lost, share = two_models.transfer_points, two_models.transfer_percent
-    assert lost is not None and share is not None and two_models.best_for_all is not None
-    there, back = lost.at["alpha", "beta"], lost.at["beta", "alpha"]
-    assert points(there) != points(back)
-    shares = [points(share.at[row, column]) for row, column in (("alpha", "beta"), ("beta", "alpha"))]
-    assert re.search(rf"^ +alpha +\S+ +0\.00 +{points(there)} ± [\d.]+ +0\.00 +{shares[0]}$", across, re.MULTILINE)
-    assert re.search(rf"^ +beta +\S+ +{points(back)} ± [\d.]+ +0\.00 +{shares[1]} +0\.00$", across, re.MULTILINE)
-    assert two_models.best_for_all["config"] in across and acc(two_models.best_for_all["acc_mean"]) in across
+    assert two_models.transfer is not None and two_models.best_for_all is not None
+    lost = {a: two_models.transfer.losses[a][b]["loss_points"] for a, b in (("alpha", "beta"), ("beta", "alpha"))}
+    there, back = (f"{points:.2f}" for points in lost.values())
+    assert there != back
+    shares = [f"{points / two_models.models[label].best['acc_mean']:.2f}" for label, points in lost.items()]
+    assert re.search(rf"^ +alpha +\S+ +0\.00 +{there} ± [\d.]+ +0\.00 +{shares[0]}$", across, re.MULTILINE)
+    assert re.search(rf"^ +beta +\S+ +{back} ± [\d.]+ +0\.00 +{shares[1]} +0\.00$", across, re.MULTILINE)
+    best = two_models.best_for_all
+    assert best["config"] in across and f"{best['acc_mean']:.4f}".removeprefix("0") in across
 
 
 def test_every_trial_that_does_not_compete_is_listed(two_models: Findings) -> None:
@@ -191,14 +192,15 @@ def test_a_table_too_wide_goes_on_below() -> None:
     assert max(map(width, aligned(["x" * 70, "y" * 70], [["甲" * 70, "z" * 70]]).splitlines())) == COLUMNS
 
 
-def test_wrapped_text_is_whole_and_breaks_where_it_may() -> None:
-    english = "The quick brown fox (of length 3.14) jumps over " + "x" * 60
-    lines = wrap(english, "  - ", columns=24).splitlines()
+def test_folded_text_is_whole_and_breaks_where_it_may() -> None:
+    english = "  - The quick brown fox (of length 3.14) jumps over " + "x" * 60
+    lines = fold(english, columns=24).splitlines()
     assert max(map(width, lines)) <= 24 and lines[0].startswith("  - The") and lines[1].startswith("    ")
-    assert "".join("".join(lines).removeprefix("  - ").split()) == "".join(english.split())
-    chinese = "最优配置（blockwise-s64-n128）的准确率，\n在噪声范围内，无法与其他配置区分。" * 3
+    assert "".join("".join(lines).split()) == "".join(english.split())
+    assert fold("  准确率  \ta b c d", columns=14) == "  准确率  a b\n          c d"
+    chinese = "最优配置（blockwise-s64-n128）的准确率，在噪声范围内，无法与其他配置区分。" * 3
     for columns in range(26, 60):
-        lines = wrap(chinese, columns=columns).splitlines()
+        lines = fold(chinese, columns).splitlines()
         assert max(map(width, lines)) <= columns
-        assert "".join(lines) == chinese.replace("\n", "")
+        assert "".join(lines) == chinese
         assert not any(line.startswith(tuple("，。）")) or line.endswith("（") for line in lines)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,9 @@ STAGES = ("perplexity", "zero_shot")
 
 
 @pytest.fixture
-def sentence(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def sentence(refused: Callable[..., str]) -> Callable[..., str]:
     """A function (*argv) -> the one sentence with which the command refuses."""
-
-    def run(*argv: str | Path) -> str:
-        code = evaluate.main([*map(str, argv)])
-        out, err = capfd.readouterr()
-        assert (code, out) == (2, ""), out
-        assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
-        return err
-
-    return run
+    return partial(refused, evaluate.main)
 
 
 @pytest.fixture(scope="module")
@@ -149,29 +142,6 @@ def test_interrupted(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(TrialContext, "open", interrupted)
     assert evaluate.main([*TINY, "--limit", "1"]) == 130
     assert "interrupted" in capfd.readouterr().err
-
-
-def test_help_and_bad_flags_need_nothing_heavy(run_without: Callable[..., str]) -> None:
-    code = """
-import tune_prune.evaluate
-for arguments in (["--help"], ["--no-such-flag"], ["--model", "tiny-llama", "--limit", "0"]):
-    try:
-        print("exit", tune_prune.evaluate.main(arguments))
-    except SystemExit as stop:
-        print("exit", stop.code)
-"""
-    told = run_without(("torch", "transformers", "ray", "lm_eval", "optuna", "datasets", "numpy"), code)
-    assert "--data-dir" in told
-    assert re.findall("^exit (.*)$", told, flags=re.MULTILINE) == ["0", "2", "2"]
-
-
-def test_it_runs_without_ray(run_without: Callable[..., str]) -> None:
-    code = """
-import tune_prune.evaluate
-argv = ["--model", "tiny-llama", "--tasks", "boolq", "--limit", "2", "--device", "cpu"]
-print("exit", tune_prune.evaluate.main(argv))
-"""
-    assert run_without(("ray", "optuna", "tensorboard"), code).endswith("exit 0\n")
 
 
 # --- pruned checkpoints

@@ -311,17 +311,6 @@ def test_commands_under_one_name(capfd: pytest.CaptureFixture[str]) -> None:
         assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and words in err
 
 
-def test_bad_amounts_need_no_torch() -> None:
-    code = """
-import sys
-from tune_prune.search import main
-assert main(["--model", "tiny-llama", "--gpus-per-trial", "0.3"]) == 2
-print([name for name in ("torch", "ray", "transformers", "numpy") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment())
-    assert done.stdout == "[]\n", done.stderr
-
-
 def test_libraries_add_no_lines_of_their_own(tmp_path: Path) -> None:
     """In a process of its own, where transformers would warn about this config before it fails."""
     folder = model_folder(tmp_path / "m", rope_parameters={"rope_type": "nope", "rope_theta": 10000.0})

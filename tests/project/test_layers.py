@@ -199,15 +199,17 @@ def test_analysis_runs_where_nothing_heavy_is_installed(run_without):
     run_without(HEAVY, "".join(f"import {name}\n" for name in names))
 
 
-def test_help_and_bad_flags_of_a_search_need_nothing_heavy(run_without):
-    code = """
-import tune_prune.search
-for arguments in (["--help"], ["--no-such-flag"]):
+@pytest.mark.parametrize("command", ["search", "prune", "evaluate"])
+def test_help_and_bad_flags_need_nothing_heavy(command, run_without):
+    code = f"""
+from tune_prune import {command}
+tiny = ["--model", "tiny-llama"]
+for arguments in (["--help"], ["--no-such-flag"], [*tiny, "--limit", "0"], [*tiny, "--gpus-per-trial", "0.3"]):
     try:
-        print("exit", tune_prune.search.main(arguments))
+        print("exit", {command}.main(arguments))
     except SystemExit as stop:
         print("exit", stop.code)
 """
     told = run_without((*HEAVY, "pandas", "numpy"), code)
-    assert "--search-space" in told
-    assert re.findall("^exit (.*)$", told, flags=re.MULTILINE) == ["0", "2"]
+    assert "--model" in told
+    assert re.findall("^exit (.*)$", told, flags=re.MULTILINE) == ["0", "2", "2", "2"]

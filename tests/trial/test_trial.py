@@ -199,39 +199,35 @@ IN_A_BARE_PROCESS = """
 import json
 import torch
 torch.set_num_threads(1)
+from tune_prune import evaluate
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.trial import Trial, run_trial
+from tune_prune.trial.trial import Trial
 run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(limit=5), 0, "float32")
-context = TrialContext.open(run, sys.argv[1], device="cpu")
-config = PruningConfig("blockwise", 16, 10, 0.2)
+trial = Trial(PruningConfig("blockwise", 16, 10, 0.2), TrialContext.open(run, sys.argv[1], device="cpu"))
+for report in trial.stages():
+    if report.stage == "perplexity":
+        print(json.dumps(trial.progress.metrics))
+        hidden -= {"lm_eval", "datasets", "pandas"}
+trial.write_files(FolderStore(sys.argv[2]))
+print(json.dumps(trial.progress.record("complete").to_dict()))
+sys.exit(evaluate.main(["--model", "tiny-llama", "--tasks", "boolq", "--limit", "2", "--device", "cpu"]))
 """
 
 
-def test_a_whole_trial_needs_neither_ray_nor_optuna(first, run_without, tmp_path):
-    code = IN_A_BARE_PROCESS + "print(json.dumps(run_trial(config, context, FolderStore(sys.argv[2])).to_dict()))"
-    printed = run_without(("ray", "optuna", "tensorboard"), code, str(tmp_path / "artifacts"), str(tmp_path / "trial"))
-    record = json.loads(printed.splitlines()[-1])
+def test_a_trial_and_an_evaluation_need_no_ray_and_lm_eval_for_zero_shot_only(first, run_without, tmp_path):
+    hidden = ("ray", "optuna", "tensorboard", "lm_eval", "datasets", "pandas")
+    told = run_without(hidden, IN_A_BARE_PROCESS, str(tmp_path / "artifacts"), str(tmp_path / "trial"))
+    before, record = (json.loads(line) for line in told.splitlines() if line.startswith("{"))
     here = json.loads(json.dumps(first[0].metrics))
+    assert before["ppl"] == pytest.approx(here["ppl"], rel=1e-6)
+    assert "acc_mean" not in before
     assert record["key"] == first[0].key
     assert record["metrics"].keys() == here.keys()
     for name, value in here.items():
         assert record["metrics"][name] == pytest.approx(value, rel=1e-6, nan_ok=True), name
     assert sorted(os.listdir(tmp_path / "trial")) == sorted(os.listdir(first[1]))
-
-
-def test_all_stages_before_zero_shot_need_no_lm_eval(first, run_without, tmp_path):
-    code = IN_A_BARE_PROCESS + (
-        "trial = Trial(config, context)\n"
-        "for report in trial.stages():\n"
-        "    if report.stage == 'perplexity': break\n"
-        "print(json.dumps(trial.progress.metrics))"
-    )
-    printed = run_without(("ray", "optuna", "tensorboard", "lm_eval", "datasets", "pandas"), code, str(tmp_path))
-    metrics = json.loads(printed.splitlines()[-1])
-    assert metrics["ppl"] == pytest.approx(first[0].metrics["ppl"], rel=1e-6)
-    assert "acc_mean" not in metrics
 
 
 def test_a_calibration_text_that_is_too_short_is_one_sentence(context, tmp_path):

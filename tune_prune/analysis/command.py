@@ -7,46 +7,27 @@ model with everything that supports it: tables, figures, a report, a page.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import Parser, UserError, exit_code, whole_number
 
 if TYPE_CHECKING:
-    from tune_prune.analysis.input.study import Study
-    from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+    from tune_prune.analysis.input.study import Problem, Study
+    from tune_prune.analysis.statistics.findings import Findings
 
 RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")  # rules.RULES, without its imports
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
-_KINDS = {"failed": "failed", "stopped_early": "stopped early"}
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, so that bad flags end like every other bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """What an analysis found and which files tell of it."""
-
-    findings: Findings
-    output: Path
-    files: tuple[Path, ...]
-    seconds: Mapping[str, float]  # of each step
+_REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md")
 
 
 def parser() -> argparse.ArgumentParser:
-    p = _Parser(
+    p = Parser(
         prog="python -m tune_prune.analysis",
         description="Find the best configuration of each model in trials that were run, and write the evidence for it.",
         epilog="Exit codes: 0 done, 2 something in the command or its input must change, 130 interrupted, 1 else.",
@@ -68,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
         "accurate, or most accurate of the Pareto set (default: %(default)s)",
     )  # fmt: skip
     p.add_argument("--lang", choices=LANGUAGES, default="en", help="of the text report (default: %(default)s)")
-    p.add_argument("--seed", type=_seed, default=0, metavar="S", help="of the resampling (default: 0)")
+    p.add_argument(
+        "--seed", type=whole_number(0, 2**32 - 1), default=0, metavar="S", help="of the resampling (default: 0)"
+    )
     return p
 
 
@@ -85,40 +68,37 @@ def _labelled_path(text: str) -> tuple[str, Path]:
     return label.strip(), _path(path.strip())
 
 
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
-    return int(text)
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return exit_code(lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
-def analyse(
-    folders: Sequence[Path],
-    csvs: Sequence[tuple[str, Path]],
-    output: Path,
-    rule: str = "accuracy",
-    language: str = "en",
-    seed: int = 0,
-) -> Analysis:
-    """Read experiments and (label, results file) pairs, and write everything about them below `output`.
+def _main(argv: list[str]) -> None:
+    args = parser().parse_args(argv)
+    if not args.folders and not args.csv:
+        raise UserError(
+            "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
+        )
+    try:
+        _analyse(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command writes everything again") from None
 
-    `rule` is one of findings.RULES, `language` one of LANGUAGES. UserError where something of the input must change:
-    a folder or file that cannot be read, no complete trial at all, an output that cannot be written.
+
+def _analyse(args: argparse.Namespace) -> None:
+    """Read what was named, write everything about it below --output, and say what a person must know of it.
+
+    UserError where something of the input must change: a folder or file that cannot be read, no complete trial at all, an
+    output that cannot be written.
     """
-    _check_output(output)
-    seconds: dict[str, float] = {}
-    last = time.monotonic()
+    output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
     def done(step: str) -> None:
-        nonlocal last
-        seconds[step], last = time.monotonic() - last, time.monotonic()
+        seconds[step] = time.monotonic() - started - sum(seconds.values())
 
-    from tune_prune.analysis.input.reading import read_study
-
-    study = read_study(folders, csvs)
-    _check_complete(study)
-    done("reading")
-
+    _check_output(output)
     from tune_prune.analysis.figures.figures import draw_all
+    from tune_prune.analysis.input.reading import read_study
     from tune_prune.analysis.layout import write_layout
     from tune_prune.analysis.render.page import write_page
     from tune_prune.analysis.render.paragraphs import write_paragraphs
@@ -127,24 +107,28 @@ def analyse(
     from tune_prune.analysis.tables.all_tables import write_tables
 
     done("imports")
-    findings = find(study, rule, seed)
+    study = read_study(args.folders, args.csv)
+    done("reading")
+    findings = find(study, args.rule, args.seed)
     if not findings.models:
-        raise UserError(
-            "no complete trial has a finite acc_mean, so nothing can be compared; look at the rows' acc_mean"
-        )
+        raise UserError(_why_nothing(study))
     done("statistics")
     output.mkdir(parents=True, exist_ok=True)
     files = write_layout(findings, output)
     done("layout")
     figures = draw_all(findings, output / "figures")
     done("figures")
-    tables = write_tables(findings, output / "tables")
-    write_paragraphs(findings, output / "paragraphs.md")
-    write_report(findings, output / "final_analysis_report.txt", language)
-    write_page(findings, figures, output / "report.html")
+    files += [*figures, *write_tables(findings, output / "tables")]
+    page, report, paragraphs = (output / name for name in _REPORTS)
+    write_paragraphs(findings, paragraphs)
+    write_report(findings, report, args.lang)
+    write_page(findings, figures, page)
     done("tables and reports")
-    texts = [output / name for name in ("paragraphs.md", "final_analysis_report.txt", "report.html")]
-    return Analysis(findings, output, (*files, *figures, *tables, *texts), seconds)
+    counts = Counter(path.relative_to(output).parts[0] for path in files)
+    others = [f"{name}/ ({n})" if (output / name).is_dir() else name for name, n in counts.items()]
+    print(f"{describe(findings)}\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
+    steps = ", ".join(f"{step} {duration:.1f}" for step, duration in seconds.items())
+    print(f"took         {time.monotonic() - started:.1f} s ({steps})")
 
 
 def _check_output(output: Path) -> None:
@@ -159,105 +143,47 @@ def _check_output(output: Path) -> None:
         raise UserError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error
 
 
-def _check_complete(study: Study) -> None:
+def _why_nothing(study: Study) -> str:
     models = study.models.values()
-    if not any(model.rows["success"].any() for model in models):
-        problems = [problem for model in models for problem in model.problems]
-        problems.sort(key=lambda problem: problem.kind in ("note", "missing"))  # what trials ended with first
-        reasons = [f"{problem.what} ({problem.where})" for problem in problems]
-        why = f"e.g. {reasons[0]}" if reasons else "none has ended"
-        count = sum(len(model.rows) for model in models)
-        raise UserError(
-            f"none of the {count} trials of {', '.join(study.models)} is complete ({why}); run the search until one is"
-        )
+    if any(model.rows["success"].any() for model in models):
+        return "no complete trial has a finite acc_mean, so nothing can be compared; look at the rows' acc_mean"
+    problems = [problem for model in models for problem in model.problems]
+    problems.sort(key=lambda problem: problem.kind in ("note", "missing"))  # what trials ended with first
+    why = f"e.g. {problems[0].what} ({problems[0].where})" if problems else "none has ended"
+    count = sum(len(model.rows) for model in models)
+    return f"none of the {count} trials of {', '.join(study.models)} is complete ({why}); run the search until one is"
 
 
-def describe(analysis: Analysis) -> str:
-    """What a person reads on the screen: what was read, what was decided, what to beware of, where it is written."""
-    from tune_prune.analysis.render.messages import format_message
+def describe(findings: Findings) -> str:
+    """What a person reads on the screen: what was read, what is wrong with it, what was decided and what to beware of."""
+    from tune_prune.analysis.render.messages import format_message, note_sentences, one_line
+    from tune_prune.analysis.render.text import text_table
+    from tune_prune.analysis.statistics.message import Message
+    from tune_prune.analysis.tables.configurations import best_configurations
+    from tune_prune.analysis.tables.trial_tables import counts
 
-    findings = analysis.findings
-    lines = [f"read         {_read(model.label, findings.study)}" for model in findings.study.models.values()]
-    every = [problem for model in findings.study.models.values() for problem in model.problems]
-    problems = list({(problem.where, problem.what): problem for problem in reversed(every)}.values())[
-        ::-1
-    ]  # of one file once
-    problems.sort(key=lambda problem: problem.kind == "stopped_early")  # as the search meant it: last
+    models = findings.study.models.values()
+    lines = [
+        f"read         {model.label}: {counts(model)} from {', '.join(map(str, model.origins))}" for model in models
+    ]
+    distinct: dict[tuple[str, str], Problem] = {}  # what is wrong with a file of several models once
+    for problem in (problem for model in models for problem in model.problems):
+        distinct.setdefault((problem.where, problem.what), problem)
+    problems = sorted(
+        distinct.values(), key=lambda problem: problem.kind == "stopped_early"
+    )  # as the search meant it: last
     for problem in problems[:_SHOWN_PROBLEMS]:
-        text = ": ".join(part for part in (problem.model, problem.where, problem.what) if part)
-        lines.append(f"problem      {text if len(text) <= _WIDTH else f'{text[:_WIDTH]}...'}")
+        text = ": ".join(filter(None, (problem.model, problem.where, problem.what)))
+        lines.append(f"problem      {one_line(text, _WIDTH)}")
     if len(problems) > _SHOWN_PROBLEMS:
         lines.append(f"             and {len(problems) - _SHOWN_PROBLEMS} more, all in report.html")
+    best = best_configurations(findings).pick("model", "name", "acc_mean", "ppl", "cross_fitted", "share_of_runs")
+    lines += ["", best.title, text_table(best), *note_sentences(best), ""]
+    warnings: dict[str, list[str]] = {}
     for label, found in findings.models.items():
-        lines += ["", *_decision(label, found)]
-        lines += [f"warning      {format_message(remark)}" for remark in found.warnings]
-    for label in findings.without:
-        lines += ["", f"best         {label}: no complete trial"]
+        for warning in found.warnings:
+            warnings.setdefault(format_message(warning), []).append(label)
+    lines += [f"warning      {', '.join(labels)}: {text}" for text, labels in warnings.items()]
+    if findings.without:
+        lines.append(f"warning      {format_message(Message('note_without', {'names': findings.without}))}")
     return "\n".join(lines)
-
-
-def _read(label: str, study: Study) -> str:
-    model = study.models[label]
-    counts = model.rows["status"].value_counts()
-    states = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in ("complete", *_KINDS) if name in counts)
-    return f"{label}: {len(model.rows)} trials ({states or 'none'}) from {', '.join(map(str, model.origins))}"
-
-
-def _decision(label: str, found: ModelFindings) -> list[str]:
-    best, fit, indent = found.best, found.cross_fit, " " * 13
-    ppl = "unknown" if math.isnan(best["ppl"]) else f"{best['ppl']:.2f}"
-    score = f"{best['acc_mean']:.4f}{_error(best['acc_mean_stderr'])}"
-    corrected = "cross-fitted accuracy: not computable without the items' outcomes"
-    if fit is not None:
-        corrected = f"cross-fitted accuracy: {fit.corrected:.4f}{_error(fit.stderr)} (chosen on one part of the items, scored on "
-        corrected += "the rest)"
-    tied = int(found.eligible["in_confidence_set"].sum()) - 1
-    return [
-        f"best         {label}: {best['name']} (by {found.rule}), accuracy {score}, perplexity {ppl}",
-        indent + corrected,
-        f"{indent}{tied} of the {len(found.eligible) - 1} others are statistically tied with the most accurate "
-        f"(95%, {found.basis})",
-    ]
-
-
-def _error(stderr: float) -> str:
-    return "" if math.isnan(stderr) else f" ± {stderr:.4f}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    try:
-        _main(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted: the same command writes everything again", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _main(argv: list[str]) -> None:
-    started = time.monotonic()
-    args = parser().parse_args(argv)
-    if not args.folders and not args.csv:
-        raise UserError(
-            "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
-        )
-    analysis = analyse(args.folders, args.csv, args.output, args.rule, args.lang, args.seed)
-    print(describe(analysis))
-    print(f"\nwrote        {args.output}/: {_overview(analysis)}")
-    steps = ", ".join(f"{step} {seconds:.1f}" for step, seconds in analysis.seconds.items())
-    print(f"took         {time.monotonic() - started:.1f} s ({steps})")
-
-
-def _overview(analysis: Analysis) -> str:
-    """The files by what stands at the top of the output folder, the ones to look at first first."""
-    names = list(dict.fromkeys(path.relative_to(analysis.output).parts[0] for path in analysis.files))
-    counts = {
-        name: sum(path.relative_to(analysis.output).parts[0] == name for path in analysis.files) for name in names
-    }
-    order = ["report.html", "final_analysis_report.txt", "paragraphs.md"]
-    names = [*(name for name in order if name in counts), *(name for name in names if name not in order)]
-    shown = [f"{name}/ ({counts[name]})" if (analysis.output / name).is_dir() else name for name in names]
-    return ", ".join(shown)

@@ -19,20 +19,13 @@ def command(model: Model, row: Mapping[str, Any]) -> str | None:
     if not source:
         return None
     config = config_of(row)
-    space = {"search": "grid"} | config.identity()
-    protocol = source["protocol"]
-    options = {
-        "--model": source["model"],
-        "--revision": source["revision"],
-        "--search-space": f"{config.name}.yaml",
-        "--calibration": source["calibration"],
-        "--data-dir": source["data_dir"],
-        "--tasks": ",".join(protocol["tasks"]),
-        "--limit": protocol["limit"],
-        "--dtype": source["dtype"],
-        "--seed": source["seed"],
-    }
     file = shlex.quote(f"{config.name}.yaml")
+    space = {"search": "grid"} | config.identity()
     lines = " ".join(shlex.quote(f"{name}: {value}") for name, value in space.items())
-    flags = " ".join(f"{flag} {shlex.quote(str(value))}" for flag, value in options.items() if value is not None)
+    protocol = source["protocol"]
+    values = {**protocol, **source, "search_space": f"{config.name}.yaml", "tasks": ",".join(protocol["tasks"])}
+    names = ("model", "revision", "search_space", "calibration", "data_dir", "tasks", "limit", "dtype", "seed")
+    flags = " ".join(
+        f"--{name.replace('_', '-')} {shlex.quote(str(values[name]))}" for name in names if values[name] is not None
+    )
     return f"printf '%s\\n' {lines} > {file}\npython -m tune_prune.search {flags}"

@@ -1,7 +1,4 @@
-"""What every command line shares: one-sentence usage errors, types of flags, the meaning of exit codes.
-
-0 done; 2 the user must change something (one sentence on stderr, no traceback); 1 anything else; 130 interrupted.
-"""
+"""What every command line shares: types of flags, and flags that several of them have."""
 
 from __future__ import annotations
 
@@ -9,19 +6,11 @@ import argparse
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter
-from tune_prune.core.errors import UserError
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, so that bad flags end like every other bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
+from tune_prune.core.errors import exit_code, whole_number
 
 
 def add_measurement_flags(group: argparse._ActionsContainer) -> None:
@@ -90,15 +79,7 @@ def run(main: Callable[[], None]) -> int:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as interrupt:
-        print(f"\ninterrupted{': ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(main)
 
 
 # Types of flags, for argparse: what is wrong with a value becomes part of the usage error.
@@ -110,19 +91,6 @@ def text(value: str) -> str:
     if value.startswith("~") and os.path.expanduser(value) == value:
         raise argparse.ArgumentTypeError(f"{value!r} has no such home folder; write the whole path")
     return value
-
-
-def whole_number(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-        return value
-
-    return parse
 
 
 def seconds(text: str) -> float:

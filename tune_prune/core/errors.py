@@ -1,13 +1,54 @@
-"""Errors that a user can act on. Command lines print the sentence and exit with code 2, without a traceback."""
+"""Errors that a user can act on. Command lines print the sentence and exit with a code, without a traceback.
+
+0 done; 2 the user must change something (one sentence on stderr); 130 interrupted; 1 anything else, with a traceback.
+"""
 
 from __future__ import annotations
 
+import argparse
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 
 class UserError(ValueError):
     """Something the user must change. The message names the thing, its value, the bound and the next step."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors, so that bad flags end like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """A type of a flag, for argparse: what is wrong with a value becomes part of the usage error."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def exit_code(main: Callable[[], None]) -> int:
+    """Call `main` and return the exit code."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"\ninterrupted{': ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
+        return 130
+    return 0
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

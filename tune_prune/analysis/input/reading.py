@@ -6,34 +6,39 @@ model that was measured in two ways (other items, other seed, another ratio or s
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.experiment_reader import (
-    ModelRows,
-    is_experiment,
-    model_rows,
-    read_experiment,
-    read_published,
-)
-from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, config_name, frame
-from tune_prune.analysis.input.study import Model, Problem, Study
+from tune_prune.analysis.input.experiment_reader import is_experiment, model_rows, read_experiment
+from tune_prune.analysis.input.results_csv import read_results_csv
+from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, config_of, frame
+from tune_prune.analysis.input.study import Model, ModelRows, Problem, Study
 from tune_prune.core.config import PruningConfig, group_labels
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, RESULTS
 
 _CHECKED = [name for name in PUBLISHED_COLUMNS if name not in (*TEXTS, "success")]
-# label, how it was measured, pruning_ratio; and removal_divisor and shape where an experiment has one of it: of several it has
-# searched, and they are compared, but experiments that differ in it are kept apart
-_Key = tuple[str, str, float, int | None, str | None]
 _CONSOLIDATED = re.compile(r"consolidated_(.+)_[\d.]+")
+
+
+class _Key(NamedTuple):
+    """What rows share that may be compared. Of several divisors or shapes (None) an experiment has searched, and they are
+    compared, but experiments that differ in it are kept apart."""
+
+    label: str
+    measured: str
+    ratio: float
+    divisor: int | None
+    shape: str | None
 
 
 def read_study(folders: Sequence[Path], csvs: Sequence[tuple[str, Path]]) -> Study:
@@ -54,10 +59,13 @@ def read_study(folders: Sequence[Path], csvs: Sequence[tuple[str, Path]]) -> Stu
     for label, path in places:
         once.setdefault((label, path.resolve()), path)
     for (label, _), path in once.items():
-        if label is None:
-            parts += read_experiment(path, experiments, costs)
-        else:
-            parts.append(read_published(path, label))
+        if label is not None:
+            parts.append(read_results_csv(path, label))
+            continue
+        found, about, cost = read_experiment(path)
+        parts += found
+        experiments |= {path: about} if about else {}
+        costs |= {path: cost} if cost else {}
     return Study(_models(parts), experiments, costs)
 
 
@@ -73,88 +81,76 @@ def _places(folder: Path) -> list[tuple[str | None, Path]]:
     if not folder.is_dir():
         hint = f"; a results file is given as --csv Model={folder}" if folder.is_file() else ""
         raise UserError(f"{folder} is no folder{hint or '; name an experiment, e.g. ray_results/NAME'}")
-    if is_experiment(folder):
-        return [(None, folder)]
-    name = folder.resolve().name
-    if (folder / RESULTS).is_file():
-        named = _CONSOLIDATED.fullmatch(name)
-        return [(named[1] if named else name, folder / RESULTS)]
-    inside = [
-        place
-        for place in sorted(folder.iterdir())
-        if is_experiment(place) or (_CONSOLIDATED.fullmatch(place.name) and (place / RESULTS).is_file())
-    ]
-    if not inside:
-        raise UserError(
-            f"{folder} is no experiment (no {LEDGER}/, {EXPERIMENT} or {BASELINES}) and holds no {RESULTS}; name an "
-            "experiment, e.g. ray_results/NAME"
-        )
-    return [found for place in inside for found in _places(place)]
+    for candidates in ([folder], sorted(folder.iterdir())):
+        places: list[tuple[str | None, Path]] = []
+        for path in candidates:
+            name = path.resolve().name
+            consolidated = _CONSOLIDATED.fullmatch(name)
+            if is_experiment(path):
+                places.append((None, path))
+            elif (path / RESULTS).is_file() and (consolidated or path == folder):
+                places.append((consolidated[1] if consolidated else name, path / RESULTS))
+        if places:
+            return places
+    raise UserError(
+        f"{folder} is no experiment (no {LEDGER}/, {EXPERIMENT} or {BASELINES}) and holds no {RESULTS}; name an "
+        "experiment, e.g. ray_results/NAME"
+    )
 
 
 def _models(parts: list[ModelRows]) -> dict[str, Model]:
     """Rows that may be compared with each other, merged; and each such group with a name of its own."""
     groups: dict[_Key, list[ModelRows]] = {}
-    for part in parts:
-        if part.measured is None:  # taken for like the others of its label
-            part.measured = next((p.measured for p in parts if p.label == part.label and p.measured), "unknown")
+    for part in sorted(parts, key=lambda part: part.rows.empty):
+        # Where it is lost how it was measured, it is taken for like the others of its label
+        known = (other.measured for other in parts if other.label == part.label and other.measured)
+        measured = part.measured or next(known, "unknown")
         for index, (ratio, rows) in enumerate(part.rows.groupby("pruning_ratio")):
-            divisors, shapes = (
-                rows["removal_divisor"].fillna(PruningConfig.removal_divisor).unique(),
-                rows["shape"].unique(),
-            )
-            fixed = int(divisors[0]) if len(divisors) == 1 else None, str(shapes[0]) if len(shapes) == 1 else None
+            divisors = rows["removal_divisor"].fillna(PruningConfig.removal_divisor).unique()
+            shapes = rows["shape"].unique()
+            divisor, shape = (values[0] if len(values) == 1 else None for values in (divisors, shapes))
             own = replace(part, rows=rows, problems=part.problems if index == 0 else [])
-            groups.setdefault((part.label, part.measured, float(ratio), *fixed), []).append(own)
-    for part in parts:
+            groups.setdefault(_Key(part.label, measured, float(ratio), divisor, shape), []).append(own)
         if part.rows.empty:  # what is said of it belongs to any other of the same, else it stands alone
-            key: _Key = (part.label, str(part.measured), math.nan, None, None)
-            groups.setdefault(next((other for other in groups if other[:2] == key[:2]), key), []).append(part)
+            alone = _Key(part.label, measured, math.nan, None, None)
+            groups.setdefault(next((key for key in groups if key[:2] == alone[:2]), alone), []).append(part)
     order = list(dict.fromkeys(part.label for part in parts))
     models: dict[str, Model] = {}
-    for key in sorted(groups, key=lambda key: order.index(key[0])):
+    for key in sorted(groups, key=lambda key: order.index(key.label)):
         base, label = _names(key, groups, models)
-        others = [part for other in groups if other[0] == key[0] and other[1] != key[1] for part in groups[other]]
+        others = [other for other in groups if other.label == key.label and other.measured != key.measured]
         notes = []
         if others:
-            where = ", ".join(dict.fromkeys(str(part.origin) for part in others))
-            notes.append(Problem(label, where, f"{key[0]} was measured in another way there: kept apart", "note"))
+            where = ", ".join(dict.fromkeys(str(part.origin) for other in others for part in groups[other]))
+            notes.append(Problem(where, f"{key.label} was measured in another way there: kept apart", "note"))
         models[label] = _merged(base, label, groups[key], notes)
     return models
 
 
 def _names(key: _Key, groups: Mapping[_Key, list[ModelRows]], taken: Mapping[str, Model]) -> tuple[str, str]:
     """The label, and what tells this group from the others of that label: first without the pruning ratio, then with it."""
-    label, measured, ratio, divisor, shape = key
-    same = [other for other in groups if other[0] == label]
-    alike = [other for other in same if other[1] == measured]
-    model = label
-    if len({other[1] for other in same}) > 1:
-        origin = groups[key][0]
-        model += f" ({'csv' if origin.published else origin.origin.resolve().name})"
-    if len({other[4] for other in alike}) > 1:
-        model += f" {shape or 'several shapes'}"
-    by = f"/{divisor or 'several'}" if len({other[3] for other in alike if other[2] == ratio}) > 1 else ""
-    name = group_labels((model, other[2]) for other in alike)[model, ratio] + by
-    number = 2
-    while name in taken:
-        name, number = f"{name.removesuffix(f' {number - 1}')} {number}", number + 1
-    return model + by, name
+    same = [other for other in groups if other.label == key.label]
+    alike = [other for other in same if other.measured == key.measured]
+    model = key.label
+    if len(same) > len(alike):
+        first = groups[key][0]
+        model += f" ({'csv' if first.published else first.origin.resolve().name})"
+    if len({other.shape for other in alike}) > 1:
+        model += f" {key.shape or 'several shapes'}"
+    divisors = {other.divisor for other in alike if other.ratio == key.ratio}
+    by = f"/{key.divisor or 'several'}" if len(divisors) > 1 else ""
+    name = group_labels((model, other.ratio) for other in alike)[model, key.ratio] + by
+    numbered = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
+    return model + by, next(name for name in numbered if name not in taken)
 
 
-def _merged(base: str, label: str, parts: list[ModelRows], problems: list[Problem]) -> Model:
-    problems += [
-        Problem(label, problem.where, problem.what, problem.kind) for part in parts for problem in part.problems
-    ]
+def _merged(base: str, label: str, parts: list[ModelRows], notes: list[Problem]) -> Model:
     filled = [part.rows for part in parts if not part.rows.empty] or [parts[0].rows]
     rows = pd.concat(filled, ignore_index=True)
-    for name in TEXTS:  # a column that one place lacks
-        rows[name] = rows[name].fillna("")
-    rows["name"] = [config_name(row) for _, row in rows.iterrows()]
-    rows["name"] = rows["name"].astype("str")
-    rows["model"] = label
-    rows = _without_duplicates(label, rows, problems)
-    problems += _of_rows(label, rows)
+    names = [config_of(row).name for _, row in rows.iterrows()]
+    rows = rows.assign(name=pd.Series(names, dtype="str"), model=label)
+    rows, duplicates = _without_duplicates(rows)
+    problems = [*notes, *(problem for part in parts for problem in part.problems), *duplicates, *_of_rows(rows)]
     return Model(
         label=label,
         base=base,
@@ -162,30 +158,31 @@ def _merged(base: str, label: str, parts: list[ModelRows], problems: list[Proble
         baseline=next((part.baseline for part in parts if part.baseline), {}),
         source=next((part.source for part in parts if part.source), None),
         origins=tuple(dict.fromkeys(part.origin for part in parts)),
-        problems=tuple(problems),
+        problems=tuple(replace(problem, model=label) for problem in problems),
         kind="published" if all(part.published for part in parts) else "experiment",
     )
 
 
-def _without_duplicates(label: str, rows: pd.DataFrame, problems: list[Problem]) -> pd.DataFrame:
-    """Each configuration once: the first complete one, else the first. The others are named."""
+def _without_duplicates(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[Problem]]:
+    """Each configuration once: the first complete one, else the first; and the others."""
     order = rows.sort_values("success", ascending=False, kind="stable")  # one model and ratio: names are configurations
-    first = order.drop_duplicates("name").set_index("name")
-    keep = order.index[~order.duplicated("name")].sort_values()
-    for _, row in rows.drop(index=keep).iterrows():
-        counts = first.loc[row["name"]]
+    kept = order.drop_duplicates("name")
+    by_name = kept.set_index("name")
+    problems = []
+    for _, row in rows.drop(index=kept.index).iterrows():
+        counts = by_name.loc[row["name"]]
         same = "the same trial as" if row["key"] and row["key"] == counts["key"] else f"{row['name']}, as"
-        problems.append(Problem(label, row["where"], f"{same} {counts['where']}, which counts", "duplicate"))
-    return rows.loc[keep].reset_index(drop=True)
+        problems.append(Problem(row["where"], f"{same} {counts['where']}, which counts", "duplicate"))
+    return kept.sort_index().reset_index(drop=True), problems
 
 
-def _of_rows(label: str, rows: pd.DataFrame) -> list[Problem]:
+def _of_rows(rows: pd.DataFrame) -> list[Problem]:
     """What is wrong with single rows, and which columns are empty in all."""
     problems = []
     complete = rows[rows["success"]]
     empty = [name for name in _CHECKED if complete[name].isna().all()]
     if len(complete) and empty:
-        problems.append(Problem(label, "", f"no row has {', '.join(empty)}", "missing"))
+        problems.append(Problem("", f"no row has {', '.join(empty)}"))
     gradients = [name for name in _CHECKED if name.startswith("grad_")]
     # A method of which no trial has any took no gradients: they are not missing.
     taken = set(complete.loc[complete[gradients].notna().any(axis=1), "pruning_method"])
@@ -193,16 +190,12 @@ def _of_rows(label: str, rows: pd.DataFrame) -> list[Problem]:
         if not row["success"]:
             status, reason = row["status"].replace("_", " "), row["reason"]
             what = reason if reason.startswith("stopped") else f"{status}: {reason}" if reason else status
-            problems.append(Problem(label, row["where"], f"{row['name']}: {what}", row["status"]))
+            problems.append(Problem(row["where"], f"{row['name']}: {what}", row["status"]))
             continue
         ignored = empty if row["pruning_method"] in taken else [*empty, *gradients]
-        wrong = {name: row[name] for name in _CHECKED if name not in ignored and not _is_finite(row[name])}
-        if wrong:
-            what = ", ".join(f"{name} is {'nan' if pd.isna(value) else value}" for name, value in wrong.items())
+        values = row[_CHECKED].drop(ignored).astype("float64")
+        if len(wrong := values[~np.isfinite(values)]):
+            what = ", ".join(f"{name} is {value}" for name, value in wrong.items())
             out = ": it does not compete" if "acc_mean" in wrong else ""
-            problems.append(Problem(label, row["where"], f"{row['name']}: {what}{out}", "not_finite"))
+            problems.append(Problem(row["where"], f"{row['name']}: {what}{out}", "not_finite"))
     return problems
-
-
-def _is_finite(value: Any) -> bool:
-    return not pd.isna(value) and math.isfinite(value)

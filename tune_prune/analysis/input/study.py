@@ -21,12 +21,24 @@ from tune_prune.core.config import PruningConfig
 class Problem:
     """A row that does not compete, or anything else about the input that a reader must know."""
 
-    model: str
     where: str  # "line 12 of PATH", "trial 0123abcd of FOLDER", "PATH"
-    what: (
-        str  # "failed: out of memory", "stopped early: ...", "acc_mean is nan", "same configuration as line 3 of PATH"
-    )
-    kind: Literal["failed", "stopped_early", "not_finite", "duplicate", "missing", "note"]
+    what: str  # "failed: out of memory", "acc_mean is nan", "taylor-s16-n128, as line 3 of PATH, which counts"
+    kind: Literal["failed", "stopped_early", "not_finite", "duplicate", "missing", "note"] = "missing"
+    model: str = ""  # the label of the `Model`, once there is one
+
+
+@dataclass
+class ModelRows:
+    """The trials of one model from one experiment or results file: a part of a `Model`."""
+
+    label: str
+    measured: str | None  # equal for what was measured alike: a key; None if that is lost
+    rows: pd.DataFrame  # as `rows.frame`, and `where`
+    origin: Path
+    baseline: Mapping[str, float]
+    source: Mapping[str, Any] | None = None
+    problems: list[Problem] = field(default_factory=list)
+    published: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,9 +46,8 @@ class Model:
     """One model and all rows found for it."""
 
     label: str
-    rows: (
-        pd.DataFrame
-    )  # the columns of `rows.frame`, and `name` (config_name); RangeIndex; failed ones too; no duplicates
+    # the columns of `rows.frame`, and `name` (of the configuration); RangeIndex; failed ones too; no duplicates
+    rows: pd.DataFrame
     baseline: Mapping[str, float] = field(default_factory=dict)  # metrics of the dense model; empty where unknown
     source: Mapping[str, Any] | None = None  # ModelRun.to_dict(), where known: what it takes to run a trial again
     origins: tuple[Path, ...] = ()  # experiment folders and CSV files that the rows are from

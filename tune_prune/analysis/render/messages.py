@@ -9,9 +9,11 @@ that is a value of another is put into the same language.
 from __future__ import annotations
 
 import math
+import re
 import string
 import tomllib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,20 @@ from tune_prune.analysis.tables.table import Column, Row, Table, missing
 LANGUAGES = ("en", "zh")
 MISSING = "–"
 CATALOGUE = tomllib.loads((Path(__file__).parent / "templates" / "messages.toml").read_text(encoding="utf-8"))
-_WORDS, _LABELS = CATALOGUE.pop("words"), CATALOGUE.pop("labels")
+TRANSLATIONS = {"en": {}} | CATALOGUE.pop("translations")
+_WORDS = CATALOGUE.pop("words")
 _LISTED = 4  # names of a list that a sentence spells out
-_COMMA = {"en": ", ", "zh": "，"}
+_FORMS = {
+    "acc": ".4f",  # a fraction without its leading zero, as accuracies were published: .5980, -.7972, 1.0000
+    "acc3": ".3f",
+    "p": ".3f",  # <.001 below
+    "points": ".2f",  # percentage points, or any number
+    "ppl": ".2f",  # 3 significant digits where a model is broken and it is huge
+    "percent": ".1%",  # a fraction as 85.5%
+    "int": ",.0f",  # a whole number with thousands
+    "number": ".4g",  # any number, short: a whole one in full, else at most 4 significant digits
+    "duration": "",  # seconds as 1m40s
+}
 
 
 def format_message(message: Message, language: str = "en") -> str:
@@ -35,8 +48,13 @@ def format_message(message: Message, language: str = "en") -> str:
 
 
 def label(text: str, language: str = "en") -> str:
-    """The label of a column or an entry; as it is where the catalogue has no other."""
-    return str(_LABELS.get(language, {}).get(text, text))
+    """English text of a column or a template in `language`; as it is where the catalogue has no other."""
+    return str(TRANSLATIONS[language].get(text, text))
+
+
+def say(text: str, language: str = "en", **values: Any) -> str:
+    """The same of a sentence with `values`."""
+    return _Sentence(language).vformat(label(text, language), (), values)
 
 
 def note_sentences(table: Table, language: str = "en", best: str = "Bold", tied: str = "†") -> list[str]:
@@ -60,7 +78,7 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
         return MISSING if column.format else "" if missing(value) else str(value)
     form = row.get("_format", column.format)
     if column.upper:
-        return f"[{NUMBERS[form](value)}, {NUMBERS[form](row[column.upper])}]"
+        return f"[{printed(value, form)}, {printed(row[column.upper], form)}]"
     return pm(value, row.get(column.stderr), form)
 
 
@@ -88,14 +106,14 @@ class _Sentence(string.Formatter):
             return names(value, self.language, int(format_spec.removeprefix("list") or _LISTED))
         if format_spec == "word":
             return str(_WORDS[value][self.language])
-        if format_spec in NUMBERS:
-            return NUMBERS[format_spec](value)
+        if format_spec in _FORMS:
+            return printed(value, format_spec)
         if format_spec:
             noun = _WORDS[format_spec][self.language]
-            return f"{integer(value)} {noun}{'s' if self.language == 'en' and value != 1 else ''}"
+            return f"{printed(value, 'int')} {noun}{'s' if self.language == 'en' and value != 1 else ''}"
         if isinstance(value, (list, tuple)):
-            return _COMMA[self.language].join(self.format_field(item, "") for item in value)
-        return str(value) if isinstance(value, (str, bool)) else number(value)
+            return label(", ", self.language).join(self.format_field(item, "") for item in value)
+        return str(value) if isinstance(value, (str, bool)) else printed(value, "number")
 
 
 def one_line(text: str, most: int = 120) -> str:
@@ -104,75 +122,31 @@ def one_line(text: str, most: int = 120) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _finite(value: Any, form: str, scale: float = 1.0) -> str:
-    """`value` by `form`; an en dash where there is none, and no sign before a number that is printed as zero."""
+def printed(value: Any, form: str) -> str:
+    """A number by one of _FORMS; an en dash where there is none, and no sign before one that is printed as zero."""
     if missing(value):
         return MISSING
+    if form == "duration":
+        return duration(value)
     if not math.isfinite(value):
-        return "inf" if value > 0 else "-inf"
-    text = form.format(scale * value)
-    return text.removeprefix("-") if not text.strip("-0.,") else text
-
-
-def acc(value: Any, digits: int = 4) -> str:
-    """A fraction without its leading zero, as accuracies were published: .5980, -.7972, 1.0000."""
-    text = _finite(value, f"{{:.{digits}f}}")
-    return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
-
-
-def points(value: Any) -> str:
-    """Percentage points, or any number, with 2 digits."""
-    return _finite(value, "{:.2f}")
-
-
-def percent(value: Any) -> str:
-    """A fraction as a percentage with 1 digit: 85.5%."""
-    text = _finite(value, "{:.1f}", 100.0)
-    return text if text == MISSING else f"{text}%"
-
-
-def integer(value: Any) -> str:
-    """A whole number with thousands."""
-    return _finite(value, "{:,.0f}")
-
-
-def number(value: Any) -> str:
-    """Any number, short: at most 4 significant digits where it has a fraction."""
-    if not missing(value) and math.isfinite(value) and value == int(value):
-        return integer(value) if abs(value) >= 10_000 else str(int(value))
-    return _finite(value, "{:.4g}")
-
-
-def perplexity(value: Any) -> str:
-    """2 digits; 3 significant ones where a model is broken and it is huge."""
-    return _finite(value, "{:.2f}" if missing(value) or abs(value) < 100_000 else "{:.3g}")
-
-
-def p_value(value: Any) -> str:
-    """3 digits; <.001 below."""
-    if missing(value):
-        return MISSING
-    return "<.001" if value < 0.001 else _finite(value, "{:.3f}").replace("0.", ".", 1)
+        return f"{value:f}"
+    if form == "p" and value < 0.001:
+        return "<.001"
+    spec = _FORMS[form]
+    if form == "ppl" and abs(value) >= 100_000:
+        spec = ".3g"
+    if form == "number" and value == int(value):
+        spec = ",.0f" if abs(value) >= 10_000 else ".0f"
+    text = format(value, spec)
+    text = text if text.strip("-0.,%") else text.removeprefix("-")
+    return re.sub(r"^(-?)0\.", r"\1.", text) if form in ("acc", "acc3", "p") else text
 
 
 def pm(value: Any, stderr: Any, form: str = "acc") -> str:
-    """`value ± stderr`, both by the same one of NUMBERS; the value alone where there is no standard error."""
-    text = NUMBERS[form](value)
-    return text if missing(value) or missing(stderr) else f"{text} ± {NUMBERS[form](stderr)}"
+    """`value ± stderr`, both by the same one of _FORMS; the value alone where there is no standard error."""
+    text = printed(value, form)
+    return text if missing(value) or missing(stderr) else f"{text} ± {printed(stderr, form)}"
 
 
-def _duration(value: Any) -> str:
-    return MISSING if missing(value) else duration(value)
-
-
-NUMBERS = {
-    "acc": acc,
-    "acc3": lambda value: acc(value, 3),
-    "duration": _duration,
-    "points": points,
-    "percent": percent,
-    "int": integer,
-    "number": number,
-    "ppl": perplexity,
-    "p": p_value,
-}
+NUMBERS = {form: partial(printed, form=form) for form in _FORMS}
+acc = NUMBERS["acc"]

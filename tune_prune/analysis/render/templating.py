@@ -1,7 +1,8 @@
-"""The one place that knows jinja2: templates of the page, its tables and the paper's paragraphs."""
+"""The one place that knows jinja2: templates of the page, its tables, the text report and the paper's paragraphs."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import jinja2
@@ -12,11 +13,12 @@ from tune_prune.analysis.tables.table import Table
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def environment() -> jinja2.Environment:
+def environment(language: str = "en") -> jinja2.Environment:
     """A new environment over the package's templates, in which a name that is not there is an error.
 
     Only .html.j2 is escaped. Filters: acc (.5980), points, percent, int (thousands), number, ppl, p, each with an en dash for
-    None and NaN; `value | pm(stderr)` (`pm(stderr, "points")` for other forms); say and `names` of analysis.messages.
+    None and NaN; `value | pm(stderr)` (`pm(stderr, "points")` for other forms); `names`. `message | say` is the sentence of a
+    message in `language`, `say(english, **values)` that of a template's own.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -26,10 +28,13 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(
-        messages.NUMBERS | {"pm": messages.pm, "say": messages.format_message, "names": messages.names}
+    say = partial(messages.format_message, language=language)
+    environment.filters.update(messages.NUMBERS | {"pm": messages.pm, "say": say, "names": messages.names})
+    environment.globals.update(
+        cell_text=messages.cell_text,
+        note_sentences=messages.note_sentences,
+        say=partial(messages.say, language=language),
     )
-    environment.globals.update(cell_text=messages.cell_text, note_sentences=messages.note_sentences)
     environment.tests["missing"] = messages.missing
     return environment
 

@@ -1,8 +1,12 @@
-"""Paragraphs and tables for a fixed-width screen, where a Chinese character is two columns wide."""
+"""Paragraphs and tables for a fixed-width screen, where a Chinese character is two columns wide.
+
+Inside this module such a character has a NUL before it, so that the length of a text is its columns.
+"""
 
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 
@@ -10,55 +14,36 @@ from tune_prune.analysis.render.messages import cell_text, label
 from tune_prune.analysis.tables.table import Table
 
 COLUMNS = 100
-_WIDE = "\u2e80-\u9fff\uf900-\ufaff\uff00-\uff60"  # blocks of double width that prose here uses
-_OPENING, _CLOSING = "（“《", "，。：；、）”》！？"
-# What a line may not be broken within: a wide character or a run of others, with the punctuation that belongs to it.
-_UNIT = re.compile(rf"\s+|[{_OPENING}]*(?:[^\s{_WIDE}{_OPENING}{_CLOSING}]+|[{_WIDE}])[{_CLOSING}]*|\S")
 _GAP = "  "
 _MARKS = {"best": "*", "tied": "~", "": " "}
 _CELL = 48  # columns; two such cells fill a line
 
 
+class _Wrapper(textwrap.TextWrapper):
+    """Breaks lines at blanks and beside wide characters, but not between these and the punctuation that belongs to them."""
+
+    wordsep_simple_re = re.compile(r"(\s+|(?:\0[（《]|“)*(?:\0.|[^\s\0“”]+)(?:\0[，。：；、）》！？]|”)*)")
+
+
 def width(text: str) -> int:
     """Columns that `text` takes on a screen (Unicode Standard Annex 11; ambiguous characters are narrow)."""
-    return sum(
-        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-        for letter in text
-    )
+    return len(_filled(text))
 
 
-def pad(text: str, columns: int, right: bool = False) -> str:
-    """`text` filled with blanks to `columns`, in front where it is flush right."""
-    blanks = " " * (columns - width(text))
-    return blanks + text if right else text + blanks
+def _filled(text: str) -> str:
+    composed = unicodedata.normalize("NFC", text)
+    return "".join(f"\0{letter}" if unicodedata.east_asian_width(letter) in "WF" else letter for letter in composed)
 
 
-def wrap(text: str, first: str = "", rest: str | None = None, columns: int = COLUMNS) -> str:
-    """`text` as lines of at most `columns`, ending with a newline; `first` stands before the first line, `rest` before others.
+def fold(line: str, columns: int = COLUMNS) -> str:
+    """`line` as lines of at most `columns`, below the beginning of its text: behind blanks, `- ` or `! `, or all up to a tab.
 
-    White space counts as one blank, or as none between two wide characters. A longer unit is broken where the line ends.
+    A longer word is broken where the line ends.
     """
-    rest = " " * width(first) if rest is None else rest
-    text = re.sub(rf"(?<=[{_WIDE}])\s+(?=[{_WIDE}])", "", " ".join(text.split()))
-    lines, line, empty = [], first, True
-    for unit in _UNIT.findall(text):
-        if width(line + unit.rstrip()) > columns and not empty:
-            lines.append(line.rstrip())
-            line, empty = rest, True
-        while width(line + unit) > columns and empty and not unit.isspace():
-            fits = max(n for n in range(1, len(unit) + 1) if n == 1 or width(line + unit[:n]) <= columns)
-            lines.append(line + unit[:fits])
-            line, unit = rest, unit[fits:]
-        if not (empty and unit.isspace()):
-            line, empty = line + unit, empty and not unit
-    return "\n".join([*lines, line.rstrip()]) + "\n"
-
-
-def clip(text: str, columns: int) -> str:
-    """`text`, or what fits of it into `columns` with an ellipsis."""
-    if width(text) <= columns:
-        return text
-    return text[: max(n for n in range(len(text)) if width(text[:n]) < columns)] + "…"
+    _, first, text = re.split(r"^(.*\t| *(?:[-!] )?)", _filled(line), maxsplit=1)
+    first = first.replace("\t", "")
+    wrapper = _Wrapper(columns, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False)
+    return wrapper.fill(text).replace("\0", "")
 
 
 def text_table(table: Table, language: str = "en", columns: int = COLUMNS) -> str:
@@ -71,7 +56,7 @@ def text_table(table: Table, language: str = "en", columns: int = COLUMNS) -> st
             for row, mark in zip(rows, marks, strict=True):
                 row[index] += _MARKS[mark]
     align = "".join("r" if column.format else "l" for column in shown)
-    return aligned([label(column.label, language) for column in shown], rows, align, columns=columns)
+    return aligned([label(column.label, language) for column in shown], rows, align, columns)
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", columns: int = COLUMNS) -> str:
@@ -80,28 +65,21 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "
     `align` has an l or r per column (r where it is shorter, but l for the first). A table too wide is continued below with
     its first column repeated; of a cell too wide for any table, the end is left out.
     """
-    align = (align or "l").ljust(len(header), "r")
-    header = [clip(name, _CELL) for name in header]
-    body = [[clip(cell, _CELL) for cell in row] for row in rows]
-    widths = [max(map(width, column)) for column in zip(header, *body, strict=True)]
+    padded = []
+    for index, cells in enumerate(zip(header, *rows, strict=True)):
+        texts = [_clipped(_filled(cell)) for cell in cells]
+        widest = max(map(len, texts))
+        texts.insert(1, "-" * widest)
+        left = align[index : index + 1] == "l" or (index == 0 and not align)
+        padded.append([text.ljust(widest) if left else text.rjust(widest) for text in texts])
+    parts = [padded[:1]]
+    for column in padded[1:]:
+        if len(parts[-1]) > 1 and sum(len(_GAP + shown[0]) for shown in [*parts[-1], column]) > columns:
+            parts.append(padded[:1])
+        parts[-1].append(column)
+    blocks = ["\n".join((_GAP + _GAP.join(row)).rstrip() for row in zip(*part, strict=True)) for part in parts]
+    return "\n\n".join(blocks).replace("\0", "") + "\n"
 
-    def line(row: Sequence[str], shown: Sequence[int]) -> str:
-        return (_GAP + _GAP.join(pad(row[i], widths[i], align[i] == "r") for i in shown)).rstrip()
 
-    blocks = []
-    for shown in _fitting(widths, columns - len(_GAP)):
-        rule = _GAP.join("-" * widths[i] for i in shown)
-        blocks.append([line(header, shown), _GAP + rule, *(line(row, shown) for row in body)])
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
-
-
-def _fitting(widths: Sequence[int], columns: int) -> list[list[int]]:
-    """Indices of the columns of each part of a table, the first column in every part."""
-    parts, taken = [[0]], widths[0]
-    for index in range(1, len(widths)):
-        if taken + len(_GAP) + widths[index] > columns and len(parts[-1]) > 1:
-            parts.append([0])
-            taken = widths[0]
-        parts[-1].append(index)
-        taken += len(_GAP) + widths[index]
-    return parts
+def _clipped(text: str) -> str:
+    return text if len(text) <= _CELL else text[: _CELL - 1].rstrip("\0") + "…"

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.statistics.factors import CALIBRATION, varied
+from tune_prune.analysis.statistics.factors import CALIBRATION, NUMERIC, varied
 from tune_prune.analysis.statistics.message import Message
 
-# What accuracy is correlated with, unless told otherwise.
-COLUMNS = (
+# What accuracy is correlated with
+_COLUMNS = (
     *("ppl", "grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio", "grad_mean_range"),
     *("grad_norm_range", "extreme_pruning_layers", "removed_fraction"),
 )
@@ -36,10 +35,8 @@ _ROUNDING = 1e-12  # relative; a sum of squares or a difference below it is a ro
 class Trend:
     """How accuracy moves with a factor's levels."""
 
-    factor: str  # taylor_seq_len or taylor_num_samples
-    direction: (
-        str  # "rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed", "unknown" (no standard error)
-    )
+    factor: str
+    direction: str  # "rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed", "unknown": see `trend`
     spread_points: float  # highest less lowest level mean
     stderr_points: float  # of that difference
     best_level: int
@@ -71,7 +68,7 @@ def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
     table = {}
     for method, rows in ordered.groupby("pruning_method"):
         acc = rows["acc_mean"]
-        summary = {name: getattr(acc, name)() for name in ("mean", "std", "min", "median", "max")}
+        summary = acc.agg(["mean", "std", "min", "median", "max"])
         table[method] = {"n": len(acc), **summary, "std_n": acc.std(ddof=0), "best": rows["name"].iloc[0]}
     columns = ["n", "mean", "std", "std_n", "min", "median", "max", "best"]
     frame = pd.DataFrame.from_dict(table, orient="index", columns=columns)
@@ -101,19 +98,24 @@ def trend(eligible: pd.DataFrame, factor: str) -> Trend:
     "falls": all that differ do so in that direction; "rises_then_falls" and "falls_then_rises": both, with one turn at
     an inner level; "mixed": anything else; "unknown": no error can be computed.
     """
+    from scipy.stats import spearmanr
+
     levels = np.sort(eligible[factor].astype("int64").unique())
-    assert len(levels) > 1, f"{factor} has one level only, so it has no trend"
     means, covariance, p = _level_means(eligible, factor, levels)
     variance = np.diag(covariance)
     stderr = np.sqrt(np.maximum(variance[:, None] + variance[None, :] - 2 * covariance, 0))
     highest, lowest = int(np.argmax(means)), int(np.argmin(means))
+    acc, spearman, spearman_p = eligible["acc_mean"], math.nan, math.nan
+    if acc.nunique() > 1 and len(acc) > 2:
+        spearman, spearman_p = map(float, spearmanr(eligible[factor].to_numpy("float64"), acc.to_numpy("float64")))
     return Trend(
         factor,
         _direction(means, stderr, p),
         100 * float(means[highest] - means[lowest]),
         100 * float(stderr[highest, lowest]),
         int(levels[highest]),
-        *_spearman(eligible[factor], eligible["acc_mean"]),
+        spearman,
+        spearman_p,
     )
 
 
@@ -153,32 +155,17 @@ def _direction(means: np.ndarray, stderr: np.ndarray, p: float) -> str:
     gain = means[None, :] - means[:, None]  # [from, to]
     later = np.triu(np.ones_like(gain, dtype=bool), 1)
     bound = 2 * stderr + np.abs(means).max() * _ROUNDING
-    rises, falls = later & (gain > bound), later & (gain < -bound)
-    if p > 0.05 or not (rises | falls).any():
+    if p > 0.05 or not (later & (np.abs(gain) > bound)).any():
         return "flat"
-    if not falls.any():
-        return "rises"
-    if not rises.any():
-        return "falls"
-    top, bottom = int(np.argmax(means)), int(np.argmin(means))
-    if _turns_at(top, rises, falls):
-        return "rises_then_falls"
-    return "falls_then_rises" if _turns_at(bottom, falls, rises) else "mixed"
-
-
-def _turns_at(turn: int, before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether steps of the kind `before` lead to `turn` and those of `after` away from it, and none the other way round."""
-    leads = before[:turn, turn].any() and after[turn, turn + 1 :].any()
-    return bool(leads and not after[: turn + 1, : turn + 1].any() and not before[turn:, turn:].any())
-
-
-def _spearman(levels: pd.Series, acc: pd.Series) -> tuple[float, float]:
-    if acc.nunique() < 2 or len(acc) < 3:
-        return math.nan, math.nan
-    from scipy.stats import spearmanr
-
-    result = spearmanr(levels.to_numpy("float64"), acc.to_numpy("float64"))
-    return float(result.statistic), float(result.pvalue)
+    for sign, monotone, with_a_turn in ((1, "rises", "rises_then_falls"), (-1, "falls", "falls_then_rises")):
+        goes_on, goes_back = later & (sign * gain > bound), later & (sign * gain < -bound)
+        if not goes_back.any():
+            return monotone
+        turn = int(np.argmax(sign * means))
+        turns = goes_on[:turn, turn].any() and goes_back[turn, turn + 1 :].any()
+        if turns and not goes_back[: turn + 1, : turn + 1].any() and not goes_on[turn:, turn:].any():
+            return with_a_turn
+    return "mixed"
 
 
 def anova(eligible: pd.DataFrame) -> pd.DataFrame | None:
@@ -195,7 +182,6 @@ def anova(eligible: pd.DataFrame) -> pd.DataFrame | None:
     if len(factors) < 2 or len(cells) != cells.nunique().prod() or cells.duplicated().any():
         return None
     acc = eligible["acc_mean"].to_numpy("float64")
-    total = float(((acc - acc.mean()) ** 2).sum())
     if np.ptp(acc) <= np.abs(acc).max() * _ROUNDING:
         return None
     from statsmodels.formula.api import ols
@@ -205,7 +191,7 @@ def anova(eligible: pd.DataFrame) -> pd.DataFrame | None:
     pairs = [] if len(factors) == 2 else [f"{a}:{b}" for a, b in itertools.combinations(factors, 2)]
     fit = ols(f"acc ~ {' + '.join([*factors, *pairs])}", data.assign(acc=acc)).fit()
     table = anova_lm(fit, typ=2).rename(index={"Residual": "residual"}, columns={"PR(>F)": "p"})
-    table["share"] = table["sum_sq"] / total
+    table["share"] = table["sum_sq"] / ((acc - acc.mean()) ** 2).sum()
     nothing = table["share"] < _ROUNDING
     table.loc[nothing, ["sum_sq", "share"]] = 0.0
     if nothing["residual"]:  # F compares with it
@@ -213,14 +199,14 @@ def anova(eligible: pd.DataFrame) -> pd.DataFrame | None:
     return table.astype({"df": "int64"})[["df", "sum_sq", "share", "F", "p"]]
 
 
-def importance(eligible: pd.DataFrame, anova_table: pd.DataFrame | None) -> tuple[dict[str, float], str]:
-    """The share of accuracy's variation that each factor answers for, largest first, and on what basis.
+def importance(eligible: pd.DataFrame, anova_table: pd.DataFrame | None) -> dict[str, float]:
+    """The share of accuracy's variation that each factor answers for, largest first.
 
-    "anova": a main effect's share and half the share of each two-way interaction that the factor is in. These are Shapley
-    effects (Owen 2014, "Sobol' indices and Shapley value"), which divide an interaction equally among its factors; they add up
-    to one less the residual's share. "optuna", where there is no full grid: PED-ANOVA (Watanabe et al. 2023), which tells
-    what it takes to be in the better half, over the levels seen; it adds up to one even where nothing has an effect.
-    ({}, "none") with fewer than 20 rows, with one factor that varies, with equal accuracies, or where Optuna is not installed.
+    Of an analysis of variance: a main effect's share and half the share of each two-way interaction that the factor is in. These
+    are Shapley effects (Owen 2014, "Sobol' indices and Shapley value"), which divide an interaction equally among its factors; they
+    add up to one less the residual's share. Where there is no full grid: PED-ANOVA (Watanabe et al. 2023), which tells what it
+    takes to be in the better half, over the levels seen; it adds up to one even where nothing has an effect. Empty with fewer
+    than 20 rows, with one factor that varies, with equal accuracies, or where Optuna is not installed.
     """
     if anova_table is not None:
         terms = anova_table["share"].drop("residual")
@@ -229,55 +215,43 @@ def importance(eligible: pd.DataFrame, anova_table: pd.DataFrame | None) -> tupl
             members = str(term).split(":")
             for name in members:
                 shares[name] += float(share) / len(members)
-        basis = "anova"
     else:
         shares = _ped_anova(eligible)
-        basis = "optuna" if shares else "none"
-    return dict(sorted(shares.items(), key=lambda entry: (-entry[1], entry[0]))), basis
+    return dict(sorted(shares.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _ped_anova(eligible: pd.DataFrame) -> dict[str, float]:
-    """Optuna's importance of the factors that vary, as the search sees them: levels in order, methods as categories."""
+    """Optuna's importance of the factors that vary, as the search sees them: levels in order, texts as categories."""
     factors = varied(eligible)
     rows = eligible.sort_values(list(factors.values()))  # the order of the trials must not matter
-    levels = {name: sorted(rows[column].unique().tolist()) for name, column in factors.items()}
-    if len(rows) < _MIN_TRIALS or rows["acc_mean"].nunique() < 2 or len(levels) < 2:
+    if len(rows) < _MIN_TRIALS or rows["acc_mean"].nunique() < 2 or len(factors) < 2:
         return {}
     try:
         import optuna
     except ModuleNotFoundError:  # it is needed to search, not to look at results
         return {}
+    levels = pd.DataFrame({name: pd.factorize(rows[column], sort=True)[0] for name, column in factors.items()})
     distributions: dict[str, optuna.distributions.BaseDistribution] = {
-        name: optuna.distributions.CategoricalDistribution(values)
-        if isinstance(values[0], str)
-        else optuna.distributions.IntDistribution(0, len(values) - 1)
-        for name, values in levels.items()
+        name: optuna.distributions.IntDistribution(0, highest)
+        if name in NUMERIC
+        else optuna.distributions.CategoricalDistribution(range(highest + 1))
+        for name, highest in levels.max().items()
     }
-    trials = [
-        optuna.trial.create_trial(
-            value=row["acc_mean"],
-            params={
-                name: value if isinstance(value := row[factors[name]], str) else values.index(value)
-                for name, values in levels.items()
-            },
-            distributions=distributions,
-        )
-        for row in rows[["acc_mean", *factors.values()]].to_dict("records")
-    ]
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # or it announces the study on stderr
     try:
         study = optuna.create_study(direction="maximize")
     finally:
         optuna.logging.set_verbosity(verbosity)
-    study.add_trials(trials)
+    for value, params in zip(rows["acc_mean"], levels.to_dict("records"), strict=True):
+        study.add_trial(optuna.trial.create_trial(value=value, params=params, distributions=distributions))
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=_TARGET_QUANTILE)
     shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
     return {name: float(share) for name, share in shares.items()}
 
 
-def correlations(eligible: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> tuple[Correlation, ...]:
-    """Pearson's correlation of acc_mean with each of `columns` that has a value at all, with Fisher's 95% interval.
+def correlations(eligible: pd.DataFrame) -> tuple[Correlation, ...]:
+    """Pearson's correlation of acc_mean with each of _COLUMNS that has a value at all, with Fisher's 95% interval.
 
     Columns with an infinite or missing value are not computed: leaving those rows out would leave out the extreme ones.
     Rows of methods that run no gradient pass have no gradient columns (grad_*) and are left out of theirs. Gradient columns
@@ -285,7 +259,7 @@ def correlations(eligible: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> tu
     not independent evidence, and the interval is that of the correlation over passes, each with the mean accuracy of its
     rows. Passes at one seq_len still share samples, so even that interval is rather too narrow.
     """
-    present = [column for column in columns if column in eligible and eligible[column].notna().any()]
+    present = [column for column in _COLUMNS if column in eligible and eligible[column].notna().any()]
     gradients = [column for column in present if column.startswith("grad_")]
     taken = eligible[gradients].notna().any(axis=1).groupby(eligible["pruning_method"]).transform("any")
     with_gradients = eligible[taken]
@@ -293,37 +267,34 @@ def correlations(eligible: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> tu
 
 
 def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
-    acc = rows["acc_mean"].to_numpy("float64")
-    values = rows[column].to_numpy("float64", na_value=math.nan)
-    n = len(values)
-    bad = int(n - np.isfinite(values).sum())
-    if bad:
+    data = rows[[column, "acc_mean"]].astype("float64").set_axis(["value", "acc"], axis="columns")
+    n = len(data)
+    if bad := int(n - np.isfinite(data["value"]).sum()):
         return Correlation(column, None, n, Message("not_finite", {"column": column, "count": bad}))
     if n < _MIN_ROWS:
         return Correlation(column, None, n, Message("too_few", {"n": n}))
-    for name, numbers in ((column, values), ("acc_mean", acc)):
-        if _is_constant(numbers):
+    for name, values in ((column, data["value"]), ("acc_mean", data["acc"])):
+        if _is_constant(values):
             return Correlation(column, None, n, Message("constant", {"column": name}))
-    r, low, high = _pearson(values, acc)
-    data = pd.DataFrame({"value": values, "acc": acc})
+    r, low, high = _pearson(data)
     passes = data.groupby([rows[name].to_numpy("int64") for name in CALIBRATION])
     within = passes["value"].max() - passes["value"].min()
-    if not column.startswith("grad_") or len(passes) == n or within.max() > 1e-3 * np.ptp(values):
+    if not column.startswith("grad_") or len(passes) == n or within.max() > 1e-3 * np.ptp(data["value"]):
         return Correlation(column, r, n, low=low, high=high)
     means = passes.mean()
-    if len(means) < _MIN_ROWS or _is_constant(means["acc"].to_numpy()):
+    if len(means) < _MIN_ROWS or _is_constant(means["acc"]):
         return Correlation(column, r, n, n_independent=len(means))
-    r_passes, low, high = _pearson(means["value"].to_numpy(), means["acc"].to_numpy())
+    r_passes, low, high = _pearson(means)
     return Correlation(column, r, n, low=low, high=high, n_independent=len(means), r_independent=r_passes)
 
 
-def _is_constant(values: np.ndarray) -> bool:
+def _is_constant(values: pd.Series) -> bool:
     return bool(np.ptp(values) <= _ROUNDING * np.abs(values).max())
 
 
-def _pearson(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
+def _pearson(data: pd.DataFrame) -> tuple[float, float, float]:
     from scipy.stats import pearsonr
 
-    result = pearsonr(x, y)
+    result = pearsonr(data["value"].to_numpy(), data["acc"].to_numpy())
     interval = result.confidence_interval(0.95)
     return float(result.statistic), float(interval.low), float(interval.high)

@@ -6,31 +6,10 @@ difference_points and difference_stderr_points (own minus the most accurate's), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
 
-from tune_prune.core.errors import UserError, did_you_mean
-
-RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")
 _SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model
-
-
-def require_known(rule: str) -> None:
-    """UserError with the known rules if `rule` is none of them."""
-    if rule not in RULES:
-        raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
-
-
-def choose_all(rows: pd.DataFrame) -> dict[str, list[str]]:
-    """Rule -> names of what it chooses, the most accurate first; none where what it needs was not measured."""
-    return {
-        "accuracy": accuracy(rows),
-        "perplexity": perplexity(rows),
-        "one-standard-error": one_standard_error(rows),
-        "pareto": pareto(rows),
-    }
 
 
 def accuracy(rows: pd.DataFrame) -> list[str]:
@@ -91,11 +70,9 @@ def pareto(rows: pd.DataFrame) -> list[str]:
     return kept
 
 
-def require_choice(chosen: Mapping[str, list[str]], rule: str, model: str) -> None:
-    """UserError if the rule could not choose."""
-    if not chosen[rule]:
-        raise UserError(f"selection rule {rule!r} finds no finite ppl in the trials of {model}; use --rule accuracy")
-
-
 def _numbers(values: pd.Series) -> np.ndarray:
     return values.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+# Rule -> names of what it chooses, the most accurate first; none where what it needs was not measured
+RULES = {"accuracy": accuracy, "perplexity": perplexity, "one-standard-error": one_standard_error, "pareto": pareto}

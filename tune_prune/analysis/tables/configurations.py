@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.statistics.differences import difference
@@ -14,18 +14,14 @@ from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.config import HYPERPARAMETERS
 
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
+_LOSS = ("loss_points", "loss_points_stderr")
 
 MODEL = Column("model", "Model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
-ACCURACY = Column(
-    "acc_mean",
-    "Accuracy",
-    "acc",
-    "acc_mean_stderr",
-    best="most_accurate",
-    tied="not_told_apart",
-    hint="mean over the tasks ± standard error",
-)
+CONFIG = Column("config", "Configuration", style="name")
+RUNS = Column("n", "Runs", "int")
+ACCURACY = Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", hint="mean over the tasks ± standard error")
+MARKED_ACCURACY = replace(ACCURACY, best="most_accurate", tied="not_told_apart")
 PARAMETERS = Column("params_count", "Parameters", "int")
 PERPLEXITY = Column("ppl", "Perplexity", "ppl")
 TOKENS = Column("tokens", "Tokens", "int", hint="calibration samples times their length", detail=True)
@@ -35,16 +31,10 @@ RETAINED = Column("retained", "Retained", "percent", hint="accuracy, of the dens
 def hyperparameter_columns(findings: Findings) -> list[Column]:
     """The method, and every hyperparameter with several values (the ratio is in the model's label)."""
     rows = pd.concat([model.rows for model in findings.study.models.values()])
-    names = [
-        name for name, row in HYPERPARAMETERS.items() if name in rows and (row.required or rows[name].nunique() > 1)
-    ]
-    return [
-        Column("method", "Method"),
-        *(
-            Column(name, HYPERPARAMETERS[name].short, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "")
-            for name in names
-            if name != "pruning_ratio"
-        ),
+    return [Column("method", "Method")] + [
+        Column(name, row.short, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "")
+        for name, row in HYPERPARAMETERS.items()
+        if name in rows and name != "pruning_ratio" and (row.required or rows[name].nunique() > 1)
     ]
 
 
@@ -84,10 +74,11 @@ def best_configurations(findings: Findings) -> Table:
     notes.append(Message("note_confidence_set"))
     ratios = {found.model.ratio for found in findings.models.values()}
     shapes = {found.model.shape for found in findings.models.values()}
-    title = "Best configurations" + (
-        f" with {100 * ratios.pop():g}% of all parameters removed" if len(ratios) == 1 else ""
-    )
-    title += f", shape {shapes.pop()}" if len(shapes) == 1 and shapes != {"free"} else ""
+    title = "Best configurations"
+    if len(ratios) == 1:
+        title += f" with {100 * ratios.pop():g}% of all parameters removed"
+    if len(shapes) == 1 and shapes != {"free"}:
+        title += f", shape {shapes.pop()}"
     return Table("optimal_configurations", title, columns, rows, notes)
 
 
@@ -96,8 +87,7 @@ def accuracy_by_size(findings: Findings) -> Table | None:
     if findings.sizes is None:
         return None
     columns = [
-        *(MODEL, Column("ratio", "Pruning ratio", "number"), Column("config", "Configuration", style="name")),
-        Column("kept", "Parameters kept", "percent"),
+        *(MODEL, Column("ratio", "Pruning ratio", "number"), CONFIG, Column("kept", "Parameters kept", "percent")),
         *(PARAMETERS, ACCURACY, PERPLEXITY),
     ]
     notes = [*accuracy_notes(findings), Message("note_sizes")]
@@ -109,42 +99,32 @@ def selection_rules(findings: Findings) -> Table:
     rows = []
     for label, found in findings.models.items():
         for rule, names in found.chosen.items():
-            for name in names:
-                row = found.named(name)
+            for row in map(found.named, names):
                 values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
                 rows.append(configuration(label, row) | values | marks(found, row))
     columns = [
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
-        *(ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
+        *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
     ]
     rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
     notes = [Message("note_rule", {"rule": rule, "meaning": Message(f"rule_{rule}")}) for rule in rules]
-    return Table(
-        "selection_rules", "Configurations chosen by each rule", columns, rows, notes, best="best_most_accurate"
-    )
+    title = "Configurations chosen by each rule"
+    return Table("selection_rules", title, columns, rows, notes, best="best_most_accurate")
 
 
 def task_accuracies(findings: Findings) -> Table:
     """Per-task accuracies of the best configuration, and the dense model's."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for label, found in findings.models.items():
-        dense, best = found.model.baseline, found.best
-        tasks = found.tasks.reset_index(names="task")
-        for row in tasks.to_dict("records"):
-            rows.append(row | {"dense_stderr": dense.get(f"acc_{row['task']}_stderr")})
+        dense, best, tasks = found.model.baseline, found.best, found.tasks.reset_index(names="task")
         mean = {"task": "mean", "acc": best["acc_mean"], "stderr": best["acc_mean_stderr"]}
-        mean |= {"dense": dense.get("acc_mean"), "dense_stderr": dense.get("acc_mean_stderr")}
-        mean |= {"retained": ratio(mean["acc"], mean["dense"])}
-        rows.append(mean | {"items": None if tasks["items"].isna().any() else tasks["items"].sum()})
-        for row in rows[-len(tasks) - 1 :]:
-            row |= {"model": label, "config": best["name"]}
+        mean |= {"dense": dense.get("acc_mean"), "retained": ratio(best["acc_mean"], dense.get("acc_mean"))}
+        mean |= {"items": tasks["items"].sum(skipna=False)}
+        for row in [*tasks.to_dict("records"), mean]:
+            dense_stderr = dense.get(f"acc_{row['task']}_stderr")
+            rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": best["name"]})
     columns = [
-        *(
-            MODEL,
-            Column("config", "Configuration", style="name"),
-            Column("task", "Task"),
-            Column("items", "Items", "int"),
-        ),
+        *(MODEL, CONFIG, Column("task", "Task"), Column("items", "Items", "int")),
         Column("acc", "Pruned", "acc", "stderr"),
         *(Column("dense", "Dense", "acc", "dense_stderr"), RETAINED),
     ]
@@ -171,22 +151,25 @@ def architecture(findings: Findings) -> Table:
 
 def transfer(findings: Findings) -> Table | None:
     """Accuracy that each model loses with another's best; None with fewer than two."""
-    lost, stderr, percent = findings.transfer_points, findings.transfer_stderr, findings.transfer_percent
-    if lost is None or stderr is None or percent is None:
+    if findings.transfer is None:
         return None
-    worst = max(float(np.nanmax(lost.to_numpy())), 1e-9)
+    losses = findings.transfer.losses
+    worst = max(1e-9, *(loss.get("loss_points", 0.0) for of_model in losses.values() for loss in of_model.values()))
     rows = []
     for label, found in findings.models.items():
         row: dict[str, Any] = {"model": label, "name": found.best["name"]}
-        for other in lost.columns:
-            points = lost.at[label, other]
-            row |= {f"{other}": points, f"{other}_stderr": stderr.at[label, other] or None}
-            row |= {f"{other}_percent": percent.at[label, other], f"_{other}": max(0.0, points) / worst}
+        for other, loss in losses[label].items():
+            points = loss.get("loss_points")
+            row |= {f"{other}": points, f"{other}_stderr": loss.get("loss_points_stderr") or None}
+            row |= {
+                f"{other}_percent": ratio(points, found.best["acc_mean"]),
+                f"_{other}": max(0.0, points or 0.0) / worst,
+            }
         rows.append(row)
     columns = [
         *(MODEL, Column("name", "Own best", style="name")),
-        *(Column(other, other, "points", f"{other}_stderr", weight=f"_{other}") for other in lost.columns),
-        *(Column(f"{other}_percent", f"{other}, %", "points") for other in lost.columns),
+        *(Column(other, other, "points", f"{other}_stderr", weight=f"_{other}") for other in losses),
+        *(Column(f"{other}_percent", f"{other}, %", "points") for other in losses),
     ]
     title = "Accuracy lost with another model's best configuration"
     return Table("transfer", title, columns, rows, [Message("note_transfer")])
@@ -194,12 +177,18 @@ def transfer(findings: Findings) -> Table | None:
 
 def configuration_impact(findings: Findings) -> Table | None:
     """What the choice of configuration is worth: minimal, another model's, for all, own; and the dense model."""
-    rows = [row for label, found in findings.models.items() for row in _impact(findings, label, found)]
+    rows = []
+    for label, found in findings.models.items():
+        own, dense = found.best["acc_mean"], found.model.baseline.get("acc_mean")
+        for setting, config, values in _settings(findings, label, found):
+            row = {"model": label, "setting": setting, "config": config, "own": setting == "own optimum"}
+            known: dict[str, Any] = {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
+            loss = None if missing(known["loss_points"]) else known["loss_points"] / 100 / own
+            rows.append(row | known | {"loss": loss, "retained": ratio(known["acc_mean"], dense)})
     if len(rows) == len(findings.models):  # nothing beside the own optimum
         return None
     columns = [
-        *(MODEL, Column("setting", "Setting"), Column("config", "Configuration", style="name")),
-        Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", best="own"),
+        *(MODEL, Column("setting", "Setting"), CONFIG, replace(ACCURACY, best="own")),
         Column("loss_points", "Points lost", "points", "loss_points_stderr"),
         *(Column("loss", "Loss", "percent"), RETAINED, PERPLEXITY),
     ]
@@ -207,32 +196,21 @@ def configuration_impact(findings: Findings) -> Table | None:
     return Table("configuration_impact", "Impact of the configuration", columns, rows, notes, best="best_own")
 
 
-def _impact(findings: Findings, label: str, found: ModelFindings) -> Iterator[dict[str, Any]]:
-    dense, best = found.model.baseline, found.best
-
-    def entry(setting: str, config: str, values: Any, loss: Any, stderr: Any) -> dict[str, Any]:
-        row = {"model": label, "setting": setting, "config": config, "own": setting == "own optimum"}
-        row |= {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
-        row |= {"loss_points": loss, "loss_points_stderr": stderr}
-        row |= {"loss": None if missing(loss) else loss / 100 / best["acc_mean"]}
-        return row | {"retained": ratio(row["acc_mean"], dense.get("acc_mean"))}
-
+def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Setting, configuration, and its metrics with the losses against the own optimum, as far as they are known."""
+    best, dense = found.best, found.model.baseline
     if "acc_mean" in dense:
-        yield entry("dense", "", dense, None, None)
+        yield "dense", "", dense
     for _, row in found.eligible[found.eligible["taylor_num_samples"] <= MINIMAL_SAMPLES].iterrows():
         loss = difference(best, row, findings.items)
-        yield entry("minimal", row["name"], row, loss.points, loss.stderr_points)
-    if findings.transfer_points is not None and findings.transfer_stderr is not None:
-        for other, owner in findings.models.items():
+        yield "minimal", row["name"], {**row, **dict(zip(_LOSS, (loss.points, loss.stderr_points), strict=True))}
+    if findings.transfer is not None:
+        for other, values in findings.transfer.losses[label].items():
             if other != label:
-                name, points = owner.best["name"], findings.transfer_points.at[label, other]
-                row = {} if missing(points) else found.named(name)
-                yield entry(f"optimum of {other}", name, row, points, findings.transfer_stderr.at[label, other])
-    for_all = findings.best_for_all
-    if for_all is not None and for_all.get("config") is not None:
-        row = for_all["models"][label]
-        yield entry("best for all", for_all["config"], row, row["loss_points"], row["loss_points_stderr"])
-    yield entry("own optimum", best["name"], best, 0.0, None)
+                yield f"optimum of {other}", values["config"], values
+        if config := findings.transfer.best_for_all["config"]:
+            yield "best for all", config, findings.transfer.best_for_all["models"][label]
+    yield "own optimum", best["name"], {**best, "loss_points": 0.0}
 
 
 def configuration(label: str, row: Any) -> dict[str, Any]:

@@ -3,12 +3,10 @@ correlations."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from tune_prune.analysis.statistics.findings import Findings, Message, Trend
-from tune_prune.analysis.tables.configurations import MODEL, marks
+from tune_prune.analysis.tables.configurations import MODEL, RUNS, marks
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.core.config import HYPERPARAMETERS
 
@@ -17,16 +15,15 @@ def methods(findings: Findings) -> Table:
     """Pruning methods over all complete runs of each, highest mean first."""
     rows = []
     for label, found in findings.models.items():
-        by_name = found.eligible.set_index("name", drop=False)
         for method, values in found.methods.iterrows():
-            best = by_name.loc[values["best"]]
-            row = {"model": label, "method": method, **values.drop("best"), "best": values["best"]}
+            best = found.named(values["best"])
+            row = {"model": label, "method": method, **values}
             row |= {"best_acc": best["acc_mean"], "best_acc_stderr": best["acc_mean_stderr"]}
             row |= {"highest_mean": values["mean"] == found.methods["mean"].max()}
             row |= {"highest": values["max"] == found.methods["max"].max()}
             rows.append(row | {"not_told_apart": marks(found, best)["not_told_apart"]})
     columns = [
-        *(MODEL, Column("method", "Method"), Column("n", "Runs", "int")),
+        *(MODEL, Column("method", "Method"), RUNS),
         *(Column("mean", "Mean", "acc", best="highest_mean"), Column("std", "Std", "acc")),
         Column("std_n", "Std (n)", "acc", hint="divides by n, as published tables do", detail=True),
         *(Column("min", "Min", "acc"), Column("median", "Median", "acc")),
@@ -55,13 +52,8 @@ def _levels(findings: Findings, name: str) -> Table:
             rows.append({"model": label, "level": level, **values, "highest": highest, "trend": said})
     known = HYPERPARAMETERS[name]
     columns = [
-        *(MODEL, Column("level", known.short, "int" if isinstance(rows[0]["level"], (int, float)) else "")),
-        *(
-            Column("n", "Runs", "int"),
-            Column("mean", "Mean", "acc", "stderr", best="highest"),
-            Column("std", "Std", "acc"),
-        ),
-        *(Column("min", "Min", "acc"), Column("max", "Max", "acc")),
+        *(MODEL, Column("level", known.short, "int"), RUNS, Column("mean", "Mean", "acc", "stderr", best="highest")),
+        *(Column(key, key.capitalize(), "acc") for key in ("std", "min", "max")),
     ]
     return Table(known.short, f"Accuracy by {known.label.lower()}", columns, rows, notes, best="best_level")
 
@@ -75,20 +67,16 @@ def trend_message(trend: Trend, words: bool = False) -> Message:
 
 def effects(findings: Findings) -> Table | None:
     """What each hyperparameter explains: the analysis of variance where there is one, else its share of importance only."""
-    rows: list[dict[str, Any]] = []
-    notes = []
+    rows, notes = [], []
     for label, found in findings.models.items():
-        if found.effects is not None:
-            rows += [{"model": label, "term": term, **values} for term, values in found.effects.iterrows()]
-        else:
-            rows += [{"model": label, "term": term, "share": share} for term, share in found.importance.items()]
+        terms = pd.DataFrame({"share": found.importance}) if found.effects is None else found.effects
+        for term, values in terms.iterrows():
+            rows.append({"model": label, "term": term, "_term": term.replace(":", " × "), **values})
         basis = found.importance_basis if found.importance else "none"
         shares = [f"{name} {100 * share:.1f}%" for name, share in sorted(found.importance.items(), key=lambda i: -i[1])]
         notes.append(Message(f"note_importance_{basis}", {"model": label, "shares": shares}))
     if not rows:
         return None
-    for row in rows:
-        row["_term"] = row["term"].replace(":", " × ")
     if any(found.effects is not None for found in findings.models.values()):
         notes.insert(0, Message("note_effects"))
     columns = [
@@ -117,7 +105,7 @@ def correlations(findings: Findings) -> Table | None:
         for item in found.correlations
     ]
     columns = [
-        *(MODEL, Column("measure", "Measure", style="name"), Column("n", "Runs", "int"), Column("r", "r", "acc")),
+        *(MODEL, Column("measure", "Measure", style="name"), RUNS, Column("r", "r", "acc")),
         *(Column("passes", "Passes", "int"), Column("r_passes", "r over passes", "acc")),
         Column("low", "95% interval", "acc", upper="high"),
         Column("reason", "Not computable because", wrap=True),
@@ -138,7 +126,7 @@ def extreme_layers(findings: Findings) -> Table | None:
         for layers, group in found.eligible.dropna(subset="extreme_pruning_layers").groupby("extreme_pruning_layers")
     ]
     columns = [
-        *(MODEL, Column("layers", "Extreme layers", "int"), Column("n", "Runs", "int")),
+        *(MODEL, Column("layers", "Extreme layers", "int"), RUNS),
         *(Column(name, name.capitalize(), "acc") for name in ("mean", "min", "max")),
         Column("ppl", "Mean perplexity", "ppl"),
     ]

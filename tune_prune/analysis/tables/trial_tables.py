@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
     CONFIGURATION,
+    MARKED_ACCURACY,
     MODEL,
     PERPLEXITY,
     TOKENS,
@@ -24,7 +25,6 @@ from tune_prune.core.records import in_order
 
 STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 _ALL = "All models"
-_OF_THE_MACHINE = ("output_dir", "host")  # no part of a publication
 _COUNTS = {
     "runs": "Runs",
     "complete": "Complete",
@@ -36,29 +36,45 @@ _COUNTS = {
 _DISTRIBUTION = ("max", "min", "median", "mean", "std")
 
 
+def counts(model: Model) -> str:
+    """How many trials it has and how they ended: 5 trials (4 complete, 1 failed)."""
+    status = model.rows["status"].value_counts()
+    states = ", ".join(f"{status[name]} {words}" for name, words in STATUS_WORDS.items() if name in status)
+    return f"{len(model.rows)} trial{'' if len(model.rows) == 1 else 's'} ({states or 'none complete'})"
+
+
 def trials(findings: Findings) -> Table:
     """Every trial: what competes first, best first; then the others with the reason why they do not."""
-    rows = _trial_rows(findings)
+    rows: list[dict[str, Any]] = []
+    for label, model in findings.study.models.items():
+        rest = model.rows
+        if (found := findings.models.get(label)) is not None:
+            rest = rest.drop(index=found.eligible.index)
+            places = found.eligible["ppl"].rank(method="first")
+            for rank, (row, place) in enumerate(zip(found.eligible.to_dict("records"), places, strict=True), 1):
+                ranks = {"rank": rank, "ppl_rank": None if missing(place) else int(place)}
+                state = {"state": "complete", **ranks, "chosen": row["name"] == found.best["name"]}
+                rows.append(row | state | marks(found, row) | {"model": label})
+        for row in rest.to_dict("records"):
+            row["state"] = "not finite" if row["success"] else str(row["status"]).replace("_", " ")
+            if row["success"]:
+                row["reason"] = row["reason"] or f"acc_mean is {row['acc_mean']}"
+            row |= dict.fromkeys(("difference_points", "difference_stderr_points", "p_best", "rank", "ppl_rank"))
+            rows.append(row | dict.fromkeys(("chosen", "most_accurate", "not_told_apart"), False) | {"model": label})
+    for row in rows:
+        row["method"] = row["pruning_method"]
+        del row["output_dir"], row["host"]  # of the machine, and no part of a publication
+    tasks = dict.fromkeys(task for model in findings.study.models.values() for task in model.tasks)
     columns = [
-        *(
-            MODEL,
-            replace(CONFIGURATION, badge="chosen"),
-            Column("state", "Status", style="state"),
-            *hyperparameter_columns(findings),
-        ),
-        Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", best="most_accurate", tied="not_told_apart"),
+        *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
+        *hyperparameter_columns(findings),
+        MARKED_ACCURACY,
         Column("difference_points", "To the best", "points", "difference_stderr_points", hint="percentage points"),
         Column("p_best", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"),
         PERPLEXITY,
-        *(
-            Column(name, name.removeprefix("acc_"), "acc", f"{name}_stderr", detail=True, style="task")
-            for name in _task_names(findings)
-        ),
-        *(
-            Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
-            Column("elapsed_time", "Time", "duration"),
-        ),
-        *(Column("reason", "Reason", wrap=True), TOKENS),
+        *(Column(f"acc_{task}", task, "acc", f"acc_{task}_stderr", detail=True, style="task") for task in tasks),
+        Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
+        *(Column("elapsed_time", "Time", "duration"), Column("reason", "Reason", wrap=True), TOKENS),
         *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
     ]
     notes = [Message("note_trials")]
@@ -69,129 +85,63 @@ def trials(findings: Findings) -> Table:
 
 def trial_tasks(findings: Findings) -> Table:
     """Every complete trial's accuracy on every task."""
-    columns = [
-        *(MODEL, Column("name", "Configuration", tied="not_told_apart")),
-        *(
-            Column(
-                name,
-                name.removeprefix("acc_").replace("arc_easy", "arc_e").replace("arc_challenge", "arc_c"),
-                "acc3",
-                f"{name}_stderr",
-            )
-            for name in _task_names(findings)
-        ),
-    ]
+    table, columns = trials(findings), [MODEL, Column("name", "Configuration", tied="not_told_apart")]
+    for task in (column for column in table.shown if column.style == "task"):
+        label = task.label.replace("arc_easy", "arc_e").replace("arc_challenge", "arc_c")
+        columns.append(Column(task.key, label, "acc3", task.stderr))
     kept = ["not_told_apart", *(key for column in columns for key in (column.key, column.stderr) if key)]
-    rows = [{name: row.get(name) for name in kept} for row in _trial_rows(findings) if row["state"] == "complete"]
+    rows = [{name: row.get(name) for name in kept} for row in table.rows if row["state"] == "complete"]
     title = "Accuracy of all complete trials by task"
     return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], long=True)
 
 
-def _task_names(findings: Findings) -> list[str]:
-    """The columns of task accuracies that any row has a value in, in the order of the columns."""
-    names: dict[str, None] = {}
-    for model in findings.study.models.values():
-        for name in model.rows.columns[model.rows.notna().any()]:
-            if name.startswith("acc_") and not name.endswith("_stderr") and name != "acc_mean":
-                names[name] = None
-    return list(names)
-
-
-def _trial_rows(findings: Findings) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for label, model in findings.study.models.items():
-        found = findings.models.get(label)
-        if found is not None:
-            places = found.eligible["ppl"].rank(method="first")
-            for rank, (row, place) in enumerate(zip(found.eligible.to_dict("records"), places, strict=True), 1):
-                place = None if missing(place) else int(place)
-                row |= {
-                    "state": "complete",
-                    "rank": rank,
-                    "ppl_rank": place,
-                    "chosen": row["name"] == found.best["name"],
-                }
-                rows.append(row | marks(found, row) | {"model": label})
-        rest = model.rows[~(model.rows["success"] & np.isfinite(model.rows["acc_mean"]))]
-        for row in rest.to_dict("records"):
-            row["state"] = "not finite" if row["success"] else str(row["status"]).replace("_", " ")
-            if row["success"]:
-                row["reason"] = row["reason"] or f"acc_mean is {row['acc_mean']}"
-            row |= dict.fromkeys(("difference_points", "difference_stderr_points", "p_best", "rank", "ppl_rank"))
-            rows.append(row | dict.fromkeys(("chosen", "most_accurate", "not_told_apart"), False) | {"model": label})
-    for row in rows:
-        row["method"] = row["pruning_method"]
-    return [{name: value for name, value in row.items() if name not in _OF_THE_MACHINE} for row in rows]
-
-
 def statistics(findings: Findings) -> Table:
     """Runs, task evaluations, completeness, cost and the distribution of accuracy: a column per model, and one for all."""
-    counts: dict[str, Mapping[str, float]] = {label: found.statistics for label, found in findings.models.items()}
-    columns: dict[str, dict[str, Any]] = {
-        label: _time(findings, [label]) | dict(values) for label, values in counts.items()
+    values: dict[str, dict[str, Any]] = {
+        label: {**found.statistics, "trial_hours": _hours(found.model.rows)} for label, found in findings.models.items()
     }
-    if len(columns) > 1:
+    if len(values) > 1:
         pooled = pd.concat([found.eligible["acc_mean"] for found in findings.models.values()])
-        columns[_ALL] = {name: sum(values[name] for values in counts.values()) for name in _COUNTS}
-        columns[_ALL] |= {name: float(getattr(pooled, name)()) for name in _DISTRIBUTION} | _time(
-            findings, list(counts)
-        )
-    last = list(columns)[-1]  # cost.json tells of an experiment, not of a model
-    columns[last] |= _cost(findings)
-    for values in columns.values():
-        values["completeness"] = ratio(values["complete"], values["runs"])
+        every = pd.concat([found.model.rows for found in findings.models.values()])
+        total = {name: sum(of_model[name] for of_model in values.values()) for name in _COUNTS}
+        total |= {name: float(getattr(pooled, name)()) for name in _DISTRIBUTION}
+        values[_ALL] = total | {"trial_hours": _hours(every)}
+    for of_model in values.values():
+        of_model["completeness"] = ratio(of_model["complete"], of_model["runs"])
+    values[list(values)[-1]] |= _cost(findings)  # cost.json tells of an experiment, not of a model
     shown = {name: (title, "int") for name, title in _COUNTS.items()}
     shown |= {"completeness": ("Completeness", "percent"), "trial_hours": ("Time in trials (h)", "points")}
     shown |= {name: (title, "int") for name, title in _passes(findings).items()}
     shown |= {"worker_hours": ("Time of workers (h)", "points"), "gpu_hours": ("GPU hours", "points")}
     shown |= {"evaluation_fraction": ("Evaluation's part of that time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
-    rows = [
-        {
-            "statistic": name,
-            "_title": title,
-            "_format": form,
-            **{label: values.get(name) for label, values in columns.items()},
-        }
-        for name, (title, form) in shown.items()
-    ]
-    rows = [row for row in rows if not all(missing(row[label]) for label in columns)]
+    rows = []
+    for name, (title, form) in shown.items():
+        row = {label: of_model.get(name) for label, of_model in values.items()}
+        if not all(map(missing, row.values())):
+            rows.append({"statistic": name, "_title": title, "_format": form, **row})
     notes = [Message("note_statistics")]
-    duplicates = sum(
-        problem.kind == "duplicate" for model in findings.study.models.values() for problem in model.problems
-    )
-    if duplicates:
-        notes.append(Message("note_duplicates", {"count": duplicates}))
+    kinds = [problem.kind for model in findings.study.models.values() for problem in model.problems]
+    if "duplicate" in kinds:
+        notes.append(Message("note_duplicates", {"count": kinds.count("duplicate")}))
     if findings.without:
         notes.append(Message("note_without", {"names": findings.without}))
-    shown_columns = [Column("_title", "Statistic"), *(Column(label, label, "number") for label in columns)]
-    return Table("experiment_statistics", "Experiment statistics", shown_columns, rows, notes)
+    columns = [Column("_title", "Statistic"), *(Column(label, label, "number") for label in values)]
+    return Table("experiment_statistics", "Experiment statistics", columns, rows, notes)
 
 
-def _time(findings: Findings, labels: list[str]) -> dict[str, float | None]:
-    seconds = pd.concat([findings.study.models[label].rows["elapsed_time"] for label in labels]).dropna()
-    return {"trial_hours": float(seconds.sum()) / 3600 if len(seconds) else None}
+def _hours(rows: pd.DataFrame) -> float:
+    return rows["elapsed_time"].dropna().sum(min_count=1) / 3600
 
 
-def _cost(findings: Findings) -> dict[str, float | None]:
-    """Sums over the experiments that have a cost.json; None where none tells."""
-    costs = findings.study.costs.values()
-
-    def total(name: str) -> float | None:
-        known = [cost[name] for cost in costs if cost.get(name) is not None]
-        return float(sum(known)) if known else None
-
-    seconds = total("worker_seconds")
-    evaluation = [
-        cost["evaluation_fraction"] * cost["worker_seconds"]
-        for cost in costs
-        if cost.get("worker_seconds") and "evaluation_fraction" in cost
-    ]
-    return {
-        **{name: total(name) for name in (*_passes(findings), "gpu_hours")},
-        "worker_hours": None if seconds is None else seconds / 3600,
-        "evaluation_fraction": ratio(sum(evaluation), seconds) if evaluation else None,
-    }
+def _cost(findings: Findings) -> Mapping[str, float | None]:
+    """Sums over the experiments that have a cost.json; NaN where none tells."""
+    columns = [*_passes(findings), "gpu_hours", "worker_seconds", "evaluation_fraction"]
+    costs = pd.DataFrame(list(findings.study.costs.values()), columns=columns, dtype="float64")
+    evaluation = (costs["evaluation_fraction"] * costs["worker_seconds"]).sum(min_count=1)
+    total = costs.drop(columns="evaluation_fraction").sum(min_count=1)
+    fraction = ratio(evaluation, total["worker_seconds"])
+    return {**total, "worker_hours": total["worker_seconds"] / 3600, "evaluation_fraction": fraction}
 
 
 def _passes(findings: Findings) -> dict[str, str]:

@@ -5,20 +5,15 @@
 
   function sort(table, head) {
     const heads = [...head.parentElement.cells];
-    const column = heads.indexOf(head);
-    const down = head.getAttribute("aria-sort") === "ascending";
-    const body = table.tBodies[0];
     const number = head.dataset.type === "number";
-    const keyed = [...body.rows].map((row) => {
-      const key = row.cells[column].dataset.sort;
-      return { row, missing: key === undefined, key: number ? Number(key) : key };
+    const down = head.getAttribute("aria-sort") === "ascending";
+    const key = (row) => row.cells[heads.indexOf(head)].dataset.sort;
+    const rows = [...table.tBodies[0].rows].sort((first, second) => {
+      const [a, b] = [key(first), key(second)];
+      if (a === undefined || b === undefined) return (a === undefined) - (b === undefined); // last in both directions
+      return (down ? -1 : 1) * (number ? a - b : text.compare(a, b));
     });
-    keyed.sort((a, b) => {
-      if (a.missing || b.missing) return a.missing - b.missing; // last in both directions
-      const order = number ? (a.key > b.key) - (a.key < b.key) : text.compare(a.key, b.key);
-      return down ? -order : order;
-    });
-    body.append(...keyed.map((item) => item.row));
+    table.tBodies[0].append(...rows);
     heads.forEach((other) => other.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
   }
