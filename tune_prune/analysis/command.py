@@ -70,27 +70,21 @@ def _labelled_path(text: str) -> tuple[str, Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return exit_code(lambda: _main(sys.argv[1:] if argv is None else argv))
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _main(arguments), advice="the same command writes everything again")
 
 
 def _main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
-    if not args.folders and not args.csv:
-        raise UserError(
-            "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
-        )
-    try:
-        _analyse(args)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command writes everything again") from None
-
-
-def _analyse(args: argparse.Namespace) -> None:
     """Read what was named, write everything about it below --output, and say what a person must know of it.
 
     UserError where something of the input must change: a folder or file that cannot be read, no complete trial at all, an
     output that cannot be written.
     """
+    args = parser().parse_args(argv)
+    if not args.folders and not args.csv:
+        raise UserError(
+            "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
+        )
     output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
     def done(step: str) -> None:
