@@ -157,15 +157,11 @@ def describe(findings: Findings) -> str:
     from tune_prune.analysis.tables.trial_tables import counts
 
     models = findings.study.models.values()
-    lines = [
-        f"read         {model.label}: {counts(model)} from {', '.join(map(str, model.origins))}" for model in models
-    ]
+    lines = [f"read         {m.label}: {counts(m)} from {', '.join(map(str, m.origins))}" for m in models]
     distinct: dict[tuple[str, str], Problem] = {}  # what is wrong with a file of several models once
     for problem in (problem for model in models for problem in model.problems):
         distinct.setdefault((problem.where, problem.what), problem)
-    problems = sorted(
-        distinct.values(), key=lambda problem: problem.kind == "stopped_early"
-    )  # as the search meant it: last
+    problems = sorted(distinct.values(), key=lambda p: p.kind == "stopped_early")  # as the search meant it: last
     for problem in problems[:_SHOWN_PROBLEMS]:
         text = ": ".join(filter(None, (problem.model, problem.where, problem.what)))
         lines.append(f"problem      {one_line(text, _WIDTH)}")
