@@ -96,10 +96,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
                 texts[copy] = to_json(parse_json(trial / name))
             except UserError as error:
                 absent[copy], damaged = f"damaged: {error}", True
-    pictures = []
-    if trial is not None and not damaged:
-        (folder / "visualization").mkdir(parents=True, exist_ok=True)
-        pictures = draw_best(found, trial, folder / "visualization")
+    pictures = [] if trial is None or damaged else draw_best(trial, folder / "visualization")
     drawn = {path.name for path in pictures}
     for name in (f"visualization/{name}" for name in _PICTURES if name not in drawn):
         texts[name], absent[name] = None, "it is drawn from the files above"
