@@ -194,11 +194,11 @@ def test_first_screen_says_what_the_findings_say(parsed: Page, html: str, findin
 
 
 def test_tables_hold_the_findings(parsed: Page, findings: Findings) -> None:
-    lost = findings.transfer_points
-    assert lost is not None
-    first, second = lost.index
-    assert parsed.numbers("table-transfer", second)[0] == pytest.approx(lost.loc[first, second])
-    assert parsed.numbers("table-transfer", first)[1] == pytest.approx(lost.loc[second, first])
+    assert findings.transfer is not None
+    losses = findings.transfer.losses
+    first, second = losses
+    assert parsed.numbers("table-transfer", second)[0] == pytest.approx(losses[first][second]["loss_points"])
+    assert parsed.numbers("table-transfer", first)[1] == pytest.approx(losses[second][first]["loss_points"])
     means = [mean for found in findings.models.values() for mean in found.methods["mean"]]
     assert parsed.numbers("table-methods", "Mean") == pytest.approx(means)
     r = [item.r for found in findings.models.values() for item in found.correlations]

@@ -67,8 +67,9 @@ def test_paragraphs_say_what_is_significant(tmp_path: Path) -> None:
     text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
     outside = int((~findings.models["up"].eligible["in_confidence_set"]).sum())
     assert outside > 20 and f"The other {outside} are ruled out as the best" in text
-    assert findings.transfer_points is not None and findings.transfer_percent is not None
-    loss, percent = (frame.loc["up", "down"] for frame in (findings.transfer_points, findings.transfer_percent))
+    assert findings.transfer is not None
+    loss = findings.transfer.losses["up"]["down"]["loss_points"]
+    percent = loss / findings.models["up"].best["acc_mean"]
     assert re.search(rf"up loses {loss:.2f} ± \d\.\d\d points, {percent:.1f}% of its accuracy", text)
 
 

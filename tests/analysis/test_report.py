@@ -94,11 +94,11 @@ def test_the_comparison_says_what_the_findings_say(two_models: Findings, languag
         assert printed(found.best["acc_mean"] / found.model.baseline["acc_mean"], "percent") in screen
         assert label in screen and found.best["name"] in screen
     across = text.partition("\n7. ")[2]
-    lost, share = two_models.transfer_points, two_models.transfer_percent
-    assert lost is not None and share is not None and two_models.best_for_all is not None
-    there, back = (f"{lost.at[key]:.2f}" for key in (("alpha", "beta"), ("beta", "alpha")))
+    assert two_models.transfer is not None and two_models.best_for_all is not None
+    lost = {a: two_models.transfer.losses[a][b]["loss_points"] for a, b in (("alpha", "beta"), ("beta", "alpha"))}
+    there, back = (f"{points:.2f}" for points in lost.values())
     assert there != back
-    shares = [f"{share.at[key]:.2f}" for key in (("alpha", "beta"), ("beta", "alpha"))]
+    shares = [f"{points / two_models.models[label].best['acc_mean']:.2f}" for label, points in lost.items()]
     assert re.search(rf"^ +alpha +\S+ +0\.00 +{there} ± [\d.]+ +0\.00 +{shares[0]}$", across, re.MULTILINE)
     assert re.search(rf"^ +beta +\S+ +{back} ± [\d.]+ +0\.00 +{shares[1]} +0\.00$", across, re.MULTILINE)
     best = two_models.best_for_all

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.rows import config_of, plain_values
+from tune_prune.analysis.input.rows import config_of, plain_value, plain_values
 from tune_prune.analysis.statistics.differences import Difference, Items, difference
 from tune_prune.core.config import PruningConfig
 
@@ -24,32 +24,24 @@ class Transfer:
     # "config" is None where no configuration was evaluated on all
     best_for_all: Mapping[str, Any]
 
-    def table(self, name: str) -> pd.DataFrame:
-        """One field of the losses: a row per model, a column per model whose best is used; NaN where it is not known."""
-        values = {label: {other: loss.get(name) for other, loss in row.items()} for label, row in self.losses.items()}
-        return pd.DataFrame.from_dict(values, orient="index", dtype="float64")
-
 
 def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series], items: Items) -> Transfer:
     """From the eligible rows of each model, the most accurate first, and its chosen one."""
-    rows: dict[str, dict[PruningConfig, pd.Series]] = {}
-    for label, of_model in eligible.items():
-        for _, row in of_model.iterrows():
-            rows.setdefault(label, {}).setdefault(_tried(row), row)
+    # of a configuration that is there twice the first row: the more accurate
+    rows = {label: {_tried(row): row for _, row in found[::-1].iterrows()} for label, found in eligible.items()}
 
     def loss(label: str, config: PruningConfig, own: pd.Series) -> dict[str, Any]:
         row = rows[label].get(config)
         if row is None:
             return {"config": config.name, "evaluated": False}
         gap = Difference(0.0, 0.0, "paired") if row["name"] == own["name"] else difference(own, row, items)
-        lost = {"loss_points": gap.points, "loss_points_stderr": gap.stderr_points, "loss_basis": gap.basis}
-        if math.isnan(gap.stderr_points):
-            lost["loss_points_stderr"] = None
         return {
             "config": config.name,
             "evaluated": True,
             **plain_values(row, "acc_mean", "acc_mean_stderr", "ppl"),
-            **lost,
+            "loss_points": gap.points,
+            "loss_points_stderr": plain_value(gap.stderr_points),
+            "loss_basis": gap.basis,
         }
 
     losses = {

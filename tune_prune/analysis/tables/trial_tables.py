@@ -25,7 +25,6 @@ from tune_prune.core.records import in_order
 
 STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 _ALL = "All models"
-_OF_THE_MACHINE = ("output_dir", "host")  # no part of a publication
 _COUNTS = {
     "runs": "Runs",
     "complete": "Complete",
@@ -46,48 +45,6 @@ def counts(model: Model) -> str:
 
 def trials(findings: Findings) -> Table:
     """Every trial: what competes first, best first; then the others with the reason why they do not."""
-    rows = _trial_rows(findings)
-    columns = [
-        *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
-        *hyperparameter_columns(findings),
-        MARKED_ACCURACY,
-        Column("difference_points", "To the best", "points", "difference_stderr_points", hint="percentage points"),
-        Column("p_best", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"),
-        PERPLEXITY,
-        *(
-            Column(name, name.removeprefix("acc_"), "acc", f"{name}_stderr", detail=True, style="task")
-            for name in _task_names(findings)
-        ),
-        Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
-        *(Column("elapsed_time", "Time", "duration"), Column("reason", "Reason", wrap=True), TOKENS),
-        *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
-    ]
-    notes = [Message("note_trials")]
-    if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
-        notes.append(Message("note_stopped_early"))
-    return Table("trials", "All trials", columns, rows, notes, best="best_most_accurate", long=True)
-
-
-def trial_tasks(findings: Findings) -> Table:
-    """Every complete trial's accuracy on every task."""
-    columns = [MODEL, Column("name", "Configuration", tied="not_told_apart")]
-    for name in _task_names(findings):
-        label = name.removeprefix("acc_").replace("arc_easy", "arc_e").replace("arc_challenge", "arc_c")
-        columns.append(Column(name, label, "acc3", f"{name}_stderr"))
-    kept = ["not_told_apart", *(key for column in columns for key in (column.key, column.stderr) if key)]
-    rows = [{name: row.get(name) for name in kept} for row in _trial_rows(findings) if row["state"] == "complete"]
-    title = "Accuracy of all complete trials by task"
-    return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], long=True)
-
-
-def _task_names(findings: Findings) -> list[str]:
-    """The columns of task accuracies that any row has a value in, in the order of the columns."""
-    rows = pd.concat([model.rows for model in findings.study.models.values()])
-    tasks = dict.fromkeys(task for model in findings.study.models.values() for task in model.tasks)
-    return [f"acc_{task}" for task in tasks if rows[f"acc_{task}"].notna().any()]
-
-
-def _trial_rows(findings: Findings) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for label, model in findings.study.models.items():
         rest = model.rows
@@ -106,7 +63,36 @@ def _trial_rows(findings: Findings) -> list[dict[str, Any]]:
             rows.append(row | dict.fromkeys(("chosen", "most_accurate", "not_told_apart"), False) | {"model": label})
     for row in rows:
         row["method"] = row["pruning_method"]
-    return [{name: value for name, value in row.items() if name not in _OF_THE_MACHINE} for row in rows]
+        del row["output_dir"], row["host"]  # of the machine, and no part of a publication
+    tasks = dict.fromkeys(task for model in findings.study.models.values() for task in model.tasks)
+    columns = [
+        *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
+        *hyperparameter_columns(findings),
+        MARKED_ACCURACY,
+        Column("difference_points", "To the best", "points", "difference_stderr_points", hint="percentage points"),
+        Column("p_best", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"),
+        PERPLEXITY,
+        *(Column(f"acc_{task}", task, "acc", f"acc_{task}_stderr", detail=True, style="task") for task in tasks),
+        Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
+        *(Column("elapsed_time", "Time", "duration"), Column("reason", "Reason", wrap=True), TOKENS),
+        *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
+    ]
+    notes = [Message("note_trials")]
+    if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
+        notes.append(Message("note_stopped_early"))
+    return Table("trials", "All trials", columns, rows, notes, best="best_most_accurate", long=True)
+
+
+def trial_tasks(findings: Findings) -> Table:
+    """Every complete trial's accuracy on every task."""
+    table, columns = trials(findings), [MODEL, Column("name", "Configuration", tied="not_told_apart")]
+    for task in (column for column in table.shown if column.style == "task"):
+        label = task.label.replace("arc_easy", "arc_e").replace("arc_challenge", "arc_c")
+        columns.append(Column(task.key, label, "acc3", task.stderr))
+    kept = ["not_told_apart", *(key for column in columns for key in (column.key, column.stderr) if key)]
+    rows = [{name: row.get(name) for name in kept} for row in table.rows if row["state"] == "complete"]
+    title = "Accuracy of all complete trials by task"
+    return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], long=True)
 
 
 def statistics(findings: Findings) -> Table:
