@@ -83,10 +83,9 @@ def read_text(table: Table) -> Grid:
     spans = [match.span() for match in re.finditer("-+", rule)]
     places = ["".join(letter.ljust(width(letter), "\0") for letter in line) for line in lines]  # one per screen column
     grid = [[line[start:end].replace("\0", "").strip() for start, end in spans] for line in places]
-    marks = {"*": "best", "~": "tied"}
     marked = [bool(column.best or column.tied) for column in table.shown]
     return [
-        [(t[:-1], marks[t[-1]]) if m and t[-1:] in marks else (t, "") for t, m in zip(row, marked, strict=True)]
+        [unmarked(cell, r"(.*)\*", "(.*)~") if mark else (cell, "") for cell, mark in zip(row, marked, strict=True)]
         for row in grid
     ]
 
@@ -94,14 +93,16 @@ def read_text(table: Table) -> Grid:
 def read_markdown(table: Table) -> Grid:
     lines = [line for line in markdown_table(table).splitlines() if line.startswith("|")][2:]
     grid = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return [[_unmarked(cell, r"\*\*(.*)\*\*", "(.*)†") for cell in row] for row in grid]
+    cells = [[unmarked(cell, r"\*\*(.*)\*\*", "(.*)†") for cell in row] for row in grid]
+    return [[(re.sub(r"\\(.)", r"\1", text), mark) for text, mark in row] for row in cells]
 
 
-def _unmarked(cell: str, best: str, tied: str) -> tuple[str, str]:
+def unmarked(cell: str, best: str, tied: str) -> tuple[str, str]:
+    """The text without its mark, and the mark, by the patterns of marked texts."""
     for pattern, mark in ((best, "best"), (tied, "tied")):
         if match := re.fullmatch(pattern, cell):
-            return re.sub(r"\\(.)", r"\1", match[1]), mark
-    return re.sub(r"\\(.)", r"\1", cell), ""
+            return match[1], mark
+    return cell, ""
 
 
 def read_latex(table: Table) -> Grid:
@@ -110,24 +111,23 @@ def read_latex(table: Table) -> Grid:
     check_latex(text)
     body = text.partition(r"\endlastfoot" if table.long else r"\midrule")[2]
     lines = [line.removesuffix(r" \\") for line in body.splitlines() if line.endswith(r" \\")]
-    grid = [re.split(r"(?<!\\)&", line) for line in lines]
-    rows = [[_unmarked_latex(cell.strip()) for cell in row] for row in grid]
+    grid = [[cell.strip() for cell in re.split(r"(?<!\\)&", line)] for line in lines]
+    dagger = r"(.*)\\rlap{\\textsuperscript{\\dag}}"
+    cells = [[unmarked(cell, r"\\textbf{(.*)}", dagger) for cell in row] for row in grid]
+    rows = [[(without_commands(text), mark) for text, mark in row] for row in cells]
     for above, row in itertools.pairwise(rows):
         if table.columns[0].key == "model" and not row[0][0]:
             row[0] = above[0]
     return rows
 
 
-def _unmarked_latex(cell: str) -> tuple[str, str]:
-    mark = "best" if cell.startswith(r"\textbf{") else "tied" if cell.endswith(r"\rlap{\textsuperscript{\dag}}") else ""
-    cell = cell.removesuffix(r"\rlap{\textsuperscript{\dag}}")
-    cell = cell[len(r"\textbf{") : -1] if mark == "best" else cell
+def without_commands(cell: str) -> str:
     readable = {r"$\pm$": "±", r"$-$": "-", r"$\times$": "×", r"\%": "%", r"\_": "_", "{[}": "[", r"\textless{}": "<"}
     readable |= {r"\textgreater{}": ">", r"\textbar{}": "|", r"\textasciigrave{}": "`", "{*}": "*", r"\dots{}": "…"}
     readable |= {r"\textbackslash{}": "\\", r"\&": "&", r"\{": "{", r"\}": "}", "--": "–"}
     for code, character in readable.items():
         cell = cell.replace(code, character)
-    return re.sub(r"\[U\+([0-9A-F]{4})\]", lambda match: chr(int(match[1], 16)), cell), mark
+    return re.sub(r"\[U\+([0-9A-F]{4})\]", lambda match: chr(int(match[1], 16)), cell)
 
 
 def read_html(table: Table) -> Grid:
@@ -136,13 +136,10 @@ def read_html(table: Table) -> Grid:
     assert found is not None
     tree = ElementTree.fromstring(found[0])
     assert {element.tag for element in tree.iter()} <= {"table", "thead", "tbody", "tr", "th", "td", "div", "span"}
-    return [[_html_cell(cell) for cell in row] for row in tree.iterfind("tbody/tr")]
-
-
-def _html_cell(cell: ElementTree.Element) -> tuple[str, str]:
-    text = "".join(cell.itertext())
-    best = "strong" in cell.attrib["class"].split()
-    return (text.removesuffix("†"), "tied") if text.endswith("†") else (text, "best" if best else "")
+    rows = [
+        [("".join(cell.itertext()), cell.attrib["class"].split()) for cell in row] for row in tree.find("tbody") or ()
+    ]
+    return [[(t, "best") if "strong" in c else unmarked(t, "(?!)", "(.*)†") for t, c in row] for row in rows]
 
 
 def assert_shown(text: str, column: Column, row: Row) -> None:
@@ -271,7 +268,7 @@ def test_statistics(simulated: Findings) -> None:
     for name in ("max", "min", "median", "mean", "std"):
         assert rows[name]["All models"] == getattr(pooled, name)()
     assert rows["gradient_passes"]["All models"] == 6  # of the experiment, so of no model alone
-    assert rows["gradient_passes"]["alpha"] is None
+    assert math.isnan(rows["gradient_passes"]["alpha"])
 
 
 def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
