@@ -187,7 +187,7 @@ class ModelFindings:
         elif warning := at_chance(self.model.baseline):
             yield warning
         for factor, value, side in self.edges:
-            yield Message("edge", {"factor": factor, "value": value, "side": side})
+            yield Message(f"edge_{side}", {"factor": factor, "value": value})
         first = eligible["name"].iloc[0]
         others = [name for name in self.tied if name != first]
         if others:
