@@ -155,14 +155,11 @@ def test_a_method_that_reads_no_data_is_one_cell_and_a_level_line_and_no_part_of
 
 
 def test_accuracy_against_size_has_every_ratio_and_the_dense_model(tmp_path: Path) -> None:
-    models = [
-        replace(
-            searched(f"m@{ratio}", ["taylor"], [16, 64], [128], pruning_ratio=ratio, removed_fraction=ratio), base="m"
-        )
-        for ratio in (0.3, 0.1)
-    ]
-    dense = {"acc_mean": 0.7, "acc_mean_stderr": 0.01}
-    found = findings_of(*(replace(model, baseline=dense) for model in models))
+    def pruned(ratio: float) -> Model:
+        model = searched(f"m@{ratio}", ["taylor"], [16, 64], [128], pruning_ratio=ratio, removed_fraction=ratio)
+        return replace(model, base="m", baseline={"acc_mean": 0.7, "acc_mean_stderr": 0.01})
+
+    found = findings_of(pruned(0.3), pruned(0.1))
     best = {label: model.best["acc_mean"] for label, model in found.models.items()}
     assert found.sizes is not None
     (axes,) = figures.accuracy_size(found.sizes).axes
@@ -202,28 +199,23 @@ def test_method_bars_are_the_published_means(llama: ModelFindings) -> None:
     assert "mean ± std over configurations" in legend(figure)
 
 
-@pytest.mark.parametrize(
-    ("factor", "levels", "means"),
-    [
-        ("taylor_seq_len", [16, 32, 64, 128, 256], [0.4988, 0.5345, 0.5699, 0.5755, 0.5805]),
-        ("taylor_num_samples", [128, 256, 512], [0.5504, 0.5515, 0.5537]),
-    ],
-)
-def test_curves_are_the_published_level_means(
-    llama: ModelFindings, factor: str, levels: list[int], means: list[float]
-) -> None:
-    (axes,) = figures.curves({"Llama": llama}, factor).axes
-    drawn = {str(line.get_label()): line for line in axes.get_lines() if len(line.get_xdata())}
-    assert list(drawn["all methods"].get_xdata()) == levels
-    assert [round(float(y), 4) for y in drawn["all methods"].get_ydata()] == means
-    assert set(drawn) == {*METHODS, "all methods"}
-    for method, band in zip(METHODS, axes.collections, strict=True):
-        rows = llama.eligible[llama.eligible["pruning_method"] == method]
-        groups = [rows["acc_mean"][rows[factor] == level].to_numpy() for level in levels]
-        np.testing.assert_allclose(drawn[method].get_ydata(), [group.mean() for group in groups])
-        error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
-        corners = band.get_paths()[0].vertices
-        np.testing.assert_allclose([np.ptp(corners[corners[:, 0] == level, 1]) / 2 for level in levels], error)
+def test_curves_are_the_published_level_means(llama: ModelFindings) -> None:
+    published = {
+        "taylor_seq_len": {16: 0.4988, 32: 0.5345, 64: 0.5699, 128: 0.5755, 256: 0.5805},
+        "taylor_num_samples": {128: 0.5504, 256: 0.5515, 512: 0.5537},
+    }
+    for factor, means in published.items():
+        (axes,) = figures.curves({"Llama": llama}, factor).axes
+        drawn = {str(line.get_label()): line for line in axes.get_lines() if len(line.get_xdata())}
+        assert drawn.keys() == {*METHODS, "all methods"}
+        assert {x: round(y, 4) for x, y in zip(*drawn["all methods"].get_data(), strict=True)} == means
+        for method, band in zip(METHODS, axes.collections, strict=True):
+            rows = llama.eligible[llama.eligible["pruning_method"] == method]
+            groups = [rows["acc_mean"][rows[factor] == level].to_numpy() for level in means]
+            np.testing.assert_allclose(drawn[method].get_ydata(), [group.mean() for group in groups])
+            error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
+            corners = band.get_paths()[0].vertices
+            np.testing.assert_allclose([np.ptp(corners[corners[:, 0] == level, 1]) / 2 for level in means], error)
 
 
 def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(simulated: Findings) -> None:
@@ -271,14 +263,9 @@ def test_any_shape_of_search_is_drawn(model: Model, absent: set[str], tmp_path: 
     assert names == possible - absent
 
 
-def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
-    assert figures.draw_all(findings_of(), tmp_path) == []
-
-
 def test_unknown_perplexities_are_counted_in_the_panel() -> None:
-    ppl = [10.0, 12.0, math.inf, math.nan]
-    found = findings_of(searched("m", ["taylor"], [16, 32], [128, 256], ppl=ppl)).models["m"]
-    (axes,) = figures.ppl_accuracy({"m": found}).axes
+    found = findings_of(searched("m", ["taylor"], [16, 32], [128, 256], ppl=[10.0, 12.0, math.inf, math.nan])).models
+    (axes,) = figures.ppl_accuracy(found).axes
     assert [text.get_text() for text in axes.texts] == ["2 of 4 not finite, not shown"]
     assert {x for x, _ in points(axes, "o")} == {10.0, 12.0}
 

@@ -69,14 +69,13 @@ def test_gradients_that_are_zero_or_not_finite_are_counted(tmp_path: Path) -> No
     assert marked(norm, "s").get_ydata().tolist() == [2.0]
 
 
-def test_what_a_trial_folder_lacks_is_left_out_and_what_is_damaged_is_named(
-    simulated: Findings, tmp_path: Path
-) -> None:
+def test_what_is_missing_is_left_out_and_what_is_damaged_is_named(simulated: Findings, tmp_path: Path) -> None:
     model = simulated.models["alpha"]
     assert figures_best.draw_best(tmp_path / "nowhere", tmp_path / "out") == []
-    layers_file(tmp_path, "pruning_comparison.json", [{"layer": 0, "kv_groups_before": 4}])
-    with pytest.raises(UserError, match=r"pruning_comparison.json has no layers with kv_groups_before"):
-        figures_best.draw_best(tmp_path, tmp_path / "out")
+    for damage in ([{"layer": 0, "kv_groups_before": 4}], [{"layer": "first"}], []):
+        layers_file(tmp_path, "pruning_comparison.json", damage)
+        with pytest.raises(UserError, match=r"pruning_comparison.json has no layers with kv_groups_before"):
+            figures_best.draw_best(tmp_path, tmp_path / "out")
     damaged = replace(model, eligible=model.eligible.assign(output_dir=str(tmp_path)))
     with pytest.raises(UserError, match="delete it"):
         figures.draw_all(replace(simulated, models={"alpha": damaged}), tmp_path / "out")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.latex import escape, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.render.templating import environment
-from tune_prune.analysis.render.text import text_table, width
+from tune_prune.analysis.render.text import text_table
 from tune_prune.analysis.statistics.findings import Findings, Message, find
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables, write_tables
@@ -46,7 +45,7 @@ SMALL = Table(
     ],
     rows=[
         {"model": "甲", "acc": 0.598, "stderr": 0.0048, "top": True, "tied": False, "low": -0.25, "high": 0.5},
-        {"model": "乙", "acc": 0.59, "stderr": math.nan, "top": False, "tied": True, "low": None, "p": 0.0004},
+        {"model": "甲", "acc": 0.59, "stderr": math.nan, "top": False, "tied": True, "low": None, "p": 0.0004},
         {"model": "x", "acc": None, "stderr": None, "top": False, "tied": False, "low": 0.0, "high": 1.0, "p": 0.05},
     ],
 )
@@ -77,19 +76,6 @@ def every_table(hostile: Findings) -> list[Table]:
     return [table for table in made if table is not None]
 
 
-def read_text(table: Table) -> Grid:
-    """By the columns of the rule below the head."""
-    _, rule, *lines = text_table(table, columns=10_000).splitlines()
-    spans = [match.span() for match in re.finditer("-+", rule)]
-    places = ["".join(letter.ljust(width(letter), "\0") for letter in line) for line in lines]  # one per screen column
-    grid = [[line[start:end].replace("\0", "").strip() for start, end in spans] for line in places]
-    marked = [bool(column.best or column.tied) for column in table.shown]
-    return [
-        [unmarked(cell, r"(.*)\*", "(.*)~") if mark else (cell, "") for cell, mark in zip(row, marked, strict=True)]
-        for row in grid
-    ]
-
-
 def read_markdown(table: Table) -> Grid:
     lines = [line for line in markdown_table(table).splitlines() if line.startswith("|")][2:]
     grid = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
@@ -103,31 +89,6 @@ def unmarked(cell: str, best: str, tied: str) -> tuple[str, str]:
         if match := re.fullmatch(pattern, cell):
             return match[1], mark
     return cell, ""
-
-
-def read_latex(table: Table) -> Grid:
-    """The rows below the last rule of the head; a model that is not said again is the one above."""
-    text = latex_table(table)
-    check_latex(text)
-    body = text.partition(r"\endlastfoot" if table.long else r"\midrule")[2]
-    lines = [line.removesuffix(r" \\") for line in body.splitlines() if line.endswith(r" \\")]
-    grid = [[cell.strip() for cell in re.split(r"(?<!\\)&", line)] for line in lines]
-    dagger = r"(.*)\\rlap{\\textsuperscript{\\dag}}"
-    cells = [[unmarked(cell, r"\\textbf{(.*)}", dagger) for cell in row] for row in grid]
-    rows = [[(without_commands(text), mark) for text, mark in row] for row in cells]
-    for above, row in itertools.pairwise(rows):
-        if table.columns[0].key == "model" and not row[0][0]:
-            row[0] = above[0]
-    return rows
-
-
-def without_commands(cell: str) -> str:
-    readable = {r"$\pm$": "±", r"$-$": "-", r"$\times$": "×", r"\%": "%", r"\_": "_", "{[}": "[", r"\textless{}": "<"}
-    readable |= {r"\textgreater{}": ">", r"\textbar{}": "|", r"\textasciigrave{}": "`", "{*}": "*", r"\dots{}": "…"}
-    readable |= {r"\textbackslash{}": "\\", r"\&": "&", r"\{": "{", r"\}": "}", "--": "–"}
-    for code, character in readable.items():
-        cell = cell.replace(code, character)
-    return re.sub(r"\[U\+([0-9A-F]{4})\]", lambda match: chr(int(match[1], 16)), cell)
 
 
 def read_html(table: Table) -> Grid:
@@ -172,10 +133,10 @@ def assert_shown(text: str, column: Column, row: Row) -> None:
             assert float(digits.replace(",", "")) == pytest.approx(scale * number, abs=half)
 
 
-@pytest.mark.parametrize("read", [read_text, read_markdown, read_latex, read_html])
+@pytest.mark.parametrize("read", [read_markdown, read_html])
 def test_every_cell_is_shown_and_marked(every_table: list[Table], read: Callable[[Table], Grid]) -> None:
     for table in every_table:
-        columns = table.printed if read in (read_markdown, read_latex) else table.shown
+        columns = table.printed if read is read_markdown else table.shown
         grid = read(table)
         assert len(grid) == len(table.rows), table.key
         for cells, row in zip(grid, table.rows, strict=True):
@@ -203,11 +164,21 @@ def test_text_is_aligned_marked_and_without_empty_columns() -> None:
         "  Model        Accuracy     95% interval      p\n"
         "  -----  --------------  ---------------  -----\n"
         "  甲     .5980 ± .0048*  [-.2500, .5000]      –\n"
-        "  乙             .5900~                –  <.001\n"
+        "  甲             .5900~                –  <.001\n"
         "  x                  –    [.0000, 1.0000]   .050\n"
     ).replace("–    [", "–   [").replace("]   .050", "]   .050")
     assert "Model" not in text_table(SMALL.of("x"))
     assert text_table(SMALL.pick("p", "model")).splitlines()[0].split() == ["p", "Model"]
+
+
+def test_latex_says_a_model_once_and_marks_cells() -> None:
+    body = latex_table(SMALL).partition("\\midrule\n")[2].partition("\\bottomrule")[0]
+    assert body.splitlines() == [
+        r"{[}U+7532] & \textbf{.5980 $\pm$ .0048} & {[}$-$.2500, .5000] & -- \\",
+        r" & .5900\rlap{\textsuperscript{\dag}} & -- & \textless{}.001 \\",
+        r"\midrule",
+        r"x & -- & {[}.0000, 1.0000] & .050 \\",
+    ]
 
 
 def values(table: Table, key: str) -> list[Any]:
