@@ -75,8 +75,7 @@ def test_every_message_that_is_made_is_in_the_catalogue_and_the_other_way_round(
         assert names_of_values is None or names_of_values == asked, kind
     template = (TEMPLATES / "report.txt.j2").read_text(encoding="utf-8")
     texts = "".join([*SOURCES, template])
-    prefixes = tuple(re.findall(r'f"(\w+_)\{|"(\w+_)" ~', texts))
-    prefixes = tuple(prefix for pair in prefixes for prefix in pair if prefix)
+    prefixes = tuple(re.findall(r'"(\w+_)(?:\{|" ~)', texts))
     assert not [kind for kind in CATALOGUE if f'"{kind}"' not in texts and not kind.startswith(prefixes)]
 
 

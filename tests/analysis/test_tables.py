@@ -21,7 +21,7 @@ from tune_prune.analysis.cost import duration
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.latex import escape, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
-from tune_prune.analysis.render.templating import html_table
+from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.render.text import text_table
 from tune_prune.analysis.statistics.findings import Findings, Message, find
 from tune_prune.analysis.tables import trial_tables
@@ -93,7 +93,8 @@ def unmarked(cell: str, best: str, tied: str) -> tuple[str, str]:
 
 def read_html(table: Table) -> Grid:
     """As XML, which is strict about what is a tag."""
-    found = re.search("<table.*</table>", html_table(table), re.DOTALL)
+    html = str(environment().get_template("table.html.j2").module.table(table))  # type: ignore[attr-defined]
+    found = re.search("<table.*</table>", html, re.DOTALL)
     assert found is not None
     tree = ElementTree.fromstring(found[0])
     assert {element.tag for element in tree.iter()} <= {"table", "thead", "tbody", "tr", "th", "td", "div", "span"}

@@ -199,7 +199,7 @@ def _looks(models: Mapping[str, ModelFindings]) -> dict[str, dict[str, Any]]:
 def _scatter(axes: Axes, model: ModelFindings, x: pd.Series, looks: Mapping[str, dict[str, Any]]) -> None:
     """The configurations at `x` and acc_mean, the best ringed; what has no finite `x` is counted in the panel. Filled: cannot be
     told from the most accurate (where that is known)."""
-    finite, worse, accuracy = np.isfinite(x), model.worse, model.eligible["acc_mean"]
+    finite, worse, accuracy = np.isfinite(x), ~model.eligible["in_confidence_set"], model.eligible["acc_mean"]
     hollow: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white", "markeredgewidth": 0.8}
     for method, look in looks.items():
         of_method = finite & (model.eligible["pruning_method"] == method)

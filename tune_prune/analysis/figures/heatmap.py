@@ -50,7 +50,7 @@ def heatmap(model: ModelFindings) -> Figure:
         axis.set_ticks(np.arange(0.5, len(levels), step), levels[::step])
 
     cells = eligible.drop_duplicates(["pruning_method", *CALIBRATION])  # the best of each, which stands first
-    tied = eligible.index[~model.worse & (model.basis != "unknown")]
+    tied = eligible.index[eligible["in_confidence_set"] & (model.basis != "unknown")]
     low, high = eligible["acc_mean"].min(), eligible["acc_mean"].max()
     scale = Normalize(low, high) if high > low else Normalize(low - 0.005, low + 0.005)
     colours = ScalarMappable(scale, "cividis")
