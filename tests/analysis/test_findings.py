@@ -46,7 +46,7 @@ def test_published_best_comes_with_those_within_noise() -> None:
     noise = next(message for message in model.warnings if message.kind == "within_noise")
     assert [noise.values["best"], *noise.values["others"]] == alike
     assert noise.values["points"] == pytest.approx(100 * (0.5980432152155284 - model.eligible["acc_mean"].iloc[1]))
-    assert kinds(model) == {"dense_unknown", "edge", "within_noise", "ppl_disagrees", "no_items", "seeds_one"}
+    assert kinds(model) == {"dense_unknown", "edge_lower", "within_noise", "ppl_disagrees", "no_items", "seeds_one"}
     assert model.statistics["task_evaluations"] == 45 * 7
     assert [round(model.statistics[name], 4) for name in ("max", "min", "mean")] == [0.5980, 0.4342, 0.5519]
     assert model.tasks["items"].sum() == 20465
@@ -184,8 +184,8 @@ def test_warnings_follow_from_the_numbers(study: Study) -> None:
     changed = replace(alpha, rows=rows, baseline=at_chance)
     model = find(Study({"alpha": changed})).models["alpha"]
     said = {message.kind: message.values for message in model.warnings}
-    assert said.keys() == {"at_chance", "edge", "rank_disagrees", "no_items", "seeds_one"}
-    assert said["edge"] == {"factor": "taylor_num_samples", "value": 512, "side": "upper"}
+    assert said.keys() == {"at_chance", "edge_upper", "rank_disagrees", "no_items", "seeds_one"}
+    assert said["edge_upper"] == {"factor": "taylor_num_samples", "value": 512}
     by_mean, by_max = ["taylor", "blockwise", "layerwise"], ["blockwise", "taylor", "layerwise"]
     assert said["rank_disagrees"] == {"by_mean": by_mean, "by_max": by_max}
     blind = replace(changed, rows=rows.assign(acc_mean_stderr=math.nan, ppl=math.nan))

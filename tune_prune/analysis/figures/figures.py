@@ -41,15 +41,13 @@ _RING: dict[str, Any] = {
 
 
 def draw_all(findings: Findings, folder: Path) -> list[Path]:
-    """Write every figure into `folder` as PNG and PDF and return the paths; nothing if no model has a complete trial.
+    """Write every figure of one model or more into `folder` as PNG and PDF and return the paths.
 
     Left out are hyperparameters of which every model has one level, ppl_accuracy where no perplexity is finite, accuracy_size
     where every model has one ratio, and retention_<model> where the best trial's folder is not there. UserError if a file
     in it is damaged.
     """
     models = findings.models
-    if not models:
-        return []
     stems = figure_style.file_stems(models)
     with figure_style.style():
         figures = {f"heatmap_{stems[label]}": heatmap(model) for label, model in models.items()}
@@ -82,16 +80,16 @@ def methods(models: Mapping[str, ModelFindings]) -> Figure:
     error: dict[str, Any] = {"fmt": "none", "ecolor": BLACK, "elinewidth": 1, "capthick": 1, "zorder": 3}
     for axes, (label, model) in zip(grid, models.items(), strict=True):
         for place, (method, look) in enumerate(looks.items()):
-            if method not in model.methods.index:
+            accuracies = _of(model, method).sort_values(list(CALIBRATION))["acc_mean"]
+            places = place + np.linspace(-0.4, 0.4, len(accuracies) + 2)[1:-1]
+            axes.plot(places, accuracies, linestyle="none", markersize=3, label=method, **look)
+            if accuracies.empty:
                 continue
             mean, spread = model.methods.loc[method, ["mean", "std"]]
             tint = 0.65 + 0.35 * np.array(to_rgb(look["color"]))
             axes.bar(place, mean, 0.9, color=tint, edgecolor=look["color"])
             text = f"{mean:.3f}".removeprefix("0")
             axes.text(place, 0.02 * mean, text, fontsize=SMALL, ha="center", va="bottom")
-            accuracies = _of(model, method).sort_values(list(CALIBRATION))["acc_mean"]
-            places = place + np.linspace(-0.4, 0.4, len(accuracies) + 2)[1:-1]
-            axes.plot(places, accuracies, linestyle="none", markersize=3, label=method, **look)
             if math.isfinite(spread):  # of one configuration there is none
                 axes.errorbar(place, mean, spread, label="mean ± std over configurations", **error)
         axes.set_xticks([(len(looks) - 1) / 2], [figure_style.wrapped(label)])
@@ -201,7 +199,7 @@ def _looks(models: Mapping[str, ModelFindings]) -> dict[str, dict[str, Any]]:
 def _scatter(axes: Axes, model: ModelFindings, x: pd.Series, looks: Mapping[str, dict[str, Any]]) -> None:
     """The configurations at `x` and acc_mean, the best ringed; what has no finite `x` is counted in the panel. Filled: cannot be
     told from the most accurate (where that is known)."""
-    finite, worse, accuracy = np.isfinite(x), model.worse, model.eligible["acc_mean"]
+    finite, worse, accuracy = np.isfinite(x), ~model.eligible["in_confidence_set"], model.eligible["acc_mean"]
     hollow: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white", "markeredgewidth": 0.8}
     for method, look in looks.items():
         of_method = finite & (model.eligible["pruning_method"] == method)

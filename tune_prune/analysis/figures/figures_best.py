@@ -45,7 +45,8 @@ def layer_table(path: Path, columns: list[str]) -> pd.DataFrame | None:
         return None
     content = parse_json(path)
     try:
-        return pd.DataFrame(content["layers"]).set_index("layer")[columns].map(number).astype("float64")
+        table = pd.DataFrame(content["layers"]).astype({"layer": "int64"}).set_index("layer")
+        return table[columns].map(number).astype("float64")
     except (KeyError, TypeError, ValueError) as error:
         names = ", ".join(columns)
         raise UserError(f"{path} has no layers with {names} ({error!r}); delete it to leave its figures out") from error
@@ -54,9 +55,8 @@ def layer_table(path: Path, columns: list[str]) -> pd.DataFrame | None:
 def layer_shares(trial_folder: Path) -> pd.DataFrame | None:
     """The share of each layer that a trial kept, of kv_groups, mlp_channels and params; None if its file is not there."""
     names = ("kv_groups", "mlp_channels", "params")
-    table = layer_table(
-        trial_folder / PLAN_COMPARISON, [f"{name}_{when}" for name in names for when in ("before", "kept")]
-    )
+    columns = [f"{name}_{when}" for name in names for when in ("before", "kept")]
+    table = layer_table(trial_folder / PLAN_COMPARISON, columns)
     if table is None:
         return None
     return pd.DataFrame({name: table[f"{name}_kept"] / table[f"{name}_before"] for name in names})

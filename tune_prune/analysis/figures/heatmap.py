@@ -35,8 +35,7 @@ def heatmap(model: ModelFindings) -> Figure:
     reading = set.union(*(methods_reading(rows, factor) for factor in CALIBRATION))
     names = list(figure_style.looks(rows["pruning_method"]))
     wide = min(len(names), PANELS_PER_ROW) * len(samples) > 9
-    below = math.ceil(len(names) / PANELS_PER_ROW)
-    height = 0.25 + 0.9 / below + min(3.0, max(1.1 / below, 0.27 * len(seq_lens)))
+    height = 0.9 + 0.27 * min(11, max(3, len(seq_lens)))
     figure, grid = figure_style.panels(len(names), height, wide, sharex=True, sharey=True)
     figure.set_layout_engine("constrained", w_pad=0.02, wspace=0.01)
     panels = dict(zip(names, grid, strict=True))
@@ -51,7 +50,7 @@ def heatmap(model: ModelFindings) -> Figure:
         axis.set_ticks(np.arange(0.5, len(levels), step), levels[::step])
 
     cells = eligible.drop_duplicates(["pruning_method", *CALIBRATION])  # the best of each, which stands first
-    tied = eligible.index[~model.worse & (model.basis != "unknown")]
+    tied = eligible.index[eligible["in_confidence_set"] & (model.basis != "unknown")]
     low, high = eligible["acc_mean"].min(), eligible["acc_mean"].max()
     scale = Normalize(low, high) if high > low else Normalize(low - 0.005, low + 0.005)
     colours = ScalarMappable(scale, "cividis")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -84,14 +83,13 @@ def typed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
-    """The eligible rows (complete, with a finite acc_mean), best first; they have a column `name`.
+    """The eligible rows (complete, with a finite acc_mean), best first, with `tokens` (seq_len x samples); they have a `name`.
 
-    Selection rule "accuracy": highest acc_mean; then lower perplexity, then fewer calibration tokens, then the name.
+    Selection rule "accuracy": highest acc_mean; then lower perplexity (unknown: last), then fewer tokens, then the name.
     """
     rows = rows[rows["success"] & np.isfinite(rows["acc_mean"])]
-    tokens = rows["taylor_seq_len"] * rows["taylor_num_samples"]
-    order = rows[["name"]].assign(acc=-rows["acc_mean"], ppl=rows["ppl"].fillna(math.inf), tokens=tokens)
-    return rows.loc[order.sort_values(["acc", "ppl", "tokens", "name"]).index]
+    rows = rows.assign(tokens=rows["taylor_seq_len"] * rows["taylor_num_samples"])
+    return rows.sort_values(["acc_mean", "ppl", "tokens", "name"], ascending=[False, True, True, True])
 
 
 def config_of(row: Mapping[str, Any]) -> PruningConfig:

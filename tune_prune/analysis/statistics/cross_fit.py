@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -43,8 +42,7 @@ def cross_fit_rule(
         return None
     rows = eligible.iloc[scores.rows]
     # What breaks ties must not come from the items: a row's place in `eligible` does
-    order = rows.assign(ppl=rows["ppl"].fillna(math.inf)).reset_index(drop=True)
-    ties = order.sort_values(["ppl", "tokens", "name"]).index.argsort()
+    ties = rows.reset_index(drop=True).sort_values(["ppl", "tokens", "name"]).index.argsort()
     cost = rules.cost_order(rows)
     stderr = comparison.stderr[np.ix_(scores.rows, scores.rows)]
 

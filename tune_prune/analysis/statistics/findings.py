@@ -23,12 +23,11 @@ from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics import effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
-from tune_prune.analysis.statistics.differences import Items, read_items
+from tune_prune.analysis.statistics.differences import Items, Transfer, read_items, transfer
 from tune_prune.analysis.statistics.effects import Correlation, Trend
 from tune_prune.analysis.statistics.factors import CALIBRATION, FACTORS, NUMERIC, methods_reading, varied
 from tune_prune.analysis.statistics.message import Message
 from tune_prune.analysis.statistics.rules import RULES
-from tune_prune.analysis.statistics.transfer import Transfer, transfer
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
 
@@ -46,7 +45,7 @@ class ModelFindings:
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
     # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own
     # minus the most accurate's, 0 for itself), p_best (chance of a gap to the best as large as this if this were the best;
-    # corrected for all configurations), in_confidence_set (p_best above 0.05: statistically tied with the best)
+    # corrected for all configurations), in_confidence_set (p_best above 0.05 or unknown: statistically tied with the best)
     eligible: pd.DataFrame
     comparison: Comparison
     scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
@@ -73,11 +72,6 @@ class ModelFindings:
     def tied(self) -> list[str]:
         """Names of the configurations that are statistically tied with the most accurate (95%), itself among them."""
         return self.eligible.loc[self.eligible["in_confidence_set"], "name"].tolist()
-
-    @property
-    def worse(self) -> pd.Series:
-        """Of each eligible row whether it is told apart from the most accurate; nowhere, if nothing is known of the noise."""
-        return ~self.eligible["in_confidence_set"].astype("bool") & (self.basis != "unknown")
 
     @cached_property
     def edges(self) -> list[tuple[str, int, str]]:
@@ -187,7 +181,7 @@ class ModelFindings:
         elif warning := at_chance(self.model.baseline):
             yield warning
         for factor, value, side in self.edges:
-            yield Message("edge", {"factor": factor, "value": value, "side": side})
+            yield Message(f"edge_{side}", {"factor": factor, "value": value})
         first = eligible["name"].iloc[0]
         others = [name for name in self.tied if name != first]
         if others:
@@ -284,7 +278,6 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
         generator = np.random.default_rng(seed_for(seed, f"bootstrap of {label}"))
         comparison = compare(accuracies, stderrs, scores, generator)
         eligible = eligible.assign(
-            tokens=eligible["taylor_seq_len"] * eligible["taylor_num_samples"],
             gradient_pass_s=_gradient_pass_s(eligible, model, study.costs),
             difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
             difference_stderr_points=100 * comparison.stderr[:, 0],

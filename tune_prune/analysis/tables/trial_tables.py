@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from tune_prune.analysis.tables.configurations import (
     TOKENS,
     hyperparameter_columns,
     marks,
-    ratio,
 )
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.records import in_order
@@ -97,29 +96,31 @@ def trial_tasks(findings: Findings) -> Table:
 
 def statistics(findings: Findings) -> Table:
     """Runs, task evaluations, completeness, cost and the distribution of accuracy: a column per model, and one for all."""
-    values: dict[str, dict[str, Any]] = {
-        label: {**found.statistics, "trial_hours": _hours(found.model.rows)} for label, found in findings.models.items()
-    }
-    if len(values) > 1:
+    values = pd.DataFrame(
+        {
+            label: {**found.statistics, "trial_hours": _hours(found.model.rows)}
+            for label, found in findings.models.items()
+        }
+    )
+    if len(findings.models) > 1:
         pooled = pd.concat([found.eligible["acc_mean"] for found in findings.models.values()])
         every = pd.concat([found.model.rows for found in findings.models.values()])
-        total = {name: sum(of_model[name] for of_model in values.values()) for name in _COUNTS}
-        total |= {name: float(getattr(pooled, name)()) for name in _DISTRIBUTION}
-        values[_ALL] = total | {"trial_hours": _hours(every)}
-    for of_model in values.values():
-        of_model["completeness"] = ratio(of_model["complete"], of_model["runs"])
-    values[list(values)[-1]] |= _cost(findings)  # cost.json tells of an experiment, not of a model
+        total = values.loc[list(_COUNTS)].sum(axis="columns").to_dict() | {"trial_hours": _hours(every)}
+        values[_ALL] = pd.Series(total | {name: getattr(pooled, name)() for name in _DISTRIBUTION})
+    values.loc["completeness"] = values.loc["complete"] / values.loc["runs"]
+    cost = pd.DataFrame({values.columns[-1]: _cost(findings)})  # cost.json tells of an experiment, not of a model
+    values = pd.concat([values, cost])
     shown = {name: (title, "int") for name, title in _COUNTS.items()}
     shown |= {"completeness": ("Completeness", "percent"), "trial_hours": ("Time in trials (h)", "points")}
     shown |= {name: (title, "int") for name, title in _passes(findings).items()}
     shown |= {"worker_hours": ("Time of workers (h)", "points"), "gpu_hours": ("GPU hours", "points")}
     shown |= {"evaluation_fraction": ("Evaluation's part of that time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
-    rows = []
-    for name, (title, form) in shown.items():
-        row = {label: of_model.get(name) for label, of_model in values.items()}
-        if not all(map(missing, row.values())):
-            rows.append({"statistic": name, "_title": title, "_format": form, **row})
+    rows = [
+        {"statistic": name, "_title": title, "_format": form, **values.loc[name]}
+        for name, (title, form) in shown.items()
+        if values.loc[name].notna().any()
+    ]
     notes = [Message("note_statistics")]
     kinds = [problem.kind for model in findings.study.models.values() for problem in model.problems]
     if "duplicate" in kinds:
@@ -134,14 +135,14 @@ def _hours(rows: pd.DataFrame) -> float:
     return rows["elapsed_time"].dropna().sum(min_count=1) / 3600
 
 
-def _cost(findings: Findings) -> Mapping[str, float | None]:
+def _cost(findings: Findings) -> pd.Series:
     """Sums over the experiments that have a cost.json; NaN where none tells."""
     columns = [*_passes(findings), "gpu_hours", "worker_seconds", "evaluation_fraction"]
     costs = pd.DataFrame(list(findings.study.costs.values()), columns=columns, dtype="float64")
-    evaluation = (costs["evaluation_fraction"] * costs["worker_seconds"]).sum(min_count=1)
-    total = costs.drop(columns="evaluation_fraction").sum(min_count=1)
-    fraction = ratio(evaluation, total["worker_seconds"])
-    return {**total, "worker_hours": total["worker_seconds"] / 3600, "evaluation_fraction": fraction}
+    costs["evaluation_fraction"] *= costs["worker_seconds"]
+    total = costs.sum(min_count=1)
+    total["evaluation_fraction"] /= total["worker_seconds"] or math.nan
+    return pd.concat([total, pd.Series({"worker_hours": total["worker_seconds"] / 3600})])
 
 
 def _passes(findings: Findings) -> dict[str, str]:
