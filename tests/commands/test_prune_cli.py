@@ -45,6 +45,12 @@ class Searched:
         return read(self.folder / "global_best_config.json")["models"]
 
 
+def write_space(folder: Path, **values: Any) -> Path:
+    path = folder / "space.json"  # JSON is YAML, too
+    path.write_text(json.dumps({"search": "grid", "taylor_num_samples": 8} | values), encoding="utf-8")
+    return path
+
+
 def run_search(storage: Path, *argv: str | Path) -> Searched:
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
@@ -54,10 +60,11 @@ def run_search(storage: Path, *argv: str | Path) -> Searched:
 
 @pytest.fixture(scope="module")
 def searched(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Searched:
-    """The three embedded models, six trials each, and their best checkpoints."""
+    """The three embedded models, two trials each, and their best checkpoints."""
+    storage = tmp_path_factory.mktemp("prune")
     models = [flag for name in embedded.MODEL_NAMES for flag in ("--model", name)]
-    argv = (*models, "--search-space", "smoke", "--limit", "20", "--save-best")
-    return run_search(tmp_path_factory.mktemp("prune"), *argv)
+    space = write_space(storage, method=["taylor", "blockwise"], taylor_seq_len=32)
+    return run_search(storage, *models, "--search-space", space, "--limit", "20", "--save-best")
 
 
 @pytest.fixture
@@ -166,9 +173,9 @@ def test_each_ratio_of_a_search_has_its_best_model(
 ) -> None:
     """One search over two ratios and two shapes: the passes and the dense baseline are made once, and each ratio is compared
     in itself."""
-    space, shapes, ratios = tmp_path / "sizes.json", ("aligned-16", "uniform"), (0.1, 0.3)
-    values = {"search": "grid", "method": ["taylor", "random"], "taylor_seq_len": [16, 32], "taylor_num_samples": 8}
-    space.write_text(json.dumps(values | {"pruning_ratio": ratios, "shape": shapes}))  # JSON is YAML, too
+    shapes, ratios = ("aligned-16", "uniform"), (0.1, 0.3)
+    several = {"taylor_seq_len": [16, 32], "pruning_ratio": ratios, "shape": shapes}
+    space = write_space(tmp_path, method=["taylor", "random"], **several)
     argv = ("--model", "tiny-llama", "--search-space", space, "--limit", "10", "--scheduler", "race")
     found = run_search(tmp_path, *argv)
     records = [read(path) for path in (found.folder / "ledger").glob("*.json")]
