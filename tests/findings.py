@@ -59,11 +59,9 @@ def from_csv(folder: Path, models: dict[str, Callable[[str, int, int], float]], 
     paths = []
     for label, accuracy in models.items():
         grid = itertools.product(("taylor", "layerwise", "blockwise"), (16, 32, 64, 128), (4, 128, 512))
-        rows = [
-            {"pruning_method": m, "taylor_seq_len": s, "taylor_num_samples": n, "acc_mean": accuracy(m, s, n)}
-            for m, s, n in grid
-        ]
-        frame = pd.DataFrame(rows).assign(pruning_ratio=0.2, **columns)
+        rows = [(*levels, accuracy(*levels)) for levels in grid]
+        frame = pd.DataFrame(rows, columns=["pruning_method", "taylor_seq_len", "taylor_num_samples", "acc_mean"])
+        frame = frame.assign(pruning_ratio=0.2, **columns)
         frame["output_dir"] = [f"{label}_{index}" for index in frame.index]
         frame["success"] = frame["acc_mean"].notna()
         for task in ZERO_SHOT_TASKS:
@@ -125,44 +123,20 @@ def simulated_study(
         baselines[model].metrics |= {"ppl": 15.0, "params_count": float(PARAMS), "removed_fraction": 0.0}
         run = ModelRun(f"/models/{model}", model, None, "wikitext2", None, protocol, seed, "float32")
         sources[model] = {"run": run.to_dict(), "trial_keys": {_key(config, model): config.name for config in configs}}
-        passes += [
-            {
-                "stage": "importance",
-                "model": model,
-                "seq_len": s,
-                "num_samples": max(SAMPLES),
-                "duration_s": s / 8,
-                "tokens": s * 512,
-            }
-            for s in SEQ_LENS
-        ]
-    command = ["python", "-m", "tune_prune.search", *itertools.chain(*(("--model", model) for model in models))]
-    space = {
-        "name": "simulated",
-        "methods": list(METHODS),
-        "taylor_seq_len": list(SEQ_LENS),
-        "taylor_num_samples": list(SAMPLES),
-        "pruning_ratio": 0.2,
-        "removal_divisor": 5,
+        of_pass = {"stage": "importance", "model": model, "num_samples": max(SAMPLES)}
+        passes += [of_pass | {"seq_len": s, "duration_s": s / 8, "tokens": s * max(SAMPLES)} for s in SEQ_LENS]
+    levels = {"methods": list(METHODS), "taylor_seq_len": list(SEQ_LENS), "taylor_num_samples": list(SAMPLES)}
+    about = {
+        "command": ["python", "-m", "tune_prune.search", *(word for model in models for word in ("--model", model))],
+        "git_commit": "0123456789ab",
+        "models": sources,
+        "space": {"name": "simulated", **levels, "pruning_ratio": 0.2, "removal_divisor": 5},
+        "versions": {"tune_prune": "0.1.0"},
     }
-    files: dict[str, Any] = {
-        "baseline.json": {model: record.to_dict() for model, record in baselines.items()},
-        "experiment.json": {
-            "command": command,
-            "git_commit": "0123456789ab",
-            "models": sources,
-            "space": space,
-            "versions": {"tune_prune": "0.1.0"},
-        },
-        "cost.json": {
-            "trials": len(configs) * len(models),
-            "gradient_passes": len(passes),
-            "shared_passes": passes,
-            "gpu_hours": 0.0,
-        },
-    }
-    for name, values in files.items():
-        atomic_write_text(experiment / name, to_json(values))
+    counts = {"trials": len(configs) * len(models), "gradient_passes": len(passes), "gpu_hours": 0.0}
+    atomic_write_text(experiment / "baseline.json", to_json({m: record.to_dict() for m, record in baselines.items()}))
+    atomic_write_text(experiment / "experiment.json", to_json(about))
+    atomic_write_text(experiment / "cost.json", to_json(counts | {"shared_passes": passes}))
     return experiment
 
 
@@ -176,14 +150,10 @@ def _record(config: PruningConfig | None, model: str, state: Any, outcomes: Mapp
     metrics = {f"acc_{task}": mean for task, mean in means.items()} | {f"acc_{t}_stderr": e for t, e in errors.items()}
     metrics["acc_mean"] = float(np.mean(list(means.values())))
     metrics["acc_mean_stderr"] = float(np.sqrt(np.sum(np.square(list(errors.values())))) / len(errors))
-    metrics |= {
-        "chance_acc_mean": 0.357,
-        "params_count": 80_000.0,
-        "removed_fraction": 0.2,
-        "extreme_pruning_layers": 1.0,
-    }
+    metrics |= {"chance_acc_mean": 0.357, "params_count": 80_000.0}
+    metrics |= {"removed_fraction": 0.2, "extreme_pruning_layers": 1.0}
     seconds = {"importance": 0.0, "pruning": 0.1, "perplexity": 2.0, "zero_shot": 5.0}
-    total = sum(map(len, outcomes.values()))
+    items = dict.fromkeys(("items_scored", "items_total"), sum(map(len, outcomes.values())))
     return TrialRecord(
         key=_key(config, model),
         model=model,
@@ -191,10 +161,7 @@ def _record(config: PruningConfig | None, model: str, state: Any, outcomes: Mapp
         status=state,
         reason={"failed": "out of memory", "stopped_early": "well below the best"}.get(state, ""),
         metrics=metrics if state == "complete" else {},
-        stages=[
-            {"stage": s, "duration_s": d, "items_scored": total, "items_total": total, "tokens": 0}
-            for s, d in seconds.items()
-        ],
+        stages=[{"stage": stage, "duration_s": s, "tokens": 0, **items} for stage, s in seconds.items()],
         started_at="2026-01-01T00:00:00+00:00",
         elapsed_time_s=sum(seconds.values()),
         host="here",
@@ -211,17 +178,10 @@ def _write_trial(folder: Path, record: TrialRecord, scores: Mapping[str, np.ndar
     """items.parquet, its rows in an order of their own, and the two diagnoses."""
     folder.mkdir(parents=True)
     kept = [(GROUPS - layer % 2, CHANNELS * (9 - layer) // 10) for layer in range(LAYERS)]
+    before = {"kv_groups_before": GROUPS, "mlp_channels_before": CHANNELS, "params_before": 24576}
     comparison = [
-        {
-            "layer": layer,
-            "kv_groups_before": GROUPS,
-            "kv_groups_kept": groups,
-            "mlp_channels_before": CHANNELS,
-            "mlp_channels_kept": channels,
-            "params_before": 24576,
-            "params_kept": 20000 - 100 * layer,
-            "pruned_fraction": 1 - (20000 - 100 * layer) / 24576,
-        }
+        {"layer": layer, **before, "kv_groups_kept": groups, "mlp_channels_kept": channels}
+        | {"params_kept": (params := 20000 - 100 * layer), "pruned_fraction": 1 - params / 24576}
         for layer, (groups, channels) in enumerate(kept)
     ]
     per_layer = [
@@ -229,22 +189,11 @@ def _write_trial(folder: Path, record: TrialRecord, scores: Mapping[str, np.ndar
         for layer in range(LAYERS)
     ]
     metrics = {name: value for name, value in record.metrics.items() if name.startswith("grad_")}
-    compared = {
-        "extreme_pruning_layers": 1,
-        "layers": comparison,
-        "removed_fraction": 0.2,
-        "removed_params": 20_000,
-        "total_params": PARAMS,
-    }
+    removed = {"removed_fraction": 0.2, "removed_params": 20_000, "total_params": PARAMS}
+    compared = removed | {"extreme_pruning_layers": 1, "layers": comparison}
     atomic_write_text(folder / "pruning_comparison.json", to_json(compared))
     atomic_write_text(folder / "gradient_diagnosis.json", to_json(metrics | {"layers": per_layer}))
     if scores:
-        frame = pd.concat(
-            [
-                pd.DataFrame(
-                    {"task": task, "doc_id": np.arange(len(s), dtype=np.int32), "score": s[:, index].astype(np.float32)}
-                )
-                for task, s in scores.items()
-            ]
-        )
+        columns = {task: pd.DataFrame({"score": s[:, index].astype(np.float32)}) for task, s in scores.items()}
+        frame = pd.concat(columns, names=["task", "doc_id"]).reset_index().astype({"doc_id": np.int32})
         frame.sample(frac=1, random_state=index).to_parquet(folder / "items.parquet")

@@ -56,11 +56,10 @@ def test_the_best_and_its_evidence(written: Any) -> None:
     assert PruningConfig.from_dict(entry).name == entry["name"] == alpha.best["name"]
     assert entry["acc_mean"] == alpha.eligible["acc_mean"].max()
     selection = entry["selection"]
-    assert selection["rule"] == "accuracy"
-    assert selection["chosen"]["accuracy"] == [entry["name"]]
+    assert (selection["rule"], selection["chosen"]["accuracy"]) == ("accuracy", [entry["name"]])
     inside = {name for name, p in selection["p_best"].items() if p > 0.05}
-    assert set(selection["confidence_set"]) == inside
-    assert entry["name"] in inside
+    assert set(selection["confidence_set"]) == inside == {entry["name"], *entry["within_noise"]}
+    assert selection["basis"] == entry["within_noise_basis"] == "paired"
     assert len(selection["p_best"]) == entry["num_complete_trials"] == 16
     assert selection["cross_fit"]["corrected"] == alpha.cross_fit.corrected
     assert "--model /models/alpha " in entry["command"]

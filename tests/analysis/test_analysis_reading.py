@@ -238,43 +238,41 @@ def test_an_experiment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "expected"),
+    ("name", "text", "expected", "rows"),
     [
-        ("experiment.json", "experiment.json | it is missing"),
-        ("baseline.json", "baseline.json | it is missing"),
-        ("trials", "no trial has its items.parquet"),
-        ("trials/key-taylor-s16-n8", "key-taylor-s16-n8 of {folder} | its items.parquet is missing"),
-        ("ledger/key-taylor-s16-n8.json", "1 of 3 configurations have no record yet: taylor-s16-n8"),
-        ("ledger", "3 of 3 configurations have no record yet"),
+        ("experiment.json", None, "{file} | it is missing", 3),
+        ("baseline.json", None, "{file} | it is missing", 3),
+        ("trials", None, "no trial has its items.parquet", 3),
+        ("trials/key-taylor-s16-n8", None, "trial key-taylor-s16-n8 of {folder} | its items.parquet is missing", 3),
+        ("ledger/key-taylor-s16-n8.json", None, "1 of 3 configurations have no record yet: taylor-s16-n8", 2),
+        ("ledger", None, "3 of 3 configurations have no record yet", 0),
+        ("experiment.json", "{", "{file} | it is not valid JSON", 3),
+        ("baseline.json", "[]", "{file} | it is JSON, but not an object", 3),
+        ("baseline.json", '{"tiny": 3}', "{file} | it is no trial record", 3),
+        ("cost.json", "", "{file} | it is not valid JSON", 3),
+        ("ledger/key-taylor-s16-n8.json", '{"key": "key-tay', "{file} | it is not valid JSON", 2),
+        (
+            "ledger/key-taylor-s16-n8.json",
+            to_json(record(NAMES[1]).to_dict()),
+            "{file} | it is the record of another",
+            2,
+        ),
+        ("ledger/odd.json", to_json(ODD.to_dict()), "{file} | its configuration cannot be", 3),
     ],
 )
-def test_what_is_lost_is_named_and_the_rest_is_read(tmp_path: Path, lost: str, expected: str) -> None:
-    folder = experiment(tmp_path / "e", [record(name) for name in NAMES])
-    place = folder / lost
-    shutil.rmtree(place) if place.is_dir() else place.unlink()
-    model = only(folder)
-    assert any(expected.format(folder=folder) in text for text in said(model, "missing")), said(model)
-    assert len(model.rows) == (0 if lost == "ledger" else 2 if "ledger" in lost else 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("experiment.json", "{", "not valid JSON"),
-        ("baseline.json", "[]", "not an object"),
-        ("baseline.json", '{"tiny": 3}', "no trial record"),
-        ("cost.json", "", "not valid JSON"),
-        ("ledger/key-taylor-s16-n8.json", '{"key": "key-tay', "not valid JSON"),
-        ("ledger/key-taylor-s16-n8.json", to_json(record("taylor-s32-n8").to_dict()), "the record of another trial"),
-        ("ledger/odd.json", to_json(ODD.to_dict()), "its configuration cannot be"),
-    ],
-)
-def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path, name: str, text: str, expected: str) -> None:
+def test_what_is_lost_or_damaged_is_named_and_the_rest_is_read(
+    tmp_path: Path, name: str, text: str | None, expected: str, rows: int
+) -> None:
     folder = experiment(tmp_path / "e", [record(one) for one in NAMES])
-    (folder / name).write_text(text)
+    file = folder / name
+    if text is not None:
+        file.write_text(text)
+    else:
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
     model = only(folder)
-    assert any(str(folder / name) in one and expected in one for one in said(model, "missing")), said(model)
-    assert len(model.rows) == (2 if "taylor-s16" in name else 3)
+    expected = expected.replace("{file}", str(file)).replace("{folder}", str(folder))
+    assert any(expected in one for one in said(model, "missing")), said(model)
+    assert len(model.rows) == rows
 
 
 def test_an_experiment_that_kept_only_its_table(tmp_path: Path) -> None:

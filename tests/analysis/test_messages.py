@@ -57,7 +57,8 @@ def test_every_translation_is_used_and_every_sentence_of_the_report_has_one() ->
     said = sentences_of_the_report()
     assert len(said) > 40
     assert said <= set(TRANSLATIONS["zh"])
-    assert not [text for text in set(TRANSLATIONS["zh"]) - said if not any(f'"{text}"' in source for source in SOURCES)]
+    sources = "".join(SOURCES).lower()  # some labels are names of columns, capitalised
+    assert not [text for text in set(TRANSLATIONS["zh"]) - said if f'"{text.lower()}"' not in sources]
 
 
 def test_every_message_that_is_made_is_in_the_catalogue_and_the_other_way_round() -> None:
@@ -74,8 +75,7 @@ def test_every_message_that_is_made_is_in_the_catalogue_and_the_other_way_round(
         assert names_of_values is None or names_of_values == asked, kind
     template = (TEMPLATES / "report.txt.j2").read_text(encoding="utf-8")
     texts = "".join([*SOURCES, template])
-    prefixes = tuple(re.findall(r'f"(\w+_)\{|"(\w+_)" ~', texts))
-    prefixes = tuple(prefix for pair in prefixes for prefix in pair if prefix)
+    prefixes = tuple(re.findall(r'"(\w+_)(?:\{|" ~)', texts))
     assert not [kind for kind in CATALOGUE if f'"{kind}"' not in texts and not kind.startswith(prefixes)]
 
 
@@ -84,12 +84,10 @@ def test_sentences_as_they_read() -> None:
         return format_message(Message(kind, values), language)
 
     assert said("not_finite", column="grad_norm_ratio", count=3) == (
-        "grad_norm_ratio is not computable: it is not a finite number in 3 rows."
+        "grad_norm_ratio is not computable: it is not a finite number in 3 of the rows."
     )
-    assert "in 1 row." in said("not_finite", column="x", count=1)
     assert said("selection_bias", "zh", naive=0.598, corrected=0.5951).count(".59") == 2
-    assert "taylor_seq_len, 256, is the largest" in said("edge", factor="taylor_seq_len", value=256, side="upper")
-    assert "最小" in said("edge", "zh", factor="taylor_seq_len", value=256, side="lower")
+    assert "taylor_seq_len, 256, is the largest" in said("edge_upper", factor="taylor_seq_len", value=256)
     ranks = said("rank_disagrees", by_mean=["taylor", "blockwise"], by_max=["blockwise", "taylor"])
     assert "by mean (taylor, blockwise) and" in ranks
     assert said("within_noise", best="x", others=["a", "b"], points=0.123).endswith(

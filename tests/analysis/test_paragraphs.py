@@ -24,6 +24,11 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     return simulated_findings(folder, failed=["taylor-s16-n128"], stopped=["layerwise-s64-n512"])
 
 
+def written(findings: Findings, folder: Path) -> str:
+    write_paragraphs(findings, folder / "paragraphs.md")
+    return (folder / "paragraphs.md").read_text(encoding="utf-8")
+
+
 def test_paragraphs_of_noise_claim_nothing(tmp_path: Path) -> None:
     generator = np.random.default_rng(4)
     noise = {key: generator.normal(0.5, 0.002) for key in itertools.product(("a", "b"), range(36))}
@@ -38,8 +43,7 @@ def test_paragraphs_of_noise_claim_nothing(tmp_path: Path) -> None:
         assert all(trend.direction == "flat" for trend in found.trends.values())
         assert found.effects.loc["method", "p"] > 0.05
         assert all(entry.low is None or entry.low < 0 < entry.high for entry in found.correlations if entry.high)
-    write_paragraphs(findings, tmp_path / "paragraphs.md")
-    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
+    text = written(findings, tmp_path)
     assert not re.search(CLAIMS, text)
     assert "not decided by these data" in text and "do not show that methods differ" in text
 
@@ -56,26 +60,23 @@ def test_paragraphs_say_what_is_significant(tmp_path: Path) -> None:
         return 0.9 - accuracy(method, seq_len, samples)
 
     findings = from_csv(tmp_path, {"up": accuracy, "down": falling})
-    write_paragraphs(findings, tmp_path / "paragraphs.md")
-    up, down = (
-        (tmp_path / "paragraphs.md").read_text(encoding="utf-8").partition("# Findings")[2].split("**down.**")[:2]
-    )
+    text = written(findings, tmp_path)
+    up, down = text.partition("# Findings")[2].split("**down.**")[:2]
     assert "Accuracy rises with tokens per sample" in up and "Accuracy falls" not in up
     assert "Accuracy falls with tokens per sample" in down
     assert "The methods differ (F(" in up and "blockwise has the highest mean" in up
     assert "taylor has the highest mean" in down
-    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
     outside = int((~findings.models["up"].eligible["in_confidence_set"]).sum())
     assert outside > 20 and f"The other {outside} are ruled out as the best" in text
-    assert findings.transfer_points is not None and findings.transfer_percent is not None
-    loss, percent = (frame.loc["up", "down"] for frame in (findings.transfer_points, findings.transfer_percent))
+    assert findings.transfer is not None
+    loss = findings.transfer.losses["up"]["down"]["loss_points"]
+    percent = loss / findings.models["up"].best["acc_mean"]
     assert re.search(rf"up loses {loss:.2f} ± \d\.\d\d points, {percent:.1f}% of its accuracy", text)
 
 
 def test_paragraphs_of_experiments(simulated: Findings, tmp_path: Path) -> None:
     """The cross-fitted score beside the naive one, the size of the confidence set, correlations with n and interval."""
-    write_paragraphs(simulated, tmp_path / "paragraphs.md")
-    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
+    text = written(simulated, tmp_path)
     for found in simulated.models.values():
         assert found.cross_fit is not None
         assert f"{found.cross_fit.corrected:.4f}"[1:] in text and f"{found.cross_fit.naive:.4f}"[1:] in text
@@ -91,8 +92,7 @@ def test_paragraphs_under_another_rule(tmp_path: Path) -> None:
     """The most accurate stays the subject of the test; what the rule chooses instead stands beside it."""
     findings = simulated_findings(tmp_path, rule="one-standard-error", items=60)
     found = next(entry for entry in findings.models.values() if entry.best["name"] != entry.eligible["name"].iloc[0])
-    write_paragraphs(findings, tmp_path / "paragraphs.md")
-    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
+    text = written(findings, tmp_path)
     assert f"By the rule one-standard-error, {found.best['name']} is chosen instead" in text
     assert f"runs is {found.eligible['name'].iloc[0]}, with an accuracy" in text
 
@@ -101,7 +101,6 @@ def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
     """And of a single run without perplexity nothing is claimed."""
     one = {("taylor", 16, 128): 0.5}
     findings = from_csv(tmp_path, {"M": lambda *key: one.get(key, math.nan), "lost": lambda *_: math.nan})
-    write_paragraphs(findings, tmp_path / "paragraphs.md")
-    text = (tmp_path / "paragraphs.md").read_text(encoding="utf-8")
+    text = written(findings, tmp_path)
     assert not re.search(rf"{CLAIMS}|\bnan\b|\bNone\b", text)
     assert "No run of lost is complete." in text

@@ -37,6 +37,11 @@ class StoreContract:
             yield process
             process.kill()
 
+    def test_many_are_put_and_what_is_none_is_removed(self, store: FolderStore) -> None:
+        store.put("old", "of an earlier start")
+        assert store.put_all({"a/b": "text", "old": None, "never there": None}) == [store.path("a/b")]
+        assert (store.get("a/b"), store.get("old"), store.names()) == (b"text", None, [])
+
     def test_what_is_put_comes_back(self, store: FolderStore) -> None:
         assert store.get("a.json") is None and store.read("a.json") is None
         store.put("a.json", b"\x00\xff")

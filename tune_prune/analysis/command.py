@@ -70,27 +70,21 @@ def _labelled_path(text: str) -> tuple[str, Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return exit_code(lambda: _main(sys.argv[1:] if argv is None else argv))
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _main(arguments), advice="the same command writes everything again")
 
 
 def _main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
-    if not args.folders and not args.csv:
-        raise UserError(
-            "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
-        )
-    try:
-        _analyse(args)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command writes everything again") from None
-
-
-def _analyse(args: argparse.Namespace) -> None:
     """Read what was named, write everything about it below --output, and say what a person must know of it.
 
     UserError where something of the input must change: a folder or file that cannot be read, no complete trial at all, an
     output that cannot be written.
     """
+    args = parser().parse_args(argv)
+    if not args.folders and not args.csv:
+        raise UserError(
+            "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
+        )
     output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
     def done(step: str) -> None:
@@ -163,15 +157,11 @@ def describe(findings: Findings) -> str:
     from tune_prune.analysis.tables.trial_tables import counts
 
     models = findings.study.models.values()
-    lines = [
-        f"read         {model.label}: {counts(model)} from {', '.join(map(str, model.origins))}" for model in models
-    ]
+    lines = [f"read         {m.label}: {counts(m)} from {', '.join(map(str, m.origins))}" for m in models]
     distinct: dict[tuple[str, str], Problem] = {}  # what is wrong with a file of several models once
     for problem in (problem for model in models for problem in model.problems):
         distinct.setdefault((problem.where, problem.what), problem)
-    problems = sorted(
-        distinct.values(), key=lambda problem: problem.kind == "stopped_early"
-    )  # as the search meant it: last
+    problems = sorted(distinct.values(), key=lambda p: p.kind == "stopped_early")  # as the search meant it: last
     for problem in problems[:_SHOWN_PROBLEMS]:
         text = ": ".join(filter(None, (problem.model, problem.where, problem.what)))
         lines.append(f"problem      {one_line(text, _WIDTH)}")

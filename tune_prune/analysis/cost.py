@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.records import MODEL_STAGES, TrialRecord, in_order
 
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over the stages of all trials, baselines and passes, by stage. A stage served from the cache forwards no token."""
-
-    seconds: dict[str, float]
-    tokens: dict[str, int]
-    computed: dict[str, int]  # how often it forwarded tokens
+Totals = Mapping[
+    str, Mapping[str, Any]
+]  # stage -> sums: "seconds", "tokens", "computed" (how often it forwarded tokens)
 
 
 def totals(
     records: Iterable[TrialRecord], baselines: Mapping[str, TrialRecord], passes: Sequence[Mapping[str, Any]]
 ) -> Totals:
-    """What `records`, the dense `baselines` and the `passes` made for all trials (`PassLog.read`) have taken together."""
-    result = Totals(defaultdict(float), defaultdict(int), defaultdict(int))
+    """What `records`, the dense `baselines` and the `passes` made for all trials (`PassLog.read`) have taken together. A stage
+    served from the cache forwards no token."""
+    sums: dict[str, dict[str, Any]] = {}
     stages = [stage for record in (*records, *baselines.values()) for stage in record.stages]
     for stage in (*stages, *passes):
-        name = stage["stage"]
-        result.seconds[name] += stage["duration_s"]
-        result.tokens[name] += stage["tokens"]
-        result.computed[name] += stage["tokens"] > 0
-    return result
+        own = sums.setdefault(stage["stage"], {"seconds": 0.0, "tokens": 0, "computed": 0})
+        own["seconds"] += stage["duration_s"]
+        own["tokens"] += stage["tokens"]
+        own["computed"] += stage["tokens"] > 0
+    return sums
 
 
 def write_cost(
@@ -51,10 +45,11 @@ def write_cost(
     """
     records = list(records)
     now = totals(records, baselines, passes)
-    total = sum(now.seconds.values())
-    evaluation = now.seconds.get("perplexity", 0.0) + now.seconds.get("zero_shot", 0.0)
-    # how often each statistic took a pass, those of importance as gradient_passes
-    computed = {"importance": 0, "removal": 0} | now.computed
+    seconds, tokens, computed = (
+        {stage: sums[name] for stage, sums in now.items()} for name in ("seconds", "tokens", "computed")
+    )
+    total = sum(seconds.values())
+    computed = {"importance": 0, "removal": 0} | computed
     statistics = [stage for stage in in_order(sorted(computed)) if stage not in MODEL_STAGES]
     done = [*records, *baselines.values()]
     gpu_share = max((record.resources.get("gpu", 0.0) for record in done), default=0.0)  # passes ran on a trial's share
@@ -63,35 +58,33 @@ def write_cost(
     cost = {
         "trials": len(records),
         **{f"{'gradient' if stage == 'importance' else stage}_passes": computed[stage] for stage in statistics},
-        "seconds_per_stage": dict(now.seconds),
-        "tokens_per_stage": dict(now.tokens),
+        "seconds_per_stage": seconds,
+        "tokens_per_stage": tokens,
         "worker_seconds": total,
-        "evaluation_fraction": evaluation / total if total else 0.0,
+        "evaluation_fraction": (seconds.get("perplexity", 0.0) + seconds.get("zero_shot", 0.0)) / (total or 1.0),
         "gpu_hours": gpu_seconds / 3600,
         "shared_passes": list(passes),
     }
     if predicted is not None:
-        before = before or totals([], {}, [])
+        stages = predicted["stages"]
+
+        def measured(stage: str, name: str) -> float:
+            later, earlier = (sums.get(stage, {}).get(name, 0) for sums in (now, before or {}))
+            return later - earlier
+
+        def beside(name: str) -> dict[str, Any]:
+            return {s: {"predicted": values[name], "measured": measured(s, name)} for s, values in stages.items()}
+
         cost["last_start"] = {
             "wall_seconds": {"predicted": predicted["wall_seconds"], "measured": wall_seconds},
-            "seconds_per_stage": _beside("seconds", predicted, now.seconds, before.seconds),
-            "tokens_per_stage": _beside("tokens", predicted, now.tokens, before.tokens),
-            "predicted_flops": {stage: expected["flops"] for stage, expected in predicted["stages"].items()},
+            "seconds_per_stage": beside("seconds"),
+            "tokens_per_stage": beside("tokens"),
+            "predicted_flops": {stage: expected["flops"] for stage, expected in stages.items()},
             "predicted_gpu_hours": predicted["gpu_hours"],
             "notes": list(predicted["notes"]),
         }
     atomic_write_text(path, to_json(cost))
     return cost
-
-
-def _beside(
-    name: str, predicted: Mapping[str, Any], now: Mapping[str, float], before: Mapping[str, float]
-) -> dict[str, Any]:
-    """Predicted beside measured, of one start."""
-    return {
-        stage: {"predicted": expected[name], "measured": now.get(stage, 0) - before.get(stage, 0)}
-        for stage, expected in predicted["stages"].items()
-    }
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:

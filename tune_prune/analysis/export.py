@@ -7,7 +7,7 @@ never eligible. A trial's folder is named relative to that of the view, so that 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,29 +26,19 @@ from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_CO
 SCHEMA_VERSION = 2
 
 
-def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Findings) -> tuple[str, ...]:
-    """Write the views of an experiment, each whole or not at all, and return their names.
+def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Findings) -> list[Path]:
+    """Write the views of an experiment, each whole or not at all, and return the files.
 
     `findings` are those of its `records`.
     """
     best = {label: best_entry(found, store.folder) for label, found in findings.models.items()}
     rows = frame(records, store.folder)
     texts = views(findings, findings.study.models, best, rows, store.folder) | across_view(findings)
-    return tuple(put_all(store, texts))
-
-
-def put_all(store: FolderStore, texts: Mapping[str, str | None]) -> list[str]:
-    """Put each text under its name, and return these names; of a None, remove what an earlier start has left there."""
-    for name, text in texts.items():
-        if text is None:
-            store.path(name).unlink(missing_ok=True)
-        else:
-            store.put(name, text)
-    return [name for name, text in texts.items() if text is not None]
+    return store.put_all(texts)
 
 
 def views(
-    findings: Findings, labels: Iterable[str], best: Mapping[str, Any], rows: pd.DataFrame, folder: Path
+    findings: Findings, labels: Collection[str], best: Mapping[str, Any], rows: pd.DataFrame, folder: Path
 ) -> dict[str, str]:
     """The texts of the views in `folder` of the models `labels`: of their `best` entries and of all trials, which are `rows`."""
     best_config = {

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tune_prune.analysis.export import SCHEMA_VERSION, across_view, best_entry, put_all, relative, views
+from tune_prune.analysis.export import SCHEMA_VERSION, across_view, best_entry, relative, views
 from tune_prune.analysis.figures.figures_best import draw_best
 from tune_prune.analysis.input.rows import plain_value, plain_values
 from tune_prune.analysis.input.study import Model
@@ -41,14 +41,10 @@ def write_layout(findings: Findings, output: Path) -> list[Path]:
         if found is not None:
             best[label] = best_entry(found, folder) | _evidence(found)
         texts = views(findings, [label], best, model.rows.drop(columns="name"), folder)
-        written += _put(folder, texts)
+        written += FolderStore(folder).put_all(texts)
         if found is not None:
             written += _best(found, best[label], output / f"best_{name}")
-    return written + _put(output, across_view(findings))
-
-
-def _put(folder: Path, texts: Mapping[str, str | None]) -> list[Path]:
-    return [folder / name for name in put_all(FolderStore(folder), texts)]
+    return written + FolderStore(output).put_all(across_view(findings))
 
 
 def folder_name(model: Model, taken: set[str]) -> str:
@@ -100,10 +96,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
                 texts[copy] = to_json(parse_json(trial / name))
             except UserError as error:
                 absent[copy], damaged = f"damaged: {error}", True
-    pictures = []
-    if trial is not None and not damaged:
-        (folder / "visualization").mkdir(parents=True, exist_ok=True)
-        pictures = draw_best(found, trial, folder / "visualization")
+    pictures = [] if trial is None or damaged else draw_best(trial, folder / "visualization")
     drawn = {path.name for path in pictures}
     for name in (f"visualization/{name}" for name in _PICTURES if name not in drawn):
         texts[name], absent[name] = None, "it is drawn from the files above"
@@ -117,7 +110,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
         *(f"{name}: {reason}" for name, reason in absent.items()),
     ]
     texts["README.txt"] = "\n".join(readme) + "\n"
-    return pictures + _put(folder, texts)
+    return pictures + FolderStore(folder).put_all(texts)
 
 
 def _evaluation(found: ModelFindings, entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,15 +38,15 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def exit_code(main: Callable[[], None]) -> int:
-    """Call `main` and return the exit code."""
+def exit_code(main: Callable[[], None], advice: str = "") -> int:
+    """Call `main` and return the exit code. What an interrupt says of itself, or else the `advice`, stands in its line."""
     try:
         main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        print(f"\ninterrupted{': ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
+        print(": ".join(filter(None, ("\ninterrupted", str(interrupt) or advice))), file=sys.stderr)
         return 130
     return 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,15 @@ class FolderStore:
         path = self.path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_bytes(path, content.encode() if isinstance(content, str) else content)
+
+    def put_all(self, contents: Mapping[str, bytes | str | None]) -> list[Path]:
+        """Put each content under its name, and return their paths; of a None, remove what an earlier start has left there."""
+        for name, content in contents.items():
+            if content is None:
+                self.path(name).unlink(missing_ok=True)
+            else:
+                self.put(name, content)
+        return [self.path(name) for name, content in contents.items() if content is not None]
 
     def get(self, name: str) -> bytes | None:
         """What is kept under `name`; None if nothing is. Raises DamagedFile if it cannot be read."""

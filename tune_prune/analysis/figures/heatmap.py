@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import matplotlib
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.collections import QuadMesh
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
 
 from tune_prune.analysis.figures import figure_style
-from tune_prune.analysis.figures.figure_style import ACCURACY, DOUBLE, LIGHT, PANELS_PER_ROW, SINGLE, TINY
+from tune_prune.analysis.figures.figure_style import ACCURACY, LIGHT, PANELS_PER_ROW, TINY, VERMILLION
 from tune_prune.analysis.statistics.factors import CALIBRATION, methods_reading
 from tune_prune.analysis.statistics.findings import ModelFindings
 from tune_prune.core.config import HYPERPARAMETERS
 
-MAX_LEVELS_WITH_TEXT = 12  # more, and the numbers in the cells could not be read
+MAX_LEVELS = 12  # with a tick each; more, and the numbers in the cells could not be read
+_PLAIN: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6, "zorder": 2.0}
+_TIED: dict[str, Any] = {"edgecolor": VERMILLION, "linewidth": 0.8, "zorder": 2.1}
+_BEST: dict[str, Any] = {"edgecolor": VERMILLION, "linewidth": 2.0, "zorder": 2.2}
+_MISSING: dict[str, Any] = {"facecolor": "white", "edgecolor": LIGHT, "hatch": "/////"}
 
 
 def heatmap(model: ModelFindings) -> Figure:
@@ -31,89 +31,51 @@ def heatmap(model: ModelFindings) -> Figure:
     """
     rows, eligible = model.model.rows, model.eligible
     seq_lens, samples = (sorted(rows[factor].dropna().astype(int).unique()) for factor in CALIBRATION)
+    size = (len(samples), len(seq_lens))
     reading = set.union(*(methods_reading(rows, factor) for factor in CALIBRATION))
     names = list(figure_style.looks(rows["pruning_method"]))
-    with_text = max(len(seq_lens), len(samples)) <= MAX_LEVELS_WITH_TEXT
-    per_row = min(len(names), PANELS_PER_ROW)
-    panel_rows = math.ceil(len(names) / per_row)
-    wide = per_row * len(samples) > 9
-    figure = Figure(
-        figsize=(
-            DOUBLE if wide else SINGLE,
-            panel_rows * (0.25 + min(3.0, max(1.1 / panel_rows, 0.27 * len(seq_lens)))) + 0.9,
-        ),
-        layout=ConstrainedLayoutEngine(w_pad=0.02, wspace=0.01),
-    )
-    grid = figure.subplots(panel_rows, per_row, squeeze=False, sharex=True, sharey=True).ravel().tolist()
-    alike = ~model.worse & (model.basis != "unknown") & (eligible.index != model.best.name)
+    wide = min(len(names), PANELS_PER_ROW) * len(samples) > 9
+    height = 0.9 + 0.27 * min(11, max(3, len(seq_lens)))
+    figure, grid = figure_style.panels(len(names), height, wide, sharex=True, sharey=True)
+    figure.set_layout_engine("constrained", w_pad=0.02, wspace=0.01)
+    panels = dict(zip(names, grid, strict=True))
+    for method, axes in panels.items():
+        axes.set(title=method, xlim=(0, size[0]), ylim=(0, size[1]))
+        axes.grid(False)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.patch.set(**_MISSING, linewidth=0)
+    for axis, levels in ((grid[0].xaxis, samples), (grid[0].yaxis, seq_lens)):
+        step = math.ceil(len(levels) / MAX_LEVELS)
+        axis.set_ticks(np.arange(0.5, len(levels), step), levels[::step])
+
+    cells = eligible.drop_duplicates(["pruning_method", *CALIBRATION])  # the best of each, which stands first
+    tied = eligible.index[eligible["in_confidence_set"] & (model.basis != "unknown")]
     low, high = eligible["acc_mean"].min(), eligible["acc_mean"].max()
     scale = Normalize(low, high) if high > low else Normalize(low - 0.005, low + 0.005)
-    for axes, method in zip(grid, names, strict=False):
-        of_method = eligible[eligible["pruning_method"] == method]
-        cells = of_method.pivot_table(
-            index="taylor_seq_len", columns="taylor_num_samples", values="acc_mean", aggfunc="max"
-        )
-        if method in reading:
-            cells = cells.reindex(index=seq_lens, columns=samples)
-        mesh = _cells(axes, cells, scale, with_text, seq_lens, samples)
-        axes.set_title(method)
-        for _, row in of_method[alike[of_method.index]].iterrows():
-            _outline(axes, row, seq_lens, samples, method not in reading, **_ALIKE)
-        if model.best["pruning_method"] == method:
-            _outline(axes, model.best, seq_lens, samples, method not in reading, **_BEST)
-    for axes in grid[len(names) :]:
-        axes.remove()
-    for axes in grid[max(0, len(names) - per_row) : len(names)]:  # also those above a place that is left empty
-        axes.tick_params(labelbottom=True)
-    figure.supxlabel(HYPERPARAMETERS["taylor_num_samples"].label, fontsize=8)
-    figure.supylabel(HYPERPARAMETERS["taylor_seq_len"].label, fontsize=8)
-    bar = figure.colorbar(mesh, ax=grid[: len(names)], label=ACCURACY, pad=0.02, fraction=0.05, aspect=25)
+    colours = ScalarMappable(scale, "cividis")
+    for index, row in eligible.iterrows():
+        axes, accuracy = panels[row["pruning_method"]], row["acc_mean"]
+        x, y, width, up = 0, 0, *size
+        if row["pruning_method"] in reading:
+            x, y, width, up = samples.index(row["taylor_num_samples"]), seq_lens.index(row["taylor_seq_len"]), 1, 1
+        edge = _BEST if index == model.best.name else _TIED if index in tied else _PLAIN
+        face = colours.to_rgba(accuracy) if index in cells.index else "none"
+        axes.add_patch(Rectangle((x, y), width, up, facecolor=face, clip_on=False, **edge))
+        if index in cells.index and max(size) <= MAX_LEVELS:
+            ink = "black" if scale(accuracy) > 0.47 else "white"  # there, cividis has the same contrast to both
+            text = f"{accuracy:.3f}".removeprefix("0")
+            axes.text(x + width / 2, y + up / 2, text, color=ink, fontsize=TINY, ha="center", va="center")
+    figure.supxlabel(HYPERPARAMETERS["taylor_num_samples"].label)
+    figure.supylabel(HYPERPARAMETERS["taylor_seq_len"].label)
+    bar = figure.colorbar(colours, ax=grid, label=ACCURACY, pad=0.02, fraction=0.05, aspect=25)
     bar.outline.set_visible(False)
     bar.solids.set(edgecolor="face", rasterized=False)  # type: ignore[union-attr]
-    keys = [Patch(**_BEST, label="best")]
-    if alike.any():
-        keys.append(Patch(**_ALIKE, label="tied with the highest (95%)"))
-    wanted = sum(len(seq_lens) * len(samples) if method in reading else 1 for method in names)
-    missing = wanted - len(eligible.groupby(["pruning_method", *CALIBRATION]))
+    keys = [Patch(facecolor="none", label="best", **_BEST)]
+    if len(tied) > 1:
+        keys.append(Patch(facecolor="none", label="tied with the highest (95%)", **_TIED))
+    missing = sum(math.prod(size) if method in reading else 1 for method in names) - len(cells)
     if missing:
-        keys.append(Patch(facecolor="white", edgecolor=LIGHT, hatch="/////", label=f"no complete trial ({missing})"))
+        keys.append(Patch(label=f"no complete trial ({missing})", **_MISSING))
     figure_style.legend_above(figure, keys)
     return figure
-
-
-_BEST: dict[str, Any] = {"fill": False, "edgecolor": figure_style.VERMILLION, "linewidth": 2.0}
-_ALIKE: dict[str, Any] = {"fill": False, "edgecolor": figure_style.VERMILLION, "linewidth": 0.8}
-
-
-def _outline(axes: Axes, row: pd.Series, seq_lens: list[int], samples: list[int], whole: bool, **line: Any) -> None:
-    """Around the cell of a row, or around the whole panel of a method that has one cell."""
-    corner = (0, 0) if whole else (samples.index(row["taylor_num_samples"]), seq_lens.index(row["taylor_seq_len"]))
-    width, height = (len(samples), len(seq_lens)) if whole else (1, 1)
-    axes.add_patch(Rectangle(corner, width, height, clip_on=False, **line))
-
-
-def _cells(
-    axes: Axes, cells: pd.DataFrame, scale: Normalize, with_text: bool, seq_lens: list[int], samples: list[int]
-) -> QuadMesh:
-    """One panel of a heatmap, which the cells fill: what is missing shows the hatched ground."""
-    axes.grid(False)
-    axes.patch.set(facecolor="white", edgecolor=LIGHT, hatch="/////", linewidth=0)
-    values = np.ma.masked_invalid(cells.to_numpy(dtype="float64"))
-    across, up = (
-        np.linspace(0, len(levels), n + 1) for levels, n in ((samples, cells.shape[1]), (seq_lens, cells.shape[0]))
-    )
-    mesh = axes.pcolormesh(across, up, values, cmap="cividis", norm=scale, edgecolor="white", linewidth=0.6)
-    for axis, levels in ((axes.xaxis, samples), (axes.yaxis, seq_lens)):
-        shown = figure_style.thinned(levels, 12)
-        axis.set_ticks([levels.index(level) + 0.5 for level in shown], [str(level) for level in shown])
-        axis.set_tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    if with_text:
-        filled = np.argwhere(~np.ma.getmaskarray(values))
-        numbers = values[~np.ma.getmaskarray(values)].data
-        inks = figure_style.readable_on(matplotlib.colormaps["cividis"](scale(numbers)))
-        for (row, column), value, ink in zip(filled, numbers, inks, strict=True):
-            text = f"{value:.3f}".removeprefix("0")
-            centre = across[column : column + 2].mean(), up[row : row + 2].mean()
-            axes.text(*centre, text, color=ink, fontsize=TINY, ha="center", va="center")
-    return mesh

@@ -67,7 +67,8 @@ def model_rows(
 ) -> list[ModelRows]:
     """The `rows` (`rows.frame`) of each model of the experiment in `folder`, with what its experiment.json (`about`) and the
     dense models' records by label tell, and what was `lost` of it."""
-    models = about.get("models", {})
+    known = about.get("models")
+    models = {k: entry for k, entry in known.items() if isinstance(entry, dict)} if isinstance(known, dict) else {}
     found = []
     for label in dict.fromkeys([*models, *rows["model"], *baselines]):
         entry, dense = models.get(label, {}), baselines.get(label)
@@ -78,9 +79,9 @@ def model_rows(
         except ValueError:
             run = None
         # The key that the dense model has or would have is a hash of all that two trials must share to be compared
-        measured = dense.key if dense else None
-        if dense is None and run is not None and {"model", "data"} <= set(entry.get("meaning", {})):
-            measured = trial_key(None, entry["meaning"]["model"], entry["meaning"]["data"], run)
+        measured, meaning = dense.key if dense else None, entry.get("meaning")
+        if dense is None and run is not None and isinstance(meaning, dict) and {"model", "data"} <= set(meaning):
+            measured = trial_key(None, meaning["model"], meaning["data"], run)
         problems = [*lost, *_missing(folder, own, about, entry)]
         if dense is None and (folder / BASELINES).is_file():
             problems.append(Problem(str(folder), f"{BASELINES} has no dense model: nothing says what pruning has cost"))
@@ -122,11 +123,12 @@ def _records(ledger: Ledger, lost: list[Problem]) -> list[TrialRecord]:
 def _missing(folder: Path, rows: pd.DataFrame, about: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Problem]:
     """What the search was to try and has no record of, and trials that lost their files."""
     problems = []
-    if "trial_keys" in entry:
-        planned, keys = entry["trial_keys"], set(rows["key"])
+    planned, keys = entry.get("trial_keys"), set(rows["key"])
+    if isinstance(planned, dict):
         missing = sorted(name for key, name in planned.items() if key not in keys)
         adaptive = about.get("search") == "optuna"  # it plans how many, not which
-        count = about.get("num_trials", len(planned)) if adaptive else len(planned)
+        count = about.get("num_trials") if adaptive else len(planned)
+        count = count if isinstance(count, int) else len(planned)
         absent = count - (len(planned) - len(missing))
         if absent > 0:
             names = "" if adaptive else f": {', '.join(missing)}"

@@ -81,23 +81,21 @@ def _places(folder: Path) -> list[tuple[str | None, Path]]:
     if not folder.is_dir():
         hint = f"; a results file is given as --csv Model={folder}" if folder.is_file() else ""
         raise UserError(f"{folder} is no folder{hint or '; name an experiment, e.g. ray_results/NAME'}")
-    if is_experiment(folder):
-        return [(None, folder)]
-    name = folder.resolve().name
-    if (folder / RESULTS).is_file():
-        named = _CONSOLIDATED.fullmatch(name)
-        return [(named[1] if named else name, folder / RESULTS)]
-    inside = [
-        place
-        for place in sorted(folder.iterdir())
-        if is_experiment(place) or (_CONSOLIDATED.fullmatch(place.name) and (place / RESULTS).is_file())
-    ]
-    if not inside:
-        raise UserError(
-            f"{folder} is no experiment (no {LEDGER}/, {EXPERIMENT} or {BASELINES}) and holds no {RESULTS}; name an "
-            "experiment, e.g. ray_results/NAME"
-        )
-    return [found for place in inside for found in _places(place)]
+    for candidates in ([folder], sorted(folder.iterdir())):
+        places: list[tuple[str | None, Path]] = []
+        for path in candidates:
+            name = path.resolve().name
+            consolidated = _CONSOLIDATED.fullmatch(name)
+            if is_experiment(path):
+                places.append((None, path))
+            elif (path / RESULTS).is_file() and (consolidated or path == folder):
+                places.append((consolidated[1] if consolidated else name, path / RESULTS))
+        if places:
+            return places
+    raise UserError(
+        f"{folder} is no experiment (no {LEDGER}/, {EXPERIMENT} or {BASELINES}) and holds no {RESULTS}; name an "
+        "experiment, e.g. ray_results/NAME"
+    )
 
 
 def _models(parts: list[ModelRows]) -> dict[str, Model]:

@@ -85,28 +85,28 @@ def read_results_csv(path: Path, model: str | None) -> ModelRows:
 
 def _cells(path: Path) -> pd.DataFrame:
     """The text of every cell, without blanks around it; the index says in which line of the file each row begins."""
-    records = {}
+    records, line = {}, 1
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
-            header = [name.strip() for name in next(reader, [])]
-            if not any(header):
-                raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {RESULTS}")
-            if twice := [name for name in header if header.count(name) > 1]:
-                raise UserError(f"{path}, line 1 names the column {twice[0]!r} twice; keep one")
-            line = reader.line_num + 1
             for record in reader:
-                if any(cell.strip() for cell in record):
-                    if len(record) != len(header):
-                        raise UserError(
-                            f"{path}, line {line} has {len(record)} columns and the first line {len(header)}; correct it"
-                        )
-                    records[line] = [cell.strip() for cell in record]
+                records[line] = [cell.strip() for cell in record]
                 line = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num} cannot be read as CSV ({error}); correct it") from error
+        raise UserError(f"{path}, line {line} cannot be read as CSV ({error}); correct it") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a CSV file ({error}); name an {RESULTS}") from error
+    header = records.pop(1, [])
+    if not any(header):
+        raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {RESULTS}")
+    if twice := [name for name in header if header.count(name) > 1]:
+        raise UserError(f"{path}, line 1 names the column {twice[0]!r} twice; keep one")
+    records = {line: cells for line, cells in records.items() if any(cells)}
+    for line, cells in records.items():
+        if len(cells) != len(header):
+            raise UserError(
+                f"{path}, line {line} has {len(cells)} columns and the first line {len(header)}; correct it"
+            )
     return pd.DataFrame.from_dict(records, orient="index", columns=header, dtype="object")
 
 
@@ -151,12 +151,11 @@ def _name_model(path: Path, rows: pd.DataFrame, model: str | None) -> None:
     named = sorted(set(rows["model"].dropna()))
     if model is None and rows["model"].isna().any():
         raise UserError(f"{path} does not say of which model it is; name it, as in --csv Llama={path}")
-    if model is not None:
-        if len(named) > 1:
-            raise UserError(
-                f"{path} holds {len(named)} models ({', '.join(named)}), and --csv gives it to one; name its experiment folder"
-            )
-        rows["model"] = model
+    if model is not None and len(named) > 1:
+        raise UserError(
+            f"{path} holds {len(named)} models ({', '.join(named)}), and --csv gives it to one; name its experiment folder"
+        )
+    rows["model"] = rows["model"] if model is None else model
 
 
 def _name_methods(path: Path, rows: pd.DataFrame) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,26 +57,19 @@ def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
 
 
 def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
-    durations: dict[str, float] = {}
+    durations: dict[str, float] = defaultdict(float)
     for stage in record.stages:  # zero_shot is there once per slice
-        name = f"{stage['stage']}_duration_s"
-        durations[name] = durations.get(name, 0.0) + stage["duration_s"]
-    config = dict(record.config)
-    config["pruning_method"] = config.pop("method", None)
+        durations[f"{stage['stage']}_duration_s"] += stage["duration_s"]
+    own = ("model", "status", "reason", "key", "started_at", "host", "peak_memory_bytes")
     return {
         **durations,
         **record.metrics,
-        **config,
-        "model": record.model,
+        **{name: value for name, value in record.config.items() if name != "method"},
+        **{name: getattr(record, name) for name in own},
+        "pruning_method": record.config.get("method"),
         "output_dir": (experiment_dir / TRIALS / record.key).as_posix(),
         "elapsed_time": record.elapsed_time_s,
         "success": record.status == "complete",
-        "status": record.status,
-        "reason": record.reason,
-        "key": record.key,
-        "started_at": record.started_at,
-        "host": record.host,
-        "peak_memory_bytes": record.peak_memory_bytes,
     }
 
 
@@ -84,23 +77,19 @@ def typed(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with COLUMNS first, what is missing as NaN (texts: empty; shape: free, as before there were others), and each
     column in its one type."""
     rows = rows.reindex(columns=[*COLUMNS, *sorted(set(rows.columns) - set(COLUMNS))])
-    numbers = [name for name in COLUMNS if name not in (*TEXTS, *INTEGERS, "success")]
-    rows = rows.astype(dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(numbers, "float64") | {"success": "bool"})
-    texts = {name: rows[name].astype("str").where(rows[name].notna(), "") for name in TEXTS}
-    for name in _OWN_TEXTS:
-        texts[name] = texts[name].where(texts[name] != "", HYPERPARAMETERS[name].default)
-    return rows.assign(**texts)
+    types = dict.fromkeys(COLUMNS, "float64") | dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(TEXTS, "str")
+    missing = dict.fromkeys(TEXTS, "") | {name: HYPERPARAMETERS[name].default for name in _OWN_TEXTS}
+    return rows.astype(types | {"success": "bool"}).fillna(missing)
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
-    """The eligible rows (complete, with a finite acc_mean), best first; they have a column `name`.
+    """The eligible rows (complete, with a finite acc_mean), best first, with `tokens` (seq_len x samples); they have a `name`.
 
-    Selection rule "accuracy": highest acc_mean; then lower perplexity, then fewer calibration tokens, then the name.
+    Selection rule "accuracy": highest acc_mean; then lower perplexity (unknown: last), then fewer tokens, then the name.
     """
     rows = rows[rows["success"] & np.isfinite(rows["acc_mean"])]
-    tokens = rows["taylor_seq_len"] * rows["taylor_num_samples"]
-    order = rows[["name"]].assign(acc=-rows["acc_mean"], ppl=rows["ppl"].fillna(math.inf), tokens=tokens)
-    return rows.loc[order.sort_values(["acc", "ppl", "tokens", "name"]).index]
+    rows = rows.assign(tokens=rows["taylor_seq_len"] * rows["taylor_num_samples"])
+    return rows.sort_values(["acc_mean", "ppl", "tokens", "name"], ascending=[False, True, True, True])
 
 
 def config_of(row: Mapping[str, Any]) -> PruningConfig:

@@ -1,7 +1,7 @@
 """Tables as LaTeX: booktabs; longtable where one may break across pages.
 
-What is written compiles with pdflatex whatever text a table holds: everything that LaTeX would read as a command is escaped,
-and a letter that its fonts do not have is written as its code point.
+What is written compiles with pdflatex (of 2018 or later, with T1 fonts) whatever text a table holds: everything that LaTeX
+would read as a command is escaped, and a letter that its fonts do not have is written as its code point.
 """
 
 from __future__ import annotations
@@ -41,12 +41,8 @@ _COMMANDS = {
     "’": "'",
     "†": r"\textsuperscript{\dag}",
     "µ": r"$\mu$",
-    **{"ß": r"\ss{}", "æ": r"\ae{}", "Æ": r"\AE{}", "ø": r"\o{}", "Ø": r"\O{}", "ł": r"\l{}", "Ł": r"\L{}"},
 }
-_ACCENTS = {
-    **{"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0304": "=", "\u0306": "u", "\u0307": "."},
-    **{"\u0308": '"', "\u030a": "r", "\u030b": "H", "\u030c": "v", "\u0327": "c"},
-}
+_LETTERS = re.compile("[À-ÖØ-öø-ĥĨ-ķĹ-ľŁ-ňŊ-ťŨ-ž]")  # of T1 fonts, beside ASCII
 
 
 def escape(text: str) -> str:
@@ -58,14 +54,8 @@ def escape(text: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    if character in _COMMANDS:
-        return _COMMANDS[character]
-    if character.isascii():
-        return character
-    base, *marks = list(unicodedata.normalize("NFD", character))
-    if base.isascii() and len(marks) == 1 and marks[0] in _ACCENTS:
-        return rf"\{_ACCENTS[marks[0]]}{{{base}}}"
-    return f"{{[}}U+{ord(character):04X}]"
+    known = character.isascii() or _LETTERS.match(character)
+    return _COMMANDS.get(character, character if known else f"{{[}}U+{ord(character):04X}]")
 
 
 # Size commands and the mean width of a character in points, largest first; the text of an A4 page with 2 cm margins is 483

@@ -1,9 +1,8 @@
 """Numbers and messages in words, in every language of the reports; templates/messages.toml is their catalogue.
 
 A value is formatted where its sentence is written, by the part of the placeholder behind the colon: `{naive:acc}` is
-`.5980`, `{points:points}` is `1.25`, `{count:row}` is `1 row` or `3 rows`, `{others:list}` is `a, b and 2 more` (`{others:list8}`
-spells out 8), `{side:word}` is looked up. Without one, a list is joined with commas, a number is printed short and a message
-that is a value of another is put into the same language.
+`.5980`, `{points:points}` is `1.25`, `{others:list}` is `a, b and 2 more` (`{others:list8}` spells out 8). Without one, a list is
+joined with commas, a number is printed short and a message that is a value of another is put into the same language.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ LANGUAGES = ("en", "zh")
 MISSING = "–"
 CATALOGUE = tomllib.loads((Path(__file__).parent / "templates" / "messages.toml").read_text(encoding="utf-8"))
 TRANSLATIONS = {"en": {}} | CATALOGUE.pop("translations")
-_WORDS = CATALOGUE.pop("words")
 _LISTED = 4  # names of a list that a sentence spells out
 _FORMS = {
     "acc": ".4f",  # a fraction without its leading zero, as accuracies were published: .5980, -.7972, 1.0000
@@ -104,16 +102,9 @@ class _Sentence(string.Formatter):
             return format_message(value, self.language)
         if format_spec.startswith("list"):
             return names(value, self.language, int(format_spec.removeprefix("list") or _LISTED))
-        if format_spec == "word":
-            return str(_WORDS[value][self.language])
-        if format_spec in _FORMS:
-            return printed(value, format_spec)
-        if format_spec:
-            noun = _WORDS[format_spec][self.language]
-            return f"{printed(value, 'int')} {noun}{'s' if self.language == 'en' and value != 1 else ''}"
         if isinstance(value, (list, tuple)):
             return label(", ", self.language).join(self.format_field(item, "") for item in value)
-        return str(value) if isinstance(value, (str, bool)) else printed(value, "number")
+        return value if isinstance(value, str) else printed(value, format_spec or "number")
 
 
 def one_line(text: str, most: int = 120) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 import jinja2
 
 from tune_prune.analysis.render import messages
-from tune_prune.analysis.tables.table import Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -37,8 +36,3 @@ def environment(language: str = "en") -> jinja2.Environment:
     )
     environment.tests["missing"] = messages.missing
     return environment
-
-
-def html_table(table: Table) -> str:
-    """The table as a section of the page."""
-    return str(environment().get_template("table.html.j2").module.table(table))  # type: ignore[attr-defined]

@@ -54,35 +54,30 @@ def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | 
     Of several sets of items the one of most rows counts, of equally many that of the first row (`eligible`: best first).
     None if fewer than two rows share their items. UserError naming the trial if its items contradict its acc_mean.
     """
-    series = [items(folder) for folder in eligible["output_dir"]]
-    groups: list[tuple[pd.Index, list[int]]] = []  # the rows of each set of items
-    for position, scores in enumerate(series):
-        if scores is None:
-            continue
-        same = next((rows for seen, rows in groups if seen.equals(scores.index)), None)
+    series = {row: scores for row, name in enumerate(eligible["output_dir"]) if (scores := items(name)) is not None}
+    groups: list[list[int]] = []  # the rows of each set of items
+    for row, scores in series.items():
+        same = next((rows for rows in groups if series[rows[0]].index.equals(scores.index)), None)
         if same is None:
-            groups.append((scores.index, [position]))
+            groups.append([row])
         else:
-            same.append(position)
+            same.append(row)
     if not groups:
         return None, Message("no_items")
-    index, rows = max(groups, key=lambda group: len(group[1]))  # the first of equally large ones
+    rows = max(groups, key=len)  # the first of equally large ones
     if len(rows) < 2:
         return None, Message("unpaired") if len(eligible) > 1 else None
-    table = np.column_stack([scores for scores in series if scores is not None and scores.index.equals(index)])
-    tasks = index.get_level_values("task")
+    table = np.column_stack([series[row] for row in rows])
+    tasks = series[rows[0]].index.get_level_values("task")
     paired = PairedScores({str(task): table[tasks == task] for task in tasks.unique()}, np.array(rows))
-    for position, measured in zip(rows, paired.accuracies, strict=True):
-        row = eligible.iloc[position]
+    for (_, row), measured in zip(eligible.iloc[rows].iterrows(), paired.accuracies, strict=True):
         if not abs(measured - row["acc_mean"]) < 1e-6:
             raise UserError(
                 f"the items of trial {row['output_dir']} have acc_mean {measured:.6f}, but its record says "
                 f"{row['acc_mean']:.6f}; delete its items.parquet, or restore it from a copy"
             )
-    if len(rows) == len(eligible):
-        return paired, None
     left_out = eligible["name"].drop(eligible.index[rows]).tolist()
-    return paired, Message("partly_unpaired", {"names": left_out})
+    return paired, Message("partly_unpaired", {"names": left_out}) if left_out else None
 
 
 @dataclass(frozen=True)

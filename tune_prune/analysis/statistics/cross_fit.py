@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -39,16 +38,11 @@ def cross_fit_rule(
     generator: np.random.Generator,
 ) -> CrossFit | None:
     """`cross_fit` of the rule that chose `best`, among the rows with items; None if these alone would not have led to `best`."""
-    if scores is None:
+    if scores is None or best not in (names := eligible["name"].iloc[scores.rows].tolist()):
         return None
     rows = eligible.iloc[scores.rows]
-    names = rows["name"].tolist()
-    if best not in names:
-        return None
     # What breaks ties must not come from the items: a row's place in `eligible` does
-    order = rows.assign(ppl=rows["ppl"].fillna(math.inf)).reset_index(drop=True)
-    ties = np.empty(len(rows), dtype=np.intp)
-    ties[order.sort_values(["ppl", "tokens", "name"]).index] = np.arange(len(rows))
+    ties = rows.reset_index(drop=True).sort_values(["ppl", "tokens", "name"]).index.argsort()
     cost = rules.cost_order(rows)
     stderr = comparison.stderr[np.ix_(scores.rows, scores.rows)]
 
@@ -68,17 +62,10 @@ def cross_fit_rule(
     return cross_fit(scores, names, pick, generator)
 
 
-def cross_fit(
-    scores: PairedScores,
-    names: list[str],
-    pick: Pick,
-    generator: np.random.Generator,
-    folds: int = FOLDS,
-    repeats: int = REPEATS,
-) -> CrossFit | None:
+def cross_fit(scores: PairedScores, names: list[str], pick: Pick, generator: np.random.Generator) -> CrossFit | None:
     """What `pick` (accuracies [columns] -> column) chooses on all folds but one, scored on that one; None if a task has one item.
 
-    Each repeat deals every task's items into `folds` parts anew; its score is the mean over tasks of the mean over items, each
+    Each repeat deals every task's items into FOLDS parts anew; its score is the mean over tasks of the mean over items, each
     item scored by the configuration chosen without it, and `corrected` is the mean over repeats. Since fewer items choose,
     it is the accuracy to expect of the rule, a little below that of the configuration it chooses on all.
 
@@ -89,10 +76,10 @@ def cross_fit(
     tasks = list(scores.by_task.values())
     if min(map(len, tasks)) < 2:
         return None
-    members = [_deal(len(values), folds, repeats, generator) for values in tasks]
+    members = [_deal(len(values), generator) for values in tasks]
     corrected, chosen = _held_out(tasks, members, [np.ones(len(values)) for values in tasks], pick)
     tasks = [values.astype(np.float32) for values in tasks]
-    members = [member[: folds * _BOOTSTRAP_REPEATS].astype(np.float32) for member in members]
+    members = [member[: FOLDS * _BOOTSTRAP_REPEATS].astype(np.float32) for member in members]
     again = []
     for _ in range(_BOOTSTRAP_DRAWS):
         weights = [
@@ -106,16 +93,16 @@ def cross_fit(
         naive=float(full[pick(full)]),
         corrected=corrected,
         stderr=float(np.std(again, ddof=1)),
-        folds=folds,
-        repeats=repeats,
+        folds=FOLDS,
+        repeats=REPEATS,
         chosen={names[column]: float(count / len(chosen)) for column, count in by_share},
     )
 
 
-def _deal(n: int, folds: int, repeats: int, generator: np.random.Generator) -> np.ndarray:
-    """Which of n items are in which fold, 0 or 1 [repeats * folds, n]; the folds of a repeat differ by one item at most."""
-    fold = generator.permuted(np.tile(np.arange(n) % folds, (repeats, 1)), axis=1)
-    return (fold[:, None, :] == np.arange(folds)[:, None]).reshape(-1, n).astype(np.float64)
+def _deal(n: int, generator: np.random.Generator) -> np.ndarray:
+    """Which of n items are in which fold, 0 or 1 [REPEATS * FOLDS, n]; the folds of a repeat differ by one item at most."""
+    fold = generator.permuted(np.tile(np.arange(n) % FOLDS, (REPEATS, 1)), axis=1)
+    return (fold[:, None, :] == np.arange(FOLDS)[:, None]).reshape(-1, n).astype(np.float64)
 
 
 def _held_out(

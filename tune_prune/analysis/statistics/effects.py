@@ -35,10 +35,8 @@ _ROUNDING = 1e-12  # relative; a sum of squares or a difference below it is a ro
 class Trend:
     """How accuracy moves with a factor's levels."""
 
-    factor: str  # taylor_seq_len or taylor_num_samples
-    direction: (
-        str  # "rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed", "unknown" (no standard error)
-    )
+    factor: str
+    direction: str  # "rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed", "unknown": see `trend`
     spread_points: float  # highest less lowest level mean
     stderr_points: float  # of that difference
     best_level: int

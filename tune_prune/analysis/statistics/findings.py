@@ -23,12 +23,11 @@ from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics import effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
-from tune_prune.analysis.statistics.differences import Items, read_items
+from tune_prune.analysis.statistics.differences import Items, Transfer, read_items, transfer
 from tune_prune.analysis.statistics.effects import Correlation, Trend
 from tune_prune.analysis.statistics.factors import CALIBRATION, FACTORS, NUMERIC, methods_reading, varied
 from tune_prune.analysis.statistics.message import Message
 from tune_prune.analysis.statistics.rules import RULES
-from tune_prune.analysis.statistics.transfer import Transfer, transfer
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
 
@@ -46,7 +45,7 @@ class ModelFindings:
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
     # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own
     # minus the most accurate's, 0 for itself), p_best (chance of a gap to the best as large as this if this were the best;
-    # corrected for all configurations), in_confidence_set (p_best above 0.05: statistically tied with the best)
+    # corrected for all configurations), in_confidence_set (p_best above 0.05 or unknown: statistically tied with the best)
     eligible: pd.DataFrame
     comparison: Comparison
     scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
@@ -73,11 +72,6 @@ class ModelFindings:
     def tied(self) -> list[str]:
         """Names of the configurations that are statistically tied with the most accurate (95%), itself among them."""
         return self.eligible.loc[self.eligible["in_confidence_set"], "name"].tolist()
-
-    @property
-    def worse(self) -> pd.Series:
-        """Of each eligible row whether it is told apart from the most accurate; nowhere, if nothing is known of the noise."""
-        return ~self.eligible["in_confidence_set"].astype("bool") & (self.basis != "unknown")
 
     @cached_property
     def edges(self) -> list[tuple[str, int, str]]:
@@ -143,24 +137,21 @@ class ModelFindings:
     @cached_property
     def tasks(self) -> pd.DataFrame:
         """The tasks of `best`: acc, stderr, dense, retained (acc / dense), items; NaN what is not known."""
-        scores = self.items(self.best["output_dir"])
+        best, dense = self.best, self.model.baseline
+        scores = self.items(best["output_dir"])
         sizes: Mapping[str, int] = TASK_ITEMS if self.model.kind == "published" else {}
         if scores is not None:
             sizes = scores.groupby(level="task").size()
-        rows = {
-            task: {
-                "acc": self.best[f"acc_{task}"],
-                "stderr": self.best.get(f"acc_{task}_stderr", math.nan),
-                "dense": self.model.baseline.get(f"acc_{task}", math.nan),
-                "items": sizes.get(task, math.nan),
-            }
-            for task in self.model.tasks
-            if not pd.isna(self.best[f"acc_{task}"])
+        tasks = [task for task in self.model.tasks if not pd.isna(best[f"acc_{task}"])]
+        columns = {
+            "acc": [best[f"acc_{task}"] for task in tasks],
+            "stderr": [best.get(f"acc_{task}_stderr", math.nan) for task in tasks],
+            "dense": [dense.get(f"acc_{task}", math.nan) for task in tasks],
+            "items": [sizes.get(task, math.nan) for task in tasks],
         }
-        columns = ["acc", "stderr", "dense", "items"]
-        table = pd.DataFrame.from_dict(rows, orient="index", columns=columns, dtype="float64")
+        table = pd.DataFrame(columns, pd.Index(tasks, name="task"), dtype="float64")
         table.insert(3, "retained", table["acc"] / table["dense"].where(table["dense"] > 0))
-        return table.rename_axis("task")
+        return table
 
     @cached_property
     def statistics(self) -> Mapping[str, float]:
@@ -190,7 +181,7 @@ class ModelFindings:
         elif warning := at_chance(self.model.baseline):
             yield warning
         for factor, value, side in self.edges:
-            yield Message("edge", {"factor": factor, "value": value, "side": side})
+            yield Message(f"edge_{side}", {"factor": factor, "value": value})
         first = eligible["name"].iloc[0]
         others = [name for name in self.tied if name != first]
         if others:
@@ -237,22 +228,6 @@ class Findings:
         return transfer(rows, {label: found.best for label, found in self.models.items()}, self.items)
 
     @property
-    def transfer_points(self) -> pd.DataFrame | None:
-        """Row: model; column: model whose best is used; points lost against the row's own best, NaN where not evaluated."""
-        return None if self.transfer is None else self.transfer.table("loss_points")
-
-    @property
-    def transfer_stderr(self) -> pd.DataFrame | None:
-        return None if self.transfer is None else self.transfer.table("loss_points_stderr")
-
-    @property
-    def transfer_percent(self) -> pd.DataFrame | None:
-        """`transfer_points` in percent of the row's own best."""
-        points = self.transfer_points
-        own = pd.Series({label: found.best["acc_mean"] for label, found in self.models.items()}, dtype="float64")
-        return None if points is None else points.div(own.where(own > 0), axis="index")
-
-    @property
     def best_for_all(self) -> Mapping[str, Any] | None:
         """`Transfer.best_for_all`."""
         return None if self.transfer is None else self.transfer.best_for_all
@@ -265,18 +240,15 @@ class Findings:
         without the ratio), config (its name), ratio, kept (fraction of the dense parameters), params_count, acc_mean,
         acc_mean_stderr, ppl.
         """
-        by_base: dict[str, list[ModelFindings]] = {}
-        for found in self.models.values():
-            by_base.setdefault(found.model.base, []).append(found)
         rows: list[dict[str, Any]] = []
-        for base, members in by_base.items():
+        for base in dict.fromkeys(found.model.base for found in self.models.values()):
+            members = [found for found in self.models.values() if found.model.base == base]
             if len({found.model.ratio for found in members}) < 2:
                 continue
             dense = next((found.model.baseline for found in members if found.model.baseline), {})
             if "acc_mean" in dense:
-                rows.append(
-                    {"model": base, "config": "dense", "ratio": 0.0, "kept": 1.0} | plain_values(dense, *_SIZE_VALUES)
-                )
+                row = {"model": base, "config": "dense", "ratio": 0.0, "kept": 1.0}
+                rows.append(row | plain_values(dense, *_SIZE_VALUES))
             for found in sorted(members, key=lambda found: found.model.ratio):
                 values = plain_values(found.best, *_SIZE_VALUES)
                 kept = 1 - found.best["removed_fraction"]
@@ -296,40 +268,35 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
     if rule not in RULES:
         raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
     items = functools.cache(read_items)
-    eligible = {label: ranked(model.rows) for label, model in study.models.items()}
-    models = {
-        label: _decide(study, study.models[label], rows, rule, seed, items)
-        for label, rows in eligible.items()
-        if not rows.empty
-    }
-    return Findings(study, rule, models, tuple(label for label in eligible if label not in models), items)
+    models = {}
+    for label, model in study.models.items():
+        eligible = ranked(model.rows)
+        if eligible.empty:
+            continue
+        scores, message = paired_scores(eligible, items)
+        accuracies, stderrs = (eligible[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
+        generator = np.random.default_rng(seed_for(seed, f"bootstrap of {label}"))
+        comparison = compare(accuracies, stderrs, scores, generator)
+        eligible = eligible.assign(
+            gradient_pass_s=_gradient_pass_s(eligible, model, study.costs),
+            difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
+            difference_stderr_points=100 * comparison.stderr[:, 0],
+            p_best=comparison.p_best,
+            in_confidence_set=comparison.in_confidence_set,
+        )
+        chosen = {name: choose(eligible) for name, choose in RULES.items()}
+        if not chosen[rule]:
+            raise UserError(
+                f"selection rule {rule!r} finds no finite ppl in the trials of {label}; use --rule accuracy"
+            )
+        models[label] = ModelFindings(model, rule, eligible, comparison, scores, message, chosen, items, seed)
+    return Findings(study, rule, models, tuple(label for label in study.models if label not in models), items)
 
 
 def at_chance(dense: Mapping[str, float]) -> Message | None:
     """The warning that a dense model with these metrics is less than two standard errors above picking blindly."""
     acc, chance, stderr = (dense.get(name, math.nan) for name in ("acc_mean", "chance_acc_mean", "acc_mean_stderr"))
     return Message("at_chance", {"dense": acc, "chance": chance}) if acc - chance < 2 * stderr else None
-
-
-def _decide(study: Study, model: Model, eligible: pd.DataFrame, rule: str, seed: int, items: Items) -> ModelFindings:
-    scores, message = paired_scores(eligible, items)
-    accuracies, stderrs = (eligible[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
-    generator = np.random.default_rng(seed_for(seed, f"bootstrap of {model.label}"))
-    comparison = compare(accuracies, stderrs, scores, generator)
-    eligible = eligible.assign(
-        tokens=eligible["taylor_seq_len"] * eligible["taylor_num_samples"],
-        gradient_pass_s=_gradient_pass_s(eligible, model, study.costs),
-        difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
-        difference_stderr_points=100 * comparison.stderr[:, 0],
-        p_best=comparison.p_best,
-        in_confidence_set=comparison.in_confidence_set,
-    )
-    chosen = {name: choose(eligible) for name, choose in RULES.items()}
-    if not chosen[rule]:
-        raise UserError(
-            f"selection rule {rule!r} finds no finite ppl in the trials of {model.label}; use --rule accuracy"
-        )
-    return ModelFindings(model, rule, eligible, comparison, scores, message, chosen, items, seed)
 
 
 def _grid_size(rows: pd.DataFrame) -> int:
@@ -341,7 +308,7 @@ def _grid_size(rows: pd.DataFrame) -> int:
     )
 
 
-def _gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> list[float]:
+def _gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> pd.Series:
     """Seconds that the gradients of each row take alone: its samples' part of the pass that was made for all of its seq_len."""
     label = (model.source or {}).get("label", model.label)  # as the search calls the model
     per_sample = {
@@ -350,7 +317,6 @@ def _gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, M
         for entry in costs.get(folder, {}).get("shared_passes", ())
         if entry["stage"] == "importance" and entry["model"] == label
     }
-    return [
-        per_sample.get(seq_len, math.nan) * samples
-        for seq_len, samples in zip(eligible["taylor_seq_len"], eligible["taylor_num_samples"], strict=True)
-    ]
+    return eligible["taylor_seq_len"].map(per_sample).astype("float64") * eligible["taylor_num_samples"].astype(
+        "float64"
+    )

@@ -43,10 +43,7 @@ def cheapest_within(within: np.ndarray, accuracies: np.ndarray, cost: np.ndarray
 
 def cost_order(rows: pd.DataFrame) -> np.ndarray:
     """Rank of each row's cost, equal ones alike: calibration tokens, then the seconds of a gradient pass (unknown: last)."""
-    costs = pd.DataFrame(
-        {"tokens": _numbers(rows["tokens"]), "seconds": np.nan_to_num(_numbers(rows["gradient_pass_s"]), nan=np.inf)}
-    )
-    return costs.groupby(["tokens", "seconds"]).ngroup().to_numpy()
+    return rows.groupby(["tokens", "gradient_pass_s"], dropna=False).ngroup().to_numpy()
 
 
 def pareto(rows: pd.DataFrame) -> list[str]:

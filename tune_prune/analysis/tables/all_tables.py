@@ -9,7 +9,7 @@ from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables import configurations, hyperparameters, trial_tables
 from tune_prune.analysis.tables.table import Table
-from tune_prune.core.files import atomic_write_text
+from tune_prune.core.store import FolderStore
 
 
 def all_tables(findings: Findings) -> dict[str, Table]:
@@ -37,11 +37,8 @@ def all_tables(findings: Findings) -> dict[str, Table]:
 def write_tables(findings: Findings, folder: Path) -> list[Path]:
     """Write each table as .tex (to \\input; needs booktabs, and longtable for the appendix), .md and .csv (full precision),
     and all_tables.tex, a document that compiles as it stands. Returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     made = all_tables(findings)
     texts = {"all_tables.tex": document(list(made.values()))}
     for key, table in made.items():
         texts |= {f"{key}.tex": latex_table(table), f"{key}.md": markdown_table(table), f"{key}.csv": csv_text(table)}
-    for name, text in texts.items():
-        atomic_write_text(folder / name, text)
-    return [folder / name for name in texts]
+    return FolderStore(folder).put_all(texts)

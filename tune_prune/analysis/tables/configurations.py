@@ -98,10 +98,10 @@ def selection_rules(findings: Findings) -> Table:
     """What each rule chooses."""
     rows = []
     for label, found in findings.models.items():
-        for rule, name in ((rule, name) for rule, names in found.chosen.items() for name in names):
-            row = found.named(name)
-            values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
-            rows.append(configuration(label, row) | values | marks(found, row))
+        for rule, names in found.chosen.items():
+            for row in map(found.named, names):
+                values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
+                rows.append(configuration(label, row) | values | marks(found, row))
     columns = [
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
         *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
@@ -160,9 +160,11 @@ def transfer(findings: Findings) -> Table | None:
         row: dict[str, Any] = {"model": label, "name": found.best["name"]}
         for other, loss in losses[label].items():
             points = loss.get("loss_points")
-            percent = None if points is None else points / found.best["acc_mean"]
             row |= {f"{other}": points, f"{other}_stderr": loss.get("loss_points_stderr") or None}
-            row |= {f"{other}_percent": percent, f"_{other}": max(0.0, points or 0.0) / worst}
+            row |= {
+                f"{other}_percent": ratio(points, found.best["acc_mean"]),
+                f"_{other}": max(0.0, points or 0.0) / worst,
+            }
         rows.append(row)
     columns = [
         *(MODEL, Column("name", "Own best", style="name")),
@@ -179,15 +181,10 @@ def configuration_impact(findings: Findings) -> Table | None:
     for label, found in findings.models.items():
         own, dense = found.best["acc_mean"], found.model.baseline.get("acc_mean")
         for setting, config, values in _settings(findings, label, found):
-            row: dict[str, Any] = {
-                "model": label,
-                "setting": setting,
-                "config": config,
-                "own": setting == "own optimum",
-            }
-            row |= {column: values.get(column) for column in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
-            row |= {"loss": None if missing(row["loss_points"]) else row["loss_points"] / 100 / own}
-            rows.append(row | {"retained": ratio(row["acc_mean"], dense)})
+            row = {"model": label, "setting": setting, "config": config, "own": setting == "own optimum"}
+            known: dict[str, Any] = {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
+            loss = None if missing(known["loss_points"]) else known["loss_points"] / 100 / own
+            rows.append(row | known | {"loss": loss, "retained": ratio(known["acc_mean"], dense)})
     if len(rows) == len(findings.models):  # nothing beside the own optimum
         return None
     columns = [

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
 from tune_prune.analysis.statistics.factors import methods_reading
 from tune_prune.analysis.statistics.findings import Findings, Message, at_chance
 from tune_prune.analysis.tables.configurations import (
-    MARKED_ACCURACY,
     PARAMETERS,
-    PERPLEXITY,
     RETAINED,
     accuracy_notes,
-    configuration,
     hyperparameter_columns,
-    marks,
     ratio,
     transfer,
 )
 from tune_prune.analysis.tables.table import Column, Table
-from tune_prune.analysis.tables.trial_tables import counts
+from tune_prune.analysis.tables.trial_tables import counts, trials
 
 
 def final_table(findings: Findings, top: int = 5) -> str:
     """Per model: the dense model, the best configuration of each method and the `top` best; then the models compared. Lines have
     100 columns at most."""
-    tables = {label: _best_trials(findings, label, top) for label in sorted(findings.study.models)}
+    every = trials(findings)
+    tables = {label: _best_trials(findings, label, every.of(label), top) for label in sorted(findings.study.models)}
     blocks = []
     for label, table in tables.items():
         block = f"{table.title}\n" + (text_table(table) if table.rows else "")
@@ -45,25 +40,24 @@ def final_table(findings: Findings, top: int = 5) -> str:
     return "\n".join(map(fold, text.splitlines()))
 
 
-def _best_trials(findings: Findings, label: str, top: int) -> Table:
-    model, found = findings.study.models[label], findings.models.get(label)
-    hyperparameters, dense = hyperparameter_columns(findings), model.baseline
-    rows = [{"method": "dense", **dense, "retained": 1.0 if "acc_mean" in dense else None}] if dense else []
+def _best_trials(findings: Findings, label: str, table: Table, top: int) -> Table:
+    """The first rows of the table of its trials, below one for the dense model."""
+    model, dense = findings.study.models[label], findings.study.models[label].baseline
+    ranked = [row for row in table.rows if row["rank"] is not None]
+    first = {row["method"]: row["rank"] for row in reversed(ranked)}
+    shown = [row for row in ranked if row["rank"] <= top or row["rank"] == first[row["method"]]]
     title = f"{label}: {counts(model)}"
-    if found is not None:
-        first = ~found.eligible["pruning_method"].duplicated()
-        shown = found.eligible[first | (np.arange(len(first)) < top)]
-        if len(shown) < len(first):
-            title += f"; the best of each method and the {top} best"
-        reading = {column.key: methods_reading(model.rows, column.key) for column in hyperparameters}
-        for row in shown.to_dict("records"):
-            values = configuration(label, row) | marks(found, row) | {"params_count": row["params_count"]}
-            unread = [name for name, methods in reading.items() if row["pruning_method"] not in methods]
-            retained = ratio(row["acc_mean"], dense.get("acc_mean"))
-            rows.append(values | {"retained": retained} | dict.fromkeys(unread))
-    columns = [*hyperparameters, PERPLEXITY, MARKED_ACCURACY, RETAINED, PARAMETERS]
+    if len(shown) < len(ranked):
+        title += f"; the best of each method and the {top} best"
+    names = [column.key for column in hyperparameter_columns(findings)]
+    reading = {name: methods_reading(model.rows, name) for name in names}
+    rows = [{"method": "dense", **dense, "retained": 1.0 if "acc_mean" in dense else None}] if dense else []
+    for row in shown:
+        unread = [name for name, methods in reading.items() if row["method"] not in methods]
+        rows.append({**row, "retained": ratio(row["acc_mean"], dense.get("acc_mean")), **dict.fromkeys(unread)})
+    columns = [*table.pick(*names, "ppl", "acc_mean").columns, RETAINED, PARAMETERS]
     notes = [*accuracy_notes(findings), Message("note_retained")]
-    return Table("final", title, columns, rows, notes, best="best_most_accurate")
+    return replace(table, title=title, columns=columns, rows=rows, notes=notes)
 
 
 def _across(findings: Findings) -> Table | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,12 @@ from tune_prune.analysis.tables.configurations import (
     TOKENS,
     hyperparameter_columns,
     marks,
-    ratio,
 )
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.records import in_order
 
 STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 _ALL = "All models"
-_OF_THE_MACHINE = ("output_dir", "host")  # no part of a publication
 _COUNTS = {
     "runs": "Runs",
     "complete": "Complete",
@@ -46,48 +44,6 @@ def counts(model: Model) -> str:
 
 def trials(findings: Findings) -> Table:
     """Every trial: what competes first, best first; then the others with the reason why they do not."""
-    rows = _trial_rows(findings)
-    columns = [
-        *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
-        *hyperparameter_columns(findings),
-        MARKED_ACCURACY,
-        Column("difference_points", "To the best", "points", "difference_stderr_points", hint="percentage points"),
-        Column("p_best", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"),
-        PERPLEXITY,
-        *(
-            Column(name, name.removeprefix("acc_"), "acc", f"{name}_stderr", detail=True, style="task")
-            for name in _task_names(findings)
-        ),
-        Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
-        *(Column("elapsed_time", "Time", "duration"), Column("reason", "Reason", wrap=True), TOKENS),
-        *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
-    ]
-    notes = [Message("note_trials")]
-    if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
-        notes.append(Message("note_stopped_early"))
-    return Table("trials", "All trials", columns, rows, notes, best="best_most_accurate", long=True)
-
-
-def trial_tasks(findings: Findings) -> Table:
-    """Every complete trial's accuracy on every task."""
-    columns = [MODEL, Column("name", "Configuration", tied="not_told_apart")]
-    for name in _task_names(findings):
-        label = name.removeprefix("acc_").replace("arc_easy", "arc_e").replace("arc_challenge", "arc_c")
-        columns.append(Column(name, label, "acc3", f"{name}_stderr"))
-    kept = ["not_told_apart", *(key for column in columns for key in (column.key, column.stderr) if key)]
-    rows = [{name: row.get(name) for name in kept} for row in _trial_rows(findings) if row["state"] == "complete"]
-    title = "Accuracy of all complete trials by task"
-    return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], long=True)
-
-
-def _task_names(findings: Findings) -> list[str]:
-    """The columns of task accuracies that any row has a value in, in the order of the columns."""
-    rows = pd.concat([model.rows for model in findings.study.models.values()])
-    tasks = dict.fromkeys(task for model in findings.study.models.values() for task in model.tasks)
-    return [f"acc_{task}" for task in tasks if rows[f"acc_{task}"].notna().any()]
-
-
-def _trial_rows(findings: Findings) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for label, model in findings.study.models.items():
         rest = model.rows
@@ -106,34 +62,65 @@ def _trial_rows(findings: Findings) -> list[dict[str, Any]]:
             rows.append(row | dict.fromkeys(("chosen", "most_accurate", "not_told_apart"), False) | {"model": label})
     for row in rows:
         row["method"] = row["pruning_method"]
-    return [{name: value for name, value in row.items() if name not in _OF_THE_MACHINE} for row in rows]
+        del row["output_dir"], row["host"]  # of the machine, and no part of a publication
+    tasks = dict.fromkeys(task for model in findings.study.models.values() for task in model.tasks)
+    columns = [
+        *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
+        *hyperparameter_columns(findings),
+        MARKED_ACCURACY,
+        Column("difference_points", "To the best", "points", "difference_stderr_points", hint="percentage points"),
+        Column("p_best", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"),
+        PERPLEXITY,
+        *(Column(f"acc_{task}", task, "acc", f"acc_{task}_stderr", detail=True, style="task") for task in tasks),
+        Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
+        *(Column("elapsed_time", "Time", "duration"), Column("reason", "Reason", wrap=True), TOKENS),
+        *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
+    ]
+    notes = [Message("note_trials")]
+    if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
+        notes.append(Message("note_stopped_early"))
+    return Table("trials", "All trials", columns, rows, notes, best="best_most_accurate", long=True)
+
+
+def trial_tasks(findings: Findings) -> Table:
+    """Every complete trial's accuracy on every task."""
+    table, columns = trials(findings), [MODEL, Column("name", "Configuration", tied="not_told_apart")]
+    for task in (column for column in table.shown if column.style == "task"):
+        label = task.label.replace("arc_easy", "arc_e").replace("arc_challenge", "arc_c")
+        columns.append(Column(task.key, label, "acc3", task.stderr))
+    kept = ["not_told_apart", *(key for column in columns for key in (column.key, column.stderr) if key)]
+    rows = [{name: row.get(name) for name in kept} for row in table.rows if row["state"] == "complete"]
+    title = "Accuracy of all complete trials by task"
+    return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], long=True)
 
 
 def statistics(findings: Findings) -> Table:
     """Runs, task evaluations, completeness, cost and the distribution of accuracy: a column per model, and one for all."""
-    values: dict[str, dict[str, Any]] = {
-        label: {**found.statistics, "trial_hours": _hours(found.model.rows)} for label, found in findings.models.items()
-    }
-    if len(values) > 1:
+    values = pd.DataFrame(
+        {
+            label: {**found.statistics, "trial_hours": _hours(found.model.rows)}
+            for label, found in findings.models.items()
+        }
+    )
+    if len(findings.models) > 1:
         pooled = pd.concat([found.eligible["acc_mean"] for found in findings.models.values()])
         every = pd.concat([found.model.rows for found in findings.models.values()])
-        total = {name: sum(of_model[name] for of_model in values.values()) for name in _COUNTS}
-        total |= {name: float(getattr(pooled, name)()) for name in _DISTRIBUTION}
-        values[_ALL] = total | {"trial_hours": _hours(every)}
-    for of_model in values.values():
-        of_model["completeness"] = ratio(of_model["complete"], of_model["runs"])
-    values[list(values)[-1]] |= _cost(findings)  # cost.json tells of an experiment, not of a model
+        total = values.loc[list(_COUNTS)].sum(axis="columns").to_dict() | {"trial_hours": _hours(every)}
+        values[_ALL] = pd.Series(total | {name: getattr(pooled, name)() for name in _DISTRIBUTION})
+    values.loc["completeness"] = values.loc["complete"] / values.loc["runs"]
+    cost = pd.DataFrame({values.columns[-1]: _cost(findings)})  # cost.json tells of an experiment, not of a model
+    values = pd.concat([values, cost])
     shown = {name: (title, "int") for name, title in _COUNTS.items()}
     shown |= {"completeness": ("Completeness", "percent"), "trial_hours": ("Time in trials (h)", "points")}
     shown |= {name: (title, "int") for name, title in _passes(findings).items()}
     shown |= {"worker_hours": ("Time of workers (h)", "points"), "gpu_hours": ("GPU hours", "points")}
     shown |= {"evaluation_fraction": ("Evaluation's part of that time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
-    rows = []
-    for name, (title, form) in shown.items():
-        row = {label: of_model.get(name) for label, of_model in values.items()}
-        if not all(map(missing, row.values())):
-            rows.append({"statistic": name, "_title": title, "_format": form, **row})
+    rows = [
+        {"statistic": name, "_title": title, "_format": form, **values.loc[name]}
+        for name, (title, form) in shown.items()
+        if values.loc[name].notna().any()
+    ]
     notes = [Message("note_statistics")]
     kinds = [problem.kind for model in findings.study.models.values() for problem in model.problems]
     if "duplicate" in kinds:
@@ -148,14 +135,14 @@ def _hours(rows: pd.DataFrame) -> float:
     return rows["elapsed_time"].dropna().sum(min_count=1) / 3600
 
 
-def _cost(findings: Findings) -> Mapping[str, float | None]:
+def _cost(findings: Findings) -> pd.Series:
     """Sums over the experiments that have a cost.json; NaN where none tells."""
     columns = [*_passes(findings), "gpu_hours", "worker_seconds", "evaluation_fraction"]
     costs = pd.DataFrame(list(findings.study.costs.values()), columns=columns, dtype="float64")
-    evaluation = (costs["evaluation_fraction"] * costs["worker_seconds"]).sum(min_count=1)
-    total = costs.drop(columns="evaluation_fraction").sum(min_count=1)
-    fraction = ratio(evaluation, total["worker_seconds"])
-    return {**total, "worker_hours": total["worker_seconds"] / 3600, "evaluation_fraction": fraction}
+    costs["evaluation_fraction"] *= costs["worker_seconds"]
+    total = costs.sum(min_count=1)
+    total["evaluation_fraction"] /= total["worker_seconds"] or math.nan
+    return pd.concat([total, pd.Series({"worker_hours": total["worker_seconds"] / 3600})])
 
 
 def _passes(findings: Findings) -> dict[str, str]:
