@@ -349,6 +349,14 @@ def test_what_one_search_varied_is_compared_and_what_differs_between_searches_is
     assert (alone.label, alone.shape, alone.ratio) == ("tiny", "uniform", 0.2)
 
 
+def test_a_removal_divisor_that_few_rows_give_is_the_usual_one_in_the_others(tmp_path: Path) -> None:
+    header = "pruning_method,taylor_seq_len,taylor_num_samples,removal_divisor,acc_mean\n"
+    rows = ("layerwise,16,8,2,.5", "layerwise,16,8,,.6", "layerwise,32,8,2,.4", "layerwise,32,8,5,.3")
+    study = read_study([], [("a", csv(tmp_path, *rows, header=header))])
+    assert study.models["a"].rows["removal_divisor"].tolist() == [2, 5, 2, 5]
+    assert list(find(study).models["a"].levels["removal_divisor"].index) == [2, 5]
+
+
 def test_shapes_of_a_results_file(tmp_path: Path) -> None:
     """Its column says them; where it is missing or empty they are free."""
     shapes = ("", "free", "uniform")

@@ -69,6 +69,8 @@ def read_results_csv(path: Path, model: str | None) -> ModelRows:
         _require(path, rows, name, f"does not name it as {name}64")
     if _ask_ratio(rows):
         note(f"it gives no pruning_ratio: {PruningConfig.pruning_ratio} is assumed")
+    if "removal_divisor" in rows and rows["removal_divisor"].notna().any():  # where no row has one, none is shown
+        rows["removal_divisor"] = rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
     rows["output_dir"] = [  # we write trial folders relative to the file; a foreign one is left as it is
         (path.parent / name).as_posix() if isinstance(name, str) and (path.parent / name).is_dir() else name
         for name in rows["output_dir"]
