@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -47,6 +48,8 @@ class Case:
     plan: PruningPlan
     padded: bool
     stock: bool  # loads without any code
+    tolerance: float  # of float32 logits; above FLOAT32_TOLERANCE where the family's own are farther from float64's
+    bfloat16_error: float  # of the dense model's logits
 
 
 def write_case(folder: Path, variant: str, shape: str, padded: bool = False) -> Case:
@@ -65,8 +68,16 @@ def write_case(folder: Path, variant: str, shape: str, padded: bool = False) -> 
             "mask": mask,
             "masked_logits": truth(input_ids=ids, attention_mask=mask, use_cache=False).logits,
         }
+        tolerance = max(FLOAT32_TOLERANCE, 3 * rounding(model, ids, torch.float64))
+        bfloat16_error = rounding(truth, ids, torch.bfloat16)
     save_file(expected, folder / "case.safetensors")
-    return Case(folder, truth, plan, padded, padded or type(small) is type(model))
+    return Case(folder, truth, plan, padded, padded or type(small) is type(model), tolerance, bfloat16_error)
+
+
+def rounding(model: PreTrainedModel, ids: torch.Tensor, dtype: torch.dtype) -> float:
+    """How far the logits of a model in float32 are from those of the same in `dtype`, at most."""
+    other = copy.deepcopy(model).to(dtype)(input_ids=ids, use_cache=False).logits
+    return (model(input_ids=ids, use_cache=False).logits - other).abs().max().item()
 
 
 def as_saved(model: PreTrainedModel, plan: PruningPlan, padded: bool = False) -> PreTrainedModel:

@@ -189,13 +189,14 @@ def nothing_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """A function (a command's main, *argv) -> the one sentence with which the command refuses, the only thing it prints."""
+    """A function (a command's main, *argv) -> the one sentence with which the command refuses, the only thing it prints;
+    with `begun=True` it may have printed what it is about to do."""
 
-    def run(main: Callable[[list[str]], int], *argv: str | Path) -> str:
+    def run(main: Callable[[list[str]], int], *argv: str | Path, begun: bool = False) -> str:
         capfd.readouterr()
         code = main([*map(str, argv)])
         out, err = capfd.readouterr()
-        assert (code, out) == (2, ""), out
+        assert code == 2 and (begun or out == ""), out
         assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
         return err
 

@@ -25,8 +25,8 @@ def model_folder(folder: Path, **changes: Any) -> Path:
 
 
 def data_folder(folder: Path) -> Path:
-    """The embedded tasks and texts in the layout of --data-dir."""
+    """The embedded tasks and the beginning of the text in the layout of --data-dir."""
     shutil.copytree(embedded.tasks_dir(), folder / "tasks")
     (folder / TEXT_FILE).parent.mkdir()
-    (folder / TEXT_FILE).write_text(embedded.perplexity_text())
+    (folder / TEXT_FILE).write_text(embedded.perplexity_text()[:5000])
     return folder

@@ -59,6 +59,10 @@ def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     output = None if args.output is None else _output(args.output)
 
+    from tune_prune.models import catalog
+
+    catalog.resolve(args.model)  # what is misspelt is said at once
+
     from tune_prune.checkpoint import recorded  # imports torch: not before every flag has been read
     from tune_prune.cli import evaluation_text
     from tune_prune.core.files import atomic_write_text, to_json

@@ -117,10 +117,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_from(args: argparse.Namespace) -> SearchSettings:
+    from tune_prune.models import catalog
+    from tune_prune.planning import search_space
     from tune_prune.tuning.ray_cluster.resources import parse_amount
 
     gpus_per_trial = parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True)
     cpus_per_trial = parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False)
+    for name in args.model:
+        catalog.resolve(name)  # what is misspelt is said at once: the plan imports torch, which takes seconds
+    search_space.load(args.search_space)
     from tune_prune.planning.plan import SearchSettings
 
     return SearchSettings(

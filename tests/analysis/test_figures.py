@@ -1,11 +1,13 @@
-"""Figures: what is drawn is what the findings say, every file is one that a journal takes, and any shape of search is drawn."""
+"""Figures: what is drawn is what the findings and the files of the best trial say, every file is one that a journal takes, and
+any shape of search is drawn."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,15 @@ from matplotlib.colors import to_rgb
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
-from tune_prune.analysis.figures import figure_style, figures
+from tune_prune.analysis.figures import figure_style, figures, figures_best
 from tune_prune.analysis.input.rows import config_of, typed
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
+from tune_prune.core.errors import UserError
 
 LOST = "layerwise-s16-n128"
 
@@ -82,6 +86,17 @@ def cells(axes: Axes, width: float | None = None) -> dict[tuple[float, float], t
     """The colour of each cell of a heatmap's panel, by its lower left corner; of those with an outline of that width."""
     drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     return {cell.get_xy(): cell.get_facecolor() for cell in drawn if width in (None, cell.get_linewidth())}
+
+
+def marked(axes: Axes, marker: str) -> Line2D:
+    """The one line with that marker."""
+    (line,) = [line for line in axes.get_lines() if line.get_marker() == marker]
+    return line
+
+
+def layers_file(folder: Path, name: str, layers: list[Mapping[str, Any]]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps({"layers": layers}))
 
 
 def test_every_figure_is_written_as_a_paper_needs_it(drawn: list[Path]) -> None:
@@ -184,38 +199,35 @@ def test_numbers_in_cells_can_be_read_or_are_left_out() -> None:
     assert not panels(figures.heatmap(found))["taylor"].texts
 
 
-def test_method_bars_are_the_published_means(llama: ModelFindings) -> None:
+def test_method_bars_are_means_with_every_configuration(llama: ModelFindings) -> None:
     figure = figures.methods({"Llama": llama})
     (axes,) = figure.axes
     assert axes.get_ylim()[0] == 0
-    bars = [container for container in axes.containers if isinstance(container, BarContainer)]
-    assert [round(bar.patches[0].get_height(), 4) for bar in bars] == [0.5412, 0.5323, 0.5821]  # of METHODS
-    errors = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
-    spreads = [np.ptp(error.lines[2][0].get_segments()[0][:, 1]) / 2 for error in errors]
-    expected = [np.std(llama.eligible.query("pruning_method == @m")["acc_mean"], ddof=1) for m in METHODS]
-    np.testing.assert_allclose(spreads, expected)
-    drawn = [y for marker in "os^" for _, y in points(axes, marker)]
-    assert sorted(drawn) == sorted(llama.eligible["acc_mean"])
-    assert "mean ± std over configurations" in legend(figure)
+    expected = [llama.eligible.query("pruning_method == @m")["acc_mean"] for m in METHODS]
+    bars = [container.patches[0] for container in axes.containers if isinstance(container, BarContainer)]
+    np.testing.assert_allclose([bar.get_height() for bar in bars], [own.mean() for own in expected])
+    errors = [container.lines[2][0] for container in axes.containers if isinstance(container, ErrorbarContainer)]
+    spreads = [np.ptp(error.get_segments()[0][:, 1]) / 2 for error in errors]
+    np.testing.assert_allclose(spreads, [own.std(ddof=1) for own in expected])
+    for marker, own in zip("os^", expected, strict=True):
+        assert {y for _, y in points(axes, marker)} == set(own)
+    assert legend(figure) == [*METHODS, "mean ± std over configurations"]
 
 
-def test_curves_are_the_published_level_means(llama: ModelFindings) -> None:
-    published = {
-        "taylor_seq_len": {16: 0.4988, 32: 0.5345, 64: 0.5699, 128: 0.5755, 256: 0.5805},
-        "taylor_num_samples": {128: 0.5504, 256: 0.5515, 512: 0.5537},
-    }
-    for factor, means in published.items():
+def test_curves_are_means_by_level(llama: ModelFindings) -> None:
+    for factor in ("taylor_seq_len", "taylor_num_samples"):
         (axes,) = figures.curves({"Llama": llama}, factor).axes
         drawn = {str(line.get_label()): line for line in axes.get_lines() if len(line.get_xdata())}
         assert drawn.keys() == {*METHODS, "all methods"}
-        assert {x: round(y, 4) for x, y in zip(*drawn["all methods"].get_data(), strict=True)} == means
+        means = llama.eligible.groupby(factor)["acc_mean"].mean()
+        np.testing.assert_allclose(drawn["all methods"].get_xydata(), list(means.items()))
         for method, band in zip(METHODS, axes.collections, strict=True):
             rows = llama.eligible[llama.eligible["pruning_method"] == method]
-            groups = [rows["acc_mean"][rows[factor] == level].to_numpy() for level in means]
+            groups = [rows["acc_mean"][rows[factor] == level].to_numpy() for level in means.index]
             np.testing.assert_allclose(drawn[method].get_ydata(), [group.mean() for group in groups])
             error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
             corners = band.get_paths()[0].vertices
-            np.testing.assert_allclose([np.ptp(corners[corners[:, 0] == level, 1]) / 2 for level in means], error)
+            np.testing.assert_allclose([np.ptp(corners[corners[:, 0] == x, 1]) / 2 for x in means.index], error)
 
 
 def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(simulated: Findings) -> None:
@@ -290,3 +302,55 @@ def test_methods_are_told_apart_without_colour() -> None:
     assert list(looks)[:3] == list(METHODS)
     assert len({look["marker"] for look in looks.values()}) == 8
     assert figure_style.looks(["blockwise"])["blockwise"] == looks["blockwise"]
+
+
+def test_best_of_a_model_is_pictured_from_its_trial_folder(simulated: Findings, tmp_path: Path) -> None:
+    folder = Path(simulated.models["alpha"].best["output_dir"])
+    paths = figures_best.draw_best(folder, tmp_path / "visualization")
+    assert [path.name for path in paths] == ["gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png"]
+    assert all(len(np.unique(imread(path))) > 20 for path in paths)
+    kept = figures_best.layer_shares(folder)
+    assert kept is not None
+    file = json.loads((folder / "pruning_comparison.json").read_text())["layers"]
+    for part in ("kv_groups", "mlp_channels"):
+        assert list(kept[part]) == [layer[f"{part}_kept"] / layer[f"{part}_before"] for layer in file]
+    (axes,) = figures_best.retention_figure(kept).axes
+    for line, part in zip((marked(axes, "s"), marked(axes, "o")), ("kv_groups", "mlp_channels"), strict=True):
+        assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 1, 2, 3], list(kept[part]))
+    (axes,) = figures_best.pruning_figure(kept).axes
+    groups, channels, whole = axes.containers
+    heights = [bar.get_height() for container in (groups, channels) for bar in container.patches]
+    np.testing.assert_allclose(heights, [*(1 - kept["kv_groups"]), *(1 - kept["mlp_channels"])])
+    segments = whole.lines[2][0].get_segments()
+    np.testing.assert_allclose([segment[0, 1] for segment in segments], [layer["pruned_fraction"] for layer in file])
+
+
+def test_gradients_that_are_zero_or_not_finite_are_counted(tmp_path: Path) -> None:
+    values = [(1e-3, 2.0), (4e-3, "inf"), (2e-3, 0.0)]
+    layers = [{"layer": i, "grad_mean": m, "grad_norm": n} for i, (m, n) in enumerate(values)]
+    layers_file(tmp_path, "gradient_diagnosis.json", layers)
+    table = figures_best.layer_table(tmp_path / "gradient_diagnosis.json", ["grad_mean", "grad_norm"])
+    assert table is not None
+    mean, norm = figures_best.gradient_figure(table).axes
+    assert (mean.get_title("right"), norm.get_title("right")) == ("largest / smallest: 4", "2 zero or not finite")
+    assert marked(norm, "s").get_ydata().tolist() == [2.0]
+
+
+def test_what_is_missing_is_left_out_and_what_is_damaged_is_named(simulated: Findings, tmp_path: Path) -> None:
+    model = simulated.models["alpha"]
+    assert figures_best.draw_best(tmp_path / "nowhere", tmp_path / "out") == []
+    for damage in ([{"layer": 0, "kv_groups_before": 4}], [{"layer": "first"}], []):
+        layers_file(tmp_path, "pruning_comparison.json", damage)
+        with pytest.raises(UserError, match=r"pruning_comparison.json has no layers with kv_groups_before"):
+            figures_best.draw_best(tmp_path, tmp_path / "out")
+    damaged = replace(model, eligible=model.eligible.assign(output_dir=str(tmp_path)))
+    with pytest.raises(UserError, match="delete it"):
+        figures.draw_all(replace(simulated, models={"alpha": damaged}), tmp_path / "out")
+
+
+def test_a_deep_model_is_pictured(tmp_path: Path) -> None:
+    deep = pd.DataFrame({"kv_groups": 1.0, "mlp_channels": np.linspace(0, 1, 126), "params": 0.5}, index=range(126))
+    with figure_style.style():
+        drawn = {"kept": figures_best.retention_figure(deep), "removed": figures_best.pruning_figure(deep)}
+        for path in figure_style.save(drawn, tmp_path, ("png",)):
+            assert len(drawn[path.stem].axes[0].get_xticks()) <= 12 and imread(path).shape[1] == round(200 * 6.9)

@@ -172,6 +172,7 @@ def test_a_file_is_no_model(refusal: Callable[..., str], tmp_path: Path) -> None
 
 def test_models_must_be_distinct(refusal: Callable[..., str], plan_text: Callable[..., str], tmp_path: Path) -> None:
     more = ("--search-space", "smoke", "--calibration", "embedded", "--data-dir", data_folder(tmp_path / "data"))
+    more += ("--tasks", "piqa", "--limit", "5")
     one, same_name = model_folder(tmp_path / "a" / "m"), model_folder(tmp_path / "b" / "m", rms_norm_eps=1e-5)
     copy = model_folder(tmp_path / "copy")
     assert "'m'" in refusal("--model", one, "--model", same_name, *more)

@@ -65,7 +65,7 @@ def test_it_is_pruned_from(storage: Path, tmp_path: Path) -> None:
     assert told_after["metrics"] == RECORDED["637f69f5dd037ef2"]["metrics"]
 
 
-def test_it_goes_on_and_has_nothing_to_do(storage: Path) -> None:
+def test_it_goes_on_and_has_nothing_to_do(local_ray: None, storage: Path) -> None:
     views = ("global_best_config.json", "method_comparison.json")
     before = {path: path.read_bytes() for path in (storage / NAME).rglob("*.json")}
     assert search.main([*SEARCH, str(storage)]) == 0
@@ -75,7 +75,7 @@ def test_it_goes_on_and_has_nothing_to_do(storage: Path) -> None:
     assert ledger(storage / NAME) == RECORDED
 
 
-def test_it_runs_what_is_missing_from_its_cache(storage: Path) -> None:
+def test_it_runs_what_is_missing_from_its_cache(local_ray: None, storage: Path) -> None:
     key = "23a0c4b2250fa417"  # blockwise-s16-n8: both statistics
     (storage / NAME / "ledger" / f"{key}.json").unlink()
     shutil.rmtree(storage / NAME / "trials" / key)

@@ -19,10 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.pruning.test_selection import cost_of, geometry, one_sentence, removing, scores
 from tests.trials import BLOCKWISE, open_context
-from tune_prune import search
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import Geometry, read_geometry
@@ -345,26 +343,3 @@ def assert_shape(trial: Path, shape: str, dense_width: int) -> None:
         assert len(set(groups)) == len(set(channels)) == 1
     else:
         assert all(width and width % int(shape.removeprefix("aligned-")) == 0 for width in channels)
-
-
-@pytest.mark.slow  # Ray starts
-def test_a_search_of_shapes(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    shapes = ("aligned-16", "uniform")
-    space = {"search": "grid", "method": ["taylor", "blockwise"], "taylor_seq_len": 16, "taylor_num_samples": 8}
-    (tmp_path / "space.json").write_text(json.dumps(space | {"shape": shapes}))  # JSON is YAML, too
-    flags = ("--search-space", str(tmp_path / "space.json"), "--name", "mine", "--limit", "5")
-    assert search.main(["--model", "tiny-llama", *flags, "--storage-path", str(tmp_path)]) == 0
-    out, _ = capfd.readouterr()
-    best = out.partition("tiny-llama: 4 trials (4 complete)")[2]
-    assert all(f"-{shape}" in out or shape in best for shape in shapes)
-    experiment = tmp_path / "mine"
-    records = Ledger(FolderStore(experiment)).records()
-    assert sorted((r.status, r.config["shape"]) for r in records) == [("complete", s) for s in shapes for _ in range(2)]
-    for record in records:
-        assert_shape(experiment / "trials" / record.key, record.config["shape"], 64)
-    found = json.loads((experiment / "global_best_config.json").read_text())["models"]["tiny-llama"]
-    assert found["shape"] in shapes and found["name"].endswith(f"-{found['shape']}")
-    header, *rows = (experiment / "all_methods_results.csv").read_text().splitlines()
-    column = header.split(",").index("shape")
-    assert sorted(row.split(",")[column] for row in rows) == sorted(2 * shapes)

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import ray
 from ray import tune
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.conftest import started_ray
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
@@ -55,21 +55,13 @@ def story_jobs(scratch: Path) -> list[TrialSpec]:
 
 
 @pytest.fixture(scope="module")
-def local_ray():
-    """A private Ray of two CPUs. Its folder's name is short (pytest's are not): socket paths end at 107 characters."""
-    patch = pytest.MonkeyPatch()
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        patch.setenv("RAY_TMPDIR", folder)
-        patch.setenv("OMP_NUM_THREADS", "1")
-        try:
-            with cluster.connected(None, num_cpus=2):
-                yield
-        finally:
-            patch.undo()
+def two_cpus():
+    with started_ray(2):
+        yield
 
 
 @pytest.fixture(scope="module")
-def experiment(local_ray, tmp_path_factory) -> Path:
+def experiment(two_cpus, tmp_path_factory) -> Path:
     """The folder that a driver, killed with -9 after its second record, leaves behind."""
     folder = tmp_path_factory.mktemp("story") / "experiment"
     address = ray.get_runtime_context().gcs_address
@@ -177,7 +169,7 @@ def test_a_time_limit_that_comes_too_late_does_not_touch_the_record(experiment, 
     assert Ledger(FolderStore(experiment)).records() == before
 
 
-def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(local_ray, tmp_path):
+def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(two_cpus, tmp_path):
     """One trial at a time (two of 1.5 CPUs do not fit), so that the order, and therefore who is stopped, is the seed's."""
     configs = [PruningConfig(m, 16, n, 0.4) for n in (4, 8) for m in ("taylor", "wanda_sp", "random")]
     jobs = specs_of("tiny-llama", configs, tmp_path / "artifacts")
@@ -197,7 +189,7 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(loc
     assert run_search(jobs, options).ran == []
 
 
-def test_what_cannot_work_is_a_user_error_before_any_trial(local_ray, tmp_path):
+def test_what_cannot_work_is_a_user_error_before_any_trial(two_cpus, tmp_path):
     with pytest.raises(UserError, match="99 CPUs"):
         run_search(story_jobs(tmp_path), TuneOptions(tmp_path, resources=TrialResources(99, 0)))
     with pytest.raises(UserError, match="absolute"):
@@ -205,7 +197,7 @@ def test_what_cannot_work_is_a_user_error_before_any_trial(local_ray, tmp_path):
     assert not (tmp_path / "ledger").exists()
 
 
-def test_a_failure_of_the_preparation_keeps_its_own_words(local_ray, tmp_path):
+def test_a_failure_of_the_preparation_keeps_its_own_words(two_cpus, tmp_path):
     jobs = specs_of("tiny-llama", [PruningConfig("taylor", 16, 1_000_000)], tmp_path)
     with pytest.raises(UserError) as error:
         run_search(jobs, TuneOptions(tmp_path))
