@@ -182,15 +182,16 @@ def test_each_ratio_of_a_search_has_its_best_model(
     assert len(records) == 12  # random stands once at each ratio in each shape
     assert len([*(found.folder / "passes").iterdir()]) == 2
     assert list(read(found.folder / "baseline.json")) == ["tiny-llama"]
-    for record in records:
-        if record["status"] == "complete":
-            assert_shape(found.folder / "trials" / record["key"], record["config"]["shape"], 64)
+    complete = [record for record in records if record["status"] == "complete"]
+    assert {record["config"]["shape"] for record in complete} == set(shapes)
+    for record in complete:
+        assert_shape(found.folder / "trials" / record["key"], record["config"]["shape"], 64)
     header, *rows = (found.folder / "all_methods_results.csv").read_text().splitlines()
     column = header.split(",").index("shape")
     assert sorted(row.split(",")[column] for row in rows) == sorted(6 * shapes)
     for ratio in ratios:
         label, out = f"tiny-llama@{ratio}", tmp_path / f"out{ratio}"
-        own = [r for r in records if r["config"]["pruning_ratio"] == ratio and r["status"] == "complete"]
+        own = [record for record in complete if record["config"]["pruning_ratio"] == ratio]
         most = max(own, key=lambda r: (r["metrics"]["acc_mean"], -r["metrics"]["ppl"]))
         best = found.best[label]
         assert (best["key"], best["pruning_ratio"], best["shape"]) == (most["key"], ratio, most["config"]["shape"])
