@@ -33,8 +33,8 @@ SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-
 FLOAT32 = 4
 # What an allocator holds over what is counted of a gradient pass's tensors: on a CPU 0.97 to 1.26 in 24 fresh processes.
 FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
-# The same of an evaluation, where layers and logits are counted as if they stood there together: on a CPU 0.74 to 1.86 in some 40
-# fresh processes.
+# The same of an evaluation, where layers and logits are counted as if they stood there together: on CPUs 0.6 to 1.86 in some 50
+# fresh processes on two machines.
 EVALUATION_SLACK = {"cpu": 2.3, "cuda": 1.2}
 
 
