@@ -132,7 +132,7 @@ def published_trial(order: dict[str, Any]) -> None:
     run = Subject(**order["subject"]).run(tasks, order["limit"] or None)
     loaded = loading.load_model(catalog.resolve(run.model), torch.float32, "cpu")
     text = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
-    windows = calibration.windows(text, config.taylor_seq_len, config.taylor_num_samples, run.seed)
+    windows = calibration.windows(text, config.seq_len, config.num_samples, run.seed)
     few = config.num_removal_samples
     marks["load"] = time.perf_counter()
 
@@ -178,7 +178,7 @@ def published_trial(order: dict[str, Any]) -> None:
     accuracies = {f"acc_{name}": results[f"own_{name}"][f"{metric_of(name)},none"] for name in tasks}
 
     again = {"": time.perf_counter()}
-    taylor(loaded.model, loaded.family, windows, [config.taylor_num_samples])
+    taylor(loaded.model, loaded.family, windows, [config.num_samples])
     again["gradients"] = time.perf_counter()
     if kinds:
         naive_removal_losses(loaded, windows[:few], kinds)
@@ -216,9 +216,9 @@ def pass_tokens(configs: Sequence[PruningConfig], num_layers: int) -> dict[str, 
     """Tokens that a mean published trial forwards in each of its passes, once for every removal."""
     tokens = {"gradients": 0, "removal": 0, "unused removal": 0}
     for config in configs:
-        tokens["gradients"] += config.taylor_seq_len * config.taylor_num_samples
+        tokens["gradients"] += config.seq_len * config.num_samples
         if used := removal_kinds(config.method):
-            once = config.taylor_seq_len * config.num_removal_samples
+            once = config.seq_len * config.num_removal_samples
             tokens["removal"] += once * (1 + num_layers * len(used))
             tokens["unused removal"] += once * (1 + num_layers * len(unused_removals(used)))
     return {name: total / len(configs) for name, total in tokens.items()}
@@ -240,7 +240,7 @@ def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str,
     configs = replace(space, values=space.values | {"pruning_ratio": (args.pruning_ratio,)}).configs()
     count = min(args.sample or len(configs), len(configs))
     # Taken evenly from the order by method, seq_len and num_samples.
-    ordered = sorted(configs, key=lambda c: (c.method, c.taylor_seq_len, c.taylor_num_samples))
+    ordered = sorted(configs, key=lambda c: (c.method, c.seq_len, c.num_samples))
     sample = [ordered[(2 * index + 1) * len(configs) // (2 * count)] for index in range(count)]
     sizes = sizes_of(subject.run())
     whole, part_of_it = (pass_tokens(those, sizes["layers"]) for those in (configs, sample))

@@ -119,7 +119,7 @@ def predict(run: ModelRun, configs: list[PruningConfig], folder: Path) -> CostEs
     config = loading.load_config(source)
     _, geometry = loading.config_geometry(config)
     load = workload(run, config, loading.load_tokenizer(source), ArtifactStore(folder), "")
-    longest = max(load.perplexity_window, *(c.taylor_seq_len for c in configs))
+    longest = max(load.perplexity_window, *(c.seq_len for c in configs))
     speed = measure(SpeedRequest(config, run.dtype, "cpu", 1, longest, load.zero_shot.rows))
     both = [
         ModelWork(

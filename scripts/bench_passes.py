@@ -53,30 +53,27 @@ def measure(subject: Subject, configs: list[PruningConfig], repeats: int) -> dic
     tokens = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
     gradient: dict[str, Any] = {"seconds": {"shared": 0.0, "per_trial": 0.0}, "bit_equal": True}
     removal: dict[str, Any] = {"seconds": {"shared": 0.0, "per_trial": 0.0}, "largest_difference": 0.0}
-    for seq_len in sorted({config.taylor_seq_len for config in configs}):
-        here = [config for config in configs if config.taylor_seq_len == seq_len]
-        windows = calibration.windows(tokens, seq_len, max(c.taylor_num_samples for c in here), run.seed)
+    for seq_len in sorted({config.seq_len for config in configs}):
+        here = [config for config in configs if config.seq_len == seq_len]
+        windows = calibration.windows(tokens, seq_len, max(c.num_samples for c in here), run.seed)
         _gradient_passes(loaded, windows, here, repeats, gradient)
         _removal_passes(loaded, windows, here, repeats, removal)
     kinds = {config: removal_kinds(config.method) for config in configs}
-    seq_lens = {config.taylor_seq_len for config in configs}
+    seq_lens = {config.seq_len for config in configs}
     gradient["passes"] = {"shared": len(seq_lens), "per_trial": len(configs)}
     gradient["samples"] = {
-        "shared": sum(max(c.taylor_num_samples for c in configs if c.taylor_seq_len == length) for length in seq_lens),
-        "per_trial": sum(c.taylor_num_samples for c in configs),
+        "shared": sum(max(c.num_samples for c in configs if c.seq_len == length) for length in seq_lens),
+        "per_trial": sum(c.num_samples for c in configs),
     }
     gradient["tokens"] = {
-        "shared": sum(
-            length * max(c.taylor_num_samples for c in configs if c.taylor_seq_len == length) for length in seq_lens
-        ),
-        "per_trial": sum(c.taylor_seq_len * c.taylor_num_samples for c in configs),
+        "shared": sum(length * max(c.num_samples for c in configs if c.seq_len == length) for length in seq_lens),
+        "per_trial": sum(c.seq_len * c.num_samples for c in configs),
     }
     layers = loaded.geometry.num_layers
     removing = [config for config in configs if kinds[config]]
     all_kinds = {kind for config in removing for kind in kinds[config]}
     samples = {
-        length: max((c.num_removal_samples for c in removing if c.taylor_seq_len == length), default=0)
-        for length in seq_lens
+        length: max((c.num_removal_samples for c in removing if c.seq_len == length), default=0) for length in seq_lens
     }
     removal["passes"] = {"shared": len(seq_lens) if removing else 0, "per_trial": len(removing)}
     # What a pass forwards, in tokens times layers: the removed layer is not run, the ones before it are not run again.
@@ -84,8 +81,7 @@ def measure(subject: Subject, configs: list[PruningConfig], repeats: int) -> dic
     removal["token_layers"] = {
         "shared": sum(length * n * (layers + len(all_kinds) * behind) for length, n in samples.items()),
         "per_trial": sum(
-            c.taylor_seq_len * c.num_removal_samples * (layers + len(kinds[c]) * layers * (layers - 1))
-            for c in removing
+            c.seq_len * c.num_removal_samples * (layers + len(kinds[c]) * layers * (layers - 1)) for c in removing
         ),
     }
     for part in (gradient, removal):
@@ -97,7 +93,7 @@ def measure(subject: Subject, configs: list[PruningConfig], repeats: int) -> dic
 def _gradient_passes(
     loaded: LoadedModel, windows: torch.Tensor, here: list[PruningConfig], repeats: int, found: dict[str, Any]
 ) -> None:
-    counts = sorted({config.taylor_num_samples for config in here})
+    counts = sorted({config.num_samples for config in here})
 
     def passes(snapshots: list[int]) -> Callable[[], dict[int, Importance]]:
         return lambda: taylor(loaded.model, loaded.family, windows, snapshots)
@@ -106,7 +102,7 @@ def _gradient_passes(
     seconds, results = median_times(calls, repeats)
     found["seconds"]["shared"] += seconds["shared"]
     for n in counts:
-        found["seconds"]["per_trial"] += seconds[str(n)] * sum(config.taylor_num_samples == n for config in here)
+        found["seconds"]["per_trial"] += seconds[str(n)] * sum(config.num_samples == n for config in here)
         shared, direct = results["shared"][n].arrays(), results[str(n)][n].arrays()
         found["bit_equal"] &= shared.keys() == direct.keys() and all(
             np.array_equal(shared[name], direct[name]) for name in direct
@@ -206,10 +202,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     space = search_space.load("paper_grid").values
     p = benchmark_parser(__doc__, ["tiny-llama", "stories260K"])
     numbers: dict[str, Any] = {"type": lambda text: tuple(map(int, text.split(","))), "metavar": "A,B"}
-    p.add_argument("--seq-len", default=space["taylor_seq_len"], help="of the grid (default: %(default)s)", **numbers)
-    p.add_argument(
-        "--num-samples", default=space["taylor_num_samples"], help="of the grid (default: %(default)s)", **numbers
-    )
+    p.add_argument("--seq-len", default=space["seq_len"], help="of the grid (default: %(default)s)", **numbers)
+    p.add_argument("--num-samples", default=space["num_samples"], help="of the grid (default: %(default)s)", **numbers)
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
     methods = space["method"]

@@ -190,7 +190,7 @@ def simulated(
 ) -> Iterator[tuple[Population, np.ndarray]]:
     """`count` grids like the published one."""
     rng = np.random.default_rng(seed)
-    _, method = np.unique(grid["pruning_method"].to_numpy(dtype=str), return_inverse=True)
+    _, method = np.unique(grid["method"].to_numpy(dtype=str), return_inverse=True)
     cross, same = correlations
     for _ in range(count):
         scores = {}

@@ -60,7 +60,7 @@ def from_csv(folder: Path, models: dict[str, Callable[[str, int, int], float]], 
     for label, accuracy in models.items():
         grid = itertools.product(("taylor", "layerwise", "blockwise"), (16, 32, 64, 128), (4, 128, 512))
         rows = [(*levels, accuracy(*levels)) for levels in grid]
-        frame = pd.DataFrame(rows, columns=["pruning_method", "taylor_seq_len", "taylor_num_samples", "acc_mean"])
+        frame = pd.DataFrame(rows, columns=["method", "seq_len", "num_samples", "acc_mean"])
         frame = frame.assign(pruning_ratio=0.2, **columns)
         frame["output_dir"] = [f"{label}_{index}" for index in frame.index]
         frame["success"] = frame["acc_mean"].notna()
@@ -82,8 +82,8 @@ def simulated_scores(
 
 def true_accuracy(config: PruningConfig, model: str) -> float:
     """The expected acc_mean of a simulated trial: seq_len matters most, and not beyond 64 for the first model."""
-    seq_len = {16: -0.08, 64: 0.0, 256: 0.0 if model == "alpha" else 0.02}.get(config.taylor_seq_len, 0.0)
-    samples = 0.005 if config.taylor_num_samples >= 512 else 0.0
+    seq_len = {16: -0.08, 64: 0.0, 256: 0.0 if model == "alpha" else 0.02}.get(config.seq_len, 0.0)
+    samples = 0.005 if config.num_samples >= 512 else 0.0
     return 0.6 + METHODS.get(config.method, 0.0) + seq_len + samples
 
 
@@ -115,7 +115,7 @@ def simulated_study(
             state = states.get(config.name, "complete")
             record = _record(config, model, state, {task: outcomes[:, index] for task, outcomes in scores.items()})
             if state == "complete":
-                record.metrics |= gradients[config.taylor_seq_len, config.taylor_num_samples]
+                record.metrics |= gradients[config.seq_len, config.num_samples]
                 record.metrics["ppl"] = float(20 - 15 * (truths[index] - 0.5) + generator.normal(0, 0.2))
                 _write_trial(experiment / "trials" / record.key, record, scores if with_items else {}, index)
             Ledger(FolderStore(experiment)).write(record)
@@ -125,7 +125,7 @@ def simulated_study(
         sources[model] = {"run": run.to_dict(), "trial_keys": {_key(config, model): config.name for config in configs}}
         of_pass = {"stage": "importance", "model": model, "num_samples": max(SAMPLES)}
         passes += [of_pass | {"seq_len": s, "duration_s": s / 8, "tokens": s * max(SAMPLES)} for s in SEQ_LENS]
-    levels = {"methods": list(METHODS), "taylor_seq_len": list(SEQ_LENS), "taylor_num_samples": list(SAMPLES)}
+    levels = {"methods": list(METHODS), "seq_len": list(SEQ_LENS), "num_samples": list(SAMPLES)}
     about = {
         "command": ["python", "-m", "tune_prune.search", *(word for model in models for word in ("--model", model))],
         "git_commit": "0123456789ab",

@@ -17,7 +17,7 @@ RUN = ModelRun(
     seed=0,
     dtype="float32",
 )
-BLOCKWISE = PruningConfig("blockwise", taylor_seq_len=16, taylor_num_samples=10, pruning_ratio=0.2)
+BLOCKWISE = PruningConfig("blockwise", seq_len=16, num_samples=10, pruning_ratio=0.2)
 
 
 def open_context(folder: Path, run: ModelRun = RUN) -> TrialContext:

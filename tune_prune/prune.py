@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tune_prune.checkpoint.save import Format
     from tune_prune.cli.prune_request import PruneRequest
 
-FROM_FLAGS = (*(row.short for row in HYPERPARAMETERS.values()), "align", "calibration", "data_dir", "seed")
+FROM_FLAGS = (*(row.name for row in HYPERPARAMETERS.values()), "align", "calibration", "data_dir", "seed")
 CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
 
 
@@ -144,7 +144,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.base is not None:
         raise UserError(f"--base {args.base} is for --config; name the model with --model")
     read = HYPERPARAMETERS if args.method is None else load_method(args.method).hyperparameters
-    needed = ("model", *(row.short for name, row in HYPERPARAMETERS.items() if row.required and name in read))
+    needed = ("model", *(row.name for name, row in HYPERPARAMETERS.items() if row.required and name in read))
     missing = [_flag(name) for name in needed if getattr(args, name) is None]
     if missing:
         raise UserError(

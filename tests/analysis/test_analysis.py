@@ -28,7 +28,7 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 
 DOCUMENTED_COLUMNS = """
-    model pruning_method taylor_seq_len taylor_num_samples output_dir ppl acc_mean acc_boolq acc_piqa acc_hellaswag
+    model method seq_len num_samples output_dir ppl acc_mean acc_boolq acc_piqa acc_hellaswag
     acc_winogrande acc_arc_easy acc_arc_challenge acc_openbookqa params_count pruning_ratio grad_mean_ratio grad_norm_ratio
     grad_std_ratio grad_max_ratio grad_mean_range grad_norm_range extreme_pruning_layers elapsed_time success
 """
@@ -112,7 +112,7 @@ def test_columns_begin_with_the_documented_ones(tmp_path: Path) -> None:
     documented = DOCUMENTED_COLUMNS.split()
     assert list(rows.columns[: len(documented)]) == documented
     first, second = (row for _, row in rows.iterrows())
-    assert (first["pruning_method"], first["taylor_seq_len"], first["taylor_num_samples"]) == ("taylor", 64, 128)
+    assert (first["method"], first["seq_len"], first["num_samples"]) == ("taylor", 64, 128)
     assert (first["zero_shot_duration_s"], first["elapsed_time"]) == (1.0, 2.0)
     assert first["output_dir"] == f"{tmp_path.as_posix()}/trials/{first['key']}"
     assert (bool(first["success"]), bool(second["success"])) == (True, False)
@@ -154,22 +154,22 @@ def test_best_entry_can_be_run_again_and_names_its_evidence(tmp_path: Path) -> N
     entry = file["models"]["tiny"]
     assert (file["schema_version"], file["selection_rule"]) == (2, "accuracy")
     assert PruningConfig.from_dict(entry) == PruningConfig("taylor", 64, 128)
-    assert (entry["pruning_method"], entry["key"]) == ("taylor", records[0].key)
+    assert (entry["method"], entry["key"]) == ("taylor", records[0].key)
     assert entry["source"] == about["models"]["tiny"]["run"]
     assert entry["retained_accuracy"] == pytest.approx(0.6 / 0.8)
     assert entry["baseline"] == {"acc_mean": 0.8, "acc_mean_stderr": 0.008, "ppl": 5.0, "params": 1000.0}
     assert list(entry["tasks"]) == sorted(ZERO_SHOT_TASKS)
     assert entry["tasks"]["boolq"] == {"acc": pytest.approx(0.57), "stderr": 0.02}
     assert entry["edges"] == [
-        {"knob": "taylor_seq_len", "value": 64, "edge": "upper"},
-        {"knob": "taylor_num_samples", "value": 128, "edge": "upper"},
+        {"knob": "seq_len", "value": 64, "edge": "upper"},
+        {"knob": "num_samples", "value": 128, "edge": "upper"},
     ]
 
 
 def test_edges_only_where_a_range_was_searched(tmp_path: Path) -> None:
     others = [trial(f"taylor-s{s}-n8", 0.4) for s in (16, 64)]
     edges = [best_of(tmp_path, trial(f"taylor-s{s}-n8", 0.5), *others)["edges"] for s in (32, 8)]
-    assert edges == [[], [{"knob": "taylor_seq_len", "value": 8, "edge": "lower"}]]
+    assert edges == [[], [{"knob": "seq_len", "value": 8, "edge": "lower"}]]
 
 
 def test_a_model_whose_trials_all_failed_is_listed(tmp_path: Path) -> None:

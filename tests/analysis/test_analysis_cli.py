@@ -97,13 +97,11 @@ def test_bad_command_lines(refusal: Callable[..., str], argv: list[str], expecte
 
 def test_no_complete_trial(tmp_path: Path, refusal: Callable[..., str]) -> None:
     path = tmp_path / "r.csv"
-    path.write_text(
-        "pruning_method,taylor_seq_len,taylor_num_samples,acc_mean,success\ntaylor,16,8,,False\ntaylor,32,8,,False\n"
-    )
+    path.write_text("method,seq_len,num_samples,acc_mean,success\ntaylor,16,8,,False\ntaylor,32,8,,False\n")
     error = refusal("--csv", f"M={path}", "--output", tmp_path / "out")
     assert "none of the 2 trials of M is complete" in error
     assert f"(e.g. taylor-s16-n8: failed (line 2 of {path}))" in error
-    path.write_text("pruning_method,taylor_seq_len,taylor_num_samples,acc_mean,success\ntaylor,16,8,inf,True\n")
+    path.write_text("method,seq_len,num_samples,acc_mean,success\ntaylor,16,8,inf,True\n")
     assert "finite acc_mean" in refusal("--csv", f"M={path}", "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

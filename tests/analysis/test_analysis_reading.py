@@ -86,7 +86,7 @@ def test_the_published_grid(tmp_path: Path) -> None:
         pd.testing.assert_frame_equal(other.models["Llama"].rows, model.rows)
     assert (len(model.rows), model.ratio, model.kind, model.source) == (45, 0.2, "published", None)
     assert list(model.rows.columns) == [*columns.COLUMNS, "name"]
-    assert model.rows["pruning_method"].value_counts().to_dict() == {"taylor": 15, "layerwise": 15, "blockwise": 15}
+    assert model.rows["method"].value_counts().to_dict() == {"taylor": 15, "layerwise": 15, "blockwise": 15}
     best = columns.ranked(model.rows).iloc[0]
     assert (best["name"], round(best["acc_mean"], 4), round(best["ppl"], 2)) == ("blockwise-s64-n128", 0.5980, 13.17)
     assert best["acc_boolq"] * 3270 == pytest.approx(2395)  # so its error is that of 2395 in 3270
@@ -128,7 +128,7 @@ def test_our_own_table_reads_back_the_same(tmp_path: Path) -> None:
     assert list(read["output_dir"]) == [f"{moved.as_posix()}/trials/{one.key}" for one in records]
 
 
-HEADER = "output_dir,acc_mean,pruning_ratio,extreme_pruning_layers,success,pruning_method\n"
+HEADER = "output_dir,acc_mean,pruning_ratio,extreme_pruning_layers,success,method\n"
 FOLDER = "x/exp_001_taylor_seq_len{}_taylor_num_samples128"
 
 
@@ -167,14 +167,14 @@ def test_a_file_with_few_columns(tmp_path: Path) -> None:
 def test_what_a_file_does_not_say(tmp_path: Path) -> None:
     """No success, no ratio, no mean, no method, but seven tasks; and the dense model as a row of its own."""
     tasks = ",".join(f"acc_{task}" for task in ZERO_SHOT_TASKS)
-    header = f"output_dir,{tasks},pruning_method\n"
+    header = f"output_dir,{tasks},method\n"
     rows = [
         f"search_M_blockwise_20/{FOLDER.format(16)},.1,.2,.3,.4,.5,.6,.7,",
         f"{FOLDER.format(16)},.1,.2,.3,.4,.5,.6,,",
         ",.7,.7,.7,.7,.7,.7,.7,dense",
     ]
     model = read_study([], [("M", csv(tmp_path, *rows, header=header))]).models["M"]
-    assert list(model.rows["pruning_method"]) == ["blockwise", "taylor"]
+    assert list(model.rows["method"]) == ["blockwise", "taylor"]
     assert list(model.rows["success"]) == [True, False]
     assert model.rows["acc_mean"][0] == pytest.approx(0.4)
     assert model.ratio == 0.2
@@ -203,8 +203,8 @@ ROW = f"{FOLDER.format(16)},0.5,0.2,1,True,taylor"
         ),
         (HEADER + ROW.replace("True", "maybe") + "\n", "line 2, column success: 'maybe' is neither True nor False"),
         (HEADER + ROW.replace("0.2,", "20,") + "\n", "line 2: pruning_ratio is 20.0; it must be"),
-        (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,taylor\n", "line 3, column taylor_seq_len: it is missing"),
-        (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,\n", "line 3, column pruning_method: it is missing"),
+        (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,taylor\n", "line 3, column seq_len: it is missing"),
+        (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,\n", "line 3, column method: it is missing"),
         (f"model,{HEADER}a,{ROW}\nb,{ROW}\n", "holds 2 models (a, b)"),
         (f"shape,{HEADER}square,{ROW}\n", "line 2: shape is 'square'"),
         (f"status,{HEADER}failed,{ROW}\n", "line 2, column status: 'failed' does not go with success True"),
@@ -350,7 +350,7 @@ def test_what_one_search_varied_is_compared_and_what_differs_between_searches_is
 
 
 def test_a_removal_divisor_that_few_rows_give_is_the_usual_one_in_the_others(tmp_path: Path) -> None:
-    header = "pruning_method,taylor_seq_len,taylor_num_samples,removal_divisor,acc_mean\n"
+    header = "method,seq_len,num_samples,removal_divisor,acc_mean\n"
     rows = ("layerwise,16,8,2,.5", "layerwise,16,8,,.6", "layerwise,32,8,2,.4", "layerwise,32,8,5,.3")
     study = read_study([], [("a", csv(tmp_path, *rows, header=header))])
     assert study.models["a"].rows["removal_divisor"].tolist() == [2, 5, 2, 5]
@@ -391,7 +391,7 @@ def test_methods_that_take_no_gradients_miss_none() -> None:
     whole = dict.fromkeys(reading._CHECKED, 1.0) | {"success": True, "status": "complete", "reason": ""}
     without = whole | {name: math.nan for name in whole if name.startswith("grad_")}
     rows = [
-        values | {"pruning_method": method, "name": f"{method}-{index}", "where": ""}
+        values | {"method": method, "name": f"{method}-{index}", "where": ""}
         for index, (method, values) in enumerate([("taylor", whole), ("taylor", without), ("random", without)])
     ]
     (problem,) = reading._of_rows(pd.DataFrame(rows))

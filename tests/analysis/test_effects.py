@@ -30,10 +30,10 @@ def grid(
 ) -> pd.DataFrame:
     """One row a combination, typed as `rows.typed` types them; every accuracy is 0.5."""
     cells = list(itertools.product(methods, seq_lens, samples))
-    rows = pd.DataFrame(cells, columns=["pruning_method", "taylor_seq_len", "taylor_num_samples"])
+    rows = pd.DataFrame(cells, columns=["method", "seq_len", "num_samples"])
     rows["name"] = [f"{m}-s{s}-n{n}" for m, s, n in cells]
     return rows.assign(acc_mean=0.5, acc_mean_stderr=0.01).astype(
-        {"pruning_method": "str", "taylor_seq_len": "Int64", "taylor_num_samples": "Int64"}
+        {"method": "str", "seq_len": "Int64", "num_samples": "Int64"}
     )
 
 
@@ -56,11 +56,11 @@ def test_published_methods_and_levels(llama: pd.DataFrame) -> None:
     best = methods.loc["blockwise"]
     assert (best["n"], best["min"], best["max"]) == (15, 0.5493, 0.5980)
     assert (best["std"], best["std_n"], best["best"]) == (0.0178, 0.0172, "blockwise-s64-n128")
-    seq_lens = effects.level_table(llama, "taylor_seq_len")["mean"].round(4).to_dict()
+    seq_lens = effects.level_table(llama, "seq_len")["mean"].round(4).to_dict()
     assert seq_lens == {16: 0.4988, 32: 0.5345, 64: 0.5699, 128: 0.5755, 256: 0.5805}
-    samples = effects.level_table(llama, "taylor_num_samples")["mean"].round(4).to_dict()
+    samples = effects.level_table(llama, "num_samples")["mean"].round(4).to_dict()
     assert samples == {128: 0.5504, 256: 0.5515, 512: 0.5537}
-    trends = [effects.trend(llama, factor) for factor in ("taylor_seq_len", "taylor_num_samples")]
+    trends = [effects.trend(llama, factor) for factor in ("seq_len", "num_samples")]
     assert [(trend.direction, trend.best_level) for trend in trends] == [("rises", 256), ("flat", 512)]
 
 
@@ -91,7 +91,7 @@ def test_method_table_by_hand() -> None:
 
 def test_level_table_by_hand() -> None:
     rows = grid(("a", "b"), (16, 32), (8,)).iloc[[3, 0, 2]].assign(acc_mean=[0.9, 0.2, 0.4])
-    table = effects.level_table(rows, "taylor_seq_len")
+    table = effects.level_table(rows, "seq_len")
     assert table.loc[16].to_list() == pytest.approx([2, 0.3, math.sqrt(0.02), 0.1, 0.2, 0.4])
     assert table.loc[32].to_list() == pytest.approx([1, 0.9, math.nan, math.nan, 0.9, 0.9], nan_ok=True)
 
@@ -113,7 +113,7 @@ def test_trend_finds_the_planted_shape(points: tuple[float, ...], direction: str
     shape = dict(zip(SEQ_LENS, np.array(points) / 100, strict=True))
     methods = {"taylor": 0.0, "layerwise": 0.1, "blockwise": -0.2}  # larger than the trend: must be taken out
     for noise in (0.0, 0.005):
-        trend = effects.trend(planted(grid(), noise, taylor_seq_len=shape, pruning_method=methods), "taylor_seq_len")
+        trend = effects.trend(planted(grid(), noise, seq_len=shape, method=methods), "seq_len")
         assert trend.direction == direction
         assert trend.spread_points == pytest.approx(np.ptp(points), abs=6 * 100 * noise / 3 + 1e-9)
         assert best in (None, trend.best_level)
@@ -123,54 +123,52 @@ def test_trend_is_of_the_level_and_not_of_what_it_was_tried_with() -> None:
     """The good method was tried at the long lengths only: plain level means rise by 10 points, the length does nothing."""
     tried = {"taylor": (16, 32), "layerwise": SEQ_LENS, "blockwise": (128, 256)}
     rows = grid()
-    rows = rows[[row.taylor_seq_len in tried[row.pruning_method] for row in rows.itertuples()]]
-    rows = planted(rows, 0.002, pruning_method={"taylor": 0.0, "layerwise": 0.1, "blockwise": 0.2})
-    assert np.ptp(effects.level_table(rows, "taylor_seq_len")["mean"]) > 0.09
-    trend = effects.trend(rows, "taylor_seq_len")
+    rows = rows[[row.seq_len in tried[row.method] for row in rows.itertuples()]]
+    rows = planted(rows, 0.002, method={"taylor": 0.0, "layerwise": 0.1, "blockwise": 0.2})
+    assert np.ptp(effects.level_table(rows, "seq_len")["mean"]) > 0.09
+    trend = effects.trend(rows, "seq_len")
     assert (trend.direction, trend.spread_points < 1) == ("flat", True)
 
 
 @pytest.mark.parametrize("n", [45, 30, 25], ids=["full grid", "30 of 45", "25 of 45"])
 def test_trend_is_the_least_squares_contrast(n: int) -> None:
     shape = dict(zip(SEQ_LENS, (0, 0.02, 0.09, 0.05, 0.04), strict=True))
-    rows = planted(grid(), 0.01, taylor_seq_len=shape).sample(n, random_state=1)
-    trend = effects.trend(rows, "taylor_seq_len")
-    data = rows.astype({"taylor_seq_len": "str", "taylor_num_samples": "str"})
-    fit = ols("acc_mean ~ taylor_seq_len + pruning_method + taylor_num_samples", data).fit()
-    contrast = fit.t_test("taylor_seq_len[T.64] - taylor_seq_len[T.16] = 0")
+    rows = planted(grid(), 0.01, seq_len=shape).sample(n, random_state=1)
+    trend = effects.trend(rows, "seq_len")
+    data = rows.astype({"seq_len": "str", "num_samples": "str"})
+    fit = ols("acc_mean ~ seq_len + method + num_samples", data).fit()
+    contrast = fit.t_test("seq_len[T.64] - seq_len[T.16] = 0")
     assert trend.spread_points == pytest.approx(100 * contrast.effect.item())
     assert trend.stderr_points == pytest.approx(100 * contrast.sd.item())
-    expected = stats.spearmanr(rows["taylor_seq_len"].to_numpy(int), rows["acc_mean"])
+    expected = stats.spearmanr(rows["seq_len"].to_numpy(int), rows["acc_mean"])
     assert (trend.spearman, trend.spearman_p) == pytest.approx((expected.statistic, expected.pvalue))
 
 
 def test_trend_of_noise_is_flat_but_for_one_in_twenty() -> None:
     """Two standard errors alone would find a trend in about a quarter of these, as five levels have ten pairs."""
-    found = Counter(
-        effects.trend(planted(grid(), 0.01, seed), "taylor_seq_len").direction != "flat" for seed in range(300)
-    )
+    found = Counter(effects.trend(planted(grid(), 0.01, seed), "seq_len").direction != "flat" for seed in range(300))
     assert stats.binomtest(found[True], 300, 0.05).pvalue > 0.001
 
 
 def test_trend_with_one_row_a_level_uses_the_rows_own_errors() -> None:
-    rows = planted(grid(("taylor",), samples=(8,)), taylor_seq_len=dict.fromkeys(SEQ_LENS, 0.0) | {32: 0.1, 64: 0.02})
+    rows = planted(grid(("taylor",), samples=(8,)), seq_len=dict.fromkeys(SEQ_LENS, 0.0) | {32: 0.1, 64: 0.02})
     rows = rows.assign(acc_mean_stderr=[0.03, 0.04, 0.03, 0.03, 0.03]).iloc[[3, 1, 4, 0, 2]]
-    trend = effects.trend(rows, "taylor_seq_len")
+    trend = effects.trend(rows, "seq_len")
     assert (trend.direction, trend.best_level) == ("flat", 32)  # 10 points against 5
     assert (trend.spread_points, trend.stderr_points) == (pytest.approx(10), pytest.approx(5))
-    sharp = effects.trend(rows.assign(acc_mean_stderr=rows["acc_mean_stderr"] / 10), "taylor_seq_len")
+    sharp = effects.trend(rows.assign(acc_mean_stderr=rows["acc_mean_stderr"] / 10), "seq_len")
     assert sharp.direction == "rises_then_falls"
-    unknown = effects.trend(rows.assign(acc_mean_stderr=math.nan), "taylor_seq_len")
+    unknown = effects.trend(rows.assign(acc_mean_stderr=math.nan), "seq_len")
     assert (unknown.direction, math.isnan(unknown.stderr_points)) == ("unknown", True)
 
 
 def test_trend_where_rows_are_too_few_for_all_factors() -> None:
     """8 rows cannot carry 5 lengths, 2 methods and 3 sample counts and leave something: the methods are taken out."""
-    rows = planted(grid(), 0.002, taylor_seq_len=dict(zip(SEQ_LENS, (0, 0.1, 0.2, 0.3, 0.4), strict=True)))
+    rows = planted(grid(), 0.002, seq_len=dict(zip(SEQ_LENS, (0, 0.1, 0.2, 0.3, 0.4), strict=True)))
     rows = rows.iloc[[0, 4, 8, 9, 13, 17, 21, 25]]
-    trend = effects.trend(rows, "taylor_seq_len")
-    fit = ols("acc_mean ~ taylor_seq_len + pruning_method", rows.astype({"taylor_seq_len": "str"})).fit()
-    contrast = fit.t_test("taylor_seq_len[T.256] - taylor_seq_len[T.16] = 0")
+    trend = effects.trend(rows, "seq_len")
+    fit = ols("acc_mean ~ seq_len + method", rows.astype({"seq_len": "str"})).fit()
+    contrast = fit.t_test("seq_len[T.256] - seq_len[T.16] = 0")
     assert (trend.direction, trend.stderr_points) == ("rises", pytest.approx(100 * contrast.sd.item()))
 
 
@@ -185,46 +183,45 @@ def sum_of_squares(rows: pd.DataFrame, columns: list[str]) -> float:
 
 
 def test_anova_is_the_decomposition_by_cell_means() -> None:
-    rows = planted(grid(seq_lens=(16, 32, 64, 128)), 0.02, taylor_seq_len={16: 0, 32: 0.02, 64: 0.03, 128: 0.03})
+    rows = planted(grid(seq_lens=(16, 32, 64, 128)), 0.02, seq_len={16: 0, 32: 0.02, 64: 0.03, 128: 0.03})
     table = effects.anova(rows.sample(frac=1, random_state=0))
     assert table is not None
     assert list(table.columns) == ["df", "sum_sq", "share", "F", "p"]
-    column = varied(rows)
     for term in table.index.drop("residual"):
         factors = term.split(":")
-        assert table.loc[term, "sum_sq"] == pytest.approx(sum_of_squares(rows, [column[name] for name in factors]))
-    assert table.loc["residual", "sum_sq"] == pytest.approx(sum_of_squares(rows, list(column.values())))
+        assert table.loc[term, "sum_sq"] == pytest.approx(sum_of_squares(rows, factors))
+    assert table.loc["residual", "sum_sq"] == pytest.approx(sum_of_squares(rows, list(varied(rows))))
     assert table["df"].to_list() == [2, 3, 2, 6, 4, 6, 12]
     assert table["share"].sum() == pytest.approx(1)
-    f = table.loc["taylor_seq_len", "sum_sq"] / 3 / (table.loc["residual", "sum_sq"] / 12)
-    assert table.loc["taylor_seq_len", ["F", "p"]].to_list() == pytest.approx([f, stats.f.sf(f, 3, 12)])
+    f = table.loc["seq_len", "sum_sq"] / 3 / (table.loc["residual", "sum_sq"] / 12)
+    assert table.loc["seq_len", ["F", "p"]].to_list() == pytest.approx([f, stats.f.sf(f, 3, 12)])
     two = planted(grid(samples=(8,)), 0.01)  # their interaction is the residual
     table = effects.anova(two)
-    assert table is not None and table["df"].to_dict() == {"method": 2, "taylor_seq_len": 4, "residual": 8}
-    assert table["sum_sq"]["residual"] == pytest.approx(sum_of_squares(two, ["pruning_method", "taylor_seq_len"]))
+    assert table is not None and table["df"].to_dict() == {"method": 2, "seq_len": 4, "residual": 8}
+    assert table["sum_sq"]["residual"] == pytest.approx(sum_of_squares(two, ["method", "seq_len"]))
 
 
 def test_an_additive_grid_has_no_interaction() -> None:
     lengths, methods = dict(zip(SEQ_LENS, (0, 1, 2, 3, 4), strict=True)), {"taylor": 0, "layerwise": 3, "blockwise": 6}
-    rows = planted(grid(), taylor_seq_len=lengths, pruning_method=methods)
+    rows = planted(grid(), seq_len=lengths, method=methods)
     table = effects.anova(rows)
     assert table is not None
     # variances over levels: 2 for lengths, 6 for methods
     assert table["share"].to_list() == pytest.approx([0.75, 0.25, 0, 0, 0, 0, 0])
     assert table["F"].isna().all() and table["p"].isna().all()  # no residual to compare with, but for rounding errors
     shares = effects.importance(rows, table)
-    assert list(shares) == ["method", "taylor_seq_len", "taylor_num_samples"]
+    assert list(shares) == ["method", "seq_len", "num_samples"]
     assert list(shares.values()) == pytest.approx([0.75, 0.25, 0])
 
 
 def test_an_interaction_counts_half_for_each_of_its_factors() -> None:
     """Length helps one method by as much as it harms the other, and neither does anything on average."""
     rows = grid(("taylor", "layerwise"), (16, 32), (8, 16))
-    sign = np.where((rows["pruning_method"] == "taylor") == (rows["taylor_seq_len"] == 16), 1, -1)
+    sign = np.where((rows["method"] == "taylor") == (rows["seq_len"] == 16), 1, -1)
     rows = rows.assign(acc_mean=0.5 + 0.1 * sign)
     table = effects.anova(rows)
-    assert table is not None and table.loc["method:taylor_seq_len", "share"] == pytest.approx(1)
-    halves = {"method": 0.5, "taylor_seq_len": 0.5, "taylor_num_samples": 0}
+    assert table is not None and table.loc["method:seq_len", "share"] == pytest.approx(1)
+    halves = {"method": 0.5, "seq_len": 0.5, "num_samples": 0}
     assert effects.importance(rows, table) == pytest.approx(halves)
 
 
@@ -253,9 +250,9 @@ def test_importance_of_an_adaptive_search_finds_the_planted_factor(capfd: pytest
     methods = {"taylor": 0.0, "layerwise": 0.06, "blockwise": 0.03}
     first = Counter()
     for seed in range(20):
-        rows = adaptive(seed, 40, pruning_method=methods)
+        rows = adaptive(seed, 40, method=methods)
         shares = effects.importance(rows, effects.anova(rows))
-        assert shares.keys() == {"method", "taylor_seq_len", "taylor_num_samples"}
+        assert shares.keys() == {"method", "seq_len", "num_samples"}
         assert sum(shares.values()) == pytest.approx(1)
         first[next(iter(shares))] += 1
     assert first["method"] >= 16
@@ -284,13 +281,13 @@ def test_correlation_and_its_interval() -> None:
 
 
 def test_rows_of_one_gradient_pass_count_once() -> None:
-    rows = planted(grid(samples=(8,)), 0.05, pruning_method={"taylor": 0, "layerwise": 0.1, "blockwise": 0.2})
+    rows = planted(grid(samples=(8,)), 0.05, method={"taylor": 0, "layerwise": 0.1, "blockwise": 0.2})
     by_length = dict(zip(SEQ_LENS, (7.0, 15.0, 17.0, 18.0, 20.0), strict=True))
-    rows["grad_mean_ratio"] = rows["taylor_seq_len"].map(by_length).astype("float64")
+    rows["grad_mean_ratio"] = rows["seq_len"].map(by_length).astype("float64")
     rows["grad_max_ratio"] = rows["grad_mean_ratio"] + np.arange(15)  # differs within a pass: not shared
     rows["ppl"] = rows["grad_mean_ratio"]  # measured for each row, whatever its value
     (ppl, shared, own) = effects.correlations(rows)
-    means = rows["acc_mean"].groupby(rows["taylor_seq_len"]).mean()
+    means = rows["acc_mean"].groupby(rows["seq_len"]).mean()
     expected = stats.pearsonr(list(by_length.values()), means)
     interval = expected.confidence_interval(0.95)
     assert (shared.n, shared.n_independent, shared.r_independent) == (15, 5, pytest.approx(expected.statistic))
@@ -298,9 +295,9 @@ def test_rows_of_one_gradient_pass_count_once() -> None:
     assert shared.r == pytest.approx(np.corrcoef(rows["grad_mean_ratio"], rows["acc_mean"])[0, 1])
     assert (own.n_independent, ppl.n_independent) == (None, None)
     assert (ppl.low or 0) > -1 and (ppl.high or 0) - (ppl.low or 0) < (shared.high or 0) - (shared.low or 0)
-    alone = rows[rows["pruning_method"] == "taylor"]  # every pass has one row
+    alone = rows[rows["method"] == "taylor"]  # every pass has one row
     assert effects.correlations(alone)[1].n_independent is None
-    few = rows[rows["taylor_seq_len"] < 128]  # 3 passes give no interval
+    few = rows[rows["seq_len"] < 128]  # 3 passes give no interval
     (_, three, _) = effects.correlations(few)
     assert (three.n_independent, three.low, three.high, three.r is None) == (3, None, None, False)
 
@@ -323,7 +320,7 @@ def test_correlations_that_cannot_be_computed() -> None:
 
 def test_the_order_of_rows_changes_nothing() -> None:
     for rows in (planted(grid(), 0.01), adaptive(3, 40)):
-        rows = rows.assign(grad_mean_ratio=rows["taylor_seq_len"].astype("float64"), ppl=np.arange(float(len(rows))))
+        rows = rows.assign(grad_mean_ratio=rows["seq_len"].astype("float64"), ppl=np.arange(float(len(rows))))
         mixed = rows.sample(frac=1, random_state=4)
         table, again = effects.anova(rows), effects.anova(mixed)
         assert (table is None) == (again is None)
@@ -331,7 +328,7 @@ def test_the_order_of_rows_changes_nothing() -> None:
             pd.testing.assert_frame_equal(table, again)
         pd.testing.assert_frame_equal(effects.method_table(rows), effects.method_table(mixed))
         assert effects.importance(mixed, again) == pytest.approx(effects.importance(rows, table))
-        for factor in ("taylor_seq_len", "taylor_num_samples"):
+        for factor in ("seq_len", "num_samples"):
             pd.testing.assert_frame_equal(effects.level_table(rows, factor), effects.level_table(mixed, factor))
             one, other = effects.trend(rows, factor), effects.trend(mixed, factor)
             assert (one.direction, one.best_level) == (other.direction, other.best_level)

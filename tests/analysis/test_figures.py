@@ -56,7 +56,7 @@ def searched(
 ) -> Model:
     """A model without items, of which every so-manieth combination was tried."""
     cells = list(itertools.product(methods, seq_lens, samples))[::every]
-    rows = pd.DataFrame(cells, columns=["pruning_method", "taylor_seq_len", "taylor_num_samples"])
+    rows = pd.DataFrame(cells, columns=["method", "seq_len", "num_samples"])
     known = {"acc_mean": np.random.default_rng(0).uniform(0.4, 0.6, len(rows)), "ppl": 10.0, "elapsed_time": 60.0}
     known |= {"model": label, "success": True, "status": "complete", "pruning_ratio": 0.2, "output_dir": "exp_001"}
     rows = typed(rows.assign(**{**known, **columns}))
@@ -151,20 +151,20 @@ def test_heatmap_shows_every_accuracy_the_best_and_what_is_missing(simulated: Fi
 def test_a_method_that_reads_no_data_is_one_cell_and_a_level_line_and_no_part_of_the_levels() -> None:
     """As a grid holds it: once, at the first of each list."""
     one = searched("m", ["taylor", "layerwise", "random"], SEQ_LENS, SAMPLES)
-    rows = one.rows[(one.rows["pruning_method"] != "random") | (one.rows.groupby("pruning_method").cumcount() == 0)]
-    collected = rows["pruning_method"].map({"taylor": 0.5, "layerwise": 0.5})  # random has no stage of a statistic
+    rows = one.rows[(one.rows["method"] != "random") | (one.rows.groupby("method").cumcount() == 0)]
+    collected = rows["method"].map({"taylor": 0.5, "layerwise": 0.5})  # random has no stage of a statistic
     rows = rows.assign(importance_duration_s=collected, pruning_duration_s=0.1)
     model = findings_of(replace(one, rows=rows.reset_index(drop=True))).models["m"]
-    random = model.eligible.set_index("pruning_method").loc["random", "acc_mean"]
-    others = model.eligible[model.eligible["pruning_method"] != "random"]
+    random = model.eligible.set_index("method").loc["random", "acc_mean"]
+    others = model.eligible[model.eligible["method"] != "random"]
     axes = panels(figures.heatmap(model))["random"]
     (cell,), (text,) = [patch for patch in axes.patches if isinstance(patch, Rectangle)], axes.texts
     assert (cell.get_xy(), cell.get_width(), cell.get_height()) == ((0, 0), len(SAMPLES), len(SEQ_LENS))
     assert text.get_text() == f"{random:.3f}"[1:]
-    (axes,) = figures.curves({"m": model}, "taylor_seq_len").axes
+    (axes,) = figures.curves({"m": model}, "seq_len").axes
     assert [list(line.get_ydata()) for line in axes.get_lines() if line.get_label() == "random"] == [[random, random]]
-    expected = others.groupby("taylor_seq_len")["acc_mean"].mean()
-    assert model.levels["taylor_seq_len"]["mean"].tolist() == pytest.approx(expected.tolist())
+    expected = others.groupby("seq_len")["acc_mean"].mean()
+    assert model.levels["seq_len"]["mean"].tolist() == pytest.approx(expected.tolist())
     assert model.effects is not None and model.effects.loc["method", "df"] == 1  # a full grid without it
     assert "missing_trials" not in {message.kind for message in model.warnings}
 
@@ -203,7 +203,7 @@ def test_method_bars_are_means_with_every_configuration(llama: ModelFindings) ->
     figure = figures.methods({"Llama": llama})
     (axes,) = figure.axes
     assert axes.get_ylim()[0] == 0
-    expected = [llama.eligible.query("pruning_method == @m")["acc_mean"] for m in METHODS]
+    expected = [llama.eligible.query("method == @m")["acc_mean"] for m in METHODS]
     bars = [container.patches[0] for container in axes.containers if isinstance(container, BarContainer)]
     np.testing.assert_allclose([bar.get_height() for bar in bars], [own.mean() for own in expected])
     errors = [container.lines[2][0] for container in axes.containers if isinstance(container, ErrorbarContainer)]
@@ -215,14 +215,14 @@ def test_method_bars_are_means_with_every_configuration(llama: ModelFindings) ->
 
 
 def test_curves_are_means_by_level(llama: ModelFindings) -> None:
-    for factor in ("taylor_seq_len", "taylor_num_samples"):
+    for factor in ("seq_len", "num_samples"):
         (axes,) = figures.curves({"Llama": llama}, factor).axes
         drawn = {str(line.get_label()): line for line in axes.get_lines() if len(line.get_xdata())}
         assert drawn.keys() == {*METHODS, "all methods"}
         means = llama.eligible.groupby(factor)["acc_mean"].mean()
         np.testing.assert_allclose(drawn["all methods"].get_xydata(), list(means.items()))
         for method, band in zip(METHODS, axes.collections, strict=True):
-            rows = llama.eligible[llama.eligible["pruning_method"] == method]
+            rows = llama.eligible[llama.eligible["method"] == method]
             groups = [rows["acc_mean"][rows[factor] == level].to_numpy() for level in means.index]
             np.testing.assert_allclose(drawn[method].get_ydata(), [group.mean() for group in groups])
             error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
@@ -235,7 +235,7 @@ def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(
     figure = figures.ppl_accuracy({"alpha": model})
     (axes,) = figure.axes
     for method, marker in zip(METHODS, "os^", strict=True):
-        rows = model.eligible[model.eligible["pruning_method"] == method]
+        rows = model.eligible[model.eligible["method"] == method]
         assert points(axes, marker) == set(zip(rows["ppl"], rows["acc_mean"], strict=True))
     (ring,) = [line for line in axes.get_lines() if line.get_markersize() == 8]
     assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (model.best["ppl"], model.best["acc_mean"])
@@ -248,8 +248,8 @@ def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(
 def test_cost_is_time_where_known_else_tokens(simulated: Findings, llama: ModelFindings) -> None:
     first, second = figures.accuracy_cost({"alpha": simulated.models["alpha"], "Llama": llama}).axes
     assert (first.get_xlabel(), second.get_xlabel()) == ("Trial time (s)", "Calibration tokens")
-    rows = llama.eligible[llama.eligible["pruning_method"] == "taylor"]
-    tokens = rows["taylor_seq_len"] * rows["taylor_num_samples"]
+    rows = llama.eligible[llama.eligible["method"] == "taylor"]
+    tokens = rows["seq_len"] * rows["num_samples"]
     assert points(second, "o") == set(zip(tokens, rows["acc_mean"], strict=True))
     (front,) = [line for line in second.get_lines() if line.get_drawstyle() == "steps-post"]
     accuracy, cost = llama.eligible["acc_mean"], llama.eligible["tokens"]
@@ -285,7 +285,7 @@ def test_unknown_perplexities_are_counted_in_the_panel() -> None:
 def test_fourteen_models_have_a_panel_each_and_files_of_their_own(tmp_path: Path) -> None:
     labels = [rf"org/Model {number} $\x$" for number in range(12)] + [r"org_Model 0 $\x$", "../.."]
     models = findings_of(*(searched(label, ["taylor"], [16, 64], [128]) for label in labels)).models
-    drawn = figures.curves(models, "taylor_seq_len")
+    drawn = figures.curves(models, "seq_len")
     assert [axes.get_title().replace("\n", " ") for axes in drawn.axes] == labels
     stems = figure_style.file_stems(labels)
     assert len({stem.lower() for stem in stems.values()}) == 14

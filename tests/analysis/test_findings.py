@@ -84,8 +84,8 @@ def test_differences_are_those_of_each_pair(findings: Findings) -> None:
         assert row["difference_points"] == pytest.approx(expected.points, abs=1e-9)
         assert row["difference_stderr_points"] == pytest.approx(expected.stderr_points, rel=1e-9)
     assert rows["in_confidence_set"].equals(rows["p_best"] > 0.05)
-    weak = rows["taylor_seq_len"] == 16  # 8 points behind in truth
-    assert not rows.loc[weak & (rows["pruning_method"] == "taylor"), "in_confidence_set"].any()
+    weak = rows["seq_len"] == 16  # 8 points behind in truth
+    assert not rows.loc[weak & (rows["method"] == "taylor"), "in_confidence_set"].any()
     truths = [true_accuracy(config_of(row), "alpha") for _, row in rows.iterrows()]
     assert rows["in_confidence_set"].iloc[int(np.argmax(truths))]
 
@@ -131,10 +131,10 @@ def test_levels_methods_and_effects_are_of_the_rows(findings: Findings) -> None:
     model = findings.models["alpha"]
     assert set(model.methods.index) == set(METHODS)
     assert model.methods["mean"].idxmin() == "taylor"
-    assert model.levels["taylor_seq_len"]["n"].tolist() == [6, 6, 6]
-    assert model.trends.keys() == {"taylor_seq_len", "taylor_num_samples"}
+    assert model.levels["seq_len"]["n"].tolist() == [6, 6, 6]
+    assert model.trends.keys() == {"seq_len", "num_samples"}
     assert model.effects is not None and model.importance_basis == "anova"
-    assert max(model.importance, key=lambda factor: model.importance[factor]) == "taylor_seq_len"
+    assert max(model.importance, key=lambda factor: model.importance[factor]) == "seq_len"
     assert {correlation.column for correlation in model.correlations} >= {"ppl", "grad_mean_ratio"}
 
 
@@ -175,9 +175,9 @@ def test_a_trial_without_items_is_named(tmp_path: Path) -> None:
 def test_warnings_follow_from_the_numbers(study: Study) -> None:
     alpha = study.models["alpha"]
     rows = alpha.rows.assign(acc_mean_stderr=1e-4, output_dir="")
-    level = rows["taylor_seq_len"].map({16: 0.4, 64: 0.6, 256: 0.5}) + rows["taylor_num_samples"] / 1e5
+    level = rows["seq_len"].map({16: 0.4, 64: 0.6, 256: 0.5}) + rows["num_samples"] / 1e5
     # taylor is best on average, blockwise has the single best; perplexity goes with accuracy
-    method = rows["pruning_method"].map({"taylor": 0.02, "layerwise": 0.0, "blockwise": 0.01})
+    method = rows["method"].map({"taylor": 0.02, "layerwise": 0.0, "blockwise": 0.01})
     single = 0.05 * (rows["name"] == "blockwise-s64-n512")
     rows = rows.assign(acc_mean=level + method + single, ppl=20 - 10 * (level + method + single))
     at_chance = {"acc_mean": 0.36, "acc_mean_stderr": 0.01, "chance_acc_mean": 0.35}
@@ -185,7 +185,7 @@ def test_warnings_follow_from_the_numbers(study: Study) -> None:
     model = find(Study({"alpha": changed})).models["alpha"]
     said = {message.kind: message.values for message in model.warnings}
     assert said.keys() == {"at_chance", "edge_upper", "rank_disagrees", "no_items", "seeds_one"}
-    assert said["edge_upper"] == {"factor": "taylor_num_samples", "value": 512}
+    assert said["edge_upper"] == {"factor": "num_samples", "value": 512}
     by_mean, by_max = ["taylor", "blockwise", "layerwise"], ["blockwise", "taylor", "layerwise"]
     assert said["rank_disagrees"] == {"by_mean": by_mean, "by_max": by_max}
     blind = replace(changed, rows=rows.assign(acc_mean_stderr=math.nan, ppl=math.nan))

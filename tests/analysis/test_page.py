@@ -180,8 +180,8 @@ def test_first_screen_says_what_the_findings_say(parsed: Page, html: str, findin
 def test_each_best_can_be_run_again(parsed: Page, findings: Findings) -> None:
     commands = [text for text in parsed.texts["code"] if "tune_prune.search" in text]
     for command, found in zip(commands, findings.models.values(), strict=True):
-        lines = {"method": found.best["pruning_method"]}
-        lines |= {name: found.best[name] for name in ("taylor_seq_len", "taylor_num_samples")}
+        lines = {"method": found.best["method"]}
+        lines |= {name: found.best[name] for name in ("seq_len", "num_samples")}
         assert all(f"'{name}: {value}'" in command for name, value in lines.items())
 
 

@@ -69,7 +69,7 @@ def test_the_published_figures_to_the_digit(published: Findings) -> None:
 def test_the_first_screen_has_the_decision_and_all_that_cannot_be_told_from_it(published: Findings) -> None:
     found = published.models["Llama"]
     screen = joined(first_screen(report(published)))
-    assert "Best blockwise-s64-n128: method blockwise, taylor_seq_len 64, taylor_num_samples 128" in screen
+    assert "Best blockwise-s64-n128: method blockwise, seq_len 64, num_samples 128" in screen
     assert "Accuracy .5980 ± .0048 as measured" in screen and "Perplexity 13.17" in screen
     close = found.eligible.iloc[1:].loc[lambda rows: rows["in_confidence_set"].to_numpy(), "name"]
     assert len(close) > 2
@@ -105,7 +105,9 @@ def test_every_trial_that_does_not_compete_is_listed(two_models: Findings) -> No
         replace(alpha.model.problems[0], where=f"line {number} of x.csv") for number in range(SHOWN_PROBLEMS + 1)
     )
     text = report(replace(two_models, models={"alpha": replace(alpha, model=replace(alpha.model, problems=many))}))
-    assert f"{len(many)} {alpha.model.problems[0].kind}, see the appendix" in joined(first_screen(text))
+    assert f"{len(many)} {alpha.model.problems[0].kind.replace('_', ' ')}, see the appendix" in joined(
+        first_screen(text)
+    )
     assert all(f"line {number} of x.csv: " in text.partition("Appendix")[2] for number in range(len(many)))
 
 

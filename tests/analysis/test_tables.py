@@ -257,7 +257,7 @@ def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
 
     findings = from_csv(tmp_path, {"M": lambda m, s, n: 0.5 + s / 1000 + n / 10000})
     own = findings.models["M"].best
-    minimal = findings.models["M"].eligible.query("taylor_num_samples == 4")
+    minimal = findings.models["M"].eligible.query("num_samples == 4")
     rows = [row for row in all_tables(findings)["configuration_impact"].rows if row["setting"] == "minimal"]
     assert [row["config"] for row in rows] == list(minimal["name"])
     losses = 100 * (own["acc_mean"] - minimal["acc_mean"])
@@ -351,7 +351,7 @@ def test_what_nobody_knows_is_left_out(tmp_path: Path) -> None:
 def test_noise_has_no_best_level(tmp_path: Path) -> None:
     generator = np.random.default_rng(4)
     findings = from_csv(tmp_path, {"M": lambda *_: generator.normal(0.5, 0.002)})
-    assert findings.models["M"].trends["taylor_seq_len"].direction == "flat"
+    assert findings.models["M"].trends["seq_len"].direction == "flat"
     assert not any(row["highest"] for row in all_tables(findings)["seq_len"].rows)
 
 

@@ -47,7 +47,7 @@ class Searched:
 
 def write_space(folder: Path, **values: Any) -> Path:
     path = folder / "space.json"  # JSON is YAML, too
-    path.write_text(json.dumps({"search": "grid", "taylor_num_samples": 8} | values), encoding="utf-8")
+    path.write_text(json.dumps({"search": "grid", "num_samples": 8} | values), encoding="utf-8")
     return path
 
 
@@ -63,7 +63,7 @@ def searched(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Searc
     """The three embedded models, two trials each, and their best checkpoints."""
     storage = tmp_path_factory.mktemp("prune")
     models = [flag for name in embedded.MODEL_NAMES for flag in ("--model", name)]
-    space = write_space(storage, method=["taylor", "blockwise"], taylor_seq_len=32)
+    space = write_space(storage, method=["taylor", "blockwise"], seq_len=32)
     return run_search(storage, *models, "--search-space", space, "--limit", "20", "--save-best")
 
 
@@ -104,7 +104,7 @@ def test_what_a_search_saves_and_says(searched: Searched) -> None:
     for label, entry in searched.best.items():
         folder = searched.folder / "best" / label
         about = read(folder / MANIFEST)
-        assert about["config"]["taylor_seq_len"] == entry["taylor_seq_len"]
+        assert about["config"]["seq_len"] == entry["seq_len"]
         assert about["metrics"]["acc_mean"] == entry["acc_mean"]
         assert about["baseline"]["acc_mean"] == entry["baseline"]["acc_mean"]
         assert about["params"] == entry["params_count"] == sum(p.numel() for p in load(folder).parameters())
@@ -174,7 +174,7 @@ def test_each_ratio_of_a_search_has_its_best_model(
     """One search over two ratios and two shapes: the passes and the dense baseline are made once, and each ratio is compared
     in itself."""
     shapes, ratios = ("aligned-16", "uniform"), (0.1, 0.3)
-    several = {"taylor_seq_len": [16, 32], "pruning_ratio": ratios, "shape": shapes}
+    several = {"seq_len": [16, 32], "pruning_ratio": ratios, "shape": shapes}
     space = write_space(tmp_path, method=["taylor", "random"], **several)
     argv = ("--model", "tiny-llama", "--search-space", space, "--limit", "10", "--scheduler", "race")
     found = run_search(tmp_path, *argv)
@@ -366,7 +366,7 @@ def test_wrong_input_is_one_sentence(
         "half an entry": ('{"models": {"m": {"method": "taylor"}}}', "names no configuration"),
         "no model": ('{"models": {}}', "no"),
         "of a results file": (
-            '{"models": {"m": {"method": "taylor", "taylor_seq_len": 16, "taylor_num_samples": 8, "source": null}}}',
+            '{"models": {"m": {"method": "taylor", "seq_len": 16, "num_samples": 8, "source": null}}}',
             "--seq-len 16",
         ),
     }.values(),

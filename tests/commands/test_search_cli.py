@@ -150,7 +150,7 @@ BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[s
     "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("token*")], ["tokenizer", "complete"]),
     "tokenizer no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), ["tokenizer"]),
     "tokenizer of another model": ({"vocab_size": 10}, ["makes token", "vocab_size", "10"]),
-    "short positions": ({"max_position_embeddings": 8}, ["taylor_seq_len 32", "8 tokens"]),
+    "short positions": ({"max_position_embeddings": 8}, ["seq_len 32", "8 tokens"]),
 }
 
 
@@ -232,7 +232,7 @@ def test_search_spaces_of_the_user(refusal: Callable[..., str], tmp_path: Path) 
         space.write_text(text)
         return refusal("--model", "tiny-llama", "--search-space", space, *more)
 
-    assert "taylor_seq_len 100000" in sentence(SPACE.replace("[16]", "[100000]"))
+    assert "seq_len 100000" in sentence(SPACE.replace("[16]", "[100000]"))
     assert "enough for" in sentence(SPACE.replace("[8]", "[1000000]"))
     assert "is 0.2, but" in sentence(f"{SPACE}pruning_ratio: 0.3\n", "--pruning-ratio", "0.2")
     assert "the shape is uniform" in sentence(f"{SPACE}shape: uniform\n", "--align", "16")
@@ -244,7 +244,7 @@ def test_all_problems_of_a_search_space_are_listed(capfd: pytest.CaptureFixture[
     out, err = capfd.readouterr()
     lines = err.splitlines()
     assert out == "" and len(lines) == 3 and lines[0].startswith("error: ")
-    assert "did you mean 'taylor'?" in lines[1] and "taylor_num_samples is 0" in lines[2]
+    assert "did you mean 'taylor'?" in lines[1] and "num_samples is 0" in lines[2]
 
 
 @pytest.mark.parametrize("speaks", [False, True], ids=["closed port", "another program"])

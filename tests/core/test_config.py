@@ -31,8 +31,8 @@ def test_key_depends_on_everything_that_changes_the_result() -> None:
     keys = [
         key(),
         key(replace(CONFIG, method="blockwise")),
-        key(replace(CONFIG, taylor_seq_len=65)),
-        key(replace(CONFIG, taylor_num_samples=129)),
+        key(replace(CONFIG, seq_len=65)),
+        key(replace(CONFIG, num_samples=129)),
         key(replace(CONFIG, pruning_ratio=0.3)),
         key(replace(CONFIG, removal_divisor=4)),
         key(replace(CONFIG, shape="uniform")),
@@ -87,11 +87,11 @@ def test_a_row_of_the_table_is_a_field() -> None:
     ("name", "good", "bad"),
     [
         (
-            "taylor_seq_len",
+            "seq_len",
             {"2": 2, "131072": 131072},
             ["1", "131073", "64.0", "0x40", "0100", "1:30", "1_0", "true", ""],
         ),
-        ("taylor_num_samples", {"1": 1, "1000000": 10**6}, ["0", "1000001", "-1"]),
+        ("num_samples", {"1": 1, "1000000": 10**6}, ["0", "1000001", "-1"]),
         ("pruning_ratio", {"0.2": 0.2, "2e-1": 0.2, ".5": 0.5}, ["0", "1.0", "nan", "inf", "true", "20%"]),
         ("removal_divisor", {"1": 1}, ["0"]),
         ("shape", {"free": "free", "aligned": "aligned", "aligned-8": "aligned-8"}, ["square", "aligned-0", "Free"]),
@@ -116,6 +116,11 @@ def test_config_survives_a_dictionary(shape: str) -> None:
     assert PruningConfig.from_dict(vars(config) | {"of_a_newer_version": 1}) == config
 
 
+def test_older_names_are_read() -> None:
+    older = {"method": "taylor", "taylor_seq_len": 16, "taylor_num_samples": 8}
+    assert PruningConfig.from_dict(older) == PruningConfig("taylor", 16, 8)
+
+
 def test_a_config_of_no_shape_is_free() -> None:
     values = vars(CONFIG).copy()
     del values["shape"]
@@ -134,10 +139,10 @@ def test_num_removal_samples(samples: int, divisor: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("taylor_seq_len", 1),
-        ("taylor_seq_len", True),
-        ("taylor_seq_len", 64.0),
-        ("taylor_num_samples", 0),
+        ("seq_len", 1),
+        ("seq_len", True),
+        ("seq_len", 64.0),
+        ("num_samples", 0),
         ("removal_divisor", 0),
         ("pruning_ratio", 1.0),
         ("pruning_ratio", -0.1),

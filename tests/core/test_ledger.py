@@ -21,7 +21,7 @@ from tune_prune.core.store import FolderStore
 RECORD = TrialRecord(
     key="0f",
     model="tiny-llama",
-    config={"method": "taylor", "taylor_seq_len": 64, "taylor_num_samples": 128},
+    config={"method": "taylor", "seq_len": 64, "num_samples": 128},
     status="complete",
     metrics={"ppl": 12.5, "acc_mean": 0.1 + 0.2},
     stages=[{"stage": "perplexity", "duration_s": 1.5, "tokens": 2048}],

@@ -75,7 +75,7 @@ def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     """Passes and tokens of the smoke space follow from its YAML file."""
     out = plan_text(*TINY, "--gpus-per-trial", "0")
     space = search_space.load("smoke").values
-    lengths, samples = space["taylor_seq_len"], max(space["taylor_num_samples"])
+    lengths, samples = space["seq_len"], max(space["num_samples"])
     cost = table(out)
     assert tuple(cost) == STAGES
     assert cost["importance"][:2] == [str(len(lengths)), f"{sum(lengths) * samples:,}"]
@@ -108,8 +108,8 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     (model,) = plan.models
     context = TrialContext.open(model.run, tmp_path / "kept" / "artifacts", device="cpu")
     values = plan.space.values
-    short = min(values["taylor_seq_len"])
-    needs = needs_of(config for config, _ in model.trials if config.taylor_seq_len == short)
+    short = min(values["seq_len"])
+    needs = needs_of(config for config, _ in model.trials if config.seq_len == short)
     made = [report.stage for _, report in prepare(context, short, needs)]
     assert made == ["importance", "removal"]
     tokens = sum(context.suite.tokens_in_slice(index) for index in range(context.suite.num_slices))
@@ -121,7 +121,7 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
 
     out = plan_text(*AGAIN, "--gpus-per-trial", "0")
     cost = table(out)
-    assert cost["importance"][:2] == ["1", f"{max(values['taylor_seq_len']) * max(values['taylor_num_samples']):,}"]
+    assert cost["importance"][:2] == ["1", f"{max(values['seq_len']) * max(values['num_samples']):,}"]
     assert cost["removal"][0] == "1"
     assert cost["zero_shot"][:2] == ["5", f"{5 * tokens:,}"]
     assert "~" not in out

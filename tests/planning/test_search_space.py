@@ -15,8 +15,8 @@ from tune_prune.planning import search_space
 GOOD = {
     "search": "grid",
     "method": "[taylor, blockwise]",
-    "taylor_seq_len": "[64, 16]",
-    "taylor_num_samples": "[4, 8]",
+    "seq_len": "[64, 16]",
+    "num_samples": "[4, 8]",
 }
 LINES = {name: line for line, name in enumerate(GOOD, 1)} | {"extra": len(GOOD) + 1}
 
@@ -59,7 +59,7 @@ def test_shipped_spaces(name: str, size: int, search: str, num_trials: int | Non
     space = search_space.load(name)
     assert (space.name, space.size, space.search, space.num_trials) == (name, size, search, num_trials)
     assert len(set(space.configs())) == size
-    assert max(space.values["taylor_seq_len"]) <= 256
+    assert max(space.values["seq_len"]) <= 256
 
 
 def test_every_shipped_space_is_tested() -> None:
@@ -67,7 +67,7 @@ def test_every_shipped_space_is_tested() -> None:
 
 
 def test_paper_grid_is_the_published_one() -> None:
-    configs = {(c.method, c.taylor_seq_len, c.taylor_num_samples) for c in search_space.load("paper_grid").configs()}
+    configs = {(c.method, c.seq_len, c.num_samples) for c in search_space.load("paper_grid").configs()}
     assert configs == {
         (m, s, n) for m in ("taylor", "layerwise", "blockwise") for s in (16, 32, 64, 128, 256) for n in (128, 256, 512)
     }
@@ -86,9 +86,9 @@ def test_configs_share_seq_len_between_neighbours(tmp_path: Path) -> None:
 
 def test_comments_block_lists_and_byte_order_mark(tmp_path: Path) -> None:
     text = "\ufeff# why\nsearch: optuna\nnum_trials: 2\nmethod:\n  - taylor\n"
-    text += "taylor_seq_len: [16]\ntaylor_num_samples:\n- 1\n- 2  # two\n"
+    text += "seq_len: [16]\ntaylor_num_samples:\n- 1\n- 2  # two\n"
     space = search_space.load(yaml_file(tmp_path, text))
-    assert (space.num_trials, space.values["taylor_num_samples"]) == (2, (1, 2))
+    assert (space.num_trials, space.values["num_samples"]) == (2, (1, 2))
     assert space.values["pruning_ratio"] == (0.2,) and "pruning_ratio" not in space.given
 
 
@@ -107,19 +107,19 @@ def test_comments_block_lists_and_byte_order_mark(tmp_path: Path) -> None:
         ),
         ("method", "[taylor, taylor]", "method lists 'taylor' twice"),
         ("method", "[true]", "method is true (true or false); it must be the name"),
-        ("taylor_seq_len", "[1]", "taylor_seq_len is 1; it must be a whole number from 2 to 131072"),
-        ("taylor_seq_len", "[131073]", "taylor_seq_len is 131073; it must be"),
-        ("taylor_seq_len", "[64, 64]", "taylor_seq_len lists 64 twice"),
-        ("taylor_seq_len", "[true]", "taylor_seq_len is true (true or false); it must be a whole number"),
-        ("taylor_seq_len", "['64']", "taylor_seq_len is the text '64'; it must be a whole number"),
-        ("taylor_seq_len", "[64.0]", "taylor_seq_len is 64.0; it must be a whole number"),
-        ("taylor_seq_len", "[0x40]", "taylor_seq_len is 0x40; it must be"),
-        ("taylor_seq_len", "[0100]", "taylor_seq_len is 0100; it must be"),
-        ("taylor_seq_len", "[1:30]", "taylor_seq_len is 1:30; it must be"),
-        ("taylor_seq_len", "[[64]]", "taylor_seq_len is a list; it must be a whole number"),
-        ("taylor_num_samples", "[0]", "taylor_num_samples is 0; it must be a whole number from 1 to 1000000"),
-        ("taylor_num_samples", "[1000001]", "taylor_num_samples is 1000001; it must be"),
-        ("taylor_num_samples", "[]", "taylor_num_samples is an empty list"),
+        ("seq_len", "[1]", "seq_len is 1; it must be a whole number from 2 to 131072"),
+        ("seq_len", "[131073]", "seq_len is 131073; it must be"),
+        ("seq_len", "[64, 64]", "seq_len lists 64 twice"),
+        ("seq_len", "[true]", "seq_len is true (true or false); it must be a whole number"),
+        ("seq_len", "['64']", "seq_len is the text '64'; it must be a whole number"),
+        ("seq_len", "[64.0]", "seq_len is 64.0; it must be a whole number"),
+        ("seq_len", "[0x40]", "seq_len is 0x40; it must be"),
+        ("seq_len", "[0100]", "seq_len is 0100; it must be"),
+        ("seq_len", "[1:30]", "seq_len is 1:30; it must be"),
+        ("seq_len", "[[64]]", "seq_len is a list; it must be a whole number"),
+        ("num_samples", "[0]", "num_samples is 0; it must be a whole number from 1 to 1000000"),
+        ("num_samples", "[1000001]", "num_samples is 1000001; it must be"),
+        ("num_samples", "[]", "num_samples is an empty list"),
     ],
 )
 def test_bad_value(tmp_path: Path, name: str, value: str, expected: str) -> None:
@@ -145,7 +145,7 @@ def test_bad_value(tmp_path: Path, name: str, value: str, expected: str) -> None
         ("shape", "aligned-0", "shape is the text 'aligned-0'; it must be free, "),
         ("shape", "64", "shape is 64; it must be free, "),
         ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
-        ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'taylor_seq_len'?"),
+        ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'seq_len'?"),
         ("[a, b]", "3", "unknown key '[...]'; known: method"),
         ("<<", "{search: grid}", "unknown key '<<'; known: method"),
     ],
@@ -161,8 +161,8 @@ def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
     """Every row of the table reads the same way."""
     several = {
         "method": ("taylor", "layerwise"),
-        "taylor_seq_len": (64, 2),
-        "taylor_num_samples": (8, 1_000_000),
+        "seq_len": (64, 2),
+        "num_samples": (8, 1_000_000),
         "pruning_ratio": (0.1, 0.25),
         "removal_divisor": (5, 1),
         "shape": ("aligned", "aligned-128", "uniform", "free"),
@@ -196,7 +196,7 @@ def test_a_grid_over_ratios_divisors_and_shapes(tmp_path: Path) -> None:
 
 def test_what_a_method_does_not_read_makes_no_configuration(tmp_path: Path) -> None:
     space = search_space.load(yaml_file(tmp_path, with_value(removal_divisor="[3, 5]")))
-    nothing: dict[str, tuple[str, ...]] = {"taylor": (), "blockwise": ("taylor_seq_len", "removal_divisor")}
+    nothing: dict[str, tuple[str, ...]] = {"taylor": (), "blockwise": ("seq_len", "removal_divisor")}
     assert replace(space, reads=nothing).configs() == (
         PruningConfig("taylor", 64, 4, removal_divisor=3),
         *(PruningConfig("blockwise", s, 4, removal_divisor=d) for s, d in ((64, 3), (64, 5), (16, 3), (16, 5))),
@@ -241,12 +241,12 @@ def test_num_trials_within_bounds(tmp_path: Path, num_trials: int) -> None:
 
 
 def test_num_trials_is_not_held_against_a_list_that_is_wrong_itself(tmp_path: Path) -> None:
-    text = with_value(search="optuna", taylor_seq_len="[64, 1]", num_trials="8")
-    assert [line for line, _ in problems(tmp_path, text)] == [LINES["taylor_seq_len"]]
+    text = with_value(search="optuna", seq_len="[64, 1]", num_trials="8")
+    assert [line for line, _ in problems(tmp_path, text)] == [LINES["seq_len"]]
 
 
 def test_bounds_are_included(tmp_path: Path) -> None:
-    text = with_value(taylor_seq_len="[2, 131072]", taylor_num_samples="[1, 1000000]")
+    text = with_value(seq_len="[2, 131072]", num_samples="[1, 1000000]")
     assert search_space.load(yaml_file(tmp_path, text)).size == 8
 
 
@@ -292,8 +292,8 @@ def test_all_problems_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
 serach: grid
 search: optuna
 method: [blokwise, taylor, taylor]
-taylor_seq_len: [1, yes, 64]
-taylor_num_samples: []
+seq_len: [1, yes, 64]
+num_samples: []
 num_trials: 0
 pruning_ratio: 2
 colour: blue

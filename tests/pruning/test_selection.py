@@ -207,7 +207,7 @@ def test_scores_that_are_no_numbers_are_refused(bad):
     g = geometry()
     with pytest.raises(UserError, match="2 of 10 group scores are not finite") as error:
         select(scores([[1, bad]] * 2, [[1, 2, 3]] * 2), g, 0.1)
-    assert "taylor_seq_len" in one_sentence(error)
+    assert "seq_len" in one_sentence(error)
 
 
 def test_per_parameter_divides_by_cost_and_scaled_multiplies_layers():

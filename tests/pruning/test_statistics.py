@@ -39,7 +39,7 @@ class TestEveryStatistic:
     def test_it_says_what_it_is(self, name):
         statistic = load_statistic(name)
         assert statistic.version >= 1 and statistic.stage and statistic.label
-        assert {"taylor_seq_len", "taylor_num_samples"} <= set(statistic.reads) <= set(PruningConfig.__annotations__)
+        assert {"seq_len", "num_samples"} <= set(statistic.reads) <= set(PruningConfig.__annotations__)
         stages = [load_statistic(other).stage for other in statistic_names()]
         assert stages.count(statistic.stage) == 1  # its files in the cache are its own
 
@@ -160,7 +160,7 @@ def test_magnitudes_in_bfloat16_are_summed_in_float32(tiny):
 
 def test_what_methods_read():
     reads = {name: load_method(name).reads for name in method_names()}
-    samples = {"taylor_seq_len", "taylor_num_samples"}
+    samples = {"seq_len", "num_samples"}
     assert reads["random"] == reads["magnitude"] == set()
     assert reads["taylor"] == reads["wanda_sp"] == samples
     assert reads["layerwise"] == reads["blockwise"] == {*samples, "removal_divisor"}

@@ -62,11 +62,11 @@ def test_a_trial_is_handed_out_when_its_statistics_are_there(specs):
     queue.on_trial_complete("0", DONE)
     assert queue.suggest("x") is None  # the baseline helps no trial
     queue.on_trial_complete("2", DONE)
-    short = [spec.key for spec in specs if spec.config.taylor_seq_len == 16]
+    short = [spec.key for spec in specs if spec.config.seq_len == 16]
     assert [queue.suggest(key)["key"] for key in short] == short
     assert queue.suggest("x") is None
     queue.on_trial_complete("1", DONE)
-    long = [spec.key for spec in specs if spec.config.taylor_seq_len == 32]
+    long = [spec.key for spec in specs if spec.config.seq_len == 32]
     assert [queue.suggest(key)["key"] for key in long] == long
     assert queue.suggest("x") == Searcher.FINISHED
 

@@ -137,6 +137,6 @@ def test_how_a_trial_ended_is_told_as_it_was(result, error, state):
 
 
 def test_a_space_that_is_no_full_product_is_searched_within():
-    specs = [spec for spec in specs_of("m") if (spec.config.method == "taylor") != (spec.config.taylor_seq_len == 16)]
+    specs = [spec for spec in specs_of("m") if (spec.config.method == "taylor") != (spec.config.seq_len == 16)]
     keys = run_all(OptunaSearcher(specs, num_trials=100, seed=1))
     assert sorted(keys) == sorted(spec.key for spec in specs)

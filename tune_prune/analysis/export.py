@@ -14,8 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.rows import config_of, frame, plain_value, plain_values
-from tune_prune.analysis.statistics.factors import CALIBRATION
+from tune_prune.analysis.input.rows import CALIBRATION, config_of, frame, plain_value, plain_values
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.analysis.tables.configurations import ratio
 from tune_prune.core.files import to_json
@@ -70,7 +69,6 @@ def best_entry(found: ModelFindings, folder: Path) -> dict[str, Any]:
     baseline = plain_values(dense, "acc_mean", "acc_mean_stderr", "ppl")
     return {
         **asdict(config_of(best)),
-        "pruning_method": best["pruning_method"],  # as the published files call `method`
         "source": None if found.model.source is None else dict(found.model.source),
         **plain_values(best, "name", "removed_fraction", "params_count", "acc_mean", "acc_mean_stderr", "ppl", "key"),
         "output_dir": relative(plain_value(best["output_dir"]), folder),
@@ -92,7 +90,7 @@ def _methods(findings: Findings, label: str) -> dict[str, Any]:
     """acc_mean of each method over its complete trials: n, mean, std (n - 1), min, max, best configuration."""
     found = findings.models.get(label)
     methods = {}
-    for method, trials in findings.study.models[label].rows["pruning_method"].value_counts().items():
+    for method, trials in findings.study.models[label].rows["method"].value_counts().items():
         row, n, best = {}, 0, None
         if found is not None and method in found.methods.index:
             row = found.methods.loc[method]

@@ -15,14 +15,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import __version__
 from tune_prune.checkpoint.sizes import Sizes
 from tune_prune.checkpoint.speed import Speed
-from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.config import ModelRun, PruningConfig, renamed
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.validation import Count, Indices, Number, Positive, Text, validated
@@ -71,7 +71,7 @@ class Manifest:
 
     format: Format  # hf: the pruned layers as they are; hf-padded: widened with zeros to one width; gguf: for llama.cpp
     base: Base
-    config: PruningConfig
+    config: Annotated[PruningConfig, BeforeValidator(renamed)]
     plan: Annotated[PruningPlan, PlainValidator(PruningPlan.from_dict), PlainSerializer(PruningPlan.to_dict)]
     structure: Text  # the plan's digest: a plan that was changed by hand is noticed by it
     dropped_layers: Indices  # that lost both parts and are not in the checkpoint

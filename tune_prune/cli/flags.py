@@ -51,7 +51,7 @@ def add_hyperparameter_flags(
     """A flag for each of these rows of the table, and --align with the shape; `default` in words, else the row's."""
     for row in (HYPERPARAMETERS[name] for name in names):
         usual = "" if row.required else f" (default: {default or row.default})"
-        metavar = row.short.rpartition("_")[2].upper()
+        metavar = row.name.rpartition("_")[2].upper()
         group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=f"{row.help}{usual}")
         if row.name == "shape":
             group.add_argument(

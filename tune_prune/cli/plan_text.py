@@ -26,7 +26,7 @@ def describe(plan: Plan) -> str:
     total, done = plan.trials_per_model * len(plan.models), plan.recorded
     protocol = first.run.protocol
     items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
-    methods, lengths = space.values["method"], len(space.values["taylor_seq_len"])
+    methods, lengths = space.values["method"], len(space.values["seq_len"])
     used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
     statistics = [load_statistic(name) for name in used]
     passes = _list([f"{lengths} {statistic.label} passes" for statistic in statistics])
@@ -41,7 +41,7 @@ def describe(plan: Plan) -> str:
             f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
         ),
         ("search", f"{_search(plan)}, {total} trials"),
-        ("", "; ".join(f"{row.short} {_list(space.values[row.name])}" for row in _searched(plan))),
+        ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
         ("calibration", f"{shown_path(first.run.calibration)}, seed {first.run.seed}"),
         (
@@ -78,7 +78,7 @@ def _search(plan: Plan) -> str:
     """How the configurations are searched, and how many they are."""
     space = plan.space
     lists = [
-        f"{len(space.values[row.name])} {'methods' if row.name == 'method' else row.short}" for row in _searched(plan)
+        f"{len(space.values[row.name])} {'methods' if row.name == 'method' else row.name}" for row in _searched(plan)
     ]
     points = space.size * len(space.values["pruning_ratio"])
     each = "a model" if points == space.size else "a model and pruning ratio"

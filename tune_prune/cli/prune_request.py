@@ -85,7 +85,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     if run is None:
         raise UserError(
             f"{path} does not say which model was searched (it comes from a results file); give --model, --method "
-            f"{config.method}, --seq-len {config.taylor_seq_len} and --num-samples {config.taylor_num_samples} instead"
+            f"{config.method}, --seq-len {config.seq_len} and --num-samples {config.num_samples} instead"
         )
     trial = _trial_folder(path, entry.get("output_dir"))
     known = _known(trial, entry, run)
@@ -182,13 +182,13 @@ def from_flags(args: argparse.Namespace) -> PruneRequest:
         seed=args.seed or 0,
     )
     dense = resolve.dense_model(settings, args.model, "bfloat16" if torch.cuda.is_available() else "float32")
-    given = {name: getattr(args, row.short) for name, row in HYPERPARAMETERS.items()}
+    given = {name: getattr(args, row.name) for name, row in HYPERPARAMETERS.items()}
     values = {name: HYPERPARAMETERS[name].usual if value is None else value for name, value in given.items()}
     (shape,) = resolve.aligned((values["shape"],), args.align)
     config = PruningConfig(**values | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)})
     selection.target_params(dense.geometry, config.pruning_ratio, config.shape)
     if load_method(config.method).reads:
-        lengths, count = (config.taylor_seq_len,), config.taylor_num_samples
+        lengths, count = (config.seq_len,), config.num_samples
         checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
     shared = Path("ray_results") / artifact_cache.FOLDER
     return PruneRequest(

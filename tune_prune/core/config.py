@@ -7,7 +7,7 @@ identity gives an equal key (docs/architecture.md, "Keys").
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -121,8 +121,7 @@ class MethodName:
 class Hyperparameter:
     """One row of the table: all that readers of search spaces, flags, keys, names, tables and figures know of it."""
 
-    name: str  # in search spaces, records and results tables; the field of PruningConfig
-    short: str  # in flags (--seq-len), plans and narrow tables
+    name: str  # everywhere: search spaces, flags (--seq-len), records, results tables; the field of PruningConfig
     label: str  # in figures and reports
     kind: Kind
     example: str  # a value, as a search space has it
@@ -131,6 +130,7 @@ class Hyperparameter:
     default: Any = None  # None: a search space must say it
     name_prefix: str | None = ""  # before its value in a configuration's name; None: names do not show it
     always_in_key: bool = False  # also at its default: the hyperparameters that the first keys had
+    older: str = ""  # its name in the published search and in files of version 0.1, which are read; keys still hash it
 
     @property
     def required(self) -> bool:
@@ -143,38 +143,47 @@ class Hyperparameter:
 
     @property
     def flag(self) -> str:
-        return f"--{self.short.replace('_', '-')}"
+        return f"--{self.name.replace('_', '-')}"
 
 
 HYPERPARAMETERS = {
     row.name: row
     for row in (
         Hyperparameter(
-            "method", "method", "Method", MethodName(), "blockwise", "how groups are scored", "scores"
+            "method", "Method", MethodName(), "blockwise", "how groups are scored", "scores"
         ),
         Hyperparameter(
-            "taylor_seq_len", "seq_len", "Tokens per sample", Whole(2, 131_072), "64",
-            "tokens per calibration sample", "statistics", name_prefix="s",
+            "seq_len", "Tokens per sample", Whole(2, 131_072), "64",
+            "tokens per calibration sample", "statistics", name_prefix="s", older="taylor_seq_len",
         ),
         Hyperparameter(
-            "taylor_num_samples", "num_samples", "Calibration samples", Whole(1, 1_000_000), "128",
-            "calibration samples", "statistics", name_prefix="n",
+            "num_samples", "Calibration samples", Whole(1, 1_000_000), "128",
+            "calibration samples", "statistics", name_prefix="n", older="taylor_num_samples",
         ),
         Hyperparameter(
-            "pruning_ratio", "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
+            "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
             "fraction of ALL parameters to remove", "selection", 0.2, name_prefix=None, always_in_key=True,
         ),
         Hyperparameter(
-            "removal_divisor", "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
+            "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
             "removal losses use the first num_samples // D samples", "statistics", 5, "d", always_in_key=True,
         ),
         Hyperparameter(
-            "shape", "shape", "Shape", ShapeName(), "aligned",
+            "shape", "Shape", ShapeName(), "aligned",
             "what layers may become: free; aligned: MLP widths in multiples of --align (or aligned-N), a KV group in every "
             "layer; uniform: the same widths in every layer, a plain checkpoint of the family", "selection", "free",
         ),
     )
 }  # fmt: skip
+
+
+# Older name -> name. `method` is pruning_method in results tables only.
+OLDER_NAMES = {row.older: row.name for row in HYPERPARAMETERS.values() if row.older} | {"pruning_method": "method"}
+
+
+def renamed(values: Any) -> Any:
+    """A mapping with older names of hyperparameters replaced; anything else as it is."""
+    return {OLDER_NAMES.get(k, k): v for k, v in values.items()} if isinstance(values, Mapping) else values
 
 
 def alignment(shape: str) -> int | None:
@@ -190,8 +199,8 @@ class PruningConfig:
     """One point of the search: how a model is pruned. A field is a row of HYPERPARAMETERS."""
 
     method: str
-    taylor_seq_len: int
-    taylor_num_samples: int
+    seq_len: int
+    num_samples: int
     pruning_ratio: float = HYPERPARAMETERS["pruning_ratio"].default
     removal_divisor: int = HYPERPARAMETERS["removal_divisor"].default
     shape: str = HYPERPARAMETERS["shape"].default
@@ -205,7 +214,7 @@ class PruningConfig:
     @property
     def num_removal_samples(self) -> int:
         """How many of the calibration samples the removal losses use."""
-        return max(1, self.taylor_num_samples // self.removal_divisor)
+        return max(1, self.num_samples // self.removal_divisor)
 
     @property
     def name(self) -> str:
@@ -217,14 +226,21 @@ class PruningConfig:
             if (value := getattr(self, name)) != row.default and row.name_prefix is not None
         )
 
-    def identity(self) -> dict[str, Any]:
-        """What a key hashes: without what is at its default, so that older keys stay what they were."""
+    def settings(self) -> dict[str, Any]:
+        """What a search space must say to try this configuration alone; what is at its default is left out, but for the first
+        hyperparameters."""
         rows = HYPERPARAMETERS
         return {n: v for n, v in asdict(self).items() if rows[n].always_in_key or v != rows[n].default}
 
+    def identity(self) -> dict[str, Any]:
+        """What a key hashes: the settings by their older names, so that older keys stay what they were."""
+        return {HYPERPARAMETERS[name].older or name: value for name, value in self.settings().items()}
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PruningConfig:
-        """From a record's `config`; what an older one lacks is at its default, what a newer one adds is left out."""
+        """From a record's `config`, by names or older ones; what is not there is at its default, what a newer version adds is left
+        out."""
+        values = renamed(values)
         return cls(**{name: values[name] for name in HYPERPARAMETERS if name in values})
 
 

@@ -77,7 +77,7 @@ def check_calibration(
     longest = max(seq_lens)
     if longest > config.max_position_embeddings:
         raise UserError(
-            f"taylor_seq_len {longest} is beyond the {config.max_position_embeddings} tokens that {source.label} can read; ask for "
+            f"seq_len {longest} is beyond the {config.max_position_embeddings} tokens that {source.label} can read; ask for "
             "shorter ones"
         )
     if run.calibration in calibration.HUB_TEXTS:

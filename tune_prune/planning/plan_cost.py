@@ -68,7 +68,7 @@ def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings
         model.run.dtype,
         resources.device,
         max(1, int(resources.cpus)),
-        max(model.workload.perplexity_window, *(config.taylor_seq_len for config, _ in model.trials)),
+        max(model.workload.perplexity_window, *(config.seq_len for config, _ in model.trials)),
         model.workload.zero_shot.rows,
     )
     if settings.address is None:

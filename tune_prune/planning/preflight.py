@@ -101,8 +101,8 @@ def _plan_model(
         sizes = dict.fromkeys((config.pruning_ratio, config.shape) for config in configs)
         targets = {ratio: target_params(geometry, ratio, shape) for ratio, shape in sizes}
         checks.check_data(run)
-        seq_lens = dict.fromkeys(config.taylor_seq_len for config in configs)
-        most = max(config.taylor_num_samples for config in configs)
+        seq_lens = dict.fromkeys(config.seq_len for config in configs)
+        most = max(config.num_samples for config in configs)
         checks.check_calibration(run, source, config, model.tokenizer, seq_lens, most)
         if source.kind != "hub":
             weight_files.check(Path(source.location), loading.meta_model(config))

@@ -2,10 +2,10 @@
 
     search: grid                              # grid: every combination; optuna: a sampler picks num_trials of them
     method: [taylor, layerwise, blockwise]
-    taylor_seq_len: [64, 128]                 # tokens per calibration sample
-    taylor_num_samples: [128, 256]            # calibration samples
+    seq_len: [64, 128]                        # tokens per calibration sample
+    num_samples: [128, 256]                   # calibration samples
     pruning_ratio: [0.1, 0.2]                 # optional; fractions of all parameters, each searched by itself
-    removal_divisor: 5                        # optional; removal losses use the first taylor_num_samples // 5 samples
+    removal_divisor: 5                        # optional; removal losses use the first num_samples // 5 samples
     shape: [free, aligned]                    # optional; free, aligned, aligned-N (e.g. aligned-128) or uniform
     num_trials: 6                             # search: optuna only; per model and pruning ratio
 
@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 import tune_prune
-from tune_prune.core.config import HYPERPARAMETERS, Kind, PruningConfig, Whole
+from tune_prune.core.config import HYPERPARAMETERS, OLDER_NAMES, Kind, PruningConfig, Whole
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.pruning.methods import load_method, method_names
 
@@ -158,6 +158,7 @@ class _Reader:
         first_line: dict[str, int] = {}
         for key, value in root.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else "[...]"
+            name = OLDER_NAMES.get(name, name)
             if name in first_line:
                 self._problem(key, f"key {name!r} is given twice (first in line {first_line[name]}); keep one")
                 continue

@@ -73,7 +73,7 @@ def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float, shape:
     if not np.isfinite(flat).all():
         raise UserError(
             f"{int((~np.isfinite(flat)).sum())} of {len(flat)} group scores are not finite; the model's gradients overflow "
-            "on this calibration text: try a shorter taylor_seq_len, another text or --dtype float32"
+            "on this calibration text: try a shorter seq_len, another text or --dtype float32"
         )
     n = alignment(shape)
     if n is not None:

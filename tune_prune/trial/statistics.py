@@ -25,8 +25,8 @@ def needs_of(configs: Iterable[PruningConfig]) -> tuple[Need, ...]:
 def by_seq_len(configs: Iterable[PruningConfig]) -> dict[int, tuple[Need, ...]]:
     """What the configurations of each seq_len share, the longest first; no entry where they share nothing."""
     configs = list(configs)
-    lengths = sorted({config.taylor_seq_len for config in configs}, reverse=True)
-    found = {length: needs_of(config for config in configs if config.taylor_seq_len == length) for length in lengths}
+    lengths = sorted({config.seq_len for config in configs}, reverse=True)
+    found = {length: needs_of(config for config in configs if config.seq_len == length) for length in lengths}
     return {length: needs for length, needs in found.items() if needs}
 
 

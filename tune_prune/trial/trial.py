@@ -115,7 +115,7 @@ class Trial:
             statistic = load_statistic(name)
             with self._stage(statistic.stage) as report:
                 shared = [need for need in self._shared if need.statistic == name]
-                arrays, report.tokens = context.collect(config.taylor_seq_len, own, shared)
+                arrays, report.tokens = context.collect(config.seq_len, own, shared)
                 found |= arrays
                 report.metrics = statistic.metrics(arrays)
                 self._files |= statistic.files(arrays)

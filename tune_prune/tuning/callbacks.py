@@ -117,7 +117,7 @@ class TensorBoardCallback(Callback):
     def _finish(self, trial: RayTrial, status: str) -> None:
         key = trial.config["key"]
         config = self._specs[key].config
-        row = {"status": status} | {row.short: getattr(config, name) for name, row in HYPERPARAMETERS.items()}
+        row = {"status": status} | {row.name: getattr(config, name) for name, row in HYPERPARAMETERS.items()}
         message = trial_message(trial.last_result)
         values = {} if message is None else _curves(message.progress.metrics)
         first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns

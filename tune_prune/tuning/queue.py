@@ -57,7 +57,7 @@ class WorkQueue(Searcher):
             return self._adaptive.suggest(trial_id)
         for spec in self._waiting:
             waits = load_method(spec.config.method).statistics
-            if not waits or (spec.run, spec.config.taylor_seq_len) not in self._unprepared:
+            if not waits or (spec.run, spec.config.seq_len) not in self._unprepared:
                 self._waiting.remove(spec)
                 return {"key": spec.key}
         return None if self._waiting else Searcher.FINISHED

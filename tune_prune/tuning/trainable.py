@@ -118,11 +118,11 @@ class PruneTrainable(tune.Trainable):
 
     def _shared(self) -> tuple[Need, ...]:
         """For all trials of this search at the seq_len of this one."""
-        seq_len = self._spec.config.taylor_seq_len
+        seq_len = self._spec.config.seq_len
         return needs_of(
             spec.config
             for spec in self._specs.values()
-            if spec.run == self._spec.run and spec.config.taylor_seq_len == seq_len
+            if spec.run == self._spec.run and spec.config.seq_len == seq_len
         )
 
     def _message(self, report: StageReport) -> TrialMessage:

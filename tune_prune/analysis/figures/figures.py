@@ -26,7 +26,8 @@ from tune_prune.analysis.figures import figure_style
 from tune_prune.analysis.figures.figure_style import ACCURACY, BLACK, GREY, PANELS_PER_ROW, SMALL, TINY
 from tune_prune.analysis.figures.figures_best import layer_shares, retention_figure
 from tune_prune.analysis.figures.heatmap import heatmap
-from tune_prune.analysis.statistics.factors import CALIBRATION, NUMERIC, methods_reading
+from tune_prune.analysis.input.rows import CALIBRATION
+from tune_prune.analysis.statistics.factors import NUMERIC, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.config import HYPERPARAMETERS
 
@@ -54,7 +55,7 @@ def draw_all(findings: Findings, folder: Path) -> list[Path]:
         figures["methods"] = methods(models)
         for factor in NUMERIC:
             if any(len(model.levels.get(factor, ())) > 1 for model in models.values()):
-                figures[HYPERPARAMETERS[factor].short] = curves(models, factor)
+                figures[HYPERPARAMETERS[factor].name] = curves(models, factor)
         if any(np.isfinite(model.eligible["ppl"]).any() for model in models.values()):
             figures["ppl_accuracy"] = ppl_accuracy(models)
         figures["accuracy_cost"] = accuracy_cost(models)
@@ -189,7 +190,7 @@ def _panels(models: Mapping[str, ModelFindings], height: float, x: str = "") -> 
 
 def _of(model: ModelFindings, method: str) -> pd.DataFrame:
     """The eligible rows of a method."""
-    return model.eligible[model.eligible["pruning_method"] == method]
+    return model.eligible[model.eligible["method"] == method]
 
 
 def _looks(models: Mapping[str, ModelFindings]) -> dict[str, dict[str, Any]]:
@@ -202,7 +203,7 @@ def _scatter(axes: Axes, model: ModelFindings, x: pd.Series, looks: Mapping[str,
     finite, worse, accuracy = np.isfinite(x), ~model.eligible["in_confidence_set"], model.eligible["acc_mean"]
     hollow: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white", "markeredgewidth": 0.8}
     for method, look in looks.items():
-        of_method = finite & (model.eligible["pruning_method"] == method)
+        of_method = finite & (model.eligible["method"] == method)
         below, level = of_method & worse, of_method & ~worse
         axes.plot(x[below], accuracy[below], **look, **hollow, markeredgecolor=look["color"])
         axes.plot(x[level], accuracy[level], linestyle="none", zorder=3, label=method, **look)

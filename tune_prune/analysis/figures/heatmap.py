@@ -33,7 +33,7 @@ def heatmap(model: ModelFindings) -> Figure:
     seq_lens, samples = (sorted(rows[factor].dropna().astype(int).unique()) for factor in CALIBRATION)
     size = (len(samples), len(seq_lens))
     reading = set.union(*(methods_reading(rows, factor) for factor in CALIBRATION))
-    names = list(figure_style.looks(rows["pruning_method"]))
+    names = list(figure_style.looks(rows["method"]))
     wide = min(len(names), PANELS_PER_ROW) * len(samples) > 9
     height = 0.9 + 0.27 * min(11, max(3, len(seq_lens)))
     figure, grid = figure_style.panels(len(names), height, wide, sharex=True, sharey=True)
@@ -49,16 +49,16 @@ def heatmap(model: ModelFindings) -> Figure:
         step = math.ceil(len(levels) / MAX_LEVELS)
         axis.set_ticks(np.arange(0.5, len(levels), step), levels[::step])
 
-    cells = eligible.drop_duplicates(["pruning_method", *CALIBRATION])  # the best of each, which stands first
+    cells = eligible.drop_duplicates(["method", *CALIBRATION])  # the best of each, which stands first
     tied = eligible.index[eligible["in_confidence_set"] & (model.basis != "unknown")]
     low, high = eligible["acc_mean"].min(), eligible["acc_mean"].max()
     scale = Normalize(low, high) if high > low else Normalize(low - 0.005, low + 0.005)
     colours = ScalarMappable(scale, "cividis")
     for index, row in eligible.iterrows():
-        axes, accuracy = panels[row["pruning_method"]], row["acc_mean"]
+        axes, accuracy = panels[row["method"]], row["acc_mean"]
         x, y, width, up = 0, 0, *size
-        if row["pruning_method"] in reading:
-            x, y, width, up = samples.index(row["taylor_num_samples"]), seq_lens.index(row["taylor_seq_len"]), 1, 1
+        if row["method"] in reading:
+            x, y, width, up = samples.index(row["num_samples"]), seq_lens.index(row["seq_len"]), 1, 1
         edge = _BEST if index == model.best.name else _TIED if index in tied else _PLAIN
         face = colours.to_rgba(accuracy) if index in cells.index else "none"
         axes.add_patch(Rectangle((x, y), width, up, facecolor=face, clip_on=False, **edge))
@@ -66,8 +66,8 @@ def heatmap(model: ModelFindings) -> Figure:
             ink = "black" if scale(accuracy) > 0.47 else "white"  # there, cividis has the same contrast to both
             text = f"{accuracy:.3f}".removeprefix("0")
             axes.text(x + width / 2, y + up / 2, text, color=ink, fontsize=TINY, ha="center", va="center")
-    figure.supxlabel(HYPERPARAMETERS["taylor_num_samples"].label)
-    figure.supylabel(HYPERPARAMETERS["taylor_seq_len"].label)
+    figure.supxlabel(HYPERPARAMETERS["num_samples"].label)
+    figure.supylabel(HYPERPARAMETERS["seq_len"].label)
     bar = figure.colorbar(colours, ax=grid, label=ACCURACY, pad=0.02, fraction=0.05, aspect=25)
     bar.outline.set_visible(False)
     bar.solids.set(edgecolor="face", rasterized=False)  # type: ignore[union-attr]

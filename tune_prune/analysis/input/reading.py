@@ -185,14 +185,14 @@ def _of_rows(rows: pd.DataFrame) -> list[Problem]:
         problems.append(Problem("", f"no row has {', '.join(empty)}"))
     gradients = [name for name in _CHECKED if name.startswith("grad_")]
     # A method of which no trial has any took no gradients: they are not missing.
-    taken = set(complete.loc[complete[gradients].notna().any(axis=1), "pruning_method"])
+    taken = set(complete.loc[complete[gradients].notna().any(axis=1), "method"])
     for _, row in rows.iterrows():
         if not row["success"]:
             status, reason = row["status"].replace("_", " "), row["reason"]
             what = reason if reason.startswith("stopped") else f"{status}: {reason}" if reason else status
             problems.append(Problem(row["where"], f"{row['name']}: {what}", row["status"]))
             continue
-        ignored = empty if row["pruning_method"] in taken else [*empty, *gradients]
+        ignored = empty if row["method"] in taken else [*empty, *gradients]
         values = row[_CHECKED].drop(ignored).astype("float64")
         if len(wrong := values[~np.isfinite(values)]):
             what = ", ".join(f"{name} is {value}" for name, value in wrong.items())

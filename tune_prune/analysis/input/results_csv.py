@@ -9,9 +9,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.rows import ACCURACIES, COLUMNS, INTEGERS, TASK_ITEMS, TEXTS, config_of, typed
+from tune_prune.analysis.input.rows import (
+    ACCURACIES,
+    CALIBRATION,
+    COLUMNS,
+    INTEGERS,
+    TASK_ITEMS,
+    TEXTS,
+    config_of,
+    typed,
+)
 from tune_prune.analysis.input.study import ModelRows, Problem
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import OLDER_NAMES, ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import RESULTS
 
@@ -19,19 +28,19 @@ _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
 _SUCCESS = (
     dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False) | {"": None}
 )
-_CALIBRATION = ("taylor_seq_len", "taylor_num_samples")
-_OPTIONAL = ("model", "success", "pruning_method", *_CALIBRATION, "output_dir", "pruning_ratio")  # told otherwise, too
+_OPTIONAL = ("model", "success", "method", *CALIBRATION, "output_dir", "pruning_ratio")  # told otherwise, too
 _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the last that a folder names
-_DENSE = ("dense", "unpruned", "baseline")  # as pruning_method: the model before it was pruned
+_DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
 
 
 def read_results_csv(path: Path, model: str | None) -> ModelRows:
     """The trials of the results file `path`, under the label `model` (None: as its column `model` says).
 
-    Published files may lack columns. taylor_seq_len, taylor_num_samples and pruning_method are then read from the name
-    of output_dir (`search_Llama_layerwise_20/exp_001_taylor_seq_len16_taylor_num_samples128`). They keep the measured
-    fraction in pruning_ratio: what was asked is that to two decimals, and the same for rows that fall short of it by
-    less than 0.02. A row whose pruning_method is dense, unpruned or baseline is the model before pruning.
+    Columns may have their older names (core.config.OLDER_NAMES), as published files have them. Those may also lack some:
+    seq_len, num_samples and method are then read from the name of output_dir
+    (`search_Llama_layerwise_20/exp_001_taylor_seq_len16_taylor_num_samples128`). They keep the measured fraction in
+    pruning_ratio: what was asked is that to two decimals, and the same for rows that fall short of it by less than 0.02.
+    A row whose method is dense, unpruned or baseline is the model before pruning.
 
     Where there are no standard errors they are the binomial ones, sqrt(p (1 - p) / n) with the n of `rows.TASK_ITEMS`;
     that of acc_mean is the root of the sum of their squares, over the number of tasks.
@@ -48,8 +57,8 @@ def read_results_csv(path: Path, model: str | None) -> ModelRows:
         if missing := [name for name in ("output_dir", *ACCURACIES[1:]) if name not in cells]:
             raise UserError(f"{path} has no column acc_mean ({', '.join(missing)}); name an {RESULTS}")
         note("it has no acc_mean: the mean of its seven tasks was taken")
-    if "pruning_method" not in cells:
-        note("it has no pruning_method: the methods are those that output_dir names")
+    if "method" not in cells:
+        note("it has no method: the methods are those that output_dir names")
     cells = cells.reindex(columns=[*cells, *(name for name in _OPTIONAL if name not in cells)], fill_value="")
     rows = pd.DataFrame({name: _values(path, cells[name]) for name in cells})
     if "acc_mean" not in rows:
@@ -59,11 +68,11 @@ def read_results_csv(path: Path, model: str | None) -> ModelRows:
     if assumed := _name_methods(path, rows):
         note(f"{assumed} rows name no method, only its hyperparameters: taken for taylor")
     _add_stderrs(rows)
-    dense = rows["pruning_method"].str.lower().isin(_DENSE)
+    dense = rows["method"].str.lower().isin(_DENSE)
     measured = [name for name in rows if name.startswith("acc_") or name in ("ppl", "params_count")]
     baseline: dict[str, float] = rows.loc[dense, measured].iloc[0].dropna().to_dict() if dense.any() else {}
     rows = rows[~dense].copy()
-    for name in _CALIBRATION:
+    for name in CALIBRATION:
         named = rows["output_dir"].str.extract(rf"{name}[_=]?(\d+)", expand=False)
         rows[name] = rows[name].fillna(named.astype("float64"))
         _require(path, rows, name, f"does not name it as {name}64")
@@ -101,6 +110,7 @@ def _cells(path: Path) -> pd.DataFrame:
     header = records.pop(1, [])
     if not any(header):
         raise UserError(f"{path} cannot be read as a CSV file (its first line is empty); name an {RESULTS}")
+    header = [OLDER_NAMES[name] if OLDER_NAMES.get(name, name) not in header else name for name in header]
     if twice := [name for name in header if header.count(name) > 1]:
         raise UserError(f"{path}, line 1 names the column {twice[0]!r} twice; keep one")
     records = {line: cells for line, cells in records.items() if any(cells)}
@@ -161,14 +171,14 @@ def _name_model(path: Path, rows: pd.DataFrame, model: str | None) -> None:
 
 
 def _name_methods(path: Path, rows: pd.DataFrame) -> int:
-    """Fill pruning_method: its column, else the last method that output_dir names, else, where it names hyperparameters
+    """Fill method: its column, else the last method that output_dir names, else, where it names hyperparameters
     alone, taylor, as in the first published grids; the number of these."""
     folders = rows["output_dir"].fillna("")
     rest = folders.str.replace(r"taylor_(seq_len|num_samples)", "", regex=True)
-    methods = rows["pruning_method"].fillna(rest.str.extract(_METHOD, expand=False))
+    methods = rows["method"].fillna(rest.str.extract(_METHOD, expand=False))
     assumed = methods.isna() & (rest != folders)
-    rows["pruning_method"] = methods.mask(assumed, "taylor")
-    _require(path, rows, "pruning_method", "names no method")
+    rows["method"] = methods.mask(assumed, "taylor")
+    _require(path, rows, "method", "names no method")
     return int(assumed.sum())
 
 

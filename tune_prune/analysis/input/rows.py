@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig, Whole
+from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig, Whole, renamed
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
+
+CALIBRATION = ("seq_len", "num_samples")  # what a gradient pass is made with; it serves every method
 
 # Items of each task's evaluation split, as lm-eval 0.4 scores them: what published accuracies are fractions of.
 TASK_ITEMS = {
@@ -27,13 +29,13 @@ TASK_ITEMS = {
     "openbookqa": 500,
 }
 
-# The columns of the published results files, in their documented order; ours follow.
+# The columns of the published results files, in their documented order (some by a newer name: OLDER_NAMES); ours follow.
 PUBLISHED_COLUMNS = (
-    *("model", "pruning_method", "taylor_seq_len", "taylor_num_samples", "output_dir", "ppl", *ACCURACIES),
+    *("model", "method", "seq_len", "num_samples", "output_dir", "ppl", *ACCURACIES),
     *("params_count", "pruning_ratio", "grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio"),
     *("grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "elapsed_time", "success"),
 )
-_OWN = tuple(name for name in HYPERPARAMETERS if name not in (*PUBLISHED_COLUMNS, "method"))
+_OWN = tuple(name for name in HYPERPARAMETERS if name not in PUBLISHED_COLUMNS)
 COLUMNS = (
     *PUBLISHED_COLUMNS,
     *(*_OWN, "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
@@ -44,7 +46,7 @@ INTEGERS = (
     *("params_count", "extreme_pruning_layers", "peak_memory_bytes"),
 )
 _OWN_TEXTS = tuple(name for name in _OWN if HYPERPARAMETERS[name].kind.is_text)
-TEXTS = ("model", "pruning_method", "output_dir", *_OWN_TEXTS, "status", "reason", "key", "started_at", "host")
+TEXTS = ("model", "method", "output_dir", *_OWN_TEXTS, "status", "reason", "key", "started_at", "host")
 
 
 def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
@@ -64,9 +66,8 @@ def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
     return {
         **durations,
         **record.metrics,
-        **{name: value for name, value in record.config.items() if name != "method"},
+        **renamed(record.config),
         **{name: getattr(record, name) for name in own},
-        "pruning_method": record.config.get("method"),
         "output_dir": (experiment_dir / TRIALS / record.key).as_posix(),
         "elapsed_time": record.elapsed_time_s,
         "success": record.status == "complete",
@@ -88,13 +89,13 @@ def ranked(rows: pd.DataFrame) -> pd.DataFrame:
     Selection rule "accuracy": highest acc_mean; then lower perplexity (unknown: last), then fewer tokens, then the name.
     """
     rows = rows[rows["success"] & np.isfinite(rows["acc_mean"])]
-    rows = rows.assign(tokens=rows["taylor_seq_len"] * rows["taylor_num_samples"])
+    rows = rows.assign(tokens=rows["seq_len"] * rows["num_samples"])
     return rows.sort_values(["acc_mean", "ppl", "tokens", "name"], ascending=[False, True, True, True])
 
 
 def config_of(row: Mapping[str, Any]) -> PruningConfig:
     """The configuration of a row; what a published file does not tell has its default."""
-    values = {name: plain_value(row["pruning_method" if name == "method" else name]) for name in HYPERPARAMETERS}
+    values = {name: plain_value(row[name]) for name in HYPERPARAMETERS}
     return PruningConfig.from_dict({name: value for name, value in values.items() if value is not None})
 
 

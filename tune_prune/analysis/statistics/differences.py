@@ -112,7 +112,7 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
     def rank(config: PruningConfig) -> tuple[float, float, int, str]:
         found = [of_model[config] for of_model in rows.values()]
         ppl = sum(math.inf if pd.isna(row["ppl"]) else row["ppl"] for row in found)
-        tokens = config.taylor_seq_len * config.taylor_num_samples
+        tokens = config.seq_len * config.num_samples
         return -math.fsum(row["acc_mean"] for row in found), ppl, tokens, config.name
 
     config = min(shared, key=rank)

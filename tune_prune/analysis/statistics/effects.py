@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.statistics.factors import CALIBRATION, NUMERIC, varied
+from tune_prune.analysis.input.rows import CALIBRATION
+from tune_prune.analysis.statistics.factors import NUMERIC, varied
 from tune_prune.analysis.statistics.message import Message
 
 # What accuracy is correlated with
@@ -66,7 +67,7 @@ def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
     """
     ordered = eligible.sort_values("acc_mean", ascending=False, kind="stable")  # of equal ones the first: as ranked
     table = {}
-    for method, rows in ordered.groupby("pruning_method"):
+    for method, rows in ordered.groupby("method"):
         acc = rows["acc_mean"]
         summary = acc.agg(["mean", "std", "min", "median", "max"])
         table[method] = {"n": len(acc), **summary, "std_n": acc.std(ddof=0), "best": rows["name"].iloc[0]}
@@ -126,10 +127,10 @@ def _level_means(rows: pd.DataFrame, factor: str, levels: np.ndarray) -> tuple[n
 
     acc = rows["acc_mean"].to_numpy("float64")
     scale = float(np.abs(acc).max()) * _ROUNDING
-    others = [column for column in varied(rows).values() if column != factor]
+    others = [column for column in varied(rows) if column != factor]
     own = (rows[factor].to_numpy("int64")[:, None] == levels).astype("float64")
     contrasts = np.eye(len(levels))[1:] - np.eye(len(levels))[0]
-    for taken_out in (others, [column for column in others if column == "pruning_method"], []):
+    for taken_out in (others, [column for column in others if column == "method"], []):
         dummies = [pd.get_dummies(rows[column], drop_first=True, dtype="float64").to_numpy() for column in taken_out]
         design = np.hstack([own, *dummies])
         if len(design) > design.shape[1] == np.linalg.matrix_rank(design):
@@ -171,14 +172,14 @@ def _direction(means: np.ndarray, stderr: np.ndarray, p: float) -> str:
 def anova(eligible: pd.DataFrame) -> pd.DataFrame | None:
     """Analysis of variance of acc_mean over the factors with two levels or more, each level a category.
 
-    Index: term ("method", "method:taylor_seq_len", ..., "residual"); columns: df, sum_sq, share (of the total sum of
+    Index: term ("method", "method:seq_len", ..., "residual"); columns: df, sum_sq, share (of the total sum of
     squares), F, p (both NaN for the residual, and everywhere if it is zero). Main effects and two-way interactions, type II,
     which on a full grid is the same as any other. A grid has one row a cell, so the interaction of all factors serves as the
     residual: the three-way one of three factors, the two-way one of two. None where the rows are not one for each combination of
     levels, where one factor only varies, so that nothing is left for the residual, and where all accuracies are equal.
     """
     factors = varied(eligible)
-    cells = eligible[list(factors.values())]
+    cells = eligible[list(factors)]
     if len(factors) < 2 or len(cells) != cells.nunique().prod() or cells.duplicated().any():
         return None
     acc = eligible["acc_mean"].to_numpy("float64")
@@ -187,7 +188,7 @@ def anova(eligible: pd.DataFrame) -> pd.DataFrame | None:
     from statsmodels.formula.api import ols
     from statsmodels.stats.anova import anova_lm
 
-    data = pd.DataFrame({name: pd.Categorical(eligible[column].astype("str")) for name, column in factors.items()})
+    data = pd.DataFrame({name: pd.Categorical(eligible[name].astype("str")) for name in factors})
     pairs = [] if len(factors) == 2 else [f"{a}:{b}" for a, b in itertools.combinations(factors, 2)]
     fit = ols(f"acc ~ {' + '.join([*factors, *pairs])}", data.assign(acc=acc)).fit()
     table = anova_lm(fit, typ=2).rename(index={"Residual": "residual"}, columns={"PR(>F)": "p"})
@@ -223,14 +224,14 @@ def importance(eligible: pd.DataFrame, anova_table: pd.DataFrame | None) -> dict
 def _ped_anova(eligible: pd.DataFrame) -> dict[str, float]:
     """Optuna's importance of the factors that vary, as the search sees them: levels in order, texts as categories."""
     factors = varied(eligible)
-    rows = eligible.sort_values(list(factors.values()))  # the order of the trials must not matter
+    rows = eligible.sort_values(list(factors))  # the order of the trials must not matter
     if len(rows) < _MIN_TRIALS or rows["acc_mean"].nunique() < 2 or len(factors) < 2:
         return {}
     try:
         import optuna
     except ModuleNotFoundError:  # it is needed to search, not to look at results
         return {}
-    levels = pd.DataFrame({name: pd.factorize(rows[column], sort=True)[0] for name, column in factors.items()})
+    levels = pd.DataFrame({name: pd.factorize(rows[name], sort=True)[0] for name in factors})
     distributions: dict[str, optuna.distributions.BaseDistribution] = {
         name: optuna.distributions.IntDistribution(0, highest)
         if name in NUMERIC
@@ -261,7 +262,7 @@ def correlations(eligible: pd.DataFrame) -> tuple[Correlation, ...]:
     """
     present = [column for column in _COLUMNS if column in eligible and eligible[column].notna().any()]
     gradients = [column for column in present if column.startswith("grad_")]
-    taken = eligible[gradients].notna().any(axis=1).groupby(eligible["pruning_method"]).transform("any")
+    taken = eligible[gradients].notna().any(axis=1).groupby(eligible["method"]).transform("any")
     with_gradients = eligible[taken]
     return tuple(_correlation(with_gradients if c in gradients else eligible, c) for c in present)
 

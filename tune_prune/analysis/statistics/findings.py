@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.rows import TASK_ITEMS, plain_values, ranked
+from tune_prune.analysis.input.rows import CALIBRATION, TASK_ITEMS, plain_values, ranked
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics import effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
 from tune_prune.analysis.statistics.differences import Items, Transfer, read_items, transfer
 from tune_prune.analysis.statistics.effects import Correlation, Trend
-from tune_prune.analysis.statistics.factors import CALIBRATION, FACTORS, NUMERIC, methods_reading, varied
+from tune_prune.analysis.statistics.factors import FACTORS, NUMERIC, methods_reading, varied
 from tune_prune.analysis.statistics.message import Message
 from tune_prune.analysis.statistics.rules import RULES
 from tune_prune.core.errors import UserError, did_you_mean
@@ -81,12 +81,12 @@ class ModelFindings:
         return [
             (factor, int(best[factor]), "lower" if best[factor] == low else "upper")
             for factor, (low, high) in ends.items()
-            if best["pruning_method"] in methods_reading(rows, factor) and best[factor] in (low, high)
+            if best["method"] in methods_reading(rows, factor) and best[factor] in (low, high)
         ]
 
     def reading(self, *factors: str) -> pd.DataFrame:
         """The eligible rows of the methods that vary with each of these factors (`methods_reading`)."""
-        methods = self.eligible["pruning_method"]
+        methods = self.eligible["method"]
         reads = [methods.isin(methods_reading(self.model.rows, factor)) for factor in factors]
         return self.eligible[np.logical_and.reduce(reads)] if reads else self.eligible
 
@@ -116,7 +116,7 @@ class ModelFindings:
 
     @cached_property
     def effects(self) -> pd.DataFrame | None:
-        """`effects.anova`, where the eligible trials are a full grid; index term ("method", "method:taylor_seq_len", ...,
+        """`effects.anova`, where the eligible trials are a full grid; index term ("method", "method:seq_len", ...,
         "residual"); columns df, sum_sq, share, F, p."""
         return effects.anova(self.reading(*varied(self.model.rows)))
 
@@ -304,7 +304,7 @@ def _grid_size(rows: pd.DataFrame) -> int:
     reads = {name: methods_reading(rows, name) for name in FACTORS if name != "method"}
     return sum(
         math.prod(rows[name].nunique() for name, methods in reads.items() if method in methods)
-        for method in rows["pruning_method"].unique()
+        for method in rows["method"].unique()
     )
 
 
@@ -317,6 +317,4 @@ def _gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, M
         for entry in costs.get(folder, {}).get("shared_passes", ())
         if entry["stage"] == "importance" and entry["model"] == label
     }
-    return eligible["taylor_seq_len"].map(per_sample).astype("float64") * eligible["taylor_num_samples"].astype(
-        "float64"
-    )
+    return eligible["seq_len"].map(per_sample).astype("float64") * eligible["num_samples"].astype("float64")

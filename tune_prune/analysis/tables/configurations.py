@@ -32,9 +32,9 @@ def hyperparameter_columns(findings: Findings) -> list[Column]:
     """The method, and every hyperparameter with several values (the ratio is in the model's label)."""
     rows = pd.concat([model.rows for model in findings.study.models.values()])
     return [Column("method", "Method")] + [
-        Column(name, row.short, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "")
+        Column(name, row.name, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "")
         for name, row in HYPERPARAMETERS.items()
-        if name in rows and name != "pruning_ratio" and (row.required or rows[name].nunique() > 1)
+        if name in rows and name not in ("method", "pruning_ratio") and (row.required or rows[name].nunique() > 1)
     ]
 
 
@@ -201,7 +201,7 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
     best, dense = found.best, found.model.baseline
     if "acc_mean" in dense:
         yield "dense", "", dense
-    for _, row in found.eligible[found.eligible["taylor_num_samples"] <= MINIMAL_SAMPLES].iterrows():
+    for _, row in found.eligible[found.eligible["num_samples"] <= MINIMAL_SAMPLES].iterrows():
         loss = difference(best, row, findings.items)
         yield "minimal", row["name"], {**row, **dict(zip(_LOSS, (loss.points, loss.stderr_points), strict=True))}
     if findings.transfer is not None:
@@ -216,7 +216,7 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
 def configuration(label: str, row: Any) -> dict[str, Any]:
     """What every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
-    return {"model": label, "method": row["pruning_method"], **{name: row[name] for name in names}}
+    return {"model": label, **{name: row[name] for name in names}}
 
 
 def marks(found: ModelFindings, row: Any) -> dict[str, bool]:

@@ -52,10 +52,10 @@ def _levels(findings: Findings, name: str) -> Table:
             rows.append({"model": label, "level": level, **values, "highest": highest, "trend": said})
     known = HYPERPARAMETERS[name]
     columns = [
-        *(MODEL, Column("level", known.short, "int"), RUNS, Column("mean", "Mean", "acc", "stderr", best="highest")),
+        *(MODEL, Column("level", known.name, "int"), RUNS, Column("mean", "Mean", "acc", "stderr", best="highest")),
         *(Column(key, key.capitalize(), "acc") for key in ("std", "min", "max")),
     ]
-    return Table(known.short, f"Accuracy by {known.label.lower()}", columns, rows, notes, best="best_level")
+    return Table(known.name, f"Accuracy by {known.label.lower()}", columns, rows, notes, best="best_level")
 
 
 def trend_message(trend: Trend, words: bool = False) -> Message:

@@ -61,7 +61,6 @@ def trials(findings: Findings) -> Table:
             row |= dict.fromkeys(("difference_points", "difference_stderr_points", "p_best", "rank", "ppl_rank"))
             rows.append(row | dict.fromkeys(("chosen", "most_accurate", "not_told_apart"), False) | {"model": label})
     for row in rows:
-        row["method"] = row["pruning_method"]
         del row["output_dir"], row["host"]  # of the machine, and no part of a publication
     tasks = dict.fromkeys(task for model in findings.study.models.values() for task in model.tasks)
     columns = [

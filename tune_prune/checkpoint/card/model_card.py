@@ -239,7 +239,7 @@ def _calibration(manifest: Manifest) -> str:
     config, source = manifest.config, manifest.source
     if not load_method(config.method).reads:
         return "none: the method reads no data"
-    samples = f"{config.taylor_num_samples:,} samples of {config.taylor_seq_len:,} tokens"
+    samples = f"{config.num_samples:,} samples of {config.seq_len:,} tokens"
     return samples + (f" of {_calibration_text(source.calibration)}, seed {source.seed}" if source else "")
 
 

@@ -61,11 +61,11 @@ class Statistic(ABC):
     label: str  # of its pass, in text: "gradient"
     backward: bool = False  # whether its pass computes gradients; else it runs forward only
     kinds: tuple[str, ...] = ("",)
-    reads: tuple[str, ...] = ("taylor_seq_len", "taylor_num_samples")  # hyperparameters that it depends on
+    reads: tuple[str, ...] = ("seq_len", "num_samples")  # hyperparameters that it depends on
 
     def num_samples(self, config: PruningConfig) -> int:
         """Calibration samples that a configuration has it take."""
-        return config.taylor_num_samples
+        return config.num_samples
 
     def key(self, need: Need) -> dict[str, Any]:
         """What tells its artifacts of one model, calibration text and seq_len apart. Needs of one key are served by the one

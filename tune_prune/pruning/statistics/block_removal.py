@@ -49,7 +49,7 @@ class BlockRemoval(Statistic):
     stage = "removal"
     label = "removal"
     kinds = KINDS
-    reads = ("taylor_seq_len", "taylor_num_samples", "removal_divisor")
+    reads = ("seq_len", "num_samples", "removal_divisor")
 
     def num_samples(self, config: PruningConfig) -> int:
         return config.num_removal_samples
