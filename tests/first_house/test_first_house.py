@@ -75,7 +75,7 @@ def test_it_goes_on_and_has_nothing_to_do(local_ray: None, storage: Path) -> Non
         if path.parent.name in ("ledger", "passes") or path.name in ("baseline.json", "items.parquet"):
             assert path.read_bytes() == content, path
         elif path.name in views:
-            assert read(path) == json.loads(content, object_hook=renamed), path
+            assert read(path) == json.loads(content.replace(b"taylor_", b""), object_hook=renamed), path
     assert ledger(storage / NAME) == RECORDED
 
 
