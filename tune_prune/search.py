@@ -1,8 +1,8 @@
 """Search the best way to prune a model: `python -m tune_prune.search --model mistral`.
 
-Runs every configuration of a search space (or those that Optuna picks) as a Ray Tune trial that prunes the model for real
-and measures what is left, and writes the best one with its evidence to ray_results/<experiment>/. The same command again
-runs only what is missing.
+Runs every configuration of a search space (or those that Optuna picks) as a trial that prunes the model for real and
+measures what is left, by Ray Tune or, with --inline, in this process, and writes the best one with its evidence to
+ray_results/<experiment>/. The same command again runs only what is missing.
 """
 
 from __future__ import annotations
@@ -89,6 +89,12 @@ def parser() -> argparse.ArgumentParser:
         help="end a trial that takes longer (default: never)",
     )
     how.add_argument(
+        "--inline",
+        action="store_true",
+        help="run the trials one after the other in this process, without Ray: the same results, and either way goes on with "
+        "what the other has finished",
+    )
+    how.add_argument(
         "--address",
         type=flags.text,
         metavar="HOST:PORT",
@@ -147,6 +153,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         gpus_per_trial=gpus_per_trial,
         cpus_per_trial=cpus_per_trial,
         trial_timeout_s=args.trial_timeout,
+        inline=args.inline,
         address=args.address,
         storage_path=args.storage_path,
         name=args.name,
@@ -188,6 +195,7 @@ def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
         num_trials=plan.space.num_trials,
         seed=settings.seed,
         scheduler=settings.scheduler,
+        inline=settings.inline,
         address=settings.address,
         resources=plan.resources,
         trial_timeout_s=settings.trial_timeout_s,
