@@ -85,7 +85,7 @@ class Manifest:
     measured_on: MeasuredOn | None = None  # what `metrics` were measured on
     baseline: Mapping[str, Number | None] | None = None  # the same of the dense model
     speed: dict[str, Speed] | None = None
-    notes: list[str] = field(default_factory=list)  # what whoever uses the files should know
+    notes: list[str] = field(default_factory=list)  # caveats for users of the files, in sentences
     schema_version: Positive
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a model that a command names, be it a folder or a repository of the hub; and the refusal to prune twice."""
+"""The manifest of a model that a command names, in a folder or a repository of the hub; an error for one that is already pruned."""
 
 from __future__ import annotations
 

@@ -115,13 +115,13 @@ def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
             f"{geometry.num_layers} and {geometry.total_params:,}; name the model that was searched"
         )
     for layer in range(geometry.num_layers):
-        for what, kept, size in (
+        for part, kept, size in (
             ("KV groups", plan.kept_groups[layer], geometry.kv_heads[layer]),
             ("MLP channels", plan.kept_channels[layer], geometry.mlp_width[layer]),
         ):
             if list(kept) != sorted(set(kept)) or not set(kept) <= set(range(size)):
                 raise UserError(
-                    f"the plan keeps {what} in layer {layer} that {label} does not have, or one twice (it has 0 to {size - 1}); "
+                    f"the plan keeps {part} in layer {layer} that {label} does not have, or one twice (it has 0 to {size - 1}); "
                     "restore the plan from a copy, or delete it to have it found again"
                 )
         if layer in geometry.cache_layers and not plan.kept_groups[layer]:
@@ -172,8 +172,8 @@ def _renamed_at_the_end(folder: Path) -> Iterator[Path]:
 def as_saved(
     dense: PreTrainedModel, pruned: PreTrainedModel, family: Family, geometry: Geometry, fmt: Format
 ) -> PreTrainedModel:
-    """The pruned model (layers.compact) as its files describe it: of the class of `dense` where that can say it, else padded
-    or of an own class. `geometry` is that of `dense`."""
+    """The pruned model (layers.compact) as its files describe it: of the class of `dense` where its config can state the widths, else
+    padded or of an own class. `geometry` is that of `dense`."""
     found = layers.widths(pruned, family)
     if layers.is_uniform(found, geometry.uniform_kv_heads):
         config = layers.stock_config(pruned.config, found[0], geometry.head_dim)
@@ -197,7 +197,7 @@ def _write_hf(dense: loading.LoadedModel, model: PreTrainedModel, folder: Path, 
 
 
 def _add_older_names(path: Path) -> None:
-    """Say what transformers 5 has renamed under the names of before, too: whatever reads the family's configs without it would
+    """State what transformers 5 has renamed under its older names, too: whatever reads the family's configs without it would
     take rope_theta for its default and go silently wrong. transformers 5 reads both."""
     values = json.loads(path.read_text(encoding="utf-8"))
     values["torch_dtype"] = values["dtype"]

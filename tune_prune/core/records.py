@@ -35,7 +35,7 @@ _StageValue = Annotated[Any, BeforeValidator(_finite_or_not)]  # text or a numbe
 
 @dataclass
 class StageReport:
-    """What one stage of a trial tells: its name, its cost and the metrics known from now on."""
+    """What one stage of a trial reports: its name, its cost and its metrics."""
 
     stage: str  # a statistic's, or one of MODEL_STAGES
     duration_s: float
@@ -62,7 +62,7 @@ class TrialRecord:
     peak_memory_bytes: int = 0  # GPU: torch's peak; CPU: the process's peak resident set
     host: str = ""
     resources: dict[str, Number] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what a reader of the numbers should know, in sentences
+    notes: list[str] = field(default_factory=list)  # caveats of the numbers, in sentences
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

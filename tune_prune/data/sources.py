@@ -1,4 +1,4 @@
-"""Which texts and tasks the settings of a run name, and what they are by content."""
+"""Which texts and tasks a run uses, and fingerprints of their content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def task_source(run: ModelRun) -> task_files.TaskSource:
 
 @dataclass(frozen=True)
 class MeasuredOn:
-    """What models are measured on, by content and part by part."""
+    """Fingerprints of what models are measured on, part by part."""
 
     protocol: int  # its version
     text: str  # fingerprint of the perplexity text

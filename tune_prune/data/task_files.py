@@ -98,18 +98,18 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
     fields: tuple[str, ...]
     for name in dict.fromkeys(task_names):
         folder, stock = root / name, STOCK_TASKS.get(name)
-        own = folder / "task.yaml"
-        if own.is_file():
+        own_definition = folder / "task.yaml"
+        if own_definition.is_file():
             splits = [split for split in ("test", "validation") if (folder / f"{split}.jsonl").is_file()]
-            definition, split, fields = own, splits[0] if splits else "test", ()
+            definition, split, fields = own_definition, splits[0] if splits else "test", ()
         elif stock is not None:
             definition, split, fields = stock_definition(name), stock.split, stock.fields
         elif folder.is_dir():
-            missing.append(str(own))
+            missing.append(str(own_definition))
             continue
         else:
-            known = {*source.task_names(), *(STOCK_TASKS if source.kind == "folder" else ())}
-            raise UserError(f"task {name!r} is not in {root}; {did_you_mean(name, known)}")
+            available = {*source.task_names(), *(STOCK_TASKS if source.kind == "folder" else ())}
+            raise UserError(f"task {name!r} is not in {root}; {did_you_mean(name, available)}")
         items = folder / f"{split}.jsonl"
         if items.is_file():
             found.append(TaskFile(name, definition, split, items, fields))

@@ -121,8 +121,8 @@ class ZeroShotSuite:
         first_request = first_length = 0
         for task, doc_id, gold, num_requests, num_lengths in zip(*columns, strict=True):
             end, end_length = first_request + num_requests, first_length + num_lengths
-            own = tuple(requests[first_request:end]), tuple(lengths[first_length:end_length])
-            items.append(Item(tasks[task], doc_id, gold, *own))
+            of_item = tuple(requests[first_request:end]), tuple(lengths[first_length:end_length])
+            items.append(Item(tasks[task], doc_id, gold, *of_item))
             first_request, first_length = end, end_length
         return cls(items, protocol)
 

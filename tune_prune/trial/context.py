@@ -106,7 +106,7 @@ class TrialContext:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the measured numbers should know. To find out, the model may be run."""
+        """Caveats of the measured numbers, in sentences. May run the model on a few tokens to find them."""
         refused = self._sharing_unsupported
         return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
 

@@ -86,7 +86,7 @@ def plan_rows(items: Sequence[Sequence[Request]], share: bool = True) -> Rows:
 def score_items(
     model: PreTrainedModel, items: Sequence[Sequence[Request]], batch_tokens: int | None = None, share: bool = True
 ) -> Outcomes:
-    """Scores of all requests of `items`, in order. `batch_tokens` as in `row_scoring.score_rows`; `share` needs a model
+    """Scores of all requests of `items`, in order. `batch_tokens` as in `rows.score_rows`; `share` needs a model
     for which `unsupported_reason` is None."""
     return score_planned(model, plan_rows(items, share), batch_tokens)
 

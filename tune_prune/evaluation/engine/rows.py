@@ -1,7 +1,7 @@
 """Log-likelihoods of given continuations: the one place where a model is run on zero-shot requests.
 
 A row is one sequence of the batch with the requests whose continuations it holds. Here a row is one distinct input,
-padded on the right; shared_prefix.py makes rows that hold all choices of an item.
+padded on the right; prefix_trees.py makes rows that hold all choices of an item.
 
 Legend: R rows of a batch, T tokens of its longest row, P scored positions of a batch, H hidden size, V vocabulary.
 """
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What a model says to n requests, in their order."""
+    """Scores of n requests, in their order."""
 
     loglikelihoods: np.ndarray  # float64 [n], nats
     greedy: np.ndarray  # bool [n]: greedy decoding would produce the continuation
@@ -84,8 +84,8 @@ def plain_rows(requests: Sequence[Request], indices: Iterable[int] | None = None
     for members in sharing.values():
         inputs = requests[members[0]].inputs
         targets = [requests[index].targets for index in members]
-        scored = [np.arange(len(inputs) - len(wanted), len(inputs)) for wanted in targets]
-        lengths = tuple(len(wanted) for wanted in targets)
+        scored = [np.arange(len(inputs) - len(tokens), len(inputs)) for tokens in targets]
+        lengths = tuple(len(tokens) for tokens in targets)
         rows.append(Row(inputs, tuple(members), lengths, np.concatenate(scored), np.concatenate(targets)))
     return rows
 
