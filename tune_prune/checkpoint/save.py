@@ -172,8 +172,8 @@ def _renamed_at_the_end(folder: Path) -> Iterator[Path]:
 def as_saved(
     dense: PreTrainedModel, pruned: PreTrainedModel, family: Family, geometry: Geometry, fmt: Format
 ) -> PreTrainedModel:
-    """The pruned model (layers.compact) as its files describe it: of the class of `dense` where its config can state the widths, else
-    padded or of an own class. `geometry` is that of `dense`."""
+    """The pruned model (layers.compact) as its files describe it: of the class of `dense` where its config can state the widths,
+    else padded or of an own class. `geometry` is that of `dense`."""
     found = layers.widths(pruned, family)
     if layers.is_uniform(found, geometry.uniform_kv_heads):
         config = layers.stock_config(pruned.config, found[0], geometry.head_dim)

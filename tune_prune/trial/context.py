@@ -24,7 +24,7 @@ from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
-from tune_prune.evaluation.suite import Outcomes, ZeroShotSuite
+from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 from tune_prune.trial.statistics import StatisticCache
@@ -126,11 +126,11 @@ class TrialContext:
         key = self._measurement(structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
         stored = self.artifacts.get("zero_shot", key)
         if stored is not None:
-            return self.suite.judge(index, Outcomes(stored["loglikelihoods"], stored["greedy"])), 0
+            return self.suite.judge(index, RequestScores(stored["loglikelihoods"], stored["greedy"])), 0
         share = self._sharing_unsupported is None
-        outcomes = self.suite.outcomes(model, index, share=share)
-        self.artifacts.put("zero_shot", key, {"loglikelihoods": outcomes.loglikelihoods, "greedy": outcomes.greedy})
-        return self.suite.judge(index, outcomes), self.suite.tokens_in_slice(index, share)
+        scores = self.suite.request_scores(model, index, share=share)
+        self.artifacts.put("zero_shot", key, {"loglikelihoods": scores.loglikelihoods, "greedy": scores.greedy})
+        return self.suite.judge(index, scores), self.suite.tokens_in_slice(index, share)
 
     def windows(self, seq_len: int, count: int) -> torch.Tensor:
         return calibration.windows(self.calibration_tokens, seq_len, count, self.run.seed)
