@@ -20,9 +20,9 @@ from bench_common import Subject, benchmark_parser, sizes_of, subject, table, wr
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.cost_model.device_speed import SpeedRequest, measure
 from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.speed import SpeedRequest, measure
 from tune_prune.cost_model.workload import by_seq_len, workload
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.selection import budget

@@ -24,9 +24,9 @@ from tune_prune import embedded, prune
 from tune_prune.checkpoint import manifest as manifests
 from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, perplexity, short_bytes, short_count
 from tune_prune.checkpoint.card.model_card import layers_figure, render, write_card
+from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.checkpoint.speed import Speed
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
@@ -39,8 +39,8 @@ FILES = {
     "model-00002-of-00002.safetensors": WeightFile(2_874_250_000, "b" * 64),
 }
 SPEED = {
-    "dense": Speed(24_512.3, 61.52, 16_532_111_222, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
-    "pruned": Speed(30_640.4, 76.9, 13_225_688_978, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
+    "dense": GenerationSpeed(24_512.3, 61.52, 16_532_111_222, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
+    "pruned": GenerationSpeed(30_640.4, 76.9, 13_225_688_978, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
 }
 METRICS: dict[str, float | None] = {
     "ppl": 10.2345,

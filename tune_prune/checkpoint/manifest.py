@@ -20,8 +20,8 @@ from pydantic_core import PydanticCustomError
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import __version__
+from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.checkpoint.speed import Speed
 from tune_prune.core.config import ModelRun, PruningConfig, renamed
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
@@ -84,7 +84,7 @@ class Manifest:
     metrics: Mapping[str, Number | None] | None = None  # as recorded by the search (records.py); None: not measured
     measured_on: MeasuredOn | None = None  # what `metrics` were measured on
     baseline: Mapping[str, Number | None] | None = None  # the same of the dense model
-    speed: dict[str, Speed] | None = None
+    speed: dict[str, GenerationSpeed] | None = None
     notes: list[str] = field(default_factory=list)  # caveats for users of the files, in sentences
     schema_version: Positive
 

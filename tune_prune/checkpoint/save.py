@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune import __version__
-from tune_prune.checkpoint import layers, manifest, padded, speed
+from tune_prune.checkpoint import generation_speed, layers, manifest, padded
 from tune_prune.checkpoint.card import model_card
 from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import sizes
@@ -83,7 +83,7 @@ def save_checkpoint(
             _write_hf(dense, model, work, shard_bytes)
             if fmt == "hf-padded":
                 rows["padded"] = sizes(model, family)
-        measured = speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
+        measured = generation_speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
         about = Manifest(
             format=fmt,
             base=_base(dense),

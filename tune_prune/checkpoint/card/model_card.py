@@ -35,8 +35,8 @@ from tune_prune.checkpoint.card.card_numbers import (
     short_bytes,
     short_count,
 )
+from tune_prune.checkpoint.generation_speed import conditions, rate
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.checkpoint.speed import conditions, rate
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text
 from tune_prune.models.geometry import Geometry
