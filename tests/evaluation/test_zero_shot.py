@@ -28,7 +28,7 @@ from tests.quiz import DATA, QUIZ_DEFINITION, byte_tokenizer, quiz_items, score_
 from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError
-from tune_prune.data.task_files import TaskSource, check, fingerprint, stock_definition, task_files
+from tune_prune.data.task_files import TaskSource, check, stock_definition, task_files, tasks_fingerprint
 from tune_prune.evaluation.engine.prefix_trees import count_tokens
 from tune_prune.evaluation.engine.rows import Request, score_requests
 from tune_prune.evaluation.lm_adapter import SharedPrefixLM, encode
@@ -213,7 +213,7 @@ def test_fingerprint_follows_the_items_their_definition_and_lm_eval(tmp_path, mo
 
     def found(items: list[dict], *definition: str) -> str:
         source = write_quiz(tmp_path, items, *definition)  # the same file each time: nothing may be remembered
-        return fingerprint(source, ("quiz",))
+        return tasks_fingerprint(source, ("quiz",))
 
     first = found(items)
     changed = [*items[:-1], items[-1] | {"answer": (items[-1]["answer"] + 1) % len(items[-1]["options"])}]

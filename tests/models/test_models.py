@@ -21,7 +21,7 @@ from tune_prune.models import loading, weight_files
 from tune_prune.models.catalog import HUB_ALIASES, ModelSource, aliases, resolve
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
-from tune_prune.models.loading import fingerprint, load_config, load_model, load_tokenizer
+from tune_prune.models.loading import load_config, load_model, load_tokenizer, model_fingerprint
 from tune_prune.models.registration import auto_map
 from tune_prune.pruning.groups import PruningPlan
 
@@ -312,7 +312,7 @@ def test_a_gated_model_says_how_to_get_access(monkeypatch, message):
 
 def mark(folder: Path) -> str:
     source = resolve(str(folder))
-    return fingerprint(source, load_config(source))
+    return model_fingerprint(source, load_config(source))
 
 
 def test_a_model_is_its_content_not_its_place(complete, folder, tmp_path):

@@ -246,7 +246,7 @@ def _base(dense: loading.LoadedModel) -> Base:
         model=source.location if source.kind == "hub" else source.label,
         label=source.label,
         revision=hub.commit(source.location, source.revision) if source.kind == "hub" else None,
-        fingerprint=loading.fingerprint(source, dense.model.config),
+        fingerprint=loading.model_fingerprint(source, dense.model.config),
         model_type=dense.family.model_type,
         params=dense.geometry.total_params,
         layers=dense.geometry.num_layers,

@@ -206,7 +206,7 @@ def execute(request: PruneRequest, device: str, dtype: str | None) -> tuple[Load
     source = catalog.resolve(request.run.model, request.run.revision)
     config = loading.load_config(source)
     origin.require_dense(source, config)
-    found = loading.fingerprint(source, config)
+    found = loading.model_fingerprint(source, config)
     if request.fingerprint is not None and found != request.fingerprint:
         raise UserError(
             f"{source.location} is not the model that was searched (its files have another content); give that one with --base, "

@@ -38,8 +38,8 @@ def measured_on(run: ModelRun) -> MeasuredOn:
     source = task_source(run)
     return MeasuredOn(
         protocol=PROTOCOL_VERSION,
-        text=perplexity_text.fingerprint(run.data_dir, uses_embedded_data(run)),
-        tasks={task: task_files.fingerprint(source, (task,)) for task in run.protocol.tasks},
+        text=perplexity_text.perplexity_fingerprint(run.data_dir, uses_embedded_data(run)),
+        tasks={task: task_files.tasks_fingerprint(source, (task,)) for task in run.protocol.tasks},
     )
 
 
@@ -47,8 +47,8 @@ def data_fingerprint(run: ModelRun) -> str:
     """What the trials of `run` are measured on, by content; needs neither lm_eval nor the model."""
     return digest(
         {
-            "calibration": calibration.fingerprint(run.calibration),
-            "perplexity": perplexity_text.fingerprint(run.data_dir, uses_embedded_data(run)),
-            "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
+            "calibration": calibration.calibration_fingerprint(run.calibration),
+            "perplexity": perplexity_text.perplexity_fingerprint(run.data_dir, uses_embedded_data(run)),
+            "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
         }
     )

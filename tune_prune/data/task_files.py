@@ -120,7 +120,7 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
     return found
 
 
-def fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
+def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
     """What the tasks ask, without building them: the files' content, hub tasks by name, and lm-eval's version, whose
     definitions render them. Raises UserError as `check` does."""
     parts = [importlib.metadata.version("lm_eval"), *task_names]

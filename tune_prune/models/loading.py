@@ -224,7 +224,7 @@ def _align(model: PreTrainedModel) -> None:
             p.data = p.data.clone()
 
 
-def fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
+def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
     """What a model is, by content: hub models by commit, folders by config, tokenizer and weight files.
 
     Folder paths do not count, so that a copy of a model is the same model.

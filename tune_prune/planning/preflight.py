@@ -113,7 +113,7 @@ def _plan_model(
     commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
     if commit:  # workers load what was planned, whatever the branch says by then
         run = replace(run, revision=commit)
-    fingerprints = loading.fingerprint(source, config), data_fingerprint(run)
+    fingerprints = loading.model_fingerprint(source, config), data_fingerprint(run)
     work = workload(run, config, model.tokenizer, store, fingerprints[0])
     itemsize = getattr(torch, run.dtype).itemsize
     return ModelPlan(

@@ -56,7 +56,7 @@ class TrialContext:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        return loading.fingerprint(self.loaded.source, self.loaded.model.config)
+        return loading.model_fingerprint(self.loaded.source, self.loaded.model.config)
 
     @cached_property
     def data_fingerprint(self) -> str:
@@ -93,11 +93,11 @@ class TrialContext:
 
     @cached_property
     def _task_fingerprint(self) -> str:
-        return task_files.fingerprint(task_source(self.run), self.run.protocol.tasks)
+        return task_files.tasks_fingerprint(task_source(self.run), self.run.protocol.tasks)
 
     @cached_property
     def _text_fingerprint(self) -> str:
-        return perplexity_text.fingerprint(self.run.data_dir, uses_embedded_data(self.run))
+        return perplexity_text.perplexity_fingerprint(self.run.data_dir, uses_embedded_data(self.run))
 
     @cached_property
     def _sharing_unsupported(self) -> str | None:
@@ -177,7 +177,7 @@ def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[st
     return {
         "version": SUITE_VERSION,
         "tokenizer": model_fingerprint,
-        "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
+        "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
         "protocol": asdict(run.protocol) | {"perplexity_window": None},
         "max_length": max_length,
     }

@@ -41,7 +41,7 @@ class StatisticCache:
 
     @cached_property
     def _calibration(self) -> str:
-        return calibration.fingerprint(self.run.calibration)
+        return calibration.calibration_fingerprint(self.run.calibration)
 
     def key(self, seq_len: int, need: Need) -> dict[str, Any]:
         statistic = load_statistic(need.statistic)
