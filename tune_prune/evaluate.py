@@ -137,7 +137,7 @@ def _checked(args: argparse.Namespace, dtype: str) -> tuple[ModelRun, Manifest |
     loading.load_tokenizer(source)
     check_data(run)
     if source.kind != "hub":
-        weight_files.check(Path(source.location), loading.meta_model(config))
+        weight_files.check_weights(Path(source.location), loading.meta_model(config))
     return run, manifest
 
 

@@ -255,7 +255,7 @@ def test_a_pruned_checkpoint_of_every_family_loads_as_it_was_saved(tiny, variant
     source = resolve(str(tmp_path))
     config = load_config(source)
     family, geometry = loading.config_geometry(config)
-    weight_files.check(tmp_path, loading.meta_model(config))
+    weight_files.check_weights(tmp_path, loading.meta_model(config))
     loaded = load(tmp_path)
     assert loaded.family is family is family_of(small.config.model_type) and loaded.geometry == geometry
     assert geometry.kv_heads == (3, 1, 1 if "sliding" in variant else 0, 4) and geometry.mlp_width == (40, 0, 6, 20)

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, tune_prune.json: what was pruned, how, which weights came of it, and what was measured.
 
-A manifest is read strictly, and `check` holds it against the config and the weight files beside it, so that no number is
+A manifest is read strictly, and `check_checkpoint` holds it against the config and the weight files beside it, so that no number is
 printed for weights that it does not belong to. A checkpoint loads without one, too: config and weights say all that it
 takes.
 """
@@ -170,7 +170,7 @@ def weight_file(path: Path) -> WeightFile:
         return WeightFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def check(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:
+def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:
     """Raise UserError unless `config` and the weight files of `folder` are those that the manifest describes.
 
     Cheap comparisons come first. Weight files of every size are hashed whole: a measurement takes longer, and a changed byte

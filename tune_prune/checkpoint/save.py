@@ -193,7 +193,7 @@ def _write_hf(dense: loading.LoadedModel, model: PreTrainedModel, folder: Path, 
     _write_tokenizer(dense, folder, stock="auto_map" not in model.config.to_dict())
     with torch.device("meta"):
         again = AutoModelForCausalLM.from_config(model.config)
-    weight_files.check(folder, again)
+    weight_files.check_weights(folder, again)
 
 
 def _add_older_names(path: Path) -> None:

@@ -78,7 +78,7 @@ class TaskFile(NamedTuple):
     fields: tuple[str, ...]  # what every item must have
 
 
-def check(source: TaskSource, task_names: tuple[str, ...]) -> None:
+def check_tasks(source: TaskSource, task_names: tuple[str, ...]) -> None:
     """Raises UserError for unknown tasks and for missing files, all of them in one sentence; looks at paths only.
 
     For the hub nothing can be known without asking it: a name that it lacks is found when the suite is built.
@@ -88,7 +88,7 @@ def check(source: TaskSource, task_names: tuple[str, ...]) -> None:
 
 
 def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile]:
-    """The file of every task, in the order asked. Raises UserError as `check` does."""
+    """The file of every task, in the order asked. Raises UserError as `check_tasks` does."""
     assert source.path is not None, "the hub has no files"
     root = Path(source.path) / "tasks"
     if not root.is_dir():
@@ -122,7 +122,7 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
 
 def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
     """What the tasks ask, without building them: the files' content, hub tasks by name, and lm-eval's version, whose
-    definitions render them. Raises UserError as `check` does."""
+    definitions render them. Raises UserError as `check_tasks` does."""
     parts = [importlib.metadata.version("lm_eval"), *task_names]
     if source.kind != "hub":
         for task in task_files(source, task_names):

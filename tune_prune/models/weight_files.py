@@ -13,7 +13,7 @@ from tune_prune.core.errors import UserError
 _AGAIN = "download the model again or point --model at a complete folder"
 
 
-def check(folder: Path, model: nn.Module) -> None:
+def check_weights(folder: Path, model: nn.Module) -> None:
     """Raise UserError unless the weight files of `folder` are undamaged and hold every parameter of `model` (on the meta
     device) in its shape. Of weights that are pickled (.bin) only the existence is checked."""
     found = files(folder)

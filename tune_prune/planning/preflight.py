@@ -105,7 +105,7 @@ def _plan_model(
         most = max(config.num_samples for config in configs)
         checks.check_calibration(run, source, config, model.tokenizer, seq_lens, most)
         if source.kind != "hub":
-            weight_files.check(Path(source.location), loading.meta_model(config))
+            weight_files.check_weights(Path(source.location), loading.meta_model(config))
     except UserError as error:
         if len(settings.models) == 1:
             raise
