@@ -22,7 +22,7 @@ from matplotlib.image import imread
 
 from tune_prune import embedded, prune
 from tune_prune.checkpoint import manifest as manifests
-from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, perplexity, short_bytes, short_count
+from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, format_perplexity, short_bytes, short_count
 from tune_prune.checkpoint.card.model_card import layers_figure, render, write_card
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
@@ -350,7 +350,7 @@ def test_numbers_in_words() -> None:
     ]  # fmt: skip
     assert accuracy({"acc": 1.0, "acc_stderr": 0.0}, "acc") == "1.0000 ± .0000"
     assert accuracy({"acc": "nan"}, "acc") == "–"
-    assert [perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
+    assert [format_perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
     assert escaped("a|b_c*[`<#") == r"a\|b_c\*\[\`\<\#"
 
 

@@ -110,7 +110,7 @@ class TrialContext:
         refused = self._sharing_unsupported
         return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
 
-    def perplexity(self, model: PreTrainedModel, structure: str) -> tuple[PerplexityResult, int]:
+    def measure_perplexity(self, model: PreTrainedModel, structure: str) -> tuple[PerplexityResult, int]:
         """The perplexity of `model`, which keeps `structure`, and the tokens forwarded to get it (0: it was cached)."""
         key = self._measurement(structure, text=self._text_fingerprint, window=self.perplexity_window)
         stored = self.artifacts.get("perplexity", key)

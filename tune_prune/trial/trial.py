@@ -137,7 +137,7 @@ class Trial:
     def _evaluate(self, model: PreTrainedModel, structure: str) -> Iterator[StageReport]:
         context = self.context
         with self._stage("perplexity") as report:
-            result, report.tokens = context.perplexity(model, structure)
+            result, report.tokens = context.measure_perplexity(model, structure)
             report.metrics = {"ppl": result.ppl}
             if self.config is None:
                 report.metrics |= {"params_count": float(context.loaded.geometry.total_params), "removed_fraction": 0.0}

@@ -28,10 +28,10 @@ from tune_prune.checkpoint.card.card_numbers import (
     UNKNOWN,
     accuracy,
     escaped,
+    format_perplexity,
     fraction,
     kept,
     metric,
-    perplexity,
     short_bytes,
     short_count,
 )
@@ -150,7 +150,7 @@ def _quality(manifest: Manifest) -> list[dict[str, str]]:
     if "ppl" in pruned:
         before, after = metric(dense, "ppl"), metric(pruned, "ppl")
         ratio = UNKNOWN if before is None or after is None or not math.isfinite(after / before) else after / before
-        rows.append(_row("Perplexity (lower is better)", perplexity(before), perplexity(after), ratio))
+        rows.append(_row("Perplexity (lower is better)", format_perplexity(before), format_perplexity(after), ratio))
     for name in [*(["acc_mean"] if "acc_mean" in pruned else []), *tasks]:
         task = name.removeprefix("acc_")
         title = "**Mean accuracy**" if name == "acc_mean" else f"{escaped(task)} ({ZERO_SHOT_METRIC.get(task, 'acc')})"
