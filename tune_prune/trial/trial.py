@@ -22,6 +22,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +54,8 @@ class TrialProgress:
     config: PruningConfig | None
     started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     host: str = field(default_factory=platform.node)
+    device_name: str = ""  # until a model is opened
+    torch_version: str = ""
     reports: tuple[StageReport, ...] = ()  # without outcomes: `items` of the trial has them
     peak_memory_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -77,6 +81,8 @@ class TrialProgress:
             elapsed_time_s=sum(report.duration_s for report in self.reports),
             peak_memory_bytes=self.peak_memory_bytes,
             host=self.host,
+            device_name=self.device_name,
+            torch_version=self.torch_version,
             resources=dict(resources or {}),
             notes=list(self.notes),
         )
@@ -89,7 +95,13 @@ class Trial:
     def __init__(self, config: PruningConfig | None, context: TrialContext, shared: Sequence[Need] = ()) -> None:
         self.config = config
         self.context = context
-        self.progress = TrialProgress(context.key(config), context.run.label, config)
+        self.progress = TrialProgress(
+            context.key(config),
+            context.run.label,
+            config,
+            device_name=device_name(context.loaded.device),
+            torch_version=str(torch.__version__),
+        )
         self.items: list[ItemScore] = []
         self.plan: PruningPlan | None = None
         self._shared = shared
@@ -195,6 +207,17 @@ def prepare(context: TrialContext, seq_len: int, needs: Sequence[Need]) -> Itera
         about = {"model": context.run.label, "seq_len": seq_len}
         about |= {need.kind or "num_samples": need.num_samples for need in missing}
         yield about, StageReport(load_statistic(name).stage, time.perf_counter() - started, tokens=tokens)
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's as far as the system tells it: its model on x86 Linux, else what kind it is."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
