@@ -112,11 +112,10 @@ class Trial:
     def stages(self) -> Iterator[StageReport]:
         """Run the trial, one stage per report."""
         if self.config is None:
-            dense = PruningPlan.keep_all(self.context.loaded.geometry)
-            yield from self._evaluate(self.context.loaded.model, dense.structure)
+            dense = self.context.loaded
+            yield from self.measure(dense.model, PruningPlan.keep_all(dense.geometry))
         else:
-            model, plan = yield from self._prune(self.config)
-            yield from self._evaluate(model, plan.structure)
+            yield from self.measure(*(yield from self._prune(self.config)))
 
     def _prune(self, config: PruningConfig) -> Generator[StageReport, None, tuple[PreTrainedModel, PruningPlan]]:
         context, loaded = self.context, self.context.loaded
@@ -146,13 +145,15 @@ class Trial:
         yield report
         return model, self.plan
 
-    def _evaluate(self, model: PreTrainedModel, structure: str) -> Iterator[StageReport]:
-        context = self.context
+    def measure(self, model: PreTrainedModel, plan: PruningPlan) -> Iterator[StageReport]:
+        """The stages after pruning, of `model`, which keeps what `plan` says."""
+        context, structure = self.context, plan.structure
         with self._stage("perplexity") as report:
             result, report.tokens = context.measure_perplexity(model, structure)
             report.metrics = {"ppl": result.ppl}
-            if self.config is None:
-                report.metrics |= {"params_count": float(context.loaded.geometry.total_params), "removed_fraction": 0.0}
+            if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
+                removed = {"removed_fraction": plan.removed_fraction}
+                report.metrics |= {"params_count": float(plan.total_params - plan.removed_params)} | removed
         yield report
 
         for index in range(len(context.run.protocol.slices)):
