@@ -2,7 +2,8 @@
 
 Runs every configuration of a search space (or those that Optuna picks) as a trial that prunes the model for real and
 measures what is left, by Ray Tune or, with --inline, in this process, and writes the best one with its evidence to
-ray_results/<experiment>/. The same command again runs only what is missing. In Python, `tune_prune.search("mistral")` does the same (tune_prune/api.py).
+ray_results/<experiment>/. The same command again runs only what is missing. In Python, `tune_prune.search("mistral")` does
+the same (tune_prune/api.py).
 """
 
 from __future__ import annotations
