@@ -114,11 +114,7 @@ def race_rule(population: Population, counts: Counts, confidence: float) -> Deci
 
 
 def asha_rule(population: Population, counts: Counts, confidence: float) -> Decide:
-<<<<<<< HEAD
-    """The rule of a search, told what it would be told there. It knows no confidence."""
-=======
-    """Ray's scheduler, with the results that a search would report to it. It has no confidence level."""
->>>>>>> main
+    """The rule of a search, with the messages that a search would report to it. It has no confidence level."""
     run = ModelRun("model", "model", None, "embedded", None, EvaluationProtocol(slices=SLICES), 0, "float32")
     specs = {str(c): TrialSpec(run, PruningConfig("taylor", 16, c + 1), str(c)) for c in range(population.num_configs)}
     rule, means = AshaRule(specs), [population.means(seen) for seen in counts]
