@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.cli import flags
-from tune_prune.core.errors import Parser, UserError
+from tune_prune.core.errors import UserError
+from tune_prune.core.terminal import progress
+from tune_prune.core.terminal.parser import Parser
 
 if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
@@ -55,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     return flags.run(lambda: _main(argv))
 
 
+@progress.shown()
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     output = None if args.output is None else _output(args.output)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS
-from tune_prune.core.errors import Parser, UserError
+from tune_prune.core.errors import UserError
+from tune_prune.core.terminal import progress
+from tune_prune.core.terminal.parser import Parser
 from tune_prune.pruning.methods import load_method
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     return flags.run(lambda: _main(argv))
 
 
+@progress.shown()
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     _check_flags(args)

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tune_prune.cli import flags
-from tune_prune.core.errors import Parser
+from tune_prune.core.terminal.parser import Parser
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,6 +29,7 @@ ONLY_IN = {
     "matplotlib": ("analysis.figures", "checkpoint.card"),
     "jinja2": ("analysis.render.templating", "cost_model.tokens", "checkpoint.card"),
     "gguf": ("checkpoint.gguf",),
+    "tqdm": ("core.terminal.progress",),
     "tensorboard": ("tuning.callbacks",),
     "torch.utils.tensorboard": ("tuning.callbacks",),
     "lm_eval": ("evaluation.zero_shot", "evaluation.lm_adapter"),
@@ -36,7 +37,7 @@ ONLY_IN = {
 }
 # Everything outside the standard library that a layer may import; layers that are not named may import anything else.
 ALLOWED = {
-    0: {"numpy", "pydantic", "pydantic_core", "filelock"},
+    0: {"numpy", "pydantic", "pydantic_core", "filelock", "tqdm"},
     SIDE: {"numpy", "pandas", "pyarrow", "scipy", "statsmodels", "matplotlib", "jinja2", "optuna"},
 }
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "optuna", "datasets")

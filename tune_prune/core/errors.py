@@ -9,18 +9,10 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterable
-from typing import NoReturn
 
 
 class UserError(ValueError):
     """Something the user must change. The message names the thing, its value, the bound and the next step."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, so that bad flags end like every other bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

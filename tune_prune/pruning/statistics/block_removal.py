@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
@@ -119,16 +120,18 @@ def removal_losses(
     losses = NextTokenLosses(model)
     dense: list[np.ndarray] = []
     removed: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
-    for batch in windows.split(batch_size(windows.shape[1], model.device.type)):
-        batch = batch.to(model.device)
-        with _recorded_inputs(layers) as inputs:
-            dense.append(_means(losses(batch)))
-        for kind in kinds:
-            rows = []
-            for index in range(len(layers)):
-                with _without(layers, family, index, kind, inputs[index]):
-                    rows.append(_means(losses(batch)))
-            removed[kind].append(np.stack(rows))
+    with progress.step("removals", lambda: len(windows) * len(kinds) * len(layers), "samples") as advance:
+        for batch in windows.split(batch_size(windows.shape[1], model.device.type)):
+            batch = batch.to(model.device)
+            with _recorded_inputs(layers) as inputs:
+                dense.append(_means(losses(batch)))
+            for kind in kinds:
+                rows = []
+                for index in range(len(layers)):
+                    with _without(layers, family, index, kind, inputs[index]):
+                        rows.append(_means(losses(batch)))
+                    advance(len(batch))
+                removed[kind].append(np.stack(rows))
     return RemovalLosses(
         np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()}
     )
