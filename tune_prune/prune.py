@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.checkpoint.save import Format
     from tune_prune.cli.prune_request import PruneRequest
+    from tune_prune.opened import Model
 
-FROM_FLAGS = (*(row.name for row in HYPERPARAMETERS.values()), "align", "calibration", "data_dir", "seed")
 CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
 
 
@@ -91,69 +92,90 @@ def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     _check_flags(args)
 
+    from tune_prune import api
     from tune_prune.checkpoint.save import check_folder
     from tune_prune.cli import prune_request  # imports torch: not before every flag has been read
+    from tune_prune.opened import Model
 
     folder = Path(args.output).expanduser().absolute()
     check_folder(folder, args.overwrite)
     if args.config is not None:
         request = prune_request.from_config(args.config, args.model, args.base, args.revision)
+        _check_agreement(args, request)
+        dense = Model(request.run, args.device)
     else:
-        request = prune_request.from_flags(args)
-    saved = save(
-        request,
-        folder,
-        args.format,
-        device=args.device,
-        dtype=args.dtype,
-        overwrite=args.overwrite,
-        shard_bytes=round(args.shard_gb * 1e9),
-        measure_speed=args.measure,
-    )
-    print(describe(folder, saved))
+        dense = api.open(
+            args.model,
+            revision=args.revision,
+            calibration=args.calibration,
+            data_dir=args.data_dir,
+            seed=args.seed or 0,
+            device=args.device,
+        )
+        request = dense.request({name: getattr(args, name) for name in HYPERPARAMETERS}, args.align)
+    how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
+    print(describe(folder, save(dense, request, folder, args.format, **how)))
 
 
-def save(
-    request: PruneRequest,
-    folder: Path,
-    fmt: Format = "hf",
-    device: str = "auto",
-    dtype: str | None = None,
-    **options: Any,
-) -> Manifest:
-    """Execute a request, saying what is done; gives the checkpoint's manifest. `options` as in `save_checkpoint`. Raises
+def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", **options: Any) -> Manifest:
+    """Execute a request for that model and save what it makes, saying what is done; `options` as in `PrunedModel.save`. Raises
     UserError."""
-    from tune_prune.checkpoint.save import save_checkpoint
-    from tune_prune.cli import prune_request
+    from tune_prune.cli.plan_text import shown_path
 
     print(
         f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters", flush=True
     )
-    dense, plan, how = prune_request.execute(request, device, dtype)
+    pruned = dense.execute(
+        request, lambda stage: print(f"{stage.stage:<12} {stage.tokens:,} tokens, {stage.duration_s:.1f} s", flush=True)
+    )
+    searched = None if request.plan_file is None else f"as searched ({shown_path(request.plan_file)})"
+    how, plan = searched or f"computed (calibration: {request.run.calibration})", pruned.plan
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters removed ({plan.removed_fraction:.2%})"
     print(f"plan         {how}: {removed}", flush=True)
-    return save_checkpoint(dense, plan, request.origin(), folder, fmt, **options)
+    return pruned.save(folder, fmt, **options)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise UserError for flags that do not go together."""
-    given = [name for name in FROM_FLAGS if getattr(args, name) is not None]
     if args.config is not None:
-        if given:
-            raise UserError(
-                f"{_flag(given[0])} does not go with --config, which says it already; leave one of them out"
-            )
         return
     if args.base is not None:
         raise UserError(f"--base {args.base} is for --config; name the model with --model")
+    from tune_prune.cli.names import check_names
+
+    check_names(filter(None, [args.model]), args.data_dir, None, args.calibration)
     read = HYPERPARAMETERS if args.method is None else load_method(args.method).hyperparameters
     needed = ("model", *(row.name for name, row in HYPERPARAMETERS.items() if row.required and name in read))
     missing = [_flag(name) for name in needed if getattr(args, name) is None]
     if missing:
+        are = "are" if len(missing) > 1 else "is"
         raise UserError(
-            f"{', '.join(missing)} is missing; name a search's result with --config, or give all of "
+            f"{', '.join(missing)} {are} missing; name a search's result with --config, or give all of "
             f"{', '.join(map(_flag, needed))}"
         )
+
+
+def _check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
+    """Raise UserError for a flag that says something else than what was searched. One that repeats it is fine."""
+    from tune_prune.data import calibration, checks
+
+    run = request.source or request.run
+    said = asdict(request.config) | {"calibration": run.calibration, "data_dir": run.data_dir, "seed": run.seed}
+    asked = {name: getattr(args, name) for name in (*said, "align") if getattr(args, name) is not None}
+    if asked.get("shape") == "aligned" and said["shape"].startswith("aligned-"):
+        asked["shape"] = said["shape"]
+    if "align" in asked:
+        asked["shape"] = f"aligned-{asked.pop('align')}"
+    if "data_dir" in asked:
+        asked["data_dir"] = checks.data_dir(asked["data_dir"])
+    if "calibration" in asked:
+        asked["calibration"] = calibration.resolve(asked["calibration"], run.data_dir, model_is_embedded=True)
+    for name, value in asked.items():
+        if value != said[name]:
+            raise UserError(
+                f"{_flag(name)} is {value}, but {args.config} says {said[name]}; leave the flag out, or leave --config out and "
+                "give all flags"
+            )
 
 
 def _flag(name: str) -> str:

@@ -84,11 +84,11 @@ print(err.getvalue())
         ([], "nothing to analyse was named"),
         (["--csv", "all_methods_results.csv"], "is not MODEL=PATH"),
         (["--csv", "=x.csv"], "is not MODEL=PATH"),
-        (["x", "--rule", "luck"], "invalid choice: 'luck'"),
+        (["x", "--rule", "luck"], "--rule: unknown value 'luck'; known: accuracy"),
         (["x", "--seed", "-1"], "--seed"),
         (["no-such-folder"], "no-such-folder is no folder"),
         (["--csv", "M=no-such.csv"], "no-such.csv cannot be read"),
-        (["x", "--frob"], "unrecognized arguments: --frob"),
+        (["x", "--frob"], "unknown flag --frob"),
     ],
 )
 def test_bad_command_lines(refusal: Callable[..., str], argv: list[str], expected: str) -> None:

@@ -201,12 +201,25 @@ def test_analysis_runs_where_nothing_heavy_is_installed(run_without):
 
 
 @pytest.mark.parametrize("command", ["search", "prune", "evaluate"])
-def test_help_bad_flags_and_misspelt_models_need_nothing_heavy(command, run_without):
+def test_help_versions_and_misspelt_names_need_nothing_heavy(command, run_without, tmp_path):
+    space = tmp_path / "space.yaml"
+    space.write_text("search: grid\nmethod: [taylor, blokwise]\nseq_len: 16\nnum_samples: 8\n", encoding="utf-8")
+    misspelt = {
+        "search": [
+            ["--search-space", "smok"],
+            ["--search-space", str(space)],
+            ["--calibration", "c5"],
+            ["--tasks", "x"],
+        ],
+        "prune": [["--output", "x", "--method", "blokwise"], ["--output", "x", "--calibration", "c5"]],
+        "evaluate": [["--tasks", "bolq"], ["--data-dir", "nowhere"]],
+    }[command]
     code = f"""
 from tune_prune import {command}
 tiny = ["--model", "tiny-llama"]
-wrong = [["--no-such-flag"], ["--model", "mistrall"], [*tiny, "--limit", "0"], [*tiny, "--gpus-per-trial", "0.3"]]
-for arguments in (["--help"], *wrong):
+wrong = [["--no-such-flag"], ["--model", "mistrall", "--output", "x"][: {2 if command == "search" else 4}], [*tiny, "--limit", "0"]]
+wrong += [[*tiny, *flags] for flags in {misspelt}]
+for arguments in (["--help"], ["--version"], *wrong):
     try:
         print("exit", {command}.main(arguments))
     except SystemExit as stop:
@@ -214,4 +227,5 @@ for arguments in (["--help"], *wrong):
 """
     told = run_without((*HEAVY, "pandas", "numpy"), code)
     assert "--model" in told
-    assert re.findall("^exit (.*)$", told, flags=re.MULTILINE) == ["0"] + 4 * ["2"]
+    codes = re.findall("^exit (.*)$", told, flags=re.MULTILINE)
+    assert codes == ["0", "0"] + (3 + len(misspelt)) * ["2"]

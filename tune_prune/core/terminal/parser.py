@@ -56,7 +56,7 @@ _SENTENCES = {
     "^the following arguments are required: (.*)": r"\1 is missing",
     "^argument (.*): expected one argument$": r"\1 has no value",
     "^argument ": "",
-    "^unrecognized arguments: (.*)": r"\1 stands behind no flag",
+    "^unrecognized arguments: (.*)": r"unexpected argument \1, every value follows its flag",
 }
 
 
@@ -114,7 +114,8 @@ def _flags(arguments: Sequence[str]) -> list[str]:
 
 def _unknown_flag(flag: str, known: Iterable[str]) -> str:
     """A clause that says what to write instead."""
-    name, flags = flag.lstrip("-").lower().replace("_", "-"), [text for text in known if text.startswith("--")]
+    name = flag.lstrip("-").lower().replace("_", "-")
+    flags = [text for text in known if text.startswith("--") and text not in ("--help", "--version")]
     if name in NOT_NEEDED:
         return f"{flag} is not needed: {NOT_NEEDED[name]}"
     key = name.replace("-", "_")
