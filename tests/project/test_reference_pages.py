@@ -1,4 +1,4 @@
-"""Pages that list what the code has, list all of it: keys of search spaces, benchmarks, versions."""
+"""Pages that list what the code has, list all of it: keys of search spaces, benchmarks, versions; what they point to exists."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 import tune_prune
@@ -14,6 +15,12 @@ from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
 
 ROOT = Path(__file__).parents[2]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "ray_results/README.md")),
+]
+ROOMS = ("tune_prune", "scripts", "tests")
+MADE = ("rootlayer.py", "rest.py")  # by the reader of a recipe
 SPACES = (ROOT / "docs" / "search_spaces.md").read_text(encoding="utf-8")
 
 
@@ -49,6 +56,16 @@ def test_the_example_is_the_search_space_that_the_page_says(tmp_path: Path) -> N
     assert example and count
     (tmp_path / "example.yaml").write_text(example.group(1), encoding="utf-8")
     assert len(search_space.load(str(tmp_path / "example.yaml")).configs()) == int(count.group(1))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_modules_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(((?!http)[^)#]+)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    modules = re.findall(r"`((?:[\w-]+/)*\w+\.py)`", text)
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    assert [name for name in modules if name not in MADE and not any(file.endswith(f"/{name}") for file in files)] == []
 
 
 def test_every_benchmark_is_described() -> None:
