@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.pruning.test_statistics import SEQ_LEN, needs_of, windows
 from tune_prune import evaluate
-from tune_prune.checkpoint import speed
+from tune_prune.checkpoint import generation_speed
 from tune_prune.core.terminal import progress
 from tune_prune.models.families import family_of
 from tune_prune.pruning import batches
@@ -96,6 +96,6 @@ def test_every_pass_fills_its_bar(
 
 def test_a_measurement_of_speed_fills_its_bar(bars: list[Any], tiny: Callable[..., PreTrainedModel]) -> None:
     with progress.shown():
-        speed.measure({"dense": tiny("llama"), "pruned": tiny("llama")}, 4, 2, repeats=1)
+        generation_speed.measure({"dense": tiny("llama"), "pruned": tiny("llama")}, 4, 2, repeats=1)
     (bar,) = bars
     assert bar.n == bar.total == 4

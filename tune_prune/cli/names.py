@@ -15,6 +15,6 @@ def check_names(models: Iterable[str], data_dir: str | None, tasks: tuple[str, .
     for model in models:
         embedded = catalog.resolve(model).kind == "embedded"
         if tasks is not None:
-            task_files.check(task_files.TaskSource.of(folder, embedded and folder is None), tasks)
+            task_files.check_tasks(task_files.TaskSource.of(folder, embedded and folder is None), tasks)
         if text is not None:
             calibration.resolve(text, folder, embedded)
