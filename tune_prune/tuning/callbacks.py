@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from tune_prune.core.config import HYPERPARAMETERS
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import Status, TrialRecord
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import trial_message
 from tune_prune.tuning.queue import is_job
@@ -51,7 +51,7 @@ class LedgerCallback(Callback):
             f"stopped by the scheduler at acc_mean {message.progress.metrics.get('acc_mean', math.nan):.4f} "
             f"after {message.stage.items_scored} of {message.stage.items_total} zero-shot items"
         )
-        self._write(message.progress.record("stopped_early", reason, self._settings.resources.to_ray()))
+        self._write(message.progress, "stopped_early", reason)
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         if is_job(trial):
@@ -63,11 +63,10 @@ class LedgerCallback(Callback):
             return
         message = trial_message(trial.last_result)
         progress = TrialProgress(spec.key, spec.run.label, spec.config, "", "") if message is None else message.progress
-        self._write(progress.record("failed", _death(trial, progress), self._settings.resources.to_ray()))
+        self._write(progress, "failed", _death(trial, progress))
 
-    def _write(self, record: TrialRecord) -> None:
-        self._settings.ledger.write(record)
-        self.records[record.key] = record
+    def _write(self, progress: TrialProgress, status: Status, reason: str) -> None:
+        self.records[progress.key] = self._settings.write_record(progress, status, reason)
 
 
 class TensorBoardCallback(Callback):

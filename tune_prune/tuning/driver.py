@@ -97,9 +97,8 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         nodes = cluster.node_resources()
         slots = trial_slots(options.resources, nodes)
         cluster.check_shared_storage(folder)
-        failures = {record.key: record for record in recorded if record.status == "failed"}
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
-        settings = WorkerSettings(folder, artifact_dir, options.resources, options.trial_timeout_s, failures)
+        settings = WorkerSettings(folder, artifact_dir, options.resources, options.trial_timeout_s)
 
         finished = [record for record in recorded if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)
@@ -180,7 +179,7 @@ def _tune(
             trial_dirname_creator=lambda trial: f"{name(trial)}-{trial.trial_id}",
         ),
         run_config=tune.RunConfig(
-            name=f"{datetime.now():%Y%m%d-%H%M%S}",
+            name=f"{datetime.now():%Y%m%d-%H%M%S}-{settings.search_id}",
             storage_path=str(folder / TUNE),
             callbacks=[ledger, TensorBoardCallback(folder / TENSORBOARD, specs), *callbacks],
             failure_config=tune.FailureConfig(max_failures=CRASHES_PER_TRIAL),
