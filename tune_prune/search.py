@@ -153,14 +153,18 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
     )
 
 
-def search(plan: Plan, command: list[str]) -> SearchResult:
-    """Run a plan to its end, write every view of its results and print the final table. Raises UserError (also where another
-    search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+def search(plan: Plan, command: list[str], save_best: bool = False) -> SearchResult:
+    """Run a plan to its end, write every view of its results, print the final table and, with `save_best`, save each model's
+    best pruned model. Raises UserError (also where another search runs on the experiment), KeyboardInterrupt (the ledger stays
+    whole) or what stopped the preparation."""
     from tune_prune.core.store import FolderStore
 
     store = FolderStore(plan.experiment_dir)
     with store.lock():
-        return _search(plan, store, command)
+        result = _search(plan, store, command)
+        if save_best:
+            _save_best(plan.experiment_dir)
+    return result
 
 
 def _search(plan: Plan, store: FolderStore, command: list[str]) -> SearchResult:
@@ -245,12 +249,10 @@ def _main(argv: list[str]) -> None:
     print(flush=True)
     again = shlex.join(["python", "-m", "tune_prune.search", *argv])
     try:
-        result = search(plan, ["python", "-m", "tune_prune.search", *argv])
+        result = search(plan, ["python", "-m", "tune_prune.search", *argv], args.save_best)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
     folder = shown_path(plan.experiment_dir)
-    if args.save_best:
-        _save_best(plan.experiment_dir)
     failed = result.count("failed")
     print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     print(f"view curves  tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}")
