@@ -155,7 +155,7 @@ def estimate(
 def _slowdown(speed: Speed, slots: int, cpus: float, gpus: float) -> float:
     """How much longer than measured a worker may take that shares its device with the others and with what else ran then."""
     if gpus > 0:
-        shared = min(slots, round(1 / min(1.0, gpus)))  # the trials of one GPU may each wait for all others
+        shared = float(min(slots, round(1 / min(1.0, gpus))))  # the trials of one GPU may each wait for all others
     else:
         trials = min(slots, math.floor(speed.load.cpus / cpus))  # on the machine that was measured
         shared = max(1.0, (speed.load.average + trials * max(1, int(cpus))) / speed.load.cpus)
