@@ -15,8 +15,8 @@
 
 Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaScheduler (Ray's ASHA) of schedulers.py
 beside it. Slices are `proportional` (a slice takes its fraction of each task) or `even` (evaluation.slices.even_slices). Tokens
-count the zero-shot items only. A winner is `told apart` from the exhaustive one if it is worse by more than 2 paired standard
-errors on all items.
+count the zero-shot items only. A winner is `worse` than the exhaustive one by more than 2 paired standard errors on all
+items, else `same or within noise`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Population:
             for task, scores in self.scores.items()
         }
 
-    def told_apart(self, best: int, other: int) -> bool:
+    def clearly_worse(self, best: int, other: int) -> bool:
         """Whether `other` is worse than `best` by more than DISTINGUISHED paired standard errors on all items."""
         pairs = [scores[best].astype(float) - scores[other] for scores in self.scores.values()]
         error = math.sqrt(sum(d.var() / len(d) for d in pairs)) / len(pairs)
@@ -112,7 +112,7 @@ def race_rule(population: Population, counts: Counts, confidence: float) -> Deci
 
 
 def asha_rule(population: Population, counts: Counts, confidence: float) -> Decide:
-    """Ray's scheduler, told what it would be told in a search. It knows no confidence."""
+    """Ray's scheduler, with the results that a search would report to it. It has no confidence level."""
     run = ModelRun("model", "model", None, "embedded", None, EvaluationProtocol(slices=SLICES), 0, "float32")
     specs = {str(c): TrialSpec(run, PruningConfig("taylor", 16, c + 1), str(c)) for c in range(population.num_configs)}
     scheduler, means = AshaScheduler(specs), [population.means(seen) for seen in counts]
@@ -175,7 +175,7 @@ def compare(cases: Iterator[tuple[Population, np.ndarray]], confidence: float) -
                             "tokens": float(np.take(shares, reached).mean()),
                             "best_stopped": float(best not in complete),
                             "same_winner": float(truth[picked] == truth[best]),
-                            "same_or_within_noise": float(not population.told_apart(best, picked)),
+                            "same_or_within_noise": float(not population.clearly_worse(best, picked)),
                         }
                     )
     return {

@@ -39,7 +39,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def exit_code(main: Callable[[], None], advice: str = "") -> int:
-    """Call `main` and return the exit code. What an interrupt says of itself, or else the `advice`, stands in its line."""
+    """Call `main` and return the exit code. An interrupt prints its own message, or `advice` where it has none."""
     try:
         main()
     except UserError as error:

@@ -105,7 +105,7 @@ def _plan_model(
         most = max(config.num_samples for config in configs)
         checks.check_calibration(run, source, config, model.tokenizer, seq_lens, most)
         if source.kind != "hub":
-            weight_files.check(Path(source.location), loading.meta_model(config))
+            weight_files.check_weights(Path(source.location), loading.meta_model(config))
     except UserError as error:
         if len(settings.models) == 1:
             raise
@@ -113,7 +113,7 @@ def _plan_model(
     commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
     if commit:  # workers load what was planned, whatever the branch says by then
         run = replace(run, revision=commit)
-    fingerprints = loading.fingerprint(source, config), data_fingerprint(run)
+    fingerprints = loading.model_fingerprint(source, config), data_fingerprint(run)
     work = workload(run, config, model.tokenizer, store, fingerprints[0])
     itemsize = getattr(torch, run.dtype).itemsize
     return ModelPlan(

@@ -67,7 +67,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Speed:
+class DeviceSpeed:
     """Seconds per token on one device by one process."""
 
     forward: Line  # of all layers
@@ -82,7 +82,7 @@ class Speed:
     load: Load = field(default_factory=Load)  # of the machine meanwhile
 
 
-def measure(request: SpeedRequest) -> Speed:
+def measure(request: SpeedRequest) -> DeviceSpeed:
     """Measure on this machine. Takes a second or two; a 7B layer on a CPU some seconds more."""
     threads, load = torch.get_num_threads(), machine.load()
     torch.set_num_threads(request.threads)
@@ -110,7 +110,7 @@ class _Bench:
         self.generator = torch.Generator().manual_seed(0)
         self.spreads: list[float] = []
 
-    def speed(self) -> Speed:
+    def speed(self) -> DeviceSpeed:
         forward = self._line(self._forward, self.batch_tokens)
         for layer in decoder_layers(self.model, self.family):
             for linear in self.family.linears(layer).values():
@@ -121,7 +121,7 @@ class _Bench:
         head_gradient = self._steady(self._head_gradient, self.gradient_tokens) * self.head_share
         snapshots = {name: self._snapshot(name) for name in statistic_names() if load_statistic(name).backward}
         engine = self._engine(forward, head)
-        return Speed(forward, gradient, head, head_gradient, snapshots, engine, median(self.spreads or [1.0]))
+        return DeviceSpeed(forward, gradient, head, head_gradient, snapshots, engine, median(self.spreads or [1.0]))
 
     def _snapshot(self, name: str) -> float:
         """Of the statistic, with a pass over two tokens."""
