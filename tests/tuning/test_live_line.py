@@ -156,7 +156,7 @@ def test_finished_trials_of_an_earlier_start_are_not_waited_for():
 
 def test_before_anything_is_measured_the_eta_is_a_range():
     search = Search(cost=replace(COST, slowdown=(0.5, 2.0)), jobs=[])
-    search.line.setup()
+    search.line.on_begin()
     whole = WORKER_START_S + 4 * (30 + TRIAL_OVERHEAD_S)
     assert search.shown(wait=12).endswith(f"ETA {clock(whole / 2 - 12)} to {clock(2 * whole - 12)}")
     search.start(SPECS["k0"])
