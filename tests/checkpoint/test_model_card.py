@@ -147,6 +147,17 @@ def test_front_matter(tmp_path: Path) -> None:
     assert "library_name" not in gguf and gguf["tags"][-1] == "gguf"
 
 
+def test_the_licence_is_the_base_models(tmp_path: Path) -> None:
+    stated = {"license": "other", "license_name": "acme-1", "license_link": "https://acme.org/1"}
+    for license, row in (
+        ({"license": "llama3"}, "`llama3`, that of the base model"),
+        (stated, "[acme-1](https://acme.org/1), that of the base model"),
+    ):
+        text = card(tmp_path, base=replace(BASE, license=license))
+        assert front_matter(text).items() >= license.items()
+        assert dict(table(text, "How it was made"))["Licence"] == row
+
+
 def test_first_sentence_says_what_it_is(tmp_path: Path) -> None:
     text = card(tmp_path)
     assert "\n# Meta-Llama-3-8B, pruned by 20.0%\n" in text
@@ -195,7 +206,7 @@ def test_what_is_not_known_has_a_dash(tmp_path: Path) -> None:
 def test_nothing_measured_is_said_and_nothing_claimed(tmp_path: Path) -> None:
     text = card(tmp_path, metrics=None, baseline=None, source=None, speed=None)
     assert "**not measured**" in text and "python -m tune_prune.evaluate --model FOLDER" in text
-    assert not re.search(r"## Speed|±|wiki|seed|Its scores", text, flags=re.IGNORECASE)
+    assert not re.search(r"## Speed|±|wiki|seed|the scores", text, flags=re.IGNORECASE)
 
 
 def test_sizes_and_speeds(tmp_path: Path) -> None:
@@ -228,6 +239,7 @@ def test_how_it_was_made(tmp_path: Path) -> None:
     text = card(tmp_path)
     assert dict(table(text, "How it was made")) == {
         "Base model": f"`{HUB_ID}`, revision `8cde5ca`, fingerprint `0123456789abcdef`",
+        "Licence": "unknown: the base model's card states none; look it up before you publish this model",
         "Method": "`blockwise`",
         "Calibration": "1,256 samples of 64 tokens of `wiki.train.txt`, seed 3",
         "Shape": "`free`",
