@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,13 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """In place of standard error."""
-    screen = Terminal()
-    monkeypatch.setattr("sys.stderr", screen)
-    return screen
+def terminal() -> contextlib.redirect_stderr[Terminal]:
+    """In place of standard error; no fixture, as pytest puts its own there after them."""
+    return contextlib.redirect_stderr(Terminal())
 
 
 @pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> list[Any]:
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every bar that is drawn from now on."""
     drawn: list[Any] = []
 
@@ -47,34 +45,33 @@ def bars(monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> list[Any]:
     return drawn
 
 
-def steps(amounts: Iterator[int]) -> None:
+def steps(*amounts: int) -> None:
     with progress.step("walking", lambda: 10, "metres", lambda: 3) as advance:
         for amount in amounts:
             advance(amount)
 
 
-def test_a_bar_says_what_is_done_and_goes(terminal: Terminal) -> None:
-    with progress.shown():
-        steps(iter([2, 5]))
-    first, *_, last = (line for line in terminal.getvalue().split("\r") if line)
+def test_a_bar_says_what_is_done_and_goes() -> None:
+    with terminal() as screen, progress.shown():
+        steps(2, 5)
+    first, *_, last = (line for line in screen.getvalue().split("\r") if line)
     assert first.startswith("walking ") and "30%" in first and "3.00 of 10.0 metres" in first
     assert last.isspace()  # wiped
 
 
-def test_nothing_is_drawn_unasked_or_unseen(
-    terminal: Terminal, capfd: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    steps(iter([2, 5]))
-    assert terminal.getvalue() == ""
-    monkeypatch.undo()
+def test_nothing_is_drawn_unasked_or_unseen(capfd: pytest.CaptureFixture[str]) -> None:
+    with terminal() as screen:
+        steps(2, 5)
+    assert screen.getvalue() == ""
     with progress.shown():  # the captured standard error is no terminal
-        steps(iter([2, 5]))
+        steps(2, 5)
     assert capfd.readouterr() == ("", "")
 
 
 def test_every_step_of_an_evaluation_fills_its_bar(bars: list[Any], tmp_path: Path) -> None:
     argv = ["--model", "tiny-llama", "--limit", "4", "--tasks", "boolq,piqa", "--device", "cpu"]
-    assert evaluate.main(argv) == 0
+    with terminal():
+        assert evaluate.main(argv) == 0
     assert list(dict.fromkeys(bar.desc for bar in bars)) == ["perplexity", "tasks", "zero-shot"]
     slices = [bar for bar in bars if bar.desc == "zero-shot"]
     assert len({bar.total for bar in slices}) == 1 and slices[0].initial == 0 and slices[-1].n == slices[-1].total
@@ -88,14 +85,14 @@ def test_every_pass_fills_its_bar(
 ) -> None:
     monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
     (needs,) = by_statistic(needs_of(name, 3, 4, 11)).values()  # inside a batch, at an end, in a ragged one
-    with progress.shown():
+    with terminal(), progress.shown():
         load_statistic(name).collect(tiny("llama"), family_of("llama"), windows(11), needs)
     (bar,) = bars
     assert bar.n == bar.total > 0
 
 
 def test_a_measurement_of_speed_fills_its_bar(bars: list[Any], tiny: Callable[..., PreTrainedModel]) -> None:
-    with progress.shown():
+    with terminal(), progress.shown():
         generation_speed.measure({"dense": tiny("llama"), "pruned": tiny("llama")}, 4, 2, repeats=1)
     (bar,) = bars
     assert bar.n == bar.total == 4
