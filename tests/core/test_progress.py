@@ -38,8 +38,9 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Bar(tqdm.tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            drawn.append(self)
             super().__init__(*args, **options)
+            if not self.disable:  # as those of other libraries are
+                drawn.append(self)
 
     monkeypatch.setattr(tqdm, "tqdm", Bar)
     return drawn
