@@ -57,10 +57,10 @@ def test_the_best_and_its_evidence(written: Any) -> None:
     assert entry["acc_mean"] == alpha.eligible["acc_mean"].max()
     selection = entry["selection"]
     assert (selection["rule"], selection["chosen"]["accuracy"]) == ("accuracy", [entry["name"]])
-    inside = {name for name, p in selection["p_best"].items() if p > 0.05}
+    inside = {name for name, p in selection["p_value"].items() if p > 0.05}
     assert set(selection["confidence_set"]) == inside == {entry["name"], *entry["within_noise"]}
     assert selection["basis"] == entry["within_noise_basis"] == "paired"
-    assert len(selection["p_best"]) == entry["num_complete_trials"] == 16
+    assert len(selection["p_value"]) == entry["num_complete_trials"] == 16
     assert selection["cross_fit"]["corrected"] == alpha.cross_fit.corrected
     assert "--model /models/alpha " in entry["command"]
     own = read(output / "best_alpha_20" / "best_config.json")

@@ -77,13 +77,13 @@ def test_unknown_rule_is_refused() -> None:
 def test_differences_are_those_of_each_pair(findings: Findings) -> None:
     rows = findings.models["alpha"].eligible
     assert rows["acc_mean"].is_monotonic_decreasing
-    assert rows[["difference_points", "difference_stderr_points", "p_best"]].iloc[0].tolist() == [0, 0, 1]
+    assert rows[["difference_points", "difference_stderr_points", "p_value"]].iloc[0].tolist() == [0, 0, 1]
     for _, row in rows.iloc[1:6].iterrows():
         expected = difference(row, rows.iloc[0])
         assert expected.basis == findings.models["alpha"].basis == "paired"
         assert row["difference_points"] == pytest.approx(expected.points, abs=1e-9)
         assert row["difference_stderr_points"] == pytest.approx(expected.stderr_points, rel=1e-9)
-    assert rows["in_confidence_set"].equals(rows["p_best"] > 0.05)
+    assert rows["in_confidence_set"].equals(rows["p_value"] > 0.05)
     weak = rows["seq_len"] == 16  # 8 points behind in truth
     assert not rows.loc[weak & (rows["method"] == "taylor"), "in_confidence_set"].any()
     truths = [true_accuracy(config_of(row), "alpha") for _, row in rows.iterrows()]
@@ -204,8 +204,8 @@ def test_seed_decides_and_other_models_do_not(study: Study, findings: Findings) 
     pd.testing.assert_frame_equal(first.eligible, again.eligible)
     assert first.cross_fit == again.cross_fit
     other = find(study, seed=1).models["alpha"]
-    assert not other.eligible["p_best"].equals(first.eligible["p_best"])
-    np.testing.assert_allclose(other.eligible["p_best"], first.eligible["p_best"], atol=0.04)
+    assert not other.eligible["p_value"].equals(first.eligible["p_value"])
+    np.testing.assert_allclose(other.eligible["p_value"], first.eligible["p_value"], atol=0.04)
 
 
 def test_model_without_a_complete_trial_is_listed(study: Study) -> None:

@@ -149,7 +149,7 @@ def test_every_trial_is_there_once_with_its_numbers(parsed: Page, findings: Find
     assert len(names) == len(seen) == 36
     for label, found in findings.models.items():
         for row in found.eligible.to_dict("records"):
-            assert seen.pop((label, row["name"])) == (row["acc_mean"], row["p_best"], "complete")
+            assert seen.pop((label, row["name"])) == (row["acc_mean"], row["p_value"], "complete")
         assert seen.pop((label, FAILED)) == (None, None, "failed")
         assert seen.pop((label, STOPPED)) == (None, None, "stopped early")
     assert seen == {}

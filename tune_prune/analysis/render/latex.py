@@ -54,8 +54,8 @@ def escape(text: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    known = character.isascii() or _LETTERS.match(character)
-    return _COMMANDS.get(character, character if known else f"{{[}}U+{ord(character):04X}]")
+    printable = character.isascii() or _LETTERS.match(character)
+    return _COMMANDS.get(character, character if printable else f"{{[}}U+{ord(character):04X}]")
 
 
 # Size commands and the mean width of a character in points, largest first; the text of an A4 page with 2 cm margins is 483
@@ -126,9 +126,8 @@ def _rows(table: Table) -> list[str]:
 
 
 def _cell(column: Column, row: Row) -> str:
-    value, mark = escape(one_line(cell_text(column, row))), column.mark(row)
-    dagger = r"\rlap{\textsuperscript{\dag}}"  # out of the way of the digits
-    return rf"\textbf{{{value}}}" if mark == "best" else value + dagger if mark == "tied" else value
+    value = escape(one_line(cell_text(column, row)))
+    return rf"\textbf{{{value}}}" if column.is_best(row) else value
 
 
 def document(tables: Sequence[Table]) -> str:

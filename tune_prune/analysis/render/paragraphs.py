@@ -1,8 +1,8 @@
 """paragraphs.md: draft text for the set-up, results and findings of a paper. Every number in it is computed.
 
-A sentence that claims something is written where a test carries it: that a configuration is worse, where it is outside the
-confidence set of the best; a trend where `effects.trend` found one; a difference between methods where the analysis of
-variance did; a correlation where its interval leaves out zero. Elsewhere it says that the data do not show it.
+A sentence states something where a test carries it: that a configuration is worse, where it is outside the
+confidence set of the best; a trend where `effects.trend` found one; a difference of two methods where `method_pairs` did; a
+correlation where its interval leaves out zero. Elsewhere it says that the data do not show it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import pandas as pd
 
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.tables.configurations import ratio
-from tune_prune.analysis.tables.hyperparameters import trend_message
+from tune_prune.analysis.tables.hyperparameters import pair_message, trend_message
 from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.tables.trial_tables import statistics
 from tune_prune.core.config import ZERO_SHOT_METRIC
@@ -42,7 +41,7 @@ def write_paragraphs(findings: Findings, path: Path) -> None:
         totals=totals,
         setup=_setup(findings),
         metrics=ZERO_SHOT_METRIC,
-        ratio=ratio,
+        pair_message=pair_message,
         trend_message=trend_message,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,8 +52,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
     """What was searched and how it was measured, over all models."""
     models = [found.model for found in findings.models.values()]
     eligible = pd.concat([found.eligible for found in findings.models.values()])
-    told = [model.source for model in models if model.source]
-    sources = [source for source in told if {"calibration", "dtype", "seed", "protocol"} <= set(source)]
+    sources = [source for model in models if (source := model.source) and {"calibration", "dtype", "seed", "protocol"} <= set(source)]
     return {
         "ratios": sorted({model.ratio for model in models}),
         "shapes": sorted({model.shape for model in models}),

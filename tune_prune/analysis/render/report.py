@@ -34,9 +34,9 @@ def report(findings: Findings, language: str = "en") -> str:
         raise UserError(f"the report's language is {language!r}; it must be one of {', '.join(LANGUAGES)}")
 
     def show(table: Table, notes: bool = True) -> str:
-        """The table, if it has rows, and what is to be said of it."""
-        said = note_sentences(table, language, best="*", tied="~") if notes else []
-        return (text_table(table, language) if table.rows else "") + ("\n  " + " ".join(said) + "\n" if said else "")
+        """The table, if it has rows, and its notes."""
+        sentences = " ".join(note_sentences(table, language, best="*") if notes else [])
+        return (text_table(table, language) if table.rows else "") + (f"\n  {sentences}\n" if sentences else "")
 
     problems = {label: _problems(found) for label, found in findings.models.items()}
     kinds = {label: Counter(p.kind for p in found.model.problems) for label, found in findings.models.items()}
@@ -65,7 +65,7 @@ def _shares(fit: CrossFit) -> list[str]:
 
 
 def _problems(found: ModelFindings) -> list[str]:
-    """What is to be said of each place, in the order in which they were found."""
+    """The problems of each place, in the order in which they were found."""
     by_place: dict[str, list[str]] = {}
     for problem in found.model.problems:
         by_place.setdefault(problem.where, []).append(problem.what)

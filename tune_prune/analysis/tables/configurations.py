@@ -20,12 +20,16 @@ MODEL = Column("model", "Model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
 CONFIG = Column("config", "Configuration", style="name")
 RUNS = Column("n", "Runs", "int")
-ACCURACY = Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", hint="mean over the tasks ± standard error")
-MARKED_ACCURACY = replace(ACCURACY, best="most_accurate", tied="not_told_apart")
+ACCURACY = Column(
+    "acc_mean", "Accuracy", "acc", "acc_mean_stderr", threshold="_threshold_mean", items="_items_mean",
+    hint="mean over the tasks ± standard error",
+)  # fmt: skip
+MARKED_ACCURACY = replace(ACCURACY, best="tied")
+DENSE_ACCURACY = replace(ACCURACY, key="dense_acc", label="Dense", stderr="dense_acc_stderr", hint="")
 PARAMETERS = Column("params_count", "Parameters", "int")
 PERPLEXITY = Column("ppl", "Perplexity", "ppl")
 TOKENS = Column("tokens", "Tokens", "int", hint="calibration samples times their length", detail=True)
-RETAINED = Column("retained", "Retained", "percent", hint="accuracy, of the dense model's")
+RETAINED = Column("retained", "Accuracy retained", "percent", hint="of the dense model's accuracy")
 
 
 def hyperparameter_columns(findings: Findings) -> list[Column]:
@@ -50,17 +54,17 @@ def best_configurations(findings: Findings) -> Table:
             "dense_acc": dense.get("acc_mean"),
             "dense_acc_stderr": dense.get("acc_mean_stderr"),
             "dense_ppl": dense.get("ppl"),
-            "retained": ratio(found.best["acc_mean"], dense.get("acc_mean")),
+            "retained": found.retained(found.best["acc_mean"]),
             "confidence_set": tied,
             "complete": len(found.eligible),
             "share_of_runs": None if found.basis == "unknown" else f"{tied - 1} of {len(found.eligible) - 1}",
         }
-        rows.append(configuration(label, found.best) | values)
+        rows.append(configuration(found, found.best) | values)
     columns = [
         *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), ACCURACY),
-        Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr"),
+        Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr", threshold="_threshold_mean"),
         PERPLEXITY,
-        Column("dense_acc", "Dense", "acc", "dense_acc_stderr"),
+        DENSE_ACCURACY,
         Column("dense_ppl", "Dense ppl", "ppl"),
         RETAINED,
         Column("share_of_runs", "Tied", hint="others that are statistically tied with the most accurate (95%)"),
@@ -101,7 +105,7 @@ def selection_rules(findings: Findings) -> Table:
         for rule, names in found.chosen.items():
             for row in map(found.named, names):
                 values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
-                rows.append(configuration(label, row) | values | marks(found, row))
+                rows.append(configuration(found, row) | values)
     columns = [
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
         *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
@@ -109,24 +113,24 @@ def selection_rules(findings: Findings) -> Table:
     rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
     notes = [Message("note_rule", {"rule": rule, "meaning": Message(f"rule_{rule}")}) for rule in rules]
     title = "Configurations chosen by each rule"
-    return Table("selection_rules", title, columns, rows, notes, best="best_most_accurate")
+    return Table("selection_rules", title, columns, rows, notes, best="best_tied")
 
 
 def task_accuracies(findings: Findings) -> Table:
     """Per-task accuracies of the best configuration, and the dense model's."""
     rows = []
     for label, found in findings.models.items():
-        dense, best, tasks = found.model.baseline, found.best, found.tasks.reset_index(names="task")
+        dense, best = found.model.baseline, found.best
         mean = {"task": "mean", "acc": best["acc_mean"], "stderr": best["acc_mean_stderr"]}
-        mean |= {"dense": dense.get("acc_mean"), "retained": ratio(best["acc_mean"], dense.get("acc_mean"))}
-        mean |= {"items": tasks["items"].sum(skipna=False)}
-        for row in [*tasks.to_dict("records"), mean]:
+        mean |= {"dense": dense.get("acc_mean"), "retained": found.retained(best["acc_mean"]), **found.guessing.loc["mean"]}
+        for row in [*found.tasks.reset_index(names="task").to_dict("records"), mean]:
             dense_stderr = dense.get(f"acc_{row['task']}_stderr")
             rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": best["name"]})
     columns = [
         *(MODEL, CONFIG, Column("task", "Task"), Column("items", "Items", "int")),
-        Column("acc", "Pruned", "acc", "stderr"),
-        *(Column("dense", "Dense", "acc", "dense_stderr"), RETAINED),
+        Column("acc", "Pruned", "acc", "stderr", threshold="threshold", items="items"),
+        Column("dense", "Dense", "acc", "dense_stderr", threshold="threshold", items="items"),
+        *(RETAINED, Column("chance", "Chance", "acc"), Column("majority", "Majority answer", "acc")),
     ]
     title = "Zero-shot accuracy of the best configurations by task"
     return Table("task_accuracies", title, columns, rows, [*accuracy_notes(findings), Message("note_retained")])
@@ -137,7 +141,7 @@ def architecture(findings: Findings) -> Table:
     ratios = {f"grad_{name}_ratio": f"{name.capitalize()} ratio" for name in ("mean", "norm", "std", "max")}
     rows = []
     for label, found in findings.models.items():
-        row = configuration(label, found.best) | _geometry(findings, found)
+        row = configuration(found, found.best) | _geometry(findings, found)
         rows.append(row | {name: found.best.get(name) for name in (*ratios, "extreme_pruning_layers")})
     columns = [
         *(MODEL, Column("layers", "Layers", "int"), Column("total_params", "Parameters", "int")),
@@ -162,7 +166,7 @@ def transfer(findings: Findings) -> Table | None:
             points = loss.get("loss_points")
             row |= {f"{other}": points, f"{other}_stderr": loss.get("loss_points_stderr") or None}
             row |= {
-                f"{other}_percent": ratio(points, found.best["acc_mean"]),
+                f"{other}_percent": None if points is None else points / found.best["acc_mean"],
                 f"_{other}": max(0.0, points or 0.0) / worst,
             }
         rows.append(row)
@@ -179,21 +183,21 @@ def configuration_impact(findings: Findings) -> Table | None:
     """What the choice of configuration is worth: minimal, another model's, for all, own; and the dense model."""
     rows = []
     for label, found in findings.models.items():
-        own, dense = found.best["acc_mean"], found.model.baseline.get("acc_mean")
         for setting, config, values in _settings(findings, label, found):
-            row = {"model": label, "setting": setting, "config": config, "own": setting == "own optimum"}
-            known: dict[str, Any] = {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
-            loss = None if missing(known["loss_points"]) else known["loss_points"] / 100 / own
-            rows.append(row | known | {"loss": loss, "retained": ratio(known["acc_mean"], dense)})
+            metrics: dict[str, Any] = {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
+            accuracy, loss = metrics["acc_mean"], metrics["loss_points"]
+            row = {"model": label, "setting": setting, "config": config} | metrics | limits(found)
+            row["loss"] = None if missing(loss) else loss / 100 / found.best["acc_mean"]
+            row["retained"] = None if missing(accuracy) else found.retained(accuracy)
+            rows.append(row)
     if len(rows) == len(findings.models):  # nothing beside the own optimum
         return None
     columns = [
-        *(MODEL, Column("setting", "Setting"), CONFIG, replace(ACCURACY, best="own")),
+        *(MODEL, Column("setting", "Setting"), CONFIG, ACCURACY),
         Column("loss_points", "Points lost", "points", "loss_points_stderr"),
         *(Column("loss", "Loss", "percent"), RETAINED, PERPLEXITY),
     ]
-    notes = [Message("note_impact")]
-    return Table("configuration_impact", "Impact of the configuration", columns, rows, notes, best="best_own")
+    return Table("configuration_impact", "Impact of the configuration", columns, rows, [Message("note_impact")])
 
 
 def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -213,21 +217,17 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
     yield "own optimum", best["name"], {**best, "loss_points": 0.0}
 
 
-def configuration(label: str, row: Any) -> dict[str, Any]:
+def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
     """What every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
-    return {"model": label, **{name: row[name] for name in names}}
+    tied = row["name"] in found.tied
+    return {"model": found.model.label, **{name: row[name] for name in names}, "tied": tied} | limits(found)
 
 
-def marks(found: ModelFindings, row: Any) -> dict[str, bool]:
-    """Whether the row is the model's most accurate, or else statistically tied with it."""
-    top = row["name"] == found.eligible["name"].iloc[0]
-    return {"most_accurate": top, "not_told_apart": not top and row["name"] in found.tied}
-
-
-def ratio(value: Any, whole: Any) -> float | None:
-    """value / whole; None where either is not known."""
-    return None if missing(value) or missing(whole) or whole <= 0 else float(value / whole)
+def limits(found: ModelFindings) -> dict[str, float]:
+    """What columns of accuracies name as `threshold` and `items`, of each task and of the mean."""
+    columns = found.guessing[["threshold", "items"]].to_dict()
+    return {f"_{column}_{task}": value for column, values in columns.items() for task, value in values.items()}
 
 
 def accuracy_notes(findings: Findings) -> list[Message]:
