@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tune_prune.checkpoint.manifest import Manifest
     from tune_prune.checkpoint.save import Format
     from tune_prune.cli.prune_request import PruneRequest
+    from tune_prune.opened import Model
 
 FROM_FLAGS = (*(row.name for row in HYPERPARAMETERS.values()), "align", "calibration", "data_dir", "seed")
 CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
@@ -88,48 +89,46 @@ def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     _check_flags(args)
 
+    from tune_prune import api
     from tune_prune.checkpoint.save import check_folder
     from tune_prune.cli import prune_request  # imports torch: not before every flag has been read
+    from tune_prune.opened import Model
 
     folder = Path(args.output).expanduser().absolute()
     check_folder(folder, args.overwrite)
     if args.config is not None:
         request = prune_request.from_config(args.config, args.model, args.base, args.revision)
+        dense = Model(request.run, args.device)
     else:
-        request = prune_request.from_flags(args)
-    saved = save(
-        request,
-        folder,
-        args.format,
-        device=args.device,
-        dtype=args.dtype,
-        overwrite=args.overwrite,
-        shard_bytes=round(args.shard_gb * 1e9),
-        measure_speed=args.measure,
-    )
-    print(describe(folder, saved))
+        dense = api.open(
+            args.model,
+            revision=args.revision,
+            calibration=args.calibration,
+            data_dir=args.data_dir,
+            seed=args.seed or 0,
+            device=args.device,
+        )
+        request = dense.request({name: getattr(args, name) for name in HYPERPARAMETERS}, args.align)
+    how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
+    print(describe(folder, save(dense, request, folder, args.format, **how)))
 
 
-def save(
-    request: PruneRequest,
-    folder: Path,
-    fmt: Format = "hf",
-    device: str = "auto",
-    dtype: str | None = None,
-    **options: Any,
-) -> Manifest:
-    """Execute a request, saying what is done; gives the checkpoint's manifest. `options` as in `save_checkpoint`. Raises
+def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", **options: Any) -> Manifest:
+    """Execute a request for that model and save what it makes, saying what is done; `options` as in `PrunedModel.save`. Raises
     UserError."""
-    from tune_prune.checkpoint.save import save_checkpoint
-    from tune_prune.cli import prune_request
+    from tune_prune.cli.plan_text import shown_path
 
     print(
         f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters", flush=True
     )
-    dense, plan, how = prune_request.execute(request, device, dtype)
+    pruned = dense.execute(
+        request, lambda stage: print(f"{stage.stage:<12} {stage.tokens:,} tokens, {stage.duration_s:.1f} s", flush=True)
+    )
+    searched = None if request.plan_file is None else f"as searched ({shown_path(request.plan_file)})"
+    how, plan = searched or f"found here (calibration: {request.run.calibration})", pruned.plan
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters removed ({plan.removed_fraction:.2%})"
     print(f"plan         {how}: {removed}", flush=True)
-    return save_checkpoint(dense, plan, request.origin(), folder, fmt, **options)
+    return pruned.save(folder, fmt, **options)
 
 
 def _check_flags(args: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from tune_prune.checkpoint.manifest import MANIFEST, read
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.ledger import parse_record
 from tune_prune.core.records import TrialRecord
+from tune_prune.opened import Model
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
 
@@ -131,7 +132,7 @@ def test_broken_models_and_data(sentence: Callable[..., str], tmp_path: Path) ->
     strange = model_folder(tmp_path / "strange")
     text = (strange / "tokenizer.json").read_text(encoding="utf-8")
     (strange / "tokenizer.json").write_text(text.replace('".": 5', '".": 5000'), encoding="utf-8")
-    told = sentence("--model", strange, "--data-dir", data_folder(tmp_path / "more"))
+    told = sentence("--model", strange, "--data-dir", data_folder(tmp_path / "more"), begun=True)
     assert "makes token 5000" in told and "vocab_size" in told
 
 
@@ -139,7 +140,7 @@ def test_interrupted(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TrialContext, "open", interrupted)
+    monkeypatch.setattr(Model, "loaded", interrupted)
     assert evaluate.main([*TINY, "--limit", "1"]) == 130
     assert "interrupted" in capfd.readouterr().err
 

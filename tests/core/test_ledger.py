@@ -28,6 +28,8 @@ RECORD = TrialRecord(
     elapsed_time_s=3.25,
     peak_memory_bytes=2**40,
     host="node ä",
+    device_name="GPU 1",
+    torch_version="2.0",
     resources={"CPU": 1.0},
 )
 

@@ -7,7 +7,10 @@ import gc
 import json
 import math
 import os
+import re
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -25,6 +28,8 @@ from tune_prune.pruning.statistics.block_removal import LOSS_FLOOR, removal_loss
 from tune_prune.pruning.statistics.taylor import taylor
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial, run_trial
+
+CPU_INFO = Path("/proc/cpuinfo")  # of Linux
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,9 @@ def test_the_record_of_a_trial(first, context):
         assert f"acc_{task}_stderr" in metrics
     assert {"grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio"} <= metrics.keys()
     assert record.elapsed_time_s == pytest.approx(sum(stage["duration_s"] for stage in record.stages))
+    named = re.search(r"^model name\s*: (.*)$", CPU_INFO.read_text() if CPU_INFO.is_file() else "", re.MULTILINE)
+    assert record.device_name == (named[1].strip() if named else record.device_name) != ""
+    assert record.torch_version == metadata.version("torch")
     assert record.peak_memory_bytes > 2**26 and record.host and record.started_at.endswith("+00:00")
     assert json.loads(json.dumps(record.to_dict()))["metrics"] == metrics
 

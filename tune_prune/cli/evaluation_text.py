@@ -9,8 +9,7 @@ from tune_prune.checkpoint.recorded import Recorded
 from tune_prune.checkpoint.sizes import aligned
 from tune_prune.core.records import StageReport
 from tune_prune.data.sources import uses_embedded_data
-from tune_prune.evaluation.item_scores import metric_of, summarize
-from tune_prune.trial.trial import Trial
+from tune_prune.evaluation.evaluation import Evaluation
 
 
 def checkpoint_line(manifest: Manifest) -> str:
@@ -35,36 +34,32 @@ def _perplexity(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 100_000 else f"{value:.3g}"
 
 
-def result_text(trial: Trial, metrics: dict[str, float], earlier: Recorded | None) -> str:
+def result_text(found: Evaluation, earlier: Recorded | None) -> str:
     """The result as text for the screen: perplexity, a row per task, what each stage cost. `earlier`: numbers recorded for a
     pruned checkpoint, to stand beside the measured ones."""
-    context = trial.context
+    metrics = found.record.metrics
     beside = () if earlier is None else ("recorded", "difference")
     rows = [("task", "metric", "accuracy", "stderr", *beside, "chance", "items")]
-    for task in dict.fromkeys(item.task for item in trial.items):
-        items = [item for item in trial.items if item.task == task]
-        chance = summarize(items)["chance_acc_mean"]
-        accuracy, stderr = metrics[f"acc_{task}"], metrics[f"acc_{task}_stderr"]
-        beside = () if earlier is None else _beside(accuracy, earlier.accuracies.get(task))
-        cells = (task, metric_of(task), f"{accuracy:.4f}", _stderr(stderr))
-        rows.append((*cells, *beside, f"{chance:.4f}", f"{len(items):,}"))
-    mean, stderr = metrics["acc_mean"], metrics["acc_mean_stderr"]
-    beside = () if earlier is None else _beside(mean, earlier.acc_mean)
-    cells = ("mean", "", f"{mean:.4f}", _stderr(stderr))
-    rows.append((*cells, *beside, f"{metrics['chance_acc_mean']:.4f}", f"{len(trial.items):,}"))
+    for task, row in found.tasks.iterrows():
+        beside = () if earlier is None else _beside(row["accuracy"], earlier.accuracies.get(task))
+        cells = (task, row["metric"], f"{row['accuracy']:.4f}", _stderr(row["stderr"]))
+        rows.append((*cells, *beside, f"{row['chance']:.4f}", f"{row['items']:,}"))
+    beside = () if earlier is None else _beside(found.acc_mean, earlier.acc_mean)
+    cells = ("mean", "", f"{found.acc_mean:.4f}", _stderr(found.acc_mean_stderr))
+    rows.append((*cells, *beside, f"{metrics['chance_acc_mean']:.4f}", f"{len(found.items):,}"))
 
     costs = [("stage", "tokens", "seconds")]
-    for stage in dict.fromkeys(report.stage for report in trial.progress.reports):
-        reports = [report for report in trial.progress.reports if report.stage == stage]
-        tokens, seconds = sum(report.tokens for report in reports), sum(report.duration_s for report in reports)
-        costs.append((stage.replace("_", "-"), f"{tokens:,}", f"{seconds:.1f}"))
-    text = "the embedded text" if uses_embedded_data(context.run) else "WikiText-2 test"
+    for name in dict.fromkeys(stage["stage"] for stage in found.record.stages):
+        stages = [stage for stage in found.record.stages if stage["stage"] == name]
+        tokens, seconds = (sum(stage[cost] for stage in stages) for cost in ("tokens", "duration_s"))
+        costs.append((name.replace("_", "-"), f"{tokens:,}", f"{seconds:.1f}"))
+    text = "the embedded text" if uses_embedded_data(found.run) else "WikiText-2 test"
     compared = ""
     if earlier is not None and earlier.ppl is not None:
-        compared = f"; recorded {_perplexity(earlier.ppl)}, difference {_difference(metrics['ppl'], earlier.ppl)}"
+        compared = f"; recorded {_perplexity(earlier.ppl)}, difference {_difference(found.ppl, earlier.ppl)}"
     return "\n".join(
         [
-            f"perplexity {_perplexity(metrics['ppl'])} on {text}, windows of {context.perplexity_window:,} tokens{compared}",
+            f"perplexity {_perplexity(found.ppl)} on {text}, windows of {found.perplexity_window:,} tokens{compared}",
             "",
             *aligned(rows, left=2),
             "",

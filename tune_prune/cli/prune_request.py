@@ -6,19 +6,12 @@ measured. Without it, the same steps as in a trial find it again: calibration, s
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tune_prune.checkpoint import origin
 from tune_prune.checkpoint.save import Origin
-from tune_prune.cli.plan_text import shown_path
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
@@ -28,13 +21,12 @@ from tune_prune.core.store import BEST_CONFIG, EXPERIMENT, PLAN, FolderStore
 from tune_prune.core.validation import validated
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
-from tune_prune.models import catalog, loading
-from tune_prune.models.loading import LoadedModel
+from tune_prune.models import catalog
+from tune_prune.planning import resolve
+from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import selection, shapes
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
-from tune_prune.trial.context import TrialContext
-from tune_prune.trial.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -169,25 +161,22 @@ def _baseline(values: Mapping[str, Any] | None) -> dict[str, float] | None:
     )
 
 
-def from_flags(args: argparse.Namespace) -> PruneRequest:
-    """The configuration that the flags of prune.py name. Raises UserError."""
-    from tune_prune.planning import resolve
-    from tune_prune.planning.plan import SearchSettings
-
-    settings = SearchSettings(
-        models=(args.model,),
-        revision=args.revision,
-        calibration=args.calibration,
-        data_dir=args.data_dir,
-        seed=args.seed or 0,
-    )
-    dense = resolve.dense_model(settings, args.model, "bfloat16" if torch.cuda.is_available() else "float32")
-    given = {name: getattr(args, row.name) for name, row in HYPERPARAMETERS.items()}
-    values = {name: HYPERPARAMETERS[name].usual if value is None else value for name, value in given.items()}
-    (shape,) = resolve.aligned((values["shape"],), args.align)
-    config = PruningConfig(**values | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)})
+def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None) -> PruneRequest:
+    """The configuration that `values` name, by the names of HYPERPARAMETERS (None or absent: the default), of a model that is
+    known without its weights; `align` is the N of shape aligned. Raises UserError."""
+    method = load_method(values["method"])
+    given = {name: value for name, value in values.items() if value is not None}
+    missing = [name for name in method.hyperparameters if HYPERPARAMETERS[name].required and name not in given]
+    if missing:
+        examples = ", ".join(f"{name}={HYPERPARAMETERS[name].example}" for name in missing)
+        raise UserError(
+            f"{method.name} reads calibration samples: {' and '.join(missing)} must be given, e.g. {examples}"
+        )
+    full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | given
+    (shape,) = resolve.aligned((full["shape"],), align)
+    config = PruningConfig(**full | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)})
     selection.target_params(dense.geometry, config.pruning_ratio, config.shape)
-    if load_method(config.method).reads:
+    if method.reads:
         lengths, count = (config.seq_len,), config.num_samples
         checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
     shared = Path("ray_results") / artifact_cache.FOLDER
@@ -197,39 +186,3 @@ def from_flags(args: argparse.Namespace) -> PruneRequest:
         source=dense.run,
         artifact_dir=shared.absolute() if shared.is_dir() else None,
     )
-
-
-def execute(request: PruneRequest, device: str, dtype: str | None) -> tuple[LoadedModel, PruningPlan, str]:
-    """The dense model in `dtype` (None: its own) on `device`, the plan, and in words where that comes from. Raises
-    UserError where the model is not available or is not the one that was searched."""
-    device = loading.pick_device(device)
-    source = catalog.resolve(request.run.model, request.run.revision)
-    config = loading.load_config(source)
-    origin.require_dense(source, config)
-    found = loading.fingerprint(source, config)
-    if request.fingerprint is not None and found != request.fingerprint:
-        raise UserError(
-            f"{source.location} is not the model that was searched (its files have another content); give that one with --base, "
-            "or search again"
-        )
-    wanted = getattr(torch, dtype) if dtype else (getattr(config, "dtype", None) or torch.float32)
-    if request.plan is not None and request.plan_file is not None:
-        return (
-            loading.load_model(source, wanted, device),
-            request.plan,
-            f"as searched ({shown_path(request.plan_file)})",
-        )
-    with ExitStack() as stack:
-        folder = request.artifact_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="tune_prune_"))
-        context = TrialContext.open(request.run, folder, device)
-        trial = Trial(request.config, context)
-        for report in trial.stages():
-            print(f"{report.stage:<12} {report.tokens:,} tokens, {report.duration_s:.1f} s", flush=True)
-            if trial.plan is not None:
-                break
-    assert trial.plan is not None
-    loaded = context.loaded
-    if loaded.model.dtype != wanted:
-        del context, trial.context  # before the weights are loaded again
-        loaded = loading.load_model(source, wanted, device)
-    return loaded, trial.plan, f"found here (calibration: {request.run.calibration})"

@@ -267,8 +267,10 @@ class EvaluationProtocol:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise UserError("no task was named; name at least one, e.g. --tasks boolq,piqa")
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"limit is {self.limit}; it must be at least 1 item per task, or be left out for all items")
+        if self.limit is not None and not Whole(1, 10**9).holds(self.limit):
+            raise UserError(
+                f"limit is {self.limit!r}; it must be at least 1 item per task, or be left out for all items"
+            )
         if list(self.slices) != sorted(set(self.slices)) or self.slices[-1] != 1.0 or self.slices[0] <= 0:
             raise UserError(f"slices are {self.slices}; they must grow, be above 0 and end with 1.0")
 

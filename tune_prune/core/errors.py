@@ -51,6 +51,12 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
     return 0
 
 
+def require(name: str, value: str, known: Iterable[str]) -> None:
+    """Raise UserError unless `value`, of the keyword `name`, is one of those that are known."""
+    if value not in (known := tuple(known)):
+        raise UserError(f"{name} is {value!r}; {did_you_mean(str(value), known)}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A clause for an error about an unknown name: the closest known name, then all of them."""
     known = sorted(known)

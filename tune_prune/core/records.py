@@ -61,6 +61,8 @@ class TrialRecord:
     elapsed_time_s: Number = 0.0
     peak_memory_bytes: int = 0  # GPU: torch's peak; CPU: the process's peak resident set
     host: str = ""
+    device_name: str = ""  # of the GPU or CPU; empty where the model was never opened, and in older records
+    torch_version: str = ""  # likewise
     resources: dict[str, Number] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what a reader of the numbers should know, in sentences
 

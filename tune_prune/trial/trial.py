@@ -22,6 +22,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +54,8 @@ class TrialProgress:
     config: PruningConfig | None
     started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     host: str = field(default_factory=platform.node)
+    device_name: str = ""  # until a model is opened
+    torch_version: str = ""
     reports: tuple[StageReport, ...] = ()  # without outcomes: `items` of the trial has them
     peak_memory_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -77,6 +81,8 @@ class TrialProgress:
             elapsed_time_s=sum(report.duration_s for report in self.reports),
             peak_memory_bytes=self.peak_memory_bytes,
             host=self.host,
+            device_name=self.device_name,
+            torch_version=self.torch_version,
             resources=dict(resources or {}),
             notes=list(self.notes),
         )
@@ -89,7 +95,13 @@ class Trial:
     def __init__(self, config: PruningConfig | None, context: TrialContext, shared: Sequence[Need] = ()) -> None:
         self.config = config
         self.context = context
-        self.progress = TrialProgress(context.key(config), context.run.label, config)
+        self.progress = TrialProgress(
+            context.key(config),
+            context.run.label,
+            config,
+            device_name=device_name(context.loaded.device),
+            torch_version=str(torch.__version__),
+        )
         self.items: list[ItemScore] = []
         self.plan: PruningPlan | None = None
         self._shared = shared
@@ -100,11 +112,10 @@ class Trial:
     def stages(self) -> Iterator[StageReport]:
         """Run the trial, one stage per report."""
         if self.config is None:
-            dense = PruningPlan.keep_all(self.context.loaded.geometry)
-            yield from self._evaluate(self.context.loaded.model, dense.structure)
+            dense = self.context.loaded
+            yield from self.measure(dense.model, PruningPlan.keep_all(dense.geometry))
         else:
-            model, plan = yield from self._prune(self.config)
-            yield from self._evaluate(model, plan.structure)
+            yield from self.measure(*(yield from self._prune(self.config)))
 
     def _prune(self, config: PruningConfig) -> Generator[StageReport, None, tuple[PreTrainedModel, PruningPlan]]:
         context, loaded = self.context, self.context.loaded
@@ -134,13 +145,15 @@ class Trial:
         yield report
         return model, self.plan
 
-    def _evaluate(self, model: PreTrainedModel, structure: str) -> Iterator[StageReport]:
-        context = self.context
+    def measure(self, model: PreTrainedModel, plan: PruningPlan) -> Iterator[StageReport]:
+        """The stages after pruning, of `model`, which keeps what `plan` says."""
+        context, structure = self.context, plan.structure
         with self._stage("perplexity") as report:
             result, report.tokens = context.perplexity(model, structure)
             report.metrics = {"ppl": result.ppl}
-            if self.config is None:
-                report.metrics |= {"params_count": float(context.loaded.geometry.total_params), "removed_fraction": 0.0}
+            if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
+                removed = {"removed_fraction": plan.removed_fraction}
+                report.metrics |= {"params_count": float(plan.total_params - plan.removed_params)} | removed
         yield report
 
         for index in range(len(context.run.protocol.slices)):
@@ -195,6 +208,17 @@ def prepare(context: TrialContext, seq_len: int, needs: Sequence[Need]) -> Itera
         about = {"model": context.run.label, "seq_len": seq_len}
         about |= {need.kind or "num_samples": need.num_samples for need in missing}
         yield about, StageReport(load_statistic(name).stage, time.perf_counter() - started, tokens=tokens)
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's as far as the system tells it: its model on x86 Linux, else what kind it is."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

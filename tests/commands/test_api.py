@@ -1,0 +1,169 @@
+"""The public API: what it gives is what the commands and a search's trials give; what is wrong is said in their sentences."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tune_prune
+from tests.findings import simulated_study
+from tests.trials import RUN
+from tune_prune import api, prune, search
+from tune_prune.checkpoint import manifest
+from tune_prune.core.config import EvaluationProtocol, PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.opened import Model
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import run_trial
+
+CONFIG = PruningConfig("layerwise", 16, 10, 0.3)
+FLAGS = ("--method", "layerwise", "--pruning-ratio", "0.3", "--seq-len", "16", "--num-samples", "10")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tune_prune.open("tiny-llama", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def pruned(model: Model) -> Any:
+    return model.prune("layerwise", ratio=0.3, seq_len=16, num_samples=10)
+
+
+def test_the_package_is_light_and_search_is_a_function_whatever_was_imported(
+    run_without: Callable[..., str], tmp_path: Path
+) -> None:
+    """Nothing heavy can be imported, and the API is there; the name of a module of the command line is no trap."""
+    code = """
+import sys
+import tune_prune
+assert [name for name in sys.modules if name.startswith("tune_prune.")] == [], sys.modules
+for statement in ("", "import tune_prune.search", "from tune_prune.search import main", "from tune_prune import search"):
+    exec(statement)
+    try:
+        tune_prune.search("tiny-llama", limit=0)
+    except ValueError as error:
+        print(error)
+print(tune_prune.open, tune_prune.load_results, [name for name in hidden if name in sys.modules])
+"""
+    hidden = ("torch", "transformers", "ray", "pandas", "numpy", "lm_eval", "optuna", "datasets", "matplotlib")
+    *sentences, last = run_without(hidden, code).splitlines()
+    assert len(sentences) == 4 and set(sentences) == {sentences[0]} and "--limit" in sentences[0]
+    assert last.endswith("[]")
+
+
+def test_the_keywords_of_a_search_are_its_flags() -> None:
+    keywords = inspect.signature(tune_prune.search).parameters
+    flags = {action.dest: action.default for action in search.parser()._actions}
+    of_the_command_alone = {"help", "version", "dry_run", "save_best"}
+    assert set(keywords) == set(flags) - of_the_command_alone
+    assert {name: flags[name] for name in keywords if name != "model"} == {
+        name: keyword.default for name, keyword in keywords.items() if name != "model"
+    }
+
+
+def test_a_dense_model_has_the_numbers_of_a_trial(model: Model, tmp_path: Path) -> None:
+    run = replace(RUN, protocol=EvaluationProtocol(("boolq", "piqa"), limit=5))
+    expected = run_trial(None, TrialContext.open(run, tmp_path, "cpu"))
+    stages: list[str] = []
+    found = model.evaluate(limit=5, tasks=["boolq", "piqa"], on_stage=lambda report: stages.append(report.stage))
+    assert found.record.key == expected.key and found.record.metrics == expected.metrics
+    assert (found.ppl, found.acc_mean) == (expected.metrics["ppl"], expected.metrics["acc_mean"])
+    assert list(found.tasks.index) == ["boolq", "piqa"] and list(found.tasks["items"]) == [5, 5]
+    assert found.tasks["accuracy"].mean() == pytest.approx(found.acc_mean)
+    assert found.tasks.loc["piqa", "stderr"] == expected.metrics["acc_piqa_stderr"]
+    assert stages == ["perplexity"] + ["zero_shot"] * 5
+
+
+def test_a_pruned_model_has_the_numbers_of_its_trial_and_generates(pruned: Any, tmp_path: Path) -> None:
+    expected = run_trial(CONFIG, TrialContext.open(RUN, tmp_path, "cpu"))
+    found = pruned.evaluate(limit=5)
+    assert pruned.config == CONFIG and found.record.key == expected.key
+    assert {name: expected.metrics[name] for name in found.record.metrics} == found.record.metrics
+    assert pruned.params == expected.metrics["params_count"] == sum(p.numel() for p in pruned.model.parameters())
+    assert pruned.plan.removed_params == 158_848 - pruned.params
+    tokens = pruned.tokenizer("the", return_tensors="pt")
+    with torch.no_grad():
+        first = pruned.model(**tokens).logits[0, -1].argmax()
+    assert pruned.model.generate(**tokens, max_new_tokens=4, do_sample=False)[0, tokens["input_ids"].shape[1]] == first
+
+
+def test_save_writes_what_the_command_writes(pruned: Any, tmp_path: Path, printed: Callable[..., str]) -> None:
+    saved = pruned.save(tmp_path / "api", dtype="float32")
+    argv = ("--model", "tiny-llama", *FLAGS, "--device", "cpu", "--dtype", "float32")
+    printed(prune.main, *argv, "--output", tmp_path / "command")
+    assert saved == manifest.read(tmp_path / "command") and saved.params == pruned.params
+    again = tune_prune.open(tmp_path / "api", device="cpu")
+    assert again.params == pruned.params and again.manifest == saved
+    tasks: dict[str, Any] = {"limit": 5, "tasks": "boolq,piqa"}
+    before = pruned.evaluate(**tasks).record.metrics
+    assert again.evaluate(**tasks).record.metrics == before | {"removed_fraction": 0.0}  # of itself
+    with pytest.raises(UserError, match="already pruned"):
+        again.prune("random")
+
+
+def test_results_of_a_folder(tmp_path: Path) -> None:
+    folder = simulated_study(tmp_path, failed=["taylor-s16-n128"])
+    results = tune_prune.load_results(str(folder))
+    assert len(results.trials) == 36 and (results.trials["status"] == "failed").sum() == 2
+    assert list(results.best.index) == ["alpha", "beta"]
+    for label, best in results.best.iterrows():
+        complete = results.trials[(results.trials["model"] == label) & results.trials["success"]]
+        top = complete.loc[complete["acc_mean"].idxmax()]
+        assert (best["method"], best["seq_len"], best["num_samples"]) == tuple(
+            top[["method", "seq_len", "num_samples"]]
+        )
+        assert best["acc_mean"] == complete["acc_mean"].max()
+        dense = json.loads((folder / "baseline.json").read_text())[label]["metrics"]["acc_mean"]
+        assert best["retained"] == pytest.approx(best["acc_mean"] / dense)
+        assert str(label) in results.report() and str(label) in str(results)
+    assert "17 of 18" in repr(results) and results.cost["trials"] == 36
+
+
+WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
+    "unknown alias": (lambda *_: api.open("mistrall"), ["'mistrall'", "did you mean 'mistral'?"]),
+    "missing folder": (lambda *_: api.open(Path("./a/b/nope")), ["a/b/nope does not exist"]),
+    "unknown dtype": (lambda *_: api.open("tiny-llama", dtype="float16"), ["dtype is 'float16'", "bfloat16"]),
+    "unknown device": (lambda *_: api.open("tiny-llama", device="tpu"), ["device is 'tpu'", "cuda"]),
+    "negative seed": (lambda *_: api.open("tiny-llama", seed=-1), ["seed is -1", "from 0 to 4294967295"]),
+    "missing data": (lambda *_: api.open("tiny-llama", data_dir="nope"), ["nope is not a folder", "tasks/"]),
+    "calibration": (lambda *_: api.open("tiny-llama", calibration="wikitext"), ["did you mean 'wikitext2'?"]),
+    "unknown method": (lambda model, _: model.prune("tailor"), ["'tailor'", "did you mean 'taylor'?"]),
+    "no samples": (
+        lambda model, _: model.prune("taylor", seq_len=16),
+        ["num_samples must be given", "num_samples=128"],
+    ),
+    "ratio": (lambda model, _: model.prune("random", 1.5), ["pruning_ratio is 1.5", "below 1"]),
+    "text": (lambda model, _: model.prune("taylor", 0.2, "16", 8), ["seq_len is '16'", "whole number"]),
+    "long": (lambda model, _: model.prune("taylor", 0.2, 10**5, 8), ["seq_len 100000", "512 tokens"]),
+    "shape": (lambda model, _: model.prune("random", shape="square"), ["shape is 'square'", "uniform"]),
+    "align": (lambda model, _: model.prune("random", align=8), ["--align 8", "shape is free"]),
+    "limit": (lambda model, _: model.evaluate(limit=0), ["limit is 0", "at least 1"]),
+    "limit as text": (lambda model, _: model.evaluate(limit="5"), ["limit is '5'"]),
+    "unknown task": (lambda _, pruned: pruned.evaluate(tasks="piqa,bolq"), ["'bolq'", "did you mean 'boolq'?"]),
+    "unknown format": (lambda _, pruned: pruned.save("x", "safetensor"), ["format is 'safetensor'", "hf-padded"]),
+    "saved dtype": (lambda _, pruned: pruned.save("x", dtype="int8"), ["dtype is 'int8'", "float16"]),
+    "existing folder": (lambda _, pruned: pruned.save(Path(__file__).parent), ["exists", "another folder"]),
+    "no model": (lambda *_: api.search([]), ["--model"]),
+    "unknown space": (lambda *_: api.search("tiny-llama", "smokee"), ["'smokee'", "did you mean 'smoke'?"]),
+    "unknown scheduler": (lambda *_: api.search("tiny-llama", scheduler="pbt"), ["--scheduler", "'pbt'", "asha"]),
+    "no folder": (lambda *_: api.load_results("nope"), ["nope is no folder", "ray_results/NAME"]),
+}
+
+
+@pytest.mark.usefixtures("nothing_created")
+@pytest.mark.parametrize(("call", "words"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_said(
+    call: Callable[[Model, Any], object], words: list[str], model: Model, pruned: Any
+) -> None:
+    with pytest.raises(UserError) as error:
+        call(model, pruned)
+    sentence = str(error.value)
+    assert [word for word in words if word not in sentence] == [] and "\n" not in sentence, sentence

@@ -1,0 +1,142 @@
+"""The public API: what a notebook calls. The command lines do what they do through it.
+
+    model = tune_prune.open("tiny-llama")                                      a dense model, or one that was pruned before
+    pruned = model.prune("blockwise", ratio=0.2, seq_len=64, num_samples=128)  .model, .plan, .params
+    pruned.evaluate(limit=100)                                                 .acc_mean, .ppl, .tasks
+    pruned.save("tiny-llama-pruned")                                           what `python -m tune_prune.prune` writes
+    results = tune_prune.search("tiny-llama", search_space="smoke")            .best, .trials, .report()
+    results = tune_prune.load_results("ray_results/tiny-llama-20-smoke")       the same of a search that was run before
+
+What they give is in tune_prune/opened.py and tune_prune/results.py; docs/api.md has examples. A keyword is a flag of the command
+line, with the same default. What is wrong with one is a UserError, which is a ValueError, with the command line's sentence.
+This module imports nothing heavy: torch is imported with the first model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tune_prune.core.config import Whole
+from tune_prune.core.errors import UserError, require
+
+if TYPE_CHECKING:
+    from tune_prune.opened import Model
+    from tune_prune.results import Results
+
+
+def open(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    calibration: str | None = None,
+    data_dir: str | Path | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    device: str = "auto",
+) -> Model:
+    """The model of that name, with everything checked that can be without loading its weights.
+
+    name         alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder; a checkpoint that `save` or
+                 `python -m tune_prune.prune` has written, too
+    revision     branch, tag or commit of a hub model; None: main
+    calibration  what methods read: embedded, wikitext2, c4 or a text file; None: embedded for embedded models, else the text of
+                 data_dir, else wikitext2
+    data_dir     task and text files for machines without a hub (docs/data.md)
+    seed         of calibration samples and of the order of test items
+    dtype        of the weights while they are scored and measured: float32 or bfloat16; None: bfloat16 on a GPU, else float32
+    device       auto (a GPU if there is one), cpu or cuda
+
+    Raises UserError for a name that is unknown, a model that is not available, damaged or of another family, and for a
+    keyword's value.
+    """
+    from tune_prune.models import catalog
+
+    name = str(name)
+    source = catalog.resolve(name, revision)
+    require("dtype", dtype or "float32", ("float32", "bfloat16"))
+    require("device", device, ("auto", "cpu", "cuda"))
+    if not (whole := Whole(0, 2**32 - 1)).holds(seed):
+        raise UserError(f"seed is {seed!r}; it must be {whole}")
+    from tune_prune.data import calibration as texts  # imports torch
+    from tune_prune.models.loading import pick_device
+    from tune_prune.opened import Model
+    from tune_prune.planning.plan import SearchSettings
+    from tune_prune.planning.resolve import model_run
+
+    device = pick_device(device)
+    settings = SearchSettings(
+        (name,),
+        revision=revision,
+        calibration="embedded",
+        data_dir=None if data_dir is None else str(data_dir),
+        seed=seed,
+    )
+    run = model_run(settings, name, source, dtype or ("bfloat16" if device == "cuda" else "float32"))
+    if calibration is not None:
+        calibration = texts.resolve(calibration, run.data_dir, source.kind == "embedded")
+    return Model(run, device, calibration)
+
+
+def search(
+    model: str | Path | Sequence[str | Path],
+    search_space: str | Path = "paper_grid",
+    *,
+    search: str | None = None,
+    num_trials: int | None = None,
+    pruning_ratio: float | None = None,
+    shape: str | None = None,
+    align: int | None = None,
+    revision: str | None = None,
+    calibration: str | None = None,
+    data_dir: str | Path | None = None,
+    tasks: Sequence[str] | str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    scheduler: str = "none",
+    gpus_per_trial: float | str = "auto",
+    cpus_per_trial: float | str = "auto",
+    trial_timeout: float | None = None,
+    address: str | None = None,
+    storage_path: str | Path = "ray_results",
+    name: str | None = None,
+) -> Results:
+    """Search the best way to prune a model: as `python -m tune_prune.search`, into the same folder. The same call again, or the
+    same command, runs only what is missing.
+
+    model           alias, hub id or local folder; or several of them
+    search_space    paper_grid (45 configurations), adaptive, minimal, smoke (6), control, or a YAML file
+    search          grid (all) or optuna (its TPE picks); None: as the space says
+    num_trials      per model and pruning ratio, of optuna
+    pruning_ratio   fraction of ALL parameters to remove; None: as the space says, else 0.2
+    shape, align    what layers may become; None: as the space says, else free
+    revision, calibration, data_dir, seed, dtype    as for `open`; the seed is the sampler's, too
+    tasks, limit    as for `Model.evaluate`
+    scheduler       none, race or asha: which trials are stopped early
+    gpus_per_trial, cpus_per_trial    auto or a number
+    trial_timeout   seconds after which a trial is ended
+    address         HOST:PORT of a Ray cluster, or auto; None: a local Ray of its own
+    storage_path    where experiments are kept
+    name            of the experiment; None: from model, ratio, search space and shape
+
+    Prints its progress. Raises UserError before anything starts; a trial that fails is a row of `Results.trials`.
+    """
+    keywords = dict(locals())
+    from tune_prune.cli import search_flags
+
+    argv = search_flags.arguments(keywords)
+    settings = search_flags.settings_from(search_flags.parser().parse_args(argv))
+    from tune_prune import results
+    from tune_prune.planning.preflight import make_plan
+
+    return results.run(make_plan(settings), [*search_flags.COMMAND, *argv])
+
+
+def load_results(folder: str | Path) -> Results:
+    """The results of a search, from its folder (ray_results/NAME): finished, running or half-lost. Raises UserError for a folder
+    that is no experiment and holds no results file."""
+    from tune_prune import results
+
+    return results.load(Path(folder).expanduser())

@@ -1,0 +1,157 @@
+"""The flags of a search, and what they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tune_prune.cli import flags
+from tune_prune.core.errors import Parser
+
+if TYPE_CHECKING:
+    from tune_prune.planning.plan import SearchSettings
+
+COMMAND = ("python", "-m", "tune_prune.search")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m tune_prune.search",
+        description="Find the best way to prune a language model: a search over pruning configurations, each one tried for real.",
+        epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted (the same command goes on), 1 else.",
+    )
+    what = p.add_argument_group("what is searched")
+    what.add_argument(
+        "--model", type=flags.text, action="append", required=True, metavar="NAME",
+        help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder; give it again for more models",
+    )  # fmt: skip
+    what.add_argument(
+        "--revision", type=flags.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
+    )
+    what.add_argument(
+        "--search-space", type=flags.text, default="paper_grid", metavar="NAME_OR_YAML",
+        help="paper_grid (45 configurations), adaptive, minimal, smoke (6), or a YAML file (default: %(default)s)",
+    )  # fmt: skip
+    what.add_argument(
+        "--search", choices=("grid", "optuna"), help="try all, or let Optuna's TPE pick (default: as the space says)"
+    )
+    what.add_argument(
+        "--num-trials",
+        type=flags.whole_number(1, 10**9),
+        metavar="N",
+        help="trials per model and pruning ratio with --search optuna",
+    )
+    flags.add_hyperparameter_flags(what, ["pruning_ratio"], "as the space says, else 0.2")
+    flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free")
+    measured = p.add_argument_group("what it is measured on")
+    measured.add_argument(
+        "--calibration", type=flags.text, metavar="TEXT",
+        help="embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else the text of --data-dir, "
+        "else wikitext2)",
+    )  # fmt: skip
+    flags.add_measurement_flags(measured)
+    measured.add_argument(
+        "--seed",
+        type=flags.whole_number(0, 2**32 - 1),
+        default=0,
+        metavar="S",
+        help="of calibration windows, slices and sampler (default: 0)",
+    )
+    how = p.add_argument_group("how it runs")
+    how.add_argument(
+        "--scheduler",
+        choices=("none", "race", "asha"),
+        default="none",
+        help="race stops a trial once its items say, with 95%% confidence, that it cannot be the best; asha stops the weaker "
+        "half at each level (default: %(default)s)",
+    )
+    how.add_argument(
+        "--gpus-per-trial",
+        default="auto",
+        metavar="X",
+        help="auto, 0, 1, or 1/k such as 0.25 (default: auto)",
+    )
+    how.add_argument("--cpus-per-trial", default="auto", metavar="X", help="auto or a number of CPUs (default: auto)")
+    how.add_argument(
+        "--trial-timeout",
+        type=flags.seconds,
+        metavar="SECONDS",
+        help="end a trial that takes longer (default: never)",
+    )
+    how.add_argument(
+        "--address",
+        type=flags.text,
+        metavar="HOST:PORT",
+        help="a running Ray cluster, or auto (default: a local Ray of its own)",
+    )
+    how.add_argument(
+        "--storage-path",
+        type=flags.text,
+        default="ray_results",
+        metavar="DIR",
+        help="where experiments are kept (default: %(default)s)",
+    )
+    how.add_argument(
+        "--name",
+        type=flags.text,
+        metavar="NAME",
+        help="of the experiment (default: from model, ratio, search space and shape)",
+    )
+    how.add_argument(
+        "--save-best",
+        action="store_true",
+        help="at the end, save each model's best pruned model to best/ in the experiment",
+    )
+    how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
+    return p
+
+
+def settings_from(args: argparse.Namespace) -> SearchSettings:
+    from tune_prune.models import catalog
+    from tune_prune.planning import search_space
+    from tune_prune.tuning.ray_cluster.resources import parse_amount
+
+    gpus_per_trial = parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True)
+    cpus_per_trial = parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False)
+    for name in args.model:
+        catalog.resolve(name)  # what is misspelt is said at once: the plan imports torch, which takes seconds
+    search_space.load(args.search_space)
+    from tune_prune.planning.plan import SearchSettings
+
+    return SearchSettings(
+        models=tuple(dict.fromkeys(args.model)),
+        search_space=args.search_space,
+        search=args.search,
+        num_trials=args.num_trials,
+        pruning_ratio=args.pruning_ratio,
+        shape=args.shape,
+        align=args.align,
+        revision=args.revision,
+        calibration=args.calibration,
+        data_dir=args.data_dir,
+        tasks=args.tasks,
+        limit=args.limit,
+        seed=args.seed,
+        dtype=args.dtype,
+        scheduler=args.scheduler,
+        gpus_per_trial=gpus_per_trial,
+        cpus_per_trial=cpus_per_trial,
+        trial_timeout_s=args.trial_timeout,
+        address=args.address,
+        storage_path=args.storage_path,
+        name=args.name,
+    )
+
+
+def arguments(keywords: Mapping[str, Any]) -> list[str]:
+    """The command line with these flags, by name: those that are not at their defaults. Text is checked when it is parsed."""
+    argv, usual = [], parser()
+    for name, value in keywords.items():
+        several = name == "model" and isinstance(value, (list, tuple))
+        if name == "tasks" and isinstance(value, (list, tuple)):
+            value = ",".join(value)
+        if value != usual.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            argv += [flag] if value is True else [f"{flag}={one}" for one in (value if several else [value])]
+    return argv

@@ -1,0 +1,68 @@
+"""What the measurement of a model has found: perplexity, accuracies with their standard errors, and what they come from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tune_prune.core.config import ModelRun
+from tune_prune.core.records import TrialRecord
+from tune_prune.evaluation.item_scores import ItemScore, metric_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Evaluation:
+    """A measured model. Accuracies and their standard errors are fractions."""
+
+    run: ModelRun  # what it was measured on: tasks, limit, texts, seed, dtype
+    record: TrialRecord  # every metric by its name, and what each stage has cost
+    items: tuple[ItemScore, ...]  # the outcome of every single test item
+    perplexity_window: int  # tokens
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity per token, over windows of `perplexity_window` tokens of a text that no calibration reads."""
+        return self.record.metrics["ppl"]
+
+    @property
+    def acc_mean(self) -> float:
+        """The plain mean of the tasks' accuracies."""
+        return self.record.metrics["acc_mean"]
+
+    @property
+    def acc_mean_stderr(self) -> float:
+        """Of `acc_mean`: sqrt(sum of the tasks' squared errors) / number of tasks; nan where a task has a single item."""
+        return self.record.metrics["acc_mean_stderr"]
+
+    @property
+    def tasks(self) -> pd.DataFrame:
+        """A row per task, by its name: metric (acc, or acc_norm: by log-likelihood per character), accuracy, stderr, chance (what
+        picking choices blindly gives) and items (their number)."""
+        import pandas as pd
+
+        rows = {}
+        for task in dict.fromkeys(item.task for item in self.items):
+            own = [item for item in self.items if item.task == task]
+            rows[task] = {
+                "metric": metric_of(task),
+                "accuracy": self.record.metrics[f"acc_{task}"],
+                "stderr": self.record.metrics[f"acc_{task}_stderr"],
+                "chance": math.fsum(1 / len(item.loglikelihoods) for item in own) / len(own),
+                "items": len(own),
+            }
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("task")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the numbers should know, in sentences."""
+        return tuple(self.record.notes)
+
+    def __repr__(self) -> str:
+        return (
+            f"Evaluation of {self.run.label}: acc_mean {self.acc_mean:.4f} ± {self.acc_mean_stderr:.4f} over {len(self.items):,} "
+            f"items, ppl {self.ppl:.2f}"
+        )

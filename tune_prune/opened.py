@@ -1,0 +1,281 @@
+"""Models as the public API opens them (tune_prune/api.py): measured, pruned, saved. Imports torch."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tune_prune import embedded
+from tune_prune.checkpoint import origin
+from tune_prune.checkpoint.manifest import Format, Manifest
+from tune_prune.checkpoint.save import check_folder, save_checkpoint
+from tune_prune.cli import prune_request
+from tune_prune.cli.prune_request import PruneRequest
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.errors import UserError, require
+from tune_prune.core.records import StageReport
+from tune_prune.data import calibration
+from tune_prune.data.checks import check_data
+from tune_prune.data.sources import EMBEDDED_DATA
+from tune_prune.evaluation.evaluation import Evaluation
+from tune_prune.models import catalog, loading, weight_files
+from tune_prune.models.loading import LoadedModel
+from tune_prune.planning.resolve import DenseModel
+from tune_prune.pruning import surgery
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import Trial
+
+
+def _silent(_: StageReport) -> None:
+    """What is done with the report of a stage where nobody asks for it."""
+
+
+class Model:
+    """A language model as `open` finds it. Its weights are loaded when they are needed, and are in memory once.
+
+    label     its name in tables and file names
+    run       the settings that it was opened with
+    manifest  what is recorded of a checkpoint that was pruned before; None of any other model
+    params    number of parameters
+    """
+
+    def __init__(self, run: ModelRun, device: str = "auto", calibration: str | None = None) -> None:
+        """`calibration`: as `data.calibration.resolve` gives it; None: what suits the model, once it is needed."""
+        self.device = loading.pick_device(device)
+        self._source = catalog.resolve(run.model, run.revision)
+        self._config = loading.load_config(self._source)
+        self.manifest: Manifest | None = origin.verify(self._source, self._config)
+        if self.manifest is not None and run.data_dir is None and self.manifest.base_name in embedded.MODEL_NAMES:
+            run = replace(run, data_dir=EMBEDDED_DATA)  # what its base was trained for and is measured on
+        self.run = run
+        self.label = run.label
+        self.geometry = loading.config_geometry(self._config)[1]
+        self.params = self.geometry.total_params
+        self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
+        if self._source.kind != "hub":
+            weight_files.check(Path(self._source.location), loading.meta_model(self._config))
+        self._calibration = calibration
+        self._loaded: LoadedModel | None = None
+        # What was computed for this model, and is found again; what a search has measured is not asked for.
+        self._folder = tempfile.mkdtemp(prefix="tune_prune_")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        size = f"{self.params:,} parameters, {self.geometry.num_layers} layers"
+        return f"Model {self.label}: {size}, {self.run.dtype} on {self.device}"
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself, a torch module in eval mode. Nothing may change its weights: pruned models share them."""
+        return self.loaded().model
+
+    def prune(
+        self,
+        method: str,
+        ratio: float = 0.2,
+        seq_len: int | None = None,
+        num_samples: int | None = None,
+        *,
+        removal_divisor: int | None = None,
+        shape: str = "free",
+        align: int | None = None,
+        on_stage: Callable[[StageReport], None] = _silent,
+    ) -> PrunedModel:
+        """A smaller model. This one stays as it is, and shares with it the memory of every tensor that is not cut.
+
+        method           how groups are scored: taylor, layerwise, blockwise, wanda_sp, magnitude, random (docs/methods.md)
+        ratio            fraction of ALL parameters to remove, above 0 and below 1
+        seq_len          tokens per calibration sample; needed by every method that reads data
+        num_samples      calibration samples; likewise
+        removal_divisor  removal losses use the first num_samples // removal_divisor samples; None: 5
+        shape            what layers may become: free, uniform, aligned or aligned-N
+        align            the N of aligned; None: 64, from 1B parameters on 256
+        on_stage         is called with each stage's report (name, seconds, tokens) as it ends
+
+        Statistics that an earlier call or, in ./ray_results, a search has computed are used again. Raises UserError.
+        """
+        values = {
+            "method": method,
+            "pruning_ratio": ratio,
+            "seq_len": seq_len,
+            "num_samples": num_samples,
+            "removal_divisor": removal_divisor,
+            "shape": shape,
+        }
+        return self.execute(self.request(values, align), on_stage)
+
+    def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
+        """What `prune` is asked for, checked: `values` by the names of core.config.HYPERPARAMETERS, None or absent: the default.
+        Raises UserError."""
+        source = self._source
+        origin.require_dense(source, self._config)
+        text = self._calibration or calibration.resolve(None, self.run.data_dir, source.kind == "embedded")
+        run = replace(self.run, calibration=text)
+        return prune_request.from_values(
+            DenseModel(source, run, self._config, self.geometry, self.tokenizer), values, align
+        )
+
+    def execute(self, request: PruneRequest, on_stage: Callable[[StageReport], None] = _silent) -> PrunedModel:
+        """The pruned model of a request for this model: by the plan of a search where there is one, else found as in a trial.
+        Raises UserError."""
+        origin.require_dense(self._source, self._config)
+        found = loading.fingerprint(self._source, self._config)
+        if request.fingerprint is not None and found != request.fingerprint:
+            raise UserError(
+                f"{self._source.location} is not the model that was searched (its files have another content); give that one with "
+                "--base, or search again"
+            )
+        plan = request.plan
+        if plan is None:
+            context = TrialContext(request.run, self.loaded(), ArtifactStore(request.artifact_dir or self._folder))
+            trial = Trial(request.config, context)
+            for report in trial.stages():
+                on_stage(report)
+                if trial.plan is not None:
+                    break
+            plan = trial.plan
+        assert plan is not None
+        return PrunedModel(self, request, plan)
+
+    def evaluate(
+        self,
+        limit: int | None = None,
+        tasks: Sequence[str] | str | None = None,
+        on_stage: Callable[[StageReport], None] = _silent,
+    ) -> Evaluation:
+        """Perplexity and zero-shot accuracies, by the protocol of a search's trials: the numbers of a search's dense baseline.
+
+        limit     at most this many items per task, the first ones; None: all
+        tasks     names of zero-shot tasks; None: the seven of the paper
+        on_stage  is called with each stage's report as it ends; those of the zero-shot stages have the accuracies so far
+
+        Raises UserError where texts or tasks are not available.
+        """
+        return self._measured(self.protocol(limit, tasks), None, Trial.stages, on_stage)
+
+    def protocol(self, limit: int | None = None, tasks: Sequence[str] | str | None = None) -> ModelRun:
+        """The settings by which `evaluate` measures, once texts and tasks were found. Raises UserError."""
+        protocol = EvaluationProtocol(limit=limit, seed=self.run.seed)
+        if tasks is not None:
+            protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
+        run = replace(
+            self.run, protocol=protocol, calibration="embedded"
+        )  # nothing is calibrated: no text has to be there
+        check_data(run)
+        return run
+
+    def _measured(
+        self,
+        run: ModelRun,
+        config: PruningConfig | None,
+        stages: Callable[[Trial], Iterable[StageReport]],
+        on_stage: Callable[[StageReport], None],
+    ) -> Evaluation:
+        context = TrialContext(run, self.loaded(), ArtifactStore(self._folder))
+        largest, vocab_size = int(context.perplexity_tokens.max()), context.loaded.model.config.vocab_size
+        if largest >= vocab_size:
+            raise UserError(
+                f"the tokenizer of {self.label} makes token {largest}, but vocab_size in its config.json is {vocab_size}; use the "
+                "model's own tokenizer files"
+            )
+        trial = Trial(config, context)
+        for report in stages(trial):
+            on_stage(report)
+        return Evaluation(run, trial.progress.record("complete"), tuple(trial.items), context.perplexity_window)
+
+    def loaded(self, dtype: torch.dtype | None = None) -> LoadedModel:
+        """With its weights, in `dtype`; None: that of `run`. One copy is kept, the last. Raises UserError."""
+        dtype = dtype or getattr(torch, self.run.dtype)
+        if self._loaded is None or self._loaded.model.dtype != dtype:
+            self._loaded = None  # before the weights are loaded again
+            self._loaded = loading.load_model(self._source, dtype, self.device)
+        return self._loaded
+
+
+class PrunedModel:
+    """A pruned model.
+
+    dense   the Model that it was made from
+    config  its PruningConfig: method, seq_len, num_samples, pruning_ratio, removal_divisor, shape
+    plan    its PruningPlan: kept_groups and kept_channels, indices by layer; removed_params, removed_fraction
+    params  number of parameters
+    """
+
+    def __init__(self, dense: Model, request: PruneRequest, plan: PruningPlan) -> None:
+        self.dense = dense
+        self.config = request.config
+        self.plan = plan
+        self.params = plan.total_params - plan.removed_params
+        self.tokenizer = dense.tokenizer
+        self._request = request
+
+    def __repr__(self) -> str:
+        return (
+            f"PrunedModel of {self.dense.label} by {self.config.name}: {self.params:,} parameters, "
+            f"{self.plan.removed_fraction:.2%} removed"
+        )
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model itself, a torch module in eval mode that generates as the dense one does. It shares memory with that: to
+        train it, load what `save` has written."""
+        loaded = self.dense.loaded()
+        return surgery.prune(loaded.model, loaded.family, self.plan)
+
+    def evaluate(
+        self,
+        limit: int | None = None,
+        tasks: Sequence[str] | str | None = None,
+        on_stage: Callable[[StageReport], None] = _silent,
+    ) -> Evaluation:
+        """As `Model.evaluate`: the numbers of the trial of this configuration in a search."""
+        run = self.dense.protocol(limit, tasks)
+        return self.dense._measured(run, self.config, lambda trial: trial.measure(self.model, self.plan), on_stage)
+
+    def save(
+        self,
+        folder: str | Path,
+        format: Format = "hf",
+        *,
+        dtype: str | None = None,
+        shard_gb: float = 5.0,
+        overwrite: bool = False,
+        measure: bool = False,
+    ) -> Manifest:
+        """Write it to `folder` as a checkpoint that loads elsewhere, whole or not at all, and say what is in it.
+
+        format     hf: layers as they are; hf-padded: zeros up to the widest layer, the family's own class; gguf: for llama.cpp
+        dtype      of the saved weights: float32, bfloat16 or float16; None: the base model's own
+        shard_gb   largest weight file, in gigabytes (10**9 bytes)
+        overwrite  replace an earlier checkpoint of this program
+        measure    measure tokens per second and memory, dense beside pruned, and record them
+
+        The weights are those of the base model, cut. Raises UserError where `folder` exists or cannot be written, or where the
+        format cannot hold the model (docs/checkpoints.md).
+        """
+        require("format", format, get_args(Format))
+        require("dtype", dtype or "float32", ("float32", "bfloat16", "float16"))
+        path = Path(folder).expanduser().absolute()
+        check_folder(path, overwrite)
+        own = getattr(self.dense._config, "dtype", None) or torch.float32
+        return save_checkpoint(
+            self.dense.loaded(getattr(torch, dtype) if dtype else own),
+            self.plan,
+            self._request.origin(),
+            path,
+            format,
+            overwrite=overwrite,
+            shard_bytes=round(shard_gb * 1e9),
+            measure_speed=measure,
+        )

@@ -1,0 +1,135 @@
+"""A search from its plan to its results: the trials that the ledger lacks are run, every view is written again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tune_prune.analysis.cost import totals, write_cost
+from tune_prune.analysis.export import write_views
+from tune_prune.analysis.input.reading import read_study, study_of_search
+from tune_prune.analysis.render.report import report
+from tune_prune.analysis.statistics.findings import Findings, find
+from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.core import artifact_cache
+from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.ledger import Ledger, PassLog, read_baselines
+from tune_prune.core.store import COST, FolderStore
+from tune_prune.opened import Model, PrunedModel
+from tune_prune.planning import experiment
+from tune_prune.planning.plan import Plan
+
+
+class Results:
+    """What a search has found. `print(results)` shows its final table.
+
+    folder    of the experiment
+    findings  every number of its analysis (tune_prune/analysis/statistics/findings.py)
+    cost      what it has taken (cost.json); empty where that is not there
+    """
+
+    def __init__(self, folder: Path, findings: Findings, cost: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.findings = findings
+        self.cost = cost
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        """A row per trial, failed and stopped ones too, with the columns of all_methods_results.csv (ray_results/README.md) and
+        `name`, the configuration's. Accuracies are fractions, durations seconds."""
+        return pd.concat([model.rows for model in self.findings.study.models.values()], ignore_index=True)
+
+    @property
+    def best(self) -> pd.DataFrame:
+        """The best configuration of each model, by its label (tiny-llama, or tiny-llama@0.3 where there are several pruning
+        ratios): its hyperparameters; acc_mean, acc_mean_stderr, ppl and params_count as measured; retained, its accuracy over the
+        dense model's; tied, how many other configurations are statistically tied with the most accurate (95%). No row for a model
+        without a complete trial."""
+        names = ("acc_mean", "acc_mean_stderr", "ppl", "params_count")
+        rows = {
+            label: {
+                **{name: found.best[name] for name in (*HYPERPARAMETERS, *names)},
+                "retained": found.best["acc_mean"] / found.model.baseline.get("acc_mean", float("nan")),
+                "tied": len(found.tied) - 1,
+            }
+            for label, found in self.findings.models.items()
+        }
+        return pd.DataFrame.from_records(list(rows.values()), index=pd.Index(rows, name="model"))
+
+    def prune(self, model: str | None = None, device: str = "auto") -> PrunedModel:
+        """The pruned model of the best configuration, by the plan that its trial has kept, else found again.
+
+        `model` is a label of `best`; None: the only one. Raises UserError where there are several, or none, and where the dense
+        model is not available any more.
+        """
+        from tune_prune.cli import prune_request
+
+        request = prune_request.from_config(str(self.folder), model)
+        return Model(request.run, device).execute(request)
+
+    def report(self, language: str = "en") -> str:
+        """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model."""
+        return report(self.findings, language)
+
+    def __repr__(self) -> str:
+        models = self.findings.study.models.values()
+        counts = ", ".join(f"{model.label} {int(model.rows['success'].sum())} of {len(model.rows)}" for model in models)
+        return f"Results of {self.folder}: complete trials: {counts}"
+
+    def __str__(self) -> str:
+        return final_table(self.findings)
+
+
+def load(folder: Path) -> Results:
+    """Of an experiment, or of a folder of results files. Raises UserError."""
+    study = read_study([folder], [])
+    return Results(folder, find(study), next(iter(study.costs.values()), {}))
+
+
+def run(plan: Plan, command: Sequence[str]) -> Results:
+    """Run a plan to its end and write every view of its results; `command` is recorded with them. Raises UserError (also where
+    another search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+    store = FolderStore(plan.experiment_dir)
+    with store.lock():
+        return _run(plan, store, command)
+
+
+def _run(plan: Plan, store: FolderStore, command: Sequence[str]) -> Results:
+    from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports ray
+
+    started = time.monotonic()
+    settings, folder = plan.settings, plan.experiment_dir
+    ledger, passes = Ledger(store), PassLog(store)
+    before = totals(ledger.records(), read_baselines(store), passes.read())
+    models = experiment.write(store, plan, list(command))  # those of earlier starts, too
+    jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
+    options = TuneOptions(
+        experiment_dir=folder,
+        artifact_dir=folder.parent / artifact_cache.FOLDER,
+        search="optuna" if plan.space.search == "optuna" else "grid",
+        num_trials=plan.space.num_trials,
+        seed=settings.seed,
+        scheduler=settings.scheduler,
+        address=settings.address,
+        resources=plan.resources,
+        trial_timeout_s=settings.trial_timeout_s,
+        cost=plan.cost,
+    )
+    result = run_search(jobs, options)
+    records = ledger.records()
+    findings = find(study_of_search(folder, {"models": models}, result.baselines, records))
+    write_views(store, records, findings)
+    cost = write_cost(
+        folder / COST,
+        records,
+        result.baselines,
+        passes.read(),
+        plan.cost.to_dict() if plan.cost is not None else None,
+        before,
+        time.monotonic() - started,
+    )
+    return Results(folder, findings, cost)
