@@ -175,7 +175,9 @@ def _items(task: str, scores: np.ndarray) -> pd.DataFrame:
     places = np.arange(len(scores))
     gold = (places % 5 < 3) if task == "boolq" else places % choices
     likelihoods = [[-1.0] * choices] * len(scores)
-    return pd.DataFrame({"score": scores.astype(np.float32), "gold": gold.astype(np.int32), "loglikelihoods": likelihoods})
+    return pd.DataFrame(
+        {"score": scores.astype(np.float32), "gold": gold.astype(np.int32), "loglikelihoods": likelihoods}
+    )
 
 
 def _gradient_metrics(generator: np.random.Generator) -> dict[str, float]:

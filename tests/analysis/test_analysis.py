@@ -304,7 +304,16 @@ def test_final_table(tmp_path: Path) -> None:
     ]
     title, header, _, *rows = table_of(tmp_path, *records, top=2, tiny=dense()).splitlines()
     assert title == "tiny: 5 trials (4 complete, 1 failed)"
-    assert header.split() == ["Method", "seq_len", "num_samples", "Perplexity", "Accuracy", "Accuracy", "retained", "Parameters"]
+    assert header.split() == [
+        "Method",
+        "seq_len",
+        "num_samples",
+        "Perplexity",
+        "Accuracy",
+        "Accuracy",
+        "retained",
+        "Parameters",
+    ]
     assert [row.split() for row in rows[:5]] == [
         ["dense", "–", "–", "5.00", ".8000", "±", ".0080", "100.0%", "1,000"],
         ["taylor", "64", "128", "10.00", ".6123", "±", ".0100*", "76.5%", "800"],
@@ -320,7 +329,7 @@ def test_final_table(tmp_path: Path) -> None:
 def test_final_table_warns_of_a_model_at_chance(tmp_path: Path, acc: float, warned: bool) -> None:
     baseline = dense()
     baseline.metrics |= {"acc_mean": acc, "acc_mean_stderr": 0.02, "chance_acc_mean": 0.36}
-    assert ("at chance" in table_of(tmp_path, trial("taylor-s64-n128", 0.36), tiny=baseline)) is warned
+    assert ("itself is at chance" in table_of(tmp_path, trial("taylor-s64-n128", 0.36), tiny=baseline)) is warned
 
 
 def test_final_table_is_aligned_and_narrow(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def test_sentences_as_they_read() -> None:
     assert said("selection_bias", "zh", naive=0.598, corrected=0.5951).count(".59") == 2
     assert "seq_len, 256, is the largest" in said("edge_upper", factor="seq_len", value=256)
     ranks = said("rank_disagrees", by_mean="taylor", by_max="blockwise")
-    assert ranks.startswith("taylor has the highest mean accuracy, but the most accurate configuration is one of blockwise")
+    assert ranks.startswith(
+        "taylor has the highest mean accuracy, but the most accurate configuration is one of blockwise"
+    )
     assert said("within_noise", best="x", others=["a", "b"], points=0.123).endswith(
         "next is 0.12 points behind, which is within noise."
     )

@@ -83,6 +83,7 @@ def best_entry(found: ModelFindings, folder: Path) -> dict[str, Any]:
             if not pd.isna(best[f"acc_{task}"])
         },
         "baseline": plain_values(dense, *dense) or None,
+        "perplexity_window": found.model.window,
         "retained_accuracy": found.retained(best["acc_mean"]),
         "num_complete_trials": len(found.eligible),
         "within_noise": [name for name in found.tied if name != best["name"]],

@@ -111,7 +111,7 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
 def _interval(column: Column, row: Row) -> tuple[float, float] | None:
     """Wilson's 95% interval (1927) of an accuracy of 0 or 1, whose standard error by the usual formula would be 0."""
     value, items = row.get(column.key), row.get(column.items)
-    if column.format not in _ACCURACIES or missing(value) or missing(items) or value not in (0, 1):
+    if column.format not in _ACCURACIES or items is None or missing(items) or missing(value) or value not in (0, 1):
         return None
     width = _Z * _Z / (items + _Z * _Z)
     return (0.0, width) if value == 0 else (1 - width, 1.0)

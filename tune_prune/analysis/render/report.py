@@ -6,7 +6,6 @@ templates/report.txt.j2 says it in English; the catalogue of messages has the ot
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 from tune_prune.analysis.render.messages import LANGUAGES, note_sentences, printed
@@ -16,6 +15,7 @@ from tune_prune.analysis.statistics.cross_fit import CrossFit
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.table import Table
+from tune_prune.analysis.tables.trial_tables import problem_counts
 from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text
@@ -39,7 +39,7 @@ def report(findings: Findings, language: str = "en") -> str:
         return (text_table(table, language) if table.rows else "") + (f"\n  {sentences}\n" if sentences else "")
 
     problems = {label: _problems(found) for label, found in findings.models.items()}
-    kinds = {label: Counter(p.kind for p in found.model.problems) for label, found in findings.models.items()}
+    kinds = {label: problem_counts(found.model.problems) for label, found in findings.models.items()}
     template = environment(language).get_template("report.txt.j2")
     text = template.render(
         findings=findings,

@@ -46,7 +46,7 @@ def fold(line: str, columns: int = COLUMNS) -> str:
 
 
 def text_table(table: Table, language: str = "en", columns: int = COLUMNS) -> str:
-    """The table as `aligned` does it, without title and notes: numbers flush right, `*` behind the best and what is tied with it."""
+    """The table as `aligned` does it, without title and notes: numbers flush right, `*` behind the best and its ties."""
     shown = table.shown
     rows = [[cell_text(column, row, language) for column in shown] for row in table.rows]
     for index, column in enumerate(shown):

@@ -171,7 +171,9 @@ class ModelFindings:
     def retained(self, accuracy: Any, task: str = "mean") -> float | None:
         """`accuracy` over the dense model's; None where that is not known, or may itself come from guessing."""
         dense = self.model.baseline.get(f"acc_{task}", math.nan)
-        return float(accuracy / dense) if accuracy is not None and dense > 0 and not self.at_chance(dense, task) else None
+        return (
+            float(accuracy / dense) if accuracy is not None and dense > 0 and not self.at_chance(dense, task) else None
+        )
 
     @cached_property
     def statistics(self) -> Mapping[str, float]:
@@ -196,7 +198,10 @@ class ModelFindings:
 
     def _warnings(self) -> Iterator[Message]:
         rows, eligible, fit = self.model.rows, self.eligible, self.cross_fit
-        dense, guess = self.model.baseline.get("acc_mean", math.nan), self.guessing.loc["mean", ["chance", "majority"]].max()
+        dense, guess = (
+            self.model.baseline.get("acc_mean", math.nan),
+            self.guessing.loc["mean", ["chance", "majority"]].max(),
+        )
         if not math.isfinite(dense):
             yield Message("dense_unknown")
         if self.at_chance(dense):

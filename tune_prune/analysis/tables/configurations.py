@@ -35,8 +35,8 @@ RETAINED = Column("retained", "Accuracy retained", "percent", hint="of the dense
 def hyperparameter_columns(findings: Findings) -> list[Column]:
     """The method, and every hyperparameter with several values (the ratio is in the model's label)."""
     rows = pd.concat([model.rows for model in findings.study.models.values()])
-    return [Column("method", "Method")] + [
-        Column(name, row.name, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "")
+    return [Column("method", "Method", style="setting")] + [
+        Column(name, row.name, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "", style="setting")
         for name, row in HYPERPARAMETERS.items()
         if name in rows and name not in ("method", "pruning_ratio") and (row.required or rows[name].nunique() > 1)
     ]
@@ -45,7 +45,7 @@ def hyperparameter_columns(findings: Findings) -> list[Column]:
 def best_configurations(findings: Findings) -> Table:
     """The chosen configuration of each model, with what it keeps and how certain the choice is."""
     rows = []
-    for label, found in findings.models.items():
+    for found in findings.models.values():
         dense, cross_fit, tied = found.model.baseline, found.cross_fit, len(found.tied)
         values = {
             "cross_fitted": cross_fit.corrected if cross_fit else None,
@@ -75,7 +75,7 @@ def best_configurations(findings: Findings) -> Table:
     ]
     if any(found.cross_fit for found in findings.models.values()):
         notes.append(Message("note_cross_fitted"))
-    notes.append(Message("note_confidence_set"))
+    notes += [Message("note_confidence_set"), *window_notes(findings)]
     ratios = {found.model.ratio for found in findings.models.values()}
     shapes = {found.model.shape for found in findings.models.values()}
     title = "Best configurations"
@@ -101,7 +101,7 @@ def accuracy_by_size(findings: Findings) -> Table | None:
 def selection_rules(findings: Findings) -> Table:
     """What each rule chooses."""
     rows = []
-    for label, found in findings.models.items():
+    for found in findings.models.values():
         for rule, names in found.chosen.items():
             for row in map(found.named, names):
                 values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
@@ -122,7 +122,11 @@ def task_accuracies(findings: Findings) -> Table:
     for label, found in findings.models.items():
         dense, best = found.model.baseline, found.best
         mean = {"task": "mean", "acc": best["acc_mean"], "stderr": best["acc_mean_stderr"]}
-        mean |= {"dense": dense.get("acc_mean"), "retained": found.retained(best["acc_mean"]), **found.guessing.loc["mean"]}
+        mean |= {
+            "dense": dense.get("acc_mean"),
+            "retained": found.retained(best["acc_mean"]),
+            **found.guessing.loc["mean"],
+        }
         for row in [*found.tasks.reset_index(names="task").to_dict("records"), mean]:
             dense_stderr = dense.get(f"acc_{row['task']}_stderr")
             rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": best["name"]})
@@ -140,7 +144,7 @@ def architecture(findings: Findings) -> Table:
     """Gradient ratios of each model beside what it is pruned best with."""
     ratios = {f"grad_{name}_ratio": f"{name.capitalize()} ratio" for name in ("mean", "norm", "std", "max")}
     rows = []
-    for label, found in findings.models.items():
+    for found in findings.models.values():
         row = configuration(found, found.best) | _geometry(findings, found)
         rows.append(row | {name: found.best.get(name) for name in (*ratios, "extreme_pruning_layers")})
     columns = [
@@ -184,7 +188,9 @@ def configuration_impact(findings: Findings) -> Table | None:
     rows = []
     for label, found in findings.models.items():
         for setting, config, values in _settings(findings, label, found):
-            metrics: dict[str, Any] = {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
+            metrics: dict[str, Any] = {
+                name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)
+            }
             accuracy, loss = metrics["acc_mean"], metrics["loss_points"]
             row = {"model": label, "setting": setting, "config": config} | metrics | limits(found)
             row["loss"] = None if missing(loss) else loss / 100 / found.best["acc_mean"]
@@ -234,6 +240,12 @@ def accuracy_notes(findings: Findings) -> list[Message]:
     """What accuracies and their standard errors are."""
     kinds = {found.model.kind for found in findings.models.values()}
     return [Message(f"note_accuracy_{kind}") for kind in sorted(kinds)]
+
+
+def window_notes(findings: Findings) -> list[Message]:
+    """In what windows perplexity was measured, where that is recorded."""
+    windows = {label: model.window for label, model in findings.study.models.items() if model.window}
+    return [Message("note_window", {"model": label, "window": window}) for label, window in windows.items()]
 
 
 def _geometry(findings: Findings, found: ModelFindings) -> dict[str, Any]:

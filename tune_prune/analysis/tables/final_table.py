@@ -15,6 +15,7 @@ from tune_prune.analysis.tables.configurations import (
     hyperparameter_columns,
     limits,
     transfer,
+    window_notes,
 )
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.analysis.tables.trial_tables import counts, trials
@@ -58,7 +59,7 @@ def _best_trials(findings: Findings, label: str, table: Table, top: int) -> Tabl
     if (found := findings.models.get(label)) is not None:
         rows = [{**row, "retained": found.retained(row.get("acc_mean")), **limits(found)} for row in rows]
     columns = [*table.pick(*names, "ppl", "acc_mean").columns, RETAINED, PARAMETERS]
-    notes = [*accuracy_notes(findings), Message("note_retained")]
+    notes = [*accuracy_notes(findings), Message("note_retained"), *window_notes(findings)]
     return replace(table, title=title, columns=columns, rows=rows, notes=notes)
 
 

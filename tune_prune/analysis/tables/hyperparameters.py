@@ -42,22 +42,25 @@ def accuracy(key: str, label: str = "") -> Column:
 def method_pairs(findings: Findings) -> Table | None:
     """The mean difference of every two methods, with its error and whether it is distinguishable from 0."""
     rows = [
-        {"model": label, "first": first, "second": second, **values, "words": pair_message(first, second, values)}
+        {"model": label, "first": first, "second": second, **values, "result": _result(first, values)}
         for label, found in findings.models.items()
         for (first, second), values in found.method_pairs.iterrows()
     ]
     columns = [
         *(MODEL, Column("first", "Method"), Column("second", "Compared with"), Column("n", "Pairs", "int")),
-        *(Column("points", "Difference", "points", "stderr_points", hint="percentage points"), Column("p_value", "p", "p")),
-        Column("words", "Result", wrap=True),
+        *(
+            Column("points", "Difference", "points", "stderr_points", hint="percentage points"),
+            Column("p_value", "p", "p"),
+        ),
+        Column("result", "Result"),
     ]
     return Table("method_pairs", "Methods compared", columns, rows, [Message("note_method_pairs")]) if rows else None
 
 
-def pair_message(first: str, second: str, values: Any) -> Message:
-    """What a row of `ModelFindings.method_pairs` shows."""
-    kind = "unknown" if missing(values["p_value"]) else "differs" if values["p_value"] <= 0.05 else "tied"
-    return Message(f"pair_{kind}", {"first": first, "second": second})
+def _result(first: str, pair: Any) -> Message:
+    if pair["p_value"] <= 0.05:
+        return Message("pair_differs", {"first": first})
+    return Message("pair_unknown" if missing(pair["p_value"]) else "pair_tied")
 
 
 def levels(findings: Findings) -> list[Table]:

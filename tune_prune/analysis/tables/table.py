@@ -43,7 +43,7 @@ class Column:
     def at_chance(self, row: Row) -> bool:
         """Whether the row's accuracy is to be marked as not distinguishable from guessing."""
         value, threshold = row.get(self.key), row.get(self.threshold)
-        return not missing(value) and not missing(threshold) and value < threshold
+        return value is not None and threshold is not None and bool(value < threshold)  # NaN is not below anything
 
 
 @dataclass(frozen=True)

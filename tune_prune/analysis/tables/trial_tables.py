@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.study import Model
+from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
     CONFIGURATION,
@@ -68,13 +70,21 @@ def trials(findings: Findings) -> Table:
         *hyperparameter_columns(findings),
         MARKED_ACCURACY,
         Column("difference_points", "To the best", "points", "difference_stderr_points", hint="percentage points"),
-        Column("p_value", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"),
+        Column(
+            "p_value", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"
+        ),
         PERPLEXITY,
         *(
             Column(
-                f"acc_{task}", task, "acc", f"acc_{task}_stderr", threshold=f"_threshold_{task}", items=f"_items_{task}",
-                detail=True, style="task",
-            )  # fmt: skip
+                f"acc_{task}",
+                task,
+                "acc",
+                f"acc_{task}_stderr",
+                threshold=f"_threshold_{task}",
+                items=f"_items_{task}",
+                detail=True,
+                style="task",
+            )
             for task in tasks
         ),
         Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
@@ -134,7 +144,10 @@ def statistics(findings: Findings) -> Table:
         notes.append(Message("note_duplicates", {"count": kinds.count("duplicate")}))
     if findings.without:
         notes.append(Message("note_without", {"names": findings.without}))
-    columns = [Column("_title", "Statistic"), *(Column(label, label, "number", threshold=f"_{label}") for label in values)]
+    columns = [
+        Column("_title", "Statistic"),
+        *(Column(label, label, "number", threshold=f"_{label}") for label in values),
+    ]
     return Table("experiment_statistics", "Experiment statistics", columns, rows, notes)
 
 
@@ -172,6 +185,12 @@ def problems(findings: Findings) -> Table | None:
         Column("where", "Where", wrap=True, style="long"),
     ]
     return Table("problems", "Problems of the input", columns, rows) if rows else None
+
+
+def problem_counts(problems: Iterable[Problem]) -> list[Message]:
+    """How many there are of each kind."""
+    kinds = Counter(problem.kind for problem in problems)
+    return [Message(f"problem_{kind}_one" if n == 1 else f"problem_{kind}", {"count": n}) for kind, n in kinds.items()]
 
 
 def costs(findings: Findings) -> Table | None:
