@@ -1,8 +1,9 @@
 """Search the best way to prune a model: `python -m tune_prune.search --model mistral`.
 
-Runs every configuration of a search space (or those that Optuna picks) as a Ray Tune trial that prunes the model for real
-and measures what is left, and writes the best one with its evidence to ray_results/<experiment>/. The same command again
-runs only what is missing. In Python, `tune_prune.search("mistral")` does the same (tune_prune/api.py).
+Runs every configuration of a search space (or those that Optuna picks) as a trial that prunes the model for real and
+measures what is left, by Ray Tune or, with --inline, in this process, and writes the best one with its evidence to
+ray_results/<experiment>/. The same command again runs only what is missing. In Python, `tune_prune.search("mistral")` does
+the same (tune_prune/api.py).
 """
 
 from __future__ import annotations
@@ -55,14 +56,17 @@ def _main(argv: list[str]) -> None:
     print(flush=True)
     command = [*COMMAND, *argv]
     again = shlex.join(command)
+
+    def at_end(results: Results) -> None:
+        print(f"\n{results}\n\n{cost_line(results.cost)}")
+        if args.save_best:
+            _save_best(results)
+
     try:
-        results = run(plan, command)
+        results = run(plan, command, at_end)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
-    print(f"\n{results}\n\n{cost_line(results.cost)}")
     folder = shown_path(plan.experiment_dir)
-    if args.save_best:
-        _save_best(results)
     planned = {key for model in plan.models for _, key in model.trials}
     failed = sum(results.trials["key"].isin(planned) & (results.trials["status"] == "failed"))
     print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")

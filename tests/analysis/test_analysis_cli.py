@@ -168,7 +168,7 @@ def test_many_problems_are_counted_once(tmp_path: Path) -> None:
         path.write_text("{")
     found = findings.find(read_study([folder], []))
     text = command.describe(replace(found, without=("gamma",)))
-    assert text.count("problem      ") == 10
+    assert text.count("\nproblem      ") + text.count("\nnote         ") == 10
     models = found.study.models.values()
     distinct = {(problem.where, problem.what) for model in models for problem in model.problems}
     assert f"and {len(distinct) - 10} more" in text

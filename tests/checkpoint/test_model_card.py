@@ -22,11 +22,11 @@ from matplotlib.image import imread
 
 from tune_prune import embedded, prune
 from tune_prune.checkpoint import manifest as manifests
-from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, perplexity, short_bytes, short_count
+from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, format_perplexity, short_bytes, short_count
 from tune_prune.checkpoint.card.model_card import layers_figure, render, write_card
+from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.checkpoint.speed import Speed
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
@@ -39,8 +39,8 @@ FILES = {
     "model-00002-of-00002.safetensors": WeightFile(2_874_250_000, "b" * 64),
 }
 SPEED = {
-    "dense": Speed(24_512.3, 61.52, 16_532_111_222, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
-    "pruned": Speed(30_640.4, 76.9, 13_225_688_978, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
+    "dense": GenerationSpeed(24_512.3, 61.52, 16_532_111_222, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
+    "pruned": GenerationSpeed(30_640.4, 76.9, 13_225_688_978, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
 }
 METRICS: dict[str, float | None] = {
     "ppl": 10.2345,
@@ -147,6 +147,17 @@ def test_front_matter(tmp_path: Path) -> None:
     assert "library_name" not in gguf and gguf["tags"][-1] == "gguf"
 
 
+def test_the_licence_is_the_base_models(tmp_path: Path) -> None:
+    stated = {"license": "other", "license_name": "acme-1", "license_link": "https://acme.org/1"}
+    for license, row in (
+        ({"license": "llama3"}, "`llama3`, that of the base model"),
+        (stated, "[acme-1](https://acme.org/1), that of the base model"),
+    ):
+        text = card(tmp_path, base=replace(BASE, license=license))
+        assert front_matter(text).items() >= license.items()
+        assert dict(table(text, "How it was made"))["Licence"] == row
+
+
 def test_first_sentence_says_what_it_is(tmp_path: Path) -> None:
     text = card(tmp_path)
     assert "\n# Meta-Llama-3-8B, pruned by 20.0%\n" in text
@@ -195,7 +206,7 @@ def test_what_is_not_known_has_a_dash(tmp_path: Path) -> None:
 def test_nothing_measured_is_said_and_nothing_claimed(tmp_path: Path) -> None:
     text = card(tmp_path, metrics=None, baseline=None, source=None, speed=None)
     assert "**not measured**" in text and "python -m tune_prune.evaluate --model FOLDER" in text
-    assert not re.search(r"## Speed|±|wiki|seed|Its scores", text, flags=re.IGNORECASE)
+    assert not re.search(r"## Speed|±|wiki|seed|the scores", text, flags=re.IGNORECASE)
 
 
 def test_sizes_and_speeds(tmp_path: Path) -> None:
@@ -228,6 +239,7 @@ def test_how_it_was_made(tmp_path: Path) -> None:
     text = card(tmp_path)
     assert dict(table(text, "How it was made")) == {
         "Base model": f"`{HUB_ID}`, revision `8cde5ca`, fingerprint `0123456789abcdef`",
+        "Licence": "unknown: the base model's card states none; look it up before you publish this model",
         "Method": "`blockwise`",
         "Calibration": "1,256 samples of 64 tokens of `wiki.train.txt`, seed 3",
         "Shape": "`free`",
@@ -350,7 +362,7 @@ def test_numbers_in_words() -> None:
     ]  # fmt: skip
     assert accuracy({"acc": 1.0, "acc_stderr": 0.0}, "acc") == "1.0000 ± .0000"
     assert accuracy({"acc": "nan"}, "acc") == "–"
-    assert [perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
+    assert [format_perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
     assert escaped("a|b_c*[`<#") == r"a\|b_c\*\[\`\<\#"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
+from tune_prune.cost_model import machine
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
@@ -41,6 +42,8 @@ def make_plan(settings: SearchSettings) -> Plan:
         raise UserError(
             f"--gpus-per-trial is {settings.gpus_per_trial:g}, but a trial runs on one GPU; use 1, a share 1/k such as 0.5, or auto"
         )
+    if settings.inline:
+        _check_inline(settings)
     space = resolve.space(settings)
     store = artifact_cache.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifact_cache.FOLDER)
     with _cluster(settings):
@@ -50,10 +53,13 @@ def make_plan(settings: SearchSettings) -> Plan:
         models = tuple(_plan_model(settings, space, name, device, store) for name in settings.models)
         _check_distinct(models)
         trial_bytes = max(model.memory.total for model in models)
-        resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
-        slots = trial_slots(resources, nodes)
+        gpus = (
+            1.0 if settings.inline and on_gpu else settings.gpus_per_trial
+        )  # the trial of the moment has it to itself
+        resources = plan_resources(settings.cpus_per_trial, gpus, nodes, trial_bytes, gpu_bytes)
+        slots = min(trial_slots(resources, nodes), 1 if settings.inline else sys.maxsize)
         if resources.gpus == 0 and settings.address is None:
-            _check_memory(trial_bytes, slots, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            _check_memory(trial_bytes, slots, machine.memory())
         folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
         results = FolderStore(folder)
         finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
@@ -61,6 +67,22 @@ def make_plan(settings: SearchSettings) -> Plan:
         recorded = sum(key in finished for model in models for _, key in model.trials)
         plan = Plan(settings, space, folder, models, recorded, resources, slots, cost=None)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
+
+
+def _check_inline(settings: SearchSettings) -> None:
+    """Raise UserError where --inline comes with what only Ray can do."""
+    if settings.address is not None:
+        raise UserError("--inline runs in this process and --address on a cluster; leave one of them out")
+    if settings.gpus_per_trial is not None and 0 < settings.gpus_per_trial < 1:
+        raise UserError(
+            f"--gpus-per-trial is {settings.gpus_per_trial:g}, but --inline runs one trial at a time, which has the whole GPU; use "
+            "1, or leave it out"
+        )
+    if settings.trial_timeout_s is not None:
+        raise UserError(
+            "--trial-timeout ends the worker process of a trial, and with --inline there is no process but this one; leave one "
+            "of them out"
+        )
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
@@ -105,7 +127,7 @@ def _plan_model(
         most = max(config.num_samples for config in configs)
         checks.check_calibration(run, source, config, model.tokenizer, seq_lens, most)
         if source.kind != "hub":
-            weight_files.check(Path(source.location), loading.meta_model(config))
+            weight_files.check_weights(Path(source.location), loading.meta_model(config))
     except UserError as error:
         if len(settings.models) == 1:
             raise
@@ -113,7 +135,7 @@ def _plan_model(
     commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
     if commit:  # workers load what was planned, whatever the branch says by then
         run = replace(run, revision=commit)
-    fingerprints = loading.fingerprint(source, config), data_fingerprint(run)
+    fingerprints = loading.model_fingerprint(source, config), data_fingerprint(run)
     work = workload(run, config, model.tokenizer, store, fingerprints[0])
     itemsize = getattr(torch, run.dtype).itemsize
     return ModelPlan(
@@ -138,19 +160,23 @@ def _configs(space: SearchSpace, geometry: Geometry) -> tuple[PruningConfig, ...
     return replace(space, values=space.values | {"shape": tuple(named.values())}).configs()
 
 
-def _check_memory(trial_bytes: int, slots: int, machine_bytes: int) -> None:
-    """Raise UserError where `slots` trials on CPUs do not fit into this machine's memory together."""
-    need, have = f"{trial_bytes / 2**30:.1f} GiB", f"{machine_bytes / 2**30:.1f} GiB"
-    if trial_bytes > machine_bytes:
+def _check_memory(trial_bytes: int, slots: int, memory: machine.Memory) -> None:
+    """Raise UserError where `slots` trials on CPUs do not fit together into the memory that this process may use."""
+    need, total, free = (f"{size / 2**30:.1f} GiB" for size in (trial_bytes, memory.total, memory.available))
+    if trial_bytes > memory.total:
         raise UserError(
-            f"a trial needs about {need} of memory and this machine has {have}; use a machine with a larger GPU or more memory, "
+            f"a trial needs about {need} of memory and this machine has {total}; use a machine with a larger GPU or more memory, "
             "or a smaller model"
         )
-    if slots * trial_bytes > machine_bytes:
-        fits = machine_bytes // trial_bytes
+    fits = memory.available // trial_bytes
+    if fits == 0:
         raise UserError(
-            f"{slots} trials at once need about {need} each and this machine has {have}; let at most {fits} run at once: "
-            f"--cpus-per-trial {math.ceil((os.cpu_count() or 1) / fits)}"
+            f"a trial needs about {need} of memory and {free} of {total} are free; end other programs, or wait for them"
+        )
+    if slots > fits:
+        raise UserError(
+            f"{slots} trials at once need about {need} each and {free} of {total} are free; let at most {fits} run at once: "
+            f"--cpus-per-trial {math.ceil(machine.cpus() / fits)}"
         )
 
 
@@ -176,4 +202,4 @@ def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], int | None
         return cluster.node_resources(), cluster.smallest_gpu_bytes() if settings.gpus_per_trial is None else None
     gpus = range(torch.cuda.device_count())
     gpu_bytes = min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=None)
-    return [{"CPU": os.cpu_count() or 1, "GPU": len(gpus)}], gpu_bytes
+    return [{"CPU": machine.cpus(), "GPU": len(gpus)}], gpu_bytes

@@ -1,6 +1,6 @@
-"""One trial: prune one model by one configuration and measure what is left. The heart of the program, without Ray.
+"""One trial: prune one model by one configuration and measure what is left. Without Ray.
 
-    (statistics)    calibration windows -> what the method decides by: a stage for each statistic, shared by trials
+    (statistics)    calibration windows -> what the method's scores need: a stage for each statistic, shared by trials
     pruning         method's scores + exact budget -> plan -> smaller model
     perplexity      on held-out text
     zero_shot       tasks in growing slices of their items; the last slice has them all
@@ -64,8 +64,10 @@ class TrialProgress:
     def metrics(self) -> dict[str, float]:
         return {name: value for report in self.reports for name, value in report.metrics.items()}
 
-    def record(self, status: Status, reason: str = "", resources: Mapping[str, float] | None = None) -> TrialRecord:
-        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`: Ray's, of a trial."""
+    def record(
+        self, status: Status, reason: str = "", resources: Mapping[str, float] | None = None, search_id: str = ""
+    ) -> TrialRecord:
+        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`, `search_id`: of a trial of a search."""
         return TrialRecord(
             key=self.key,
             model=self.model,
@@ -77,6 +79,7 @@ class TrialProgress:
                 {name: value for name, value in asdict(report).items() if name not in ("metrics", "outcomes")}
                 for report in self.reports
             ],
+            search_id=search_id,
             started_at=self.started_at,
             elapsed_time_s=sum(report.duration_s for report in self.reports),
             peak_memory_bytes=self.peak_memory_bytes,
@@ -122,11 +125,11 @@ class Trial:
         method = load_method(config.method)
         needs = method.needs(config)
         found: dict[Need, Arrays] = {}
-        for name, own in by_statistic(needs.values()).items():
+        for name, wanted in by_statistic(needs.values()).items():
             statistic = load_statistic(name)
             with self._stage(statistic.stage) as report:
                 shared = [need for need in self._shared if need.statistic == name]
-                arrays, report.tokens = context.collect(config.seq_len, own, shared)
+                arrays, report.tokens = context.collect(config.seq_len, wanted, shared)
                 found |= arrays
                 report.metrics = statistic.metrics(arrays)
                 self._files |= statistic.files(arrays)
@@ -149,7 +152,7 @@ class Trial:
         """The stages after pruning, of `model`, which keeps what `plan` says."""
         context, structure = self.context, plan.structure
         with self._stage("perplexity") as report:
-            result, report.tokens = context.perplexity(model, structure)
+            result, report.tokens = context.measure_perplexity(model, structure)
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
@@ -178,7 +181,7 @@ class Trial:
             self.progress = replace(self.progress, peak_memory_bytes=peak)
 
     def write_files(self, store: FolderStore) -> None:
-        """The trial's own files: what each decision was made from, and every item's outcome."""
+        """Write the plan, what it removes, the statistics' files and every item's outcome to `store`, the trial's folder."""
         geometry = self.context.loaded.geometry
         if self.plan is not None:
             store.put(PLAN, to_json(self.plan.to_dict()))

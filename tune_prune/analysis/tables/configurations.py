@@ -16,7 +16,7 @@ from tune_prune.core.config import HYPERPARAMETERS
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
 _LOSS = ("loss_points", "loss_points_stderr")
 
-MODEL = Column("model", "Model")
+MODEL = Column("model", "Model", style="model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
 CONFIG = Column("config", "Configuration", style="name")
 RUNS = Column("n", "Runs", "int")

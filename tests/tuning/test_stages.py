@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import TrialProgress
-from tune_prune.tuning.messages import TrialMessage, job_message, trial_message
+from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.trainable import TIMEOUT_REASON, PruneTrainable
+from tune_prune.tuning.stages import TIMEOUT_REASON, StageRunner
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 CONFIG = replace(BLOCKWISE, method="taylor")
@@ -41,23 +43,21 @@ def settings(context, tmp_path, monkeypatch) -> WorkerSettings:
     return WorkerSettings(tmp_path / "experiment", tmp_path / "artifacts", TrialResources())
 
 
-def worker(settings: WorkerSettings, key: str, **config: object) -> PruneTrainable:
-    made = PruneTrainable.__new__(PruneTrainable)  # as Ray does, but for its own set-up
-    specs = {key: TrialSpec(RUN, CONFIG, key)}
-    jobs = [PrepareJob(RUN), PrepareJob(replace(RUN, calibration="/no/such/text"), 16, (Need("taylor", "", 4),))]
-    made.setup(config or {"key": key}, specs, jobs, settings)
+def worker(settings: WorkerSettings, work: str | PrepareJob) -> StageRunner:
+    """A runner that has begun the job, or the trial of that key."""
+    spec = TrialSpec(RUN, CONFIG, work) if isinstance(work, str) else TrialSpec(RUN, CONFIG, "unused")
+    made = StageRunner({spec.key: spec}, settings)
+    made.begin(work if isinstance(work, PrepareJob) else spec)
     return made
 
 
-def messages(made: PruneTrainable) -> list[TrialMessage]:
-    found = []
-    while True:
-        result = made.step()
-        message = trial_message(result)
-        assert message is not None and result["done"] == (message.record is not None)
+def messages(made: StageRunner) -> list[TrialMessage]:
+    found: list[TrialMessage] = []
+    while not found or not found[-1].ended:
+        message = made.step()
+        assert isinstance(message, TrialMessage)
         found.append(message)
-        if result["done"]:
-            return found
+    return found
 
 
 def test_a_message_for_every_stage_and_a_record_at_the_end(context, settings, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_message_for_every_stage_and_a_record_at_the_end(context, settings, mo
 
 def test_a_stopped_trial_can_be_recorded_from_its_last_message_alone(context, settings):
     made = worker(settings, context.key(CONFIG))
-    message = trial_message([made.step() for _ in range(4)][-1])
+    message = [made.step() for _ in range(4)][-1]
     record = message.progress.record("stopped_early", "behind", {"cpu": 1.0})
     assert (record.key, record.model, record.status) == (context.key(CONFIG), RUN.label, "stopped_early")
     assert [stage["stage"] for stage in record.stages] == ["importance", "pruning", "perplexity", "zero_shot"]
@@ -107,7 +107,7 @@ def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_m
     key = context.key(CONFIG)
     made = worker(settings, key)
     for stage in ("importance", "pruning", "perplexity"):
-        assert trial_message(made.step()).stage.stage == stage
+        assert made.step().stage.stage == stage
     with pytest.raises(torch.OutOfMemoryError):
         made.step()
     assert len(asked) == 1  # not a second time for the record
@@ -130,14 +130,28 @@ def test_other_files_on_this_node_and_an_earlier_time_limit_are_failures(context
     assert wrong.record.status == "failed" and "differ on" in wrong.record.reason
     assert wrong.record.started_at and wrong.record.host
     key = context.key(CONFIG)
-    timed_out = TrialProgress(key, RUN.label, CONFIG).record("failed", f"{TIMEOUT_REASON} of 1 s")
-    settings.ledger.write(timed_out)
+    timed_out = settings.write_record(TrialProgress(key, RUN.label, CONFIG), "failed", f"{TIMEOUT_REASON} of 1 s")
     (message,) = messages(worker(settings, key))
     assert message.record == timed_out and message.stage is None
 
 
+def test_a_time_limit_of_an_earlier_start_does_not_count(context, settings):
+    """Also where a metric of it is NaN, which does not equal itself once it has travelled to a worker, and where it is of a
+    version without search ids."""
+    key = context.key(CONFIG)
+    unmeasured = StageReport("perplexity", 1.0, {"ppl": math.nan})
+    progress = TrialProgress(key, RUN.label, CONFIG, reports=(unmeasured,))
+    for earlier in (WorkerSettings(settings.experiment_dir, settings.artifact_dir, settings.resources).search_id, ""):
+        settings.ledger.write(progress.record("failed", f"{TIMEOUT_REASON} of 1 s", search_id=earlier))
+        assert pickle.loads(pickle.dumps(settings)).failure_of_this_search(key) is None
+    record = messages(worker(settings, key))[-1].record
+    assert record.status == "complete" and record.search_id == settings.search_id
+
+
 def test_jobs_answer_with_their_result_or_why_they_cannot_be_done(context, settings):
-    done = job_message(worker(settings, "unused", job=0).step())
+    done = worker(settings, PrepareJob(RUN)).step()
     assert done.baseline.status == "complete" and "acc " in str(done)
-    refused = job_message(worker(settings, "unused", job=1).step())
+    assert done.baseline.search_id == settings.search_id
+    nowhere = replace(RUN, calibration="/no/such/text")
+    refused = worker(settings, PrepareJob(nowhere, 16, (Need("taylor", "", 4),))).step()
     assert refused.baseline is None and "/no/such/text" in refused.refused
