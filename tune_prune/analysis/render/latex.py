@@ -7,6 +7,7 @@ would read as a command is escaped, and a letter that its fonts do not have is w
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 
@@ -64,13 +65,14 @@ _SIZES = ((r"\small", 4.7), (r"\footnotesize", 4.25), (r"\scriptsize", 3.75), (r
 _TEXT_WIDTH = 475.0
 _COLUMN_SEPARATION = 4.0
 _WRAPPED = 0.2  # of the line
+_HEAD = 12  # characters of a line of a column's head, which has several where its label has several words
 
 
 def latex_table(table: Table) -> str:
     """The table as an environment to \\input: `table`, or `longtable` where it may break across pages."""
     columns = table.printed
     aligns = "".join("r" if c.format else rf"p{{{_WRAPPED}\linewidth}}" if c.wrap else "l" for c in columns)
-    header = " & ".join(escape(column.label) for column in columns) + r" \\"
+    header = " & ".join(_head(column) for column in columns) + r" \\"
     caption = rf"\caption{{{escape(table.title)}}}\label{{tab:{table.key.replace('_', '-')}}}"
     style = rf"{_size(table)}\setlength{{\tabcolsep}}{{{_COLUMN_SEPARATION:g}pt}}"
     note = escape(" ".join(note_sentences(table)))
@@ -97,11 +99,21 @@ def latex_table(table: Table) -> str:
     return "\n".join([*lines, ""])
 
 
+def _lines(column: Column) -> list[str]:
+    return textwrap.wrap(column.label, _HEAD, break_long_words=False) or [""]
+
+
+def _head(column: Column) -> str:
+    first, *others = map(escape, _lines(column))
+    side = "r" if column.format else "l"
+    return rf"\shortstack[{side}]{{" + r" \\ ".join([first, *others]) + "}" if others else first
+
+
 def _size(table: Table) -> str:
     """The largest size at which the table is as wide as the page at most; the smallest if none is."""
     columns = table.printed
     own = [column for column in columns if not column.wrap]
-    characters = sum(max(len(c.label), *(len(cell_text(c, row)) for row in table.rows)) for c in own)
+    characters = sum(max(map(len, (*_lines(c), *(cell_text(c, row) for row in table.rows)))) for c in own)
     wrapped = _TEXT_WIDTH * _WRAPPED * (len(columns) - len(own))
     for command, width in _SIZES:
         if characters * width + wrapped + 2 * _COLUMN_SEPARATION * (len(columns) - 1) <= _TEXT_WIDTH:
