@@ -191,7 +191,7 @@ def test_numbers_of_an_embedded_model_are_said_to_be_such(tmp_path: Path) -> Non
     assert "WikiText" not in text and "revision" not in text
 
 
-def test_what_is_not_known_has_a_dash(tmp_path: Path) -> None:
+def test_unknown_numbers_are_dashes(tmp_path: Path) -> None:
     metrics = {"ppl": 3e7, "acc_mean": 0.5, "acc_mean_stderr": None, "acc_mine": 0.25, "acc_mine_stderr": None}
     rows = table(card(tmp_path, metrics=metrics, baseline=None, source=None), "Quality")
     assert rows == [
@@ -225,7 +225,7 @@ def test_sizes_and_speeds(tmp_path: Path) -> None:
     assert "prompt of 480 tokens, 32 new tokens, batch size 2, median of 7, bfloat16 on NVIDIA H200" in text
 
 
-def test_padding_is_told_apart_from_what_is_left(tmp_path: Path) -> None:
+def test_padding_is_shown_beside_what_was_pruned(tmp_path: Path) -> None:
     padded = Sizes(7_000_000_000, 14_000_000_000, 131_072, 6_500_000_000)
     sizes = SIZES | {"padded": padded}
     text = card(tmp_path, {"model_type": "llama"}, format="hf-padded", sizes=sizes, params=padded.params)
