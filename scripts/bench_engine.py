@@ -1,16 +1,16 @@
-"""Our zero-shot engine against lm-eval's HFLM at its best batch size, task by task and in all.
+"""The zero-shot engine of tune_prune against lm-eval's HFLM at its best batch size, task by task and in all.
 
     python scripts/bench_engine.py                                  100 items a task, minutes
     python scripts/bench_engine.py --model 20M --limit 0            whole task files, more than an hour on two cores
 
 Both score the same requests of lm-eval's task definitions, on the CPU with the same threads; HFLM takes its softmax in
-float32, as ours does, and for every task the batch size of `--batch-sizes` that was fastest on a part of its items. HFLM holds
+float32, as the engine does; for every task the batch size of `--batch-sizes` that was fastest on a part of its items. HFLM holds
 all logits of a batch, more than once: 64 of piqa's longest rows at a vocabulary of 50k are more than 24 GB.
 
 tokens    forwarded, on whole files: HFLM's without padding (equal inputs count once, as HFLM does it), and with the padding
-          of the batches that were timed; ours without padding, choices sharing their prefix or scored one by one
-seconds   HFLM: `loglikelihood`, which tokenises, and the part of it behind the tokeniser; ours: a task's items at once, and
-          all tasks in the slices of a search. Ours keeps the tokens and judges the items; HFLM's judgement
+          of the batches that were timed; tune_prune's without padding, choices sharing their prefix or scored one by one
+seconds   HFLM: `loglikelihood`, which tokenises, and the part of it after the tokeniser; tune_prune: a task's items at once,
+          and all tasks in the slices of a search. It keeps the tokens and judges the items; HFLM's judgement
           (process_results) is timed by itself.
 answers   the largest difference of a log-likelihood, and the items whose acc or acc_norm differs
 """
@@ -202,8 +202,8 @@ def _compare(ours: list[Any], theirs: dict[int, dict[str, Any]]) -> dict[str, An
     difference, acc, acc_norm = 0.0, 0, 0
     for score in ours:
         other = theirs[score.doc_id]
-        for mine, expected in zip(score.loglikelihoods, other["loglikelihoods"], strict=True):
-            difference = max(difference, abs(mine - expected))
+        for loglikelihood, expected in zip(score.loglikelihoods, other["loglikelihoods"], strict=True):
+            difference = max(difference, abs(loglikelihood - expected))
         acc += score.acc != other["acc"]
         acc_norm += score.acc_norm is not None and score.acc_norm != other["acc_norm"]
     return {"largest_difference": difference, "acc_differs": acc, "acc_norm_differs": acc_norm}
@@ -228,7 +228,7 @@ def totals(result: dict[str, Any]) -> dict[str, Any]:
 
 def report(result: dict[str, Any]) -> str:
     rows: list[tuple[object, ...]] = [
-        ("task", "items", "batch", "HFLM s", "behind tokeniser", "ours s", "ratio", "HFLM tok", "ours tok", "ratio",
+        ("task", "items", "batch", "HFLM s", "after tokeniser", "tune_prune s", "ratio", "HFLM tok", "tune_prune tok", "ratio",
          "max diff", "acc, norm differ"),
     ]  # fmt: skip
     whole = totals(result)
@@ -244,9 +244,9 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         title,
         table(rows),
-        f"in the slices of a search: ours {result['seconds_in_slices']:.2f} s, {whole['speedup_in_slices']:.2f}x less than HFLM",
+        f"in a search's slices: tune_prune {result['seconds_in_slices']:.2f} s, {whole['speedup_in_slices']:.2f}x less than HFLM",
         f"HFLM's padding adds {whole['tokens']['hflm_padded'] / whole['tokens']['hflm'] - 1:.1%} tokens, its judgement "
-        f"{whole['seconds']['hflm_judging']:.2f} s (ours is in its seconds)",
+        f"{whole['seconds']['hflm_judging']:.2f} s (tune_prune's is in its seconds)",
         "tokens on all items of the files: "
         + ", ".join(f"{name} {count['plain'] / count['shared']:.2f}x" for name, count in files["tasks"].items())
         + f"; together {files['at_hand']['plain']:,} and {files['at_hand']['shared']:,}: {files['at_hand']['ratio']:.2f}x",

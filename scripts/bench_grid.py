@@ -8,8 +8,8 @@ end of its process. The published way runs every trial in a process of its own t
 its own passes as the published code makes them (published_way.py), prunes, and evaluates with lm-eval's HFLM; no baseline. As
 many processes as CPUs run at once, one thread each, as the search's trials do.
 
-That code calls plain transformers and measures removals that its method does not use. What is gained by sharing and by the engine
-alone is told, too: each published trial makes its passes once more, uncounted, with the search's kernels and batches and
+That code calls plain transformers and measures removals that its method does not use. What sharing and the engine alone gain is
+reported, too: each published trial makes its passes once more, uncounted, with the search's kernels and batches and
 only the removals that it uses, and a second ratio takes the seconds of those.
 
 With a `--limit` the perplexity text is cut to the same share; the gradient passes stay whole, so they weigh more than with
@@ -78,7 +78,7 @@ def run_search(subject: Subject, args: argparse.Namespace, storage: Path) -> tup
 def run_published(
     subject: Subject, configs: list[PruningConfig], args: argparse.Namespace, work: Path
 ) -> list[dict[str, Any]]:
-    """What each trial gave and the seconds of its parts; as many at once as there are slots."""
+    """The results of each trial and the seconds of its parts; as many at once as there are slots."""
     work.mkdir()
 
     def one(config: PruningConfig) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def run_published(
 def _call(command: list[str]) -> None:
     """Run `command` quietly on one thread a process. Raises RuntimeError with the end of its output where it fails."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Ray's workers give way to other processes unless told otherwise; the published trials do not.
+    # By default Ray's workers run at a lower priority than other processes; the published trials do not.
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -3,7 +3,7 @@
     python scripts/bench_growth.py                       four sizes, three limits, three grids; about five minutes
     python scripts/bench_growth.py --output growth.json
 
-Every point is a search of its own (that where all three lines start is measured once), all of its trials one after the
+Every point is a search of its own (the one that all three lines share is measured once), all of its trials one after the
 other in this process (`trial.prepare` and `run_trial`, one thread, nothing cached before), predicted by the cost model as
 `--dry-run` does. Seconds are those of the stages; starting workers is left out on both sides.
 """
@@ -20,9 +20,9 @@ from bench_common import Subject, benchmark_parser, sizes_of, subject, table, wr
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.cost_model.device_speed import SpeedRequest, measure
 from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.speed import SpeedRequest, measure
 from tune_prune.cost_model.workload import by_seq_len, workload
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.selection import budget

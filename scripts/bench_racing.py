@@ -13,10 +13,10 @@
    misses items of its own in the smallest task, the best misses as many per cent of the largest one.
 3. A finished experiment (--experiment): the outcomes in its trials/*/items.parquet go through the same rules.
 
-Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaScheduler (Ray's ASHA) of schedulers.py
+Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaRule of asha.py
 beside it. Slices are `proportional` (a slice takes its fraction of each task) or `even` (evaluation.slices.even_slices). Tokens
-count the zero-shot items only. A winner is `told apart` from the exhaustive one if it is worse by more than 2 paired standard
-errors on all items.
+count the zero-shot items only. A winner is `worse` than the exhaustive one by more than 2 paired standard errors on all
+items, else `same or within noise`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import NormalDist
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,12 +39,15 @@ from bench_common import data_dir, table, write_json
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import StageReport
 from tune_prune.core.store import ITEMS, TRIALS, FolderStore
 from tune_prune.evaluation.slices import even_slices
+from tune_prune.trial.trial import TrialProgress
+from tune_prune.tuning.messages import Slice, TrialMessage
+from tune_prune.tuning.stopping.asha import AshaRule
 from tune_prune.tuning.stopping.race import read_outcomes
 from tune_prune.tuning.stopping.racing import Race
-from tune_prune.tuning.stopping.schedulers import AshaScheduler
-from tune_prune.tuning.trainable import TrialSpec
+from tune_prune.tuning.worker import TrialSpec
 
 GRID = Path("published_grids", "consolidated_Llama_20", "all_methods_results.csv")
 SLICES = EvaluationProtocol().slices
@@ -99,7 +101,7 @@ class Population:
             for task, scores in self.scores.items()
         }
 
-    def told_apart(self, best: int, other: int) -> bool:
+    def clearly_worse(self, best: int, other: int) -> bool:
         """Whether `other` is worse than `best` by more than DISTINGUISHED paired standard errors on all items."""
         pairs = [scores[best].astype(float) - scores[other] for scores in self.scores.values()]
         error = math.sqrt(sum(d.var() / len(d) for d in pairs)) / len(pairs)
@@ -112,21 +114,15 @@ def race_rule(population: Population, counts: Counts, confidence: float) -> Deci
 
 
 def asha_rule(population: Population, counts: Counts, confidence: float) -> Decide:
-    """Ray's scheduler, told what it would be told in a search. It knows no confidence."""
+    """The rule of a search, with the messages that a search would report to it. It has no confidence level."""
     run = ModelRun("model", "model", None, "embedded", None, EvaluationProtocol(slices=SLICES), 0, "float32")
     specs = {str(c): TrialSpec(run, PruningConfig("taylor", 16, c + 1), str(c)) for c in range(population.num_configs)}
-    scheduler, means = AshaScheduler(specs), [population.means(seen) for seen in counts]
-    trials = {key: SimpleNamespace(trial_id=key, config={"key": key}) for key in specs}
+    rule, means = AshaRule(specs), [population.means(seen) for seen in counts]
 
     def decide(config: int, index: int) -> bool:
-        trial = trials[str(config)]
-        if index == 0:
-            scheduler.on_trial_add(None, trial)  # type: ignore[arg-type]  # all it looks at
-        result = {"evaluated_fraction": SLICES[index], "acc_mean": float(means[index][config])}
-        if index == len(counts) - 1:
-            scheduler.on_trial_complete(None, trial, result)  # type: ignore[arg-type]
-            return False
-        return scheduler.on_trial_result(None, trial, result) == "STOP"  # type: ignore[arg-type]
+        report = StageReport("zero_shot", 0.0, metrics={"acc_mean": float(means[index][config])})
+        progress = TrialProgress(str(config), "model", None, reports=(report,))
+        return rule.stops(TrialMessage(progress, report, slice=Slice(index, SLICES[index], {}, {})))
 
     return decide
 
@@ -175,7 +171,7 @@ def compare(cases: Iterator[tuple[Population, np.ndarray]], confidence: float) -
                             "tokens": float(np.take(shares, reached).mean()),
                             "best_stopped": float(best not in complete),
                             "same_winner": float(truth[picked] == truth[best]),
-                            "same_or_within_noise": float(not population.told_apart(best, picked)),
+                            "same_or_within_noise": float(not population.clearly_worse(best, picked)),
                         }
                     )
     return {

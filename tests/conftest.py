@@ -27,8 +27,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune import search
-from tune_prune.cost_model import speed
-from tune_prune.cost_model.speed import Speed, SpeedRequest
+from tune_prune.cost_model import device_speed
+from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest
 from tune_prune.models.families import FAMILIES
 from tune_prune.planning import plan_cost
 
@@ -166,13 +166,13 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict
 @pytest.fixture(autouse=True, scope="session")
 def speeds_measured_once() -> Iterator[None]:
     """Plans of the same model in one test process share a measurement of this machine's speed, which takes a second."""
-    known: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
 
-    def measure(request: SpeedRequest) -> Speed:
+    def measure(request: SpeedRequest) -> DeviceSpeed:
         key = repr((request.config.to_dict(), request.dtype, request.device, request.threads, request.longest_row))
-        if key not in known:
-            known[key] = speed.measure(request)
-        return known[key]
+        if key not in measured:
+            measured[key] = device_speed.measure(request)
+        return measured[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_cost, "measure", measure)

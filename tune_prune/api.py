@@ -99,6 +99,7 @@ def search(
     gpus_per_trial: float | str = "auto",
     cpus_per_trial: float | str = "auto",
     trial_timeout: float | None = None,
+    inline: bool = False,
     address: str | None = None,
     storage_path: str | Path = "ray_results",
     name: str | None = None,
@@ -117,6 +118,7 @@ def search(
     scheduler       none, race or asha: which trials are stopped early
     gpus_per_trial, cpus_per_trial    auto or a number
     trial_timeout   seconds after which a trial is ended
+    inline          one trial after the other in this process, without Ray
     address         HOST:PORT of a Ray cluster, or auto; None: a local Ray of its own
     storage_path    where experiments are kept
     name            of the experiment; None: from model, ratio, search space and shape

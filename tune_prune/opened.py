@@ -64,7 +64,7 @@ class Model:
         self.params = self.geometry.total_params
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
         if self._source.kind != "hub":
-            weight_files.check(Path(self._source.location), loading.meta_model(self._config))
+            weight_files.check_weights(Path(self._source.location), loading.meta_model(self._config))
         self._calibration = calibration
         self._loaded: LoadedModel | None = None
         # What was computed for this model, and is found again; what a search has measured is not asked for.
@@ -130,7 +130,7 @@ class Model:
         """The pruned model of a request for this model: by the plan of a search where there is one, else found as in a trial.
         Raises UserError."""
         origin.require_dense(self._source, self._config)
-        found = loading.fingerprint(self._source, self._config)
+        found = loading.model_fingerprint(self._source, self._config)
         if request.fingerprint is not None and found != request.fingerprint:
             raise UserError(
                 f"{self._source.location} is not the model that was searched (its files have another content); give that one with "

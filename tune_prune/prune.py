@@ -158,7 +158,7 @@ def _flag(name: str) -> str:
 
 def describe(folder: Path, about: Manifest) -> str:
     """What was saved, for the screen: sizes beside the dense model's, speeds where measured, and the next command."""
-    from tune_prune.checkpoint import sizes, speed
+    from tune_prune.checkpoint import generation_speed, sizes
     from tune_prune.checkpoint.manifest import MANIFEST
     from tune_prune.cli.plan_text import shown_path
 
@@ -171,7 +171,7 @@ def describe(folder: Path, about: Manifest) -> str:
         stays = (dense - padded) / max(1, dense - pruned)
         lines += ["", f"padding      {padded - pruned:,} zeros; {stays:.0%} of what pruning removed stays removed"]
     if about.speed is not None:
-        lines += ["", speed.speed_table(about.speed)]
+        lines += ["", generation_speed.speed_table(about.speed)]
     if about.dropped_layers:
         lines += ["", f"dropped      layers {', '.join(map(str, about.dropped_layers))}, which had lost both blocks"]
     lines += [f"note: {note}" for note in about.notes]

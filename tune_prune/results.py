@@ -109,7 +109,7 @@ def run(plan: Plan, command: Sequence[str]) -> Results:
 
 
 def _run(plan: Plan, store: FolderStore, command: Sequence[str]) -> Results:
-    from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports ray
+    from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
 
     started = time.monotonic()
     settings, folder = plan.settings, plan.experiment_dir
@@ -124,6 +124,7 @@ def _run(plan: Plan, store: FolderStore, command: Sequence[str]) -> Results:
         num_trials=plan.space.num_trials,
         seed=settings.seed,
         scheduler=settings.scheduler,
+        inline=settings.inline,
         address=settings.address,
         resources=plan.resources,
         trial_timeout_s=settings.trial_timeout_s,

@@ -1,8 +1,9 @@
 """Search the best way to prune a model: `python -m tune_prune.search --model mistral`.
 
-Runs every configuration of a search space (or those that Optuna picks) as a Ray Tune trial that prunes the model for real
-and measures what is left, and writes the best one with its evidence to ray_results/<experiment>/. The same command again
-runs only what is missing. In Python, `tune_prune.search("mistral")` does the same (tune_prune/api.py).
+Runs every configuration of a search space (or those that Optuna picks) as a trial that prunes the model for real and
+measures what is left, by Ray Tune or, with --inline, in this process, and writes the best one with its evidence to
+ray_results/<experiment>/. The same command again runs only what is missing. In Python, `tune_prune.search("mistral")` does
+the same (tune_prune/api.py).
 """
 
 from __future__ import annotations

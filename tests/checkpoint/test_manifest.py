@@ -29,8 +29,8 @@ from tests.pruned_checkpoints import (
 )
 from tests.search_folders import TINY_FOLDER
 from tune_prune.checkpoint import manifest, origin
+from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
-from tune_prune.checkpoint.speed import Speed
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
 from tune_prune.data.sources import EMBEDDED_DATA
@@ -82,7 +82,7 @@ def test_it_comes_back_as_it_was_written(checkpoint: Path, tmp_path: Path) -> No
         known(checkpoint),
         metrics={"ppl": math.inf, "acc_mean": 0.1 + 0.2, "acc_mean_stderr": None},
         baseline={"ppl": 1e-300, "acc_mean_stderr": None},
-        speed={"dense": Speed(24_512.3, 61.5, 16_532, 512, 64, 1, 5, "bfloat16", "NVIDIA H200")},
+        speed={"dense": GenerationSpeed(24_512.3, 61.5, 16_532, 512, 64, 1, 5, "bfloat16", "NVIDIA H200")},
     )
     manifest.write(tmp_path, before)
     after = known(tmp_path)

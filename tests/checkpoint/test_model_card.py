@@ -22,11 +22,11 @@ from matplotlib.image import imread
 
 from tune_prune import embedded, prune
 from tune_prune.checkpoint import manifest as manifests
-from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, perplexity, short_bytes, short_count
+from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, format_perplexity, short_bytes, short_count
 from tune_prune.checkpoint.card.model_card import layers_figure, render, write_card
+from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.checkpoint.speed import Speed
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
@@ -39,8 +39,8 @@ FILES = {
     "model-00002-of-00002.safetensors": WeightFile(2_874_250_000, "b" * 64),
 }
 SPEED = {
-    "dense": Speed(24_512.3, 61.52, 16_532_111_222, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
-    "pruned": Speed(30_640.4, 76.9, 13_225_688_978, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
+    "dense": GenerationSpeed(24_512.3, 61.52, 16_532_111_222, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
+    "pruned": GenerationSpeed(30_640.4, 76.9, 13_225_688_978, 480, 32, 2, 7, "bfloat16", "NVIDIA H200"),
 }
 METRICS: dict[str, float | None] = {
     "ppl": 10.2345,
@@ -350,7 +350,7 @@ def test_numbers_in_words() -> None:
     ]  # fmt: skip
     assert accuracy({"acc": 1.0, "acc_stderr": 0.0}, "acc") == "1.0000 ± .0000"
     assert accuracy({"acc": "nan"}, "acc") == "–"
-    assert [perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
+    assert [format_perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
     assert escaped("a|b_c*[`<#") == r"a\|b_c\*\[\`\<\#"
 
 

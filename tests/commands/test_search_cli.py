@@ -64,7 +64,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "before aligned": (
         [*TINY, "--shape", "aligned", "--align", "30", "--pruning-ratio", "0.01"],
-        ["3,840 go in any case in shape aligned-30", "a multiple of 30", "at least 0.0241"],
+        ["shape aligned-30 alone removes 3,840", "a multiple of 30", "at least 0.0241"],
     ),
     "less than aligned": ([*TINY, "--shape", "aligned", "--pruning-ratio", "0.01"], ["a KV group, 3,072", "0.0193"]),
     "less than uniform": (
@@ -90,6 +90,15 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "no CPU": ([*TINY, "--cpus-per-trial", "0"], ["--cpus-per-trial is 0"]),
     "no time": ([*TINY, "--trial-timeout", "0"], ["--trial-timeout", "'0'", "from 1"]),
     "endless time": ([*TINY, "--trial-timeout", "nan"], ["--trial-timeout", "'nan'"]),
+    "inline on a cluster": ([*TINY, "--inline", "--address", "a:1"], ["--inline", "--address", "leave one"]),
+    "inline on half a GPU": (
+        [*TINY, "--inline", "--gpus-per-trial", "0.5"],
+        ["--gpus-per-trial is 0.5", "--inline", "1"],
+    ),
+    "inline with a time limit": (
+        [*TINY, "--inline", "--trial-timeout", "60"],
+        ["--trial-timeout", "--inline", "leave one"],
+    ),
     "address without port": ([*TINY, "--address", "head"], ["'head'", "HOST:PORT"]),
     "address of a client": ([*TINY, "--address", "ray://127.0.0.1:10001"], ["ray://", "HOST:PORT"]),
     "name with a slash": ([*TINY, "--name", "a/b"], ["'a/b'", "--storage-path"]),

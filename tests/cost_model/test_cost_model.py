@@ -18,9 +18,18 @@ from tests.conftest import build_tiny
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model import tokens
+from tune_prune.cost_model.device_speed import (
+    BUILT_BYTES,
+    LONG_ROW,
+    SHORT_ROW,
+    DeviceSpeed,
+    Line,
+    SpeedRequest,
+    _Bench,
+    measure,
+)
 from tune_prune.cost_model.estimate import ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, Speed, SpeedRequest, _Bench, measure
 from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
 from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation.engine.rows import Request, score_requests
@@ -193,7 +202,7 @@ def test_items_of_a_definition_that_calls_functions_count_by_their_strings(tmp_p
     assert found.tokens == sum(lengths[:3]) + 3 * (lengths[3] + lengths[4] - 2)
 
 
-SPEED = Speed(Line(1.0, 0.0), Line(4.0, 0.0), head=0.5, head_gradient=2.0, snapshots={"taylor": 10.0}, engine=3.0)
+SPEED = DeviceSpeed(Line(1.0, 0.0), Line(4.0, 0.0), head=0.5, head_gradient=2.0, snapshots={"taylor": 10.0}, engine=3.0)
 NEEDS = (Need("taylor", "", 4), Need("taylor", "", 16), Need("block_removal", "layer", 3))
 
 

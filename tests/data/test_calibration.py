@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from tune_prune import embedded
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration
-from tune_prune.data.calibration import fingerprint, load_text, resolve, tokenize, windows
+from tune_prune.data.calibration import calibration_fingerprint, load_text, resolve, tokenize, windows
 
 TOKENS = torch.arange(1000)  # every token is its own position
 
@@ -90,11 +90,11 @@ def test_texts_are_read_and_known_by_content(tmp_path):
     one.write_text("grüße\n", encoding="utf-8")
     two.write_text("grüße\n", encoding="utf-8")
     assert load_text(str(one)) == "grüße\n"
-    assert fingerprint(str(one)) == fingerprint(str(two))
+    assert calibration_fingerprint(str(one)) == calibration_fingerprint(str(two))
     two.write_text("grüße!\n", encoding="utf-8")
-    assert fingerprint(str(one)) != fingerprint(str(two))
+    assert calibration_fingerprint(str(one)) != calibration_fingerprint(str(two))
     assert load_text("embedded") == embedded.calibration_text()
-    assert fingerprint("c4") == "hub:c4"
+    assert calibration_fingerprint("c4") == "hub:c4"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tune_prune.evaluation.engine.prefix_trees import (
     score_items,
     unsupported_reason,
 )
-from tune_prune.evaluation.engine.rows import Outcomes, Request, score_requests, token_log_probs
+from tune_prune.evaluation.engine.rows import Request, RequestScores, score_requests, token_log_probs
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import PruningPlan
@@ -68,7 +68,7 @@ def assorted_items() -> list[list[Request]]:
     ]
 
 
-def truth(model: PreTrainedModel, items: list[list[Request]]) -> Outcomes:
+def truth(model: PreTrainedModel, items: list[list[Request]]) -> RequestScores:
     """Each request alone, as the definition of a log-likelihood says."""
     loglikelihoods, greedy = [], []
     for request in (request for requests in items for request in requests):
@@ -78,7 +78,7 @@ def truth(model: PreTrainedModel, items: list[list[Request]]) -> Outcomes:
         log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         loglikelihoods.append(log_probs[torch.arange(len(targets)), targets].sum().item())
         greedy.append(bool((log_probs.argmax(-1) == targets).all()))
-    return Outcomes(np.array(loglikelihoods), np.array(greedy))
+    return RequestScores(np.array(loglikelihoods), np.array(greedy))
 
 
 def assert_equal_to_truth(model: PreTrainedModel, items: list[list[Request]], tolerance: float = 1e-10) -> None:

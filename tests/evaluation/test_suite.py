@@ -16,18 +16,18 @@ from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation import zero_shot
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
-from tune_prune.evaluation.suite import Outcomes, ZeroShotSuite
+from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.evaluation.zero_shot import build_suite
 
 
-def random_outcomes(suite: ZeroShotSuite, index: int) -> Outcomes:
+def random_scores(suite: ZeroShotSuite, index: int) -> RequestScores:
     """Log-likelihoods so coarse that many choices are equally likely, some of them undefined or impossible."""
     random = np.random.default_rng(index)
     count = sum(len(item.requests) for item in suite._slices[index].items)
     values = -random.integers(1, 6, size=count).astype(np.float64)
     values[random.random(count) < 0.02] = np.nan
     values[random.random(count) < 0.02] = -np.inf
-    return Outcomes(values, random.random(count) < 0.5)
+    return RequestScores(values, random.random(count) < 0.5)
 
 
 @pytest.mark.parametrize("place", ["embedded", "real"])
@@ -42,9 +42,9 @@ def test_judgement_without_lm_eval_is_lm_evals(place):
     documents = {(name, i.doc_id): i.doc for name, task in tasks.items() for i in task.instances}
     hits = 0
     for index in range(suite.num_slices):
-        outcomes = random_outcomes(suite, index)
-        pairs = iter(zip(outcomes.loglikelihoods.tolist(), outcomes.greedy.tolist(), strict=True))
-        for score in suite.judge(index, outcomes):
+        scores = random_scores(suite, index)
+        pairs = iter(zip(scores.loglikelihoods.tolist(), scores.greedy.tolist(), strict=True))
+        for score in suite.judge(index, scores):
             mine = [next(pairs) for _ in score.loglikelihoods]
             judged = tasks[score.task].process_results(documents[score.task, score.doc_id], mine)
             assert (score.acc, score.acc_norm) == (judged["acc"], judged.get("acc_norm")), score
@@ -66,8 +66,8 @@ def test_a_suite_travels_as_arrays(tmp_path, place):
     assert (copy.num_items, copy.num_slices, copy.items_per_task) == (420, 5, dict.fromkeys(ZERO_SHOT_TASKS, 60))
     for index in range(suite.num_slices):
         assert copy.tokens_in_slice(index) == suite.tokens_in_slice(index) < suite.tokens_in_slice(index, share=False)
-        outcomes = random_outcomes(suite, index)
-        assert repr(copy.judge(index, outcomes)) == repr(suite.judge(index, outcomes))  # repr: nan is nan
+        scores = random_scores(suite, index)
+        assert repr(copy.judge(index, scores)) == repr(suite.judge(index, scores))  # repr: nan is nan
         for mine, theirs in zip(copy._slices[index].items, suite._slices[index].items, strict=True):
             assert [r.inputs.tolist() for r in mine.requests] == [r.inputs.tolist() for r in theirs.requests]
             assert [r.targets.tolist() for r in mine.requests] == [r.targets.tolist() for r in theirs.requests]

@@ -28,7 +28,7 @@ from tests.quiz import DATA, QUIZ_DEFINITION, byte_tokenizer, quiz_items, score_
 from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError
-from tune_prune.data.task_files import TaskSource, check, fingerprint, stock_definition, task_files
+from tune_prune.data.task_files import TaskSource, check_tasks, stock_definition, task_files, tasks_fingerprint
 from tune_prune.evaluation.engine.prefix_trees import count_tokens
 from tune_prune.evaluation.engine.rows import Request, score_requests
 from tune_prune.evaluation.lm_adapter import SharedPrefixLM, encode
@@ -213,7 +213,7 @@ def test_fingerprint_follows_the_items_their_definition_and_lm_eval(tmp_path, mo
 
     def found(items: list[dict], *definition: str) -> str:
         source = write_quiz(tmp_path, items, *definition)  # the same file each time: nothing may be remembered
-        return fingerprint(source, ("quiz",))
+        return tasks_fingerprint(source, ("quiz",))
 
     first = found(items)
     changed = [*items[:-1], items[-1] | {"answer": (items[-1]["answer"] + 1) % len(items[-1]["options"])}]
@@ -276,22 +276,22 @@ def test_items_of_a_stock_task_need_its_fields(tmp_path):
 def test_check_names_everything_that_is_missing(tmp_path):
     source = write_quiz(tmp_path, [GOOD])
     (tmp_path / "tasks" / "own").mkdir()
-    check(source, ("quiz",))
+    check_tasks(source, ("quiz",))
     with pytest.raises(UserError) as caught:
-        check(source, ("quiz", "boolq", "own", "arc_easy"))
+        check_tasks(source, ("quiz", "boolq", "own", "arc_easy"))
     for file in ("boolq/validation.jsonl", "own/task.yaml", "arc_easy/test.jsonl"):
         assert file in str(caught.value)
     with pytest.raises(UserError, match=r"'winogrand' is not in .*did you mean 'winogrande'"):
-        check(source, ("winogrand",))
+        check_tasks(source, ("winogrand",))
     with pytest.raises(UserError, match="is no folder"):
-        check(TaskSource.of(str(tmp_path / "absent"), embedded=False), ("boolq",))
+        check_tasks(TaskSource.of(str(tmp_path / "absent"), embedded=False), ("boolq",))
 
 
 def test_check_does_not_import_lm_eval(tmp_path):
     write_quiz(tmp_path, [GOOD])
     program = (
-        "import sys; from tune_prune.data.task_files import TaskSource, check, stock_definition\n"
-        f"check(TaskSource.of({str(tmp_path)!r}, False), ('quiz',)); stock_definition('piqa')\n"
+        "import sys; from tune_prune.data.task_files import TaskSource, check_tasks, stock_definition\n"
+        f"check_tasks(TaskSource.of({str(tmp_path)!r}, False), ('quiz',)); stock_definition('piqa')\n"
         "assert not {'lm_eval', 'torch', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[2])

@@ -35,10 +35,10 @@ def test_a_hub_model_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         cached_model(tmp_path, "acme/tiny", commit)
         assert hub.commit("acme/tiny") == hub.commit("acme/tiny", commit) == commit
         source = resolve("acme/tiny")
-        seen.add(loading.fingerprint(source, loading.load_config(source)))
+        seen.add(loading.model_fingerprint(source, loading.load_config(source)))
     assert len(seen) == 2
     first = resolve("acme/tiny", COMMITS[0])
-    assert loading.fingerprint(first, loading.load_config(first)) in seen
+    assert loading.model_fingerprint(first, loading.load_config(first)) in seen
     assert hub.commit("acme/other") is None
 
 

@@ -21,7 +21,7 @@ from tune_prune.models import loading, weight_files
 from tune_prune.models.catalog import HUB_ALIASES, ModelSource, aliases, resolve
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
-from tune_prune.models.loading import fingerprint, load_config, load_model, load_tokenizer
+from tune_prune.models.loading import load_config, load_model, load_tokenizer, model_fingerprint
 from tune_prune.models.registration import auto_map
 from tune_prune.pruning.groups import PruningPlan
 
@@ -255,7 +255,7 @@ def test_a_pruned_checkpoint_of_every_family_loads_as_it_was_saved(tiny, variant
     source = resolve(str(tmp_path))
     config = load_config(source)
     family, geometry = loading.config_geometry(config)
-    weight_files.check(tmp_path, loading.meta_model(config))
+    weight_files.check_weights(tmp_path, loading.meta_model(config))
     loaded = load(tmp_path)
     assert loaded.family is family is family_of(small.config.model_type) and loaded.geometry == geometry
     assert geometry.kv_heads == (3, 1, 1 if "sliding" in variant else 0, 4) and geometry.mlp_width == (40, 0, 6, 20)
@@ -312,7 +312,7 @@ def test_a_gated_model_says_how_to_get_access(monkeypatch, message):
 
 def mark(folder: Path) -> str:
     source = resolve(str(folder))
-    return fingerprint(source, load_config(source))
+    return model_fingerprint(source, load_config(source))
 
 
 def test_a_model_is_its_content_not_its_place(complete, folder, tmp_path):

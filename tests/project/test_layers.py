@@ -24,13 +24,13 @@ PRUNED = "tune_prune.models.pruned"
 
 # Packages that only some modules may import, at any level of nesting.
 ONLY_IN = {
-    "ray": ("tuning",),
+    "ray": ("tuning.ray_cluster",),
     "optuna": ("tuning.searcher", "analysis.statistics.effects"),
     "matplotlib": ("analysis.figures", "checkpoint.card"),
     "jinja2": ("analysis.render.templating", "cost_model.tokens", "checkpoint.card"),
     "gguf": ("checkpoint.gguf",),
-    "tensorboard": ("tuning.callbacks",),
-    "torch.utils.tensorboard": ("tuning.callbacks",),
+    "tensorboard": ("tuning.observers.tensorboard",),
+    "torch.utils.tensorboard": ("tuning.observers.tensorboard",),
     "lm_eval": ("evaluation.zero_shot", "evaluation.lm_adapter"),
     "datasets": ("data",),
 }

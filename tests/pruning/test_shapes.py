@@ -226,8 +226,8 @@ def test_aligned_brings_the_best_blocks_back_where_a_group_is_too_much() -> None
 def test_budgets_that_a_shape_cannot_reach_are_refused_with_those_that_it_can() -> None:
     g = replace(geometry(kv=(2, 2), mlp=(5, 6), group=100, channel=10), uniform_kv_heads=(1, 2))  # 1,010 parameters
     for shape, low, high, stays in (
-        ("aligned-4", 30, 230, "4 MLP channels and one KV group of every layer stay"),
-        ("uniform", 10, 290, "one MLP channel and 1 KV group of every layer stay"),
+        ("aligned-4", 30, 230, "4 MLP channels and one KV group of every layer are kept"),
+        ("uniform", 10, 290, "one MLP channel and 1 KV group of every layer are kept"),
     ):
         bounds = shapes.removal_bounds(g, shape)
         assert (bounds.least, bounds.most) == (low, high)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from tests.trial_messages import stage_result
+from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
 from tune_prune.pruning.statistics import Need
-from tune_prune.tuning.messages import JobMessage, to_result
-from tune_prune.tuning.preparation import PrepareJob
+from tune_prune.tuning.messages import JobMessage, Message
+from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.progress import LiveLine, TimeLeft
 from tune_prune.tuning.worker import TrialSpec
 
@@ -73,15 +72,6 @@ def test_a_piece_that_starts_again_begins_anew():
     assert work.seconds() == pytest.approx(30 + 40 + TRIAL_OVERHEAD_S)
 
 
-@dataclass
-class FakeTrial:
-    """What the line reads of Ray's trials."""
-
-    config: dict[str, Any]
-    last_result: dict[str, Any] = field(default_factory=dict)
-    status: str = "RUNNING"
-
-
 class Search:
     """A search whose clock stands still until the test moves it; the last line is `shown`."""
 
@@ -91,22 +81,23 @@ class Search:
         given = {"cost": COST, "jobs": JOBS} | options
         self.line = LiveLine(SPECS, total=4, stream=self.screen, clock=lambda: self.now, **given)
 
-    def start(self, **config: Any) -> FakeTrial:
-        trial = FakeTrial(config)
-        self.line.on_trial_start(0, [], trial)
-        return trial
+    def start(self, work: Work) -> Work:
+        self.line.on_start(work)
+        return work
 
-    def result(self, trial: FakeTrial, result: dict[str, Any]) -> None:
-        trial.last_result = result
-        self.line.on_trial_result(0, [], trial, result)
+    def done(self, job: PrepareJob, message: JobMessage) -> None:
+        self.line.on_message(job, message)
+        self.line.on_end(job, message)
 
-    def stage(self, trial: FakeTrial, stage: str, seconds: float, tokens: int = 1, **report: Any) -> None:
+    def stage(self, spec: TrialSpec, stage: str, seconds: float, tokens: int = 1, **report: Any) -> Message:
         given = {"duration_s": seconds, "tokens": tokens, "metrics": {"acc_mean": 0.5}} | report
-        self.result(trial, stage_result(trial.config["key"], stage, **given))
+        message = stage_message(spec.key, stage, **given)
+        self.line.on_message(spec, message)
+        return message
 
     def shown(self, wait: float = 10.0) -> str:
         self.now += wait
-        self.line.on_step_end(0, [])
+        self.line.on_tick(running=0)
         return self.screen.getvalue().splitlines()[-1]
 
 
@@ -116,7 +107,7 @@ def clock(seconds: float) -> str:
 
 def test_the_first_line_has_an_eta():
     search = Search()
-    search.line.setup()
+    search.line.on_begin()
     everything = WORKER_START_S + 30 + 40 + 4 * 30 + 6 * TRIAL_OVERHEAD_S
     assert search.screen.getvalue() == f"[0/4] running 0, failed 0, ETA {clock(everything)}\n"
     assert search.shown(wait=11).endswith(f"ETA {clock(everything - 11)}")  # it counts down while nothing happens
@@ -124,49 +115,47 @@ def test_the_first_line_has_an_eta():
 
 def test_the_eta_follows_jobs_stages_and_slices():
     search = Search()
-    search.line.setup()
-    baseline = search.start(job=0)
+    search.line.on_begin()
+    search.start(JOBS[0])
     stages = [
         {"stage": "perplexity", "duration_s": 20.0, "tokens": 5},
         *({"stage": "zero_shot", "duration_s": 5.0, "tokens": 5} for _ in range(4)),
     ]
     record = TrialRecord("b", "tiny-llama", {}, "complete", stages=stages)
-    search.result(baseline, to_result(JobMessage(baseline=record)))
-    search.line.on_trial_complete(0, [], baseline)
+    search.done(JOBS[0], JobMessage(baseline=record))
     pace = 40 / 30  # of all: perplexity took twice as long, zero-shot as long as predicted
     trial = pace * 1 + 2 * 9 + 20
     overhead = TRIAL_OVERHEAD_S
     assert search.shown().endswith(f"ETA {clock(pace * 40 + 4 * trial + 5 * overhead - 10)}")
 
-    statistics = search.start(job=1)
-    search.result(statistics, to_result(JobMessage((StageReport("importance", 30.0, tokens=7),))))
-    search.line.on_trial_complete(0, [], statistics)
+    search.start(JOBS[1])
+    search.done(JOBS[1], JobMessage((StageReport("importance", 30.0, tokens=7),)))
     pace = 70 / 70
-    first = search.start(key="k0")
+    first = search.start(SPECS["k0"])
     search.stage(first, "pruning", 1.0, tokens=0)
     search.stage(first, "perplexity", 18.0)
-    search.stage(first, "zero_shot", 5.0, items_scored=20, items_total=80)
+    last = search.stage(first, "zero_shot", 5.0, items_scored=20, items_total=80)
     whole = 1 + 18 + 20
     assert search.shown().endswith(f"ETA {clock(15 + 3 * (whole + overhead) - 10)}")
-    search.line.on_trial_complete(0, [], first)  # stopped by a scheduler
+    search.line.on_end(first, last)  # stopped by a scheduler
     assert "[1/4] running 0, failed 0, " in search.shown()
     assert search.shown(wait=0).endswith(f"ETA {clock(3 * (whole + overhead) - 10)}")
-    second = search.start(key="k1")
-    search.line.on_trial_error(0, [], second)
+    second = search.start(SPECS["k1"])
+    search.line.on_error(second, None, None)
     assert search.shown().endswith(f"[2/4] running 0, failed 1, ETA {clock(2 * (whole + overhead) - 10)}")
 
 
 def test_finished_trials_of_an_earlier_start_are_not_waited_for():
     recorded = [TrialRecord("k0", "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
     search = Search(recorded=recorded, jobs=[])
-    search.line.setup()
+    search.line.on_begin()
     eta = clock(WORKER_START_S + 3 * (30 + TRIAL_OVERHEAD_S))
     assert search.screen.getvalue() == f"[1/4] running 0, failed 0, best acc .8421 taylor-s16-n8, ETA {eta}\n"
 
 
 def test_without_a_prediction_there_is_no_eta():
     search = Search(cost=None)
-    search.start(key="k0")
+    search.start(SPECS["k0"])
     assert search.shown() == "[0/4] running 0, failed 0"
 
 

@@ -6,13 +6,12 @@ from itertools import product
 
 import pytest
 from optuna.trial import TrialState
-from ray.tune.search import Searcher
 
-from tests.trial_messages import stage_result
+from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.records import TrialRecord
 from tune_prune.tuning.searcher import OptunaSearcher
-from tune_prune.tuning.trainable import TrialSpec
+from tune_prune.tuning.worker import TrialSpec
 
 METHODS = ("taylor", "layerwise", "blockwise")
 
@@ -38,11 +37,10 @@ def accuracy_of(key: str) -> float:
 def run_all(searcher: OptunaSearcher) -> list[str]:
     """Ask and tell one by one until the searcher has finished; the keys in order."""
     keys = []
-    while (config := searcher.suggest(f"t{len(keys)}")) != Searcher.FINISHED:
-        metrics = {"acc_mean": accuracy_of(config["key"])}
-        result = stage_result(config["key"], status="complete", metrics=metrics, items_scored=20)
-        searcher.on_trial_complete(f"t{len(keys)}", result=result)
-        keys.append(config["key"])
+    while (spec := searcher.ask()) is not None:
+        metrics = {"acc_mean": accuracy_of(spec.key)}
+        searcher.tell(spec, stage_message(spec.key, status="complete", metrics=metrics, items_scored=20))
+        keys.append(spec.key)
     return keys
 
 
@@ -85,9 +83,9 @@ def test_each_model_and_ratio_has_its_own_trials_one_group_after_the_other():
     assert run_all(alone) == keys[4:8]  # the other groups change nothing
 
 
-def test_an_unfinished_trial_is_not_suggested_to_another_worker():
+def test_an_unfinished_trial_is_not_proposed_to_another_worker():
     searcher = OptunaSearcher(specs_of("m"), num_trials=27, seed=0)
-    assert len({searcher.suggest(f"t{i}")["key"] for i in range(27)}) == 27
+    assert len({searcher.ask().key for _ in range(27)}) == 27
 
 
 def test_known_records_count_and_are_not_run_again():
@@ -101,36 +99,35 @@ def test_known_records_count_and_are_not_run_again():
     assert not {specs[0].key, specs[1].key} & set(keys)
 
 
-def test_a_search_that_is_complete_has_nothing_to_suggest():
+def test_a_search_that_is_complete_has_nothing_to_propose():
     specs = specs_of("m")
     searcher = OptunaSearcher(specs, num_trials=2, seed=0, known=[record_of(spec, "complete") for spec in specs[:2]])
     assert searcher.remaining == 0
-    assert searcher.suggest("t") == Searcher.FINISHED
+    assert searcher.ask() is None
 
 
-def test_a_failed_record_is_suggested_first():
+def test_a_failed_record_is_proposed_first():
     specs = specs_of("m")
     searcher = OptunaSearcher(specs, num_trials=2, seed=0, known=[record_of(specs[7], "failed")])
     assert states(searcher) == [TrialState.FAIL]
-    assert searcher.suggest("t") == {"key": specs[7].key}
+    assert searcher.ask() == specs[7]
     assert searcher.remaining == 1
 
 
 @pytest.mark.parametrize(
-    ("result", "error", "state"),
+    ("last", "error", "state"),
     [
-        (stage_result("t", status="complete", metrics={"acc_mean": 0.7}), False, TrialState.COMPLETE),
-        (stage_result("t", status="complete", metrics={"acc_mean": math.nan}), False, TrialState.FAIL),
-        (stage_result("t", status="failed"), False, TrialState.FAIL),
-        (stage_result("t", metrics={"acc_mean": 0.3}, items_scored=10), False, TrialState.PRUNED),
+        (stage_message("t", status="complete", metrics={"acc_mean": 0.7}), False, TrialState.COMPLETE),
+        (stage_message("t", status="complete", metrics={"acc_mean": math.nan}), False, TrialState.FAIL),
+        (stage_message("t", status="failed"), False, TrialState.FAIL),
+        (stage_message("t", metrics={"acc_mean": 0.3}, items_scored=10), False, TrialState.PRUNED),
         (None, True, TrialState.FAIL),
-        (stage_result("t", metrics={"acc_mean": 0.3}, items_scored=10), True, TrialState.FAIL),
+        (stage_message("t", metrics={"acc_mean": 0.3}, items_scored=10), True, TrialState.FAIL),
     ],
 )
-def test_how_a_trial_ended_is_told_as_it_was(result, error, state):
+def test_how_a_trial_ended_is_told_as_it_was(last, error, state):
     searcher = OptunaSearcher(specs_of("m"), num_trials=2, seed=0)
-    searcher.suggest("t")
-    searcher.on_trial_complete("t", result=result, error=error)
+    searcher.tell(searcher.ask(), last, error)
     trial = searcher._studies["m"]._study.trials[-1]
     assert trial.state == state
     assert trial.intermediate_values == ({10: 0.3} if state == TrialState.PRUNED else {})

@@ -1,7 +1,7 @@
 """Whole searches with a real Ray, real trials of the embedded models, and real event files.
 
-The experiment of the first tests is one story: its driver is killed half way, a second start does the rest, a third one
-runs only what had failed. Run as a script, this file is that first driver.
+The experiment of the first tests is one story: its driver is killed half way, one trial more is run without Ray, a second
+start does the rest, a third one runs only what had failed. Run as a script, this file is that first driver.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
-from ray import tune
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import started_ray
@@ -29,7 +30,7 @@ from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.driver import SearchResult, TuneOptions, run_search
 from tune_prune.tuning.ray_cluster import cluster
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.trainable import TIMEOUT_REASON, PruneTrainable
+from tune_prune.tuning.stages import TIMEOUT_REASON, StageRunner
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 pytestmark = pytest.mark.slow  # real searches: a minute
@@ -65,7 +66,8 @@ def experiment(two_cpus, tmp_path_factory) -> Path:
     """The folder that a driver, killed with -9 after its second record, leaves behind."""
     folder = tmp_path_factory.mktemp("story") / "experiment"
     address = ray.get_runtime_context().gcs_address
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # The driver's Ray takes a loopback address, too, as it otherwise asks for a cluster at this machine's outward one.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     driver = subprocess.Popen([sys.executable, __file__, str(folder), address], env=environment)
     deadline = time.monotonic() + 120
     while len(list(folder.glob("ledger/*.json"))) < KILL_AFTER:
@@ -79,20 +81,43 @@ def experiment(two_cpus, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def second_start(experiment) -> tuple[list[TrialRecord], SearchResult]:
-    """What the killed driver had recorded, and the result of the same search started again."""
+    """What the killed driver and a start without Ray had recorded, and the result of the same search started again."""
+    jobs = story_jobs(experiment / "artifacts")
+    alone = run_search(jobs[-1:], TuneOptions(experiment, inline=True))
+    assert alone.ran == [jobs[-1].key]
     before = Ledger(FolderStore(experiment)).records()
-    return before, run_search(story_jobs(experiment / "artifacts"), TuneOptions(experiment))
+    return before, run_search(jobs, TuneOptions(experiment))
+
+
+@pytest.fixture(scope="module")
+def without_ray(tmp_path_factory) -> tuple[Path, SearchResult]:
+    """The same search in this process alone, with nothing computed before."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run_search(story_jobs(folder / "artifacts"), TuneOptions(folder, inline=True))
 
 
 def test_after_a_kill_exactly_the_rest_is_run(experiment, second_start):
     before, result = second_start
     jobs = story_jobs(experiment / "artifacts")
     finished = {record.key for record in before if record.status == "complete"}
-    assert KILL_AFTER <= len(before) < len(jobs)
+    assert KILL_AFTER < len(before) < len(jobs)
     assert sorted(result.ran) == sorted(spec.key for spec in jobs if spec.key not in finished)
     after = {record.key: record for record in Ledger(FolderStore(experiment)).records()}
     assert {key: after[key] for key in finished} == {record.key: record for record in before if record.key in finished}
     assert after == result.records
+
+
+def test_with_and_without_ray_the_results_are_the_same_bits(experiment, second_start, without_ray):
+    """Some trials by Ray, one without, the rest by Ray again; and all of them without."""
+    (_, mixed), (folder, alone) = second_start, without_ray
+    assert alone.records.keys() == mixed.records.keys() and alone.baselines.keys() == mixed.baselines.keys()
+    for one, other in ((alone.records, mixed.records), (alone.baselines, mixed.baselines)):
+        for key, record in one.items():
+            for name in ("status", "reason", "config", "metrics", "notes"):
+                assert getattr(record, name) == getattr(other[key], name), name
+    files = {path.relative_to(folder): path.read_bytes() for path in folder.glob("trials/*/*")}
+    assert files == {path.relative_to(experiment): path.read_bytes() for path in experiment.glob("trials/*/*")}
+    assert len([path for path in files if path.name == "items.parquet"]) == 6 + 2
 
 
 def test_two_models_are_complete_and_have_baselines(experiment, second_start):
@@ -121,7 +146,7 @@ def test_tensorboard_has_a_curve_and_an_hparams_row_per_trial(experiment, second
     folders = {
         spec.key: experiment / "tensorboard" / spec.run.label / f"{spec.config.name}-{spec.key[:6]}" for spec in jobs
     }
-    for key in result.ran:
+    for key in [*result.ran, jobs[-1].key]:  # that one ran without Ray
         record = result.records[key]
         (_file,) = folders[key].iterdir()  # one run: no subfolder for the hparams
         events = EventAccumulator(str(folders[key])).Reload()
@@ -161,7 +186,8 @@ def test_a_time_limit_that_comes_too_late_does_not_touch_the_record(experiment, 
     jobs = story_jobs(experiment / "artifacts")
     settings = WorkerSettings(experiment, experiment / "artifacts", TrialResources(), trial_timeout_s=60)
     specs = {spec.key: spec for spec in jobs}
-    worker = tune.with_parameters(PruneTrainable, specs=specs, jobs=[], settings=settings)({"key": jobs[0].key})
+    worker = StageRunner(specs, settings)
+    worker.begin(jobs[0])
     before = Ledger(FolderStore(experiment)).records()
     worker._time_is_up(jobs[0].key)  # its trial has not begun, or has ended
     worker._watchdog = threading.Timer(60, worker._time_is_up)
@@ -187,6 +213,11 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(two
         assert record.metrics["acc_mean"] < max(other.metrics["acc_mean"] for other in complete)
     assert Ledger(FolderStore(tmp_path)).records() == sorted(result.records.values(), key=lambda record: record.key)
     assert run_search(jobs, options).ran == []
+    alone = run_search(jobs, replace(options, experiment_dir=tmp_path / "alone", inline=True))
+    assert alone.ran == result.ran
+    for key, record in alone.records.items():
+        assert (record.status, record.reason) == (result.records[key].status, result.records[key].reason)
+        assert record.metrics == result.records[key].metrics
 
 
 def test_what_cannot_work_is_a_user_error_before_any_trial(two_cpus, tmp_path):
@@ -202,6 +233,14 @@ def test_a_failure_of_the_preparation_keeps_its_own_words(two_cpus, tmp_path):
     with pytest.raises(UserError) as error:
         run_search(jobs, TuneOptions(tmp_path))
     assert "1000000" in str(error.value).replace(",", "").replace("_", "")
+
+
+def test_a_local_ray_listens_on_loopback_only_and_its_workers_are_as_nice_as_other_programs(two_cpus):
+    worker, niceness = ray.get(ray.remote(lambda: (os.getpid(), os.nice(0))).remote())
+    processes = psutil.Process().children(recursive=True)
+    assert {worker} <= {process.pid for process in processes} and niceness == os.nice(0)
+    listening = {c.laddr.ip for process in processes for c in process.net_connections("inet") if c.status == "LISTEN"}
+    assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is left of a model's layers: widths, layers that are dropped, and the configs that say so.
+"""What is left of a model's layers: widths, layers that are dropped, and the configs that state them.
 
 A layer that has lost both its blocks passes its input on, so it is dropped and those behind it are renumbered; unless
 biases of its last projections remain, which it still adds.
@@ -80,7 +80,7 @@ def widths(model: PreTrainedModel, family: Family) -> tuple[LayerWidths, ...]:
 
 
 def is_uniform(sizes: Sequence[LayerWidths], stock_kv_heads: Sequence[int]) -> bool:
-    """Whether the family's own config can say these sizes. `stock_kv_heads`: numbers of KV heads that it can say."""
+    """Whether the family's own config can state these sizes. `stock_kv_heads`: numbers of KV heads that it can state."""
     return len(set(sizes)) == 1 and not sizes[0].skip and sizes[0].kv_heads in stock_kv_heads
 
 
@@ -100,12 +100,12 @@ def pruned_config(config: PretrainedConfig, sizes: Sequence[LayerWidths], head_d
     has instead."""
     per_layer: dict[str, dict[str, Any]] = {}
     for index, size in enumerate(sizes):
-        own: dict[str, Any] = {"skip": size.skip} if size.skip else {}
+        fields_of_layer: dict[str, Any] = {"skip": size.skip} if size.skip else {}
         if size.kv_heads:
-            own |= {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads}
+            fields_of_layer |= {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads}
         if size.channels:
-            own |= {"intermediate_size": size.channels}
-        per_layer[str(index)] = own
+            fields_of_layer |= {"intermediate_size": size.channels}
+        per_layer[str(index)] = fields_of_layer
     fields = _plain(config) | {
         "head_dim": head_dim,
         "per_layer_config": per_layer,
@@ -149,5 +149,5 @@ def build(model_class: type[PreTrainedModel], config: PretrainedConfig, model: P
 def take_buffers(built: nn.Module, model: nn.Module) -> None:
     """Give `built`, made on the meta device, the buffers of `model`: no state dict has them (rotary frequencies)."""
     for name, buffer in model.named_buffers():
-        parent, _, own = name.rpartition(".")
-        setattr(built.get_submodule(parent), own, buffer)
+        parent, _, attribute = name.rpartition(".")
+        setattr(built.get_submodule(parent), attribute, buffer)

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, tune_prune.json: what was pruned, how, which weights came of it, and what was measured.
 
-A manifest is read strictly, and `check` holds it against the config and the weight files beside it, so that no number is
+A manifest is read strictly, and `check_checkpoint` holds it against the config and the weight files beside it, so that no number is
 printed for weights that it does not belong to. A checkpoint loads without one, too: config and weights say all that it
 takes.
 """
@@ -20,8 +20,8 @@ from pydantic_core import PydanticCustomError
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import __version__
+from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.checkpoint.speed import Speed
 from tune_prune.core.config import ModelRun, PruningConfig, renamed
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
@@ -84,8 +84,8 @@ class Manifest:
     metrics: Mapping[str, Number | None] | None = None  # as recorded by the search (records.py); None: not measured
     measured_on: MeasuredOn | None = None  # what `metrics` were measured on
     baseline: Mapping[str, Number | None] | None = None  # the same of the dense model
-    speed: dict[str, Speed] | None = None
-    notes: list[str] = field(default_factory=list)  # what whoever uses the files should know
+    speed: dict[str, GenerationSpeed] | None = None
+    notes: list[str] = field(default_factory=list)  # caveats for users of the files, in sentences
     schema_version: Positive
 
     def __post_init__(self) -> None:
@@ -170,7 +170,7 @@ def weight_file(path: Path) -> WeightFile:
         return WeightFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def check(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:
+def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:
     """Raise UserError unless `config` and the weight files of `folder` are those that the manifest describes.
 
     Cheap comparisons come first. Weight files of every size are hashed whole: a measurement takes longer, and a changed byte

@@ -1,4 +1,4 @@
-"""The manifest of a model that a command names, be it a folder or a repository of the hub; and the refusal to prune twice."""
+"""The manifest of a model that a command names, in a folder or a repository of the hub; an error for one that is already pruned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError
 from transformers.configuration_utils import PretrainedConfig
 
-from tune_prune.checkpoint.manifest import MANIFEST, Manifest, check, read
+from tune_prune.checkpoint.manifest import MANIFEST, Manifest, check_checkpoint, read
 from tune_prune.core.errors import UserError
 from tune_prune.models import hub, loading
 from tune_prune.models.catalog import ModelSource
@@ -49,7 +49,7 @@ def verify(source: ModelSource, config: PretrainedConfig) -> Manifest | None:
                 _download(source, name)
             except Exception as error:  # as above
                 raise loading.unavailable(source, error, name) from error
-    check(folder, manifest, config)
+    check_checkpoint(folder, manifest, config)
     return manifest
 
 

@@ -19,7 +19,7 @@ from tune_prune.models.families import Family, decoder_layers
 def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], head_dim: int) -> PreTrainedModel:
     """The padded copy of `model` (layers.compact), of the class of the dense family.
 
-    `stock_kv_heads` are the numbers of KV heads that the family's config can say; the smallest that is enough is taken.
+    `stock_kv_heads` are the numbers of KV heads that the family's config can state; the smallest that is enough is taken.
     """
     sizes = widths(model, family)
     per_kv = next(size.heads // size.kv_heads for size in sizes if size.kv_heads)  # the first layer always has some
@@ -28,12 +28,12 @@ def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], h
     config = stock_config(model.config, LayerWidths(kv_heads * per_kv, kv_heads, channels), head_dim)
     with torch.device("meta"):
         padded = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    own = model.state_dict()
+    weights = model.state_dict()
     state = {}
     norms = {f"{family.attention}.{norm}" for norm in family.head_norms}
     for name, parameter in padded.state_dict().items():
         filler = 1.0 if any(f"{norm}." in name for norm in norms) else 0.0  # norms of no head: any value
-        state[name] = _padded(own.get(name), parameter, filler, model.device)
+        state[name] = _padded(weights.get(name), parameter, filler, model.device)
     padded.load_state_dict(state, strict=True, assign=True)
     take_buffers(padded, model)
     padded.tie_weights()

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune import __version__
-from tune_prune.checkpoint import layers, manifest, padded, speed
+from tune_prune.checkpoint import generation_speed, layers, manifest, padded
 from tune_prune.checkpoint.card import model_card
 from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import sizes
@@ -83,7 +83,7 @@ def save_checkpoint(
             _write_hf(dense, model, work, shard_bytes)
             if fmt == "hf-padded":
                 rows["padded"] = sizes(model, family)
-        measured = speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
+        measured = generation_speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
         about = Manifest(
             format=fmt,
             base=_base(dense),
@@ -115,13 +115,13 @@ def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
             f"{geometry.num_layers} and {geometry.total_params:,}; name the model that was searched"
         )
     for layer in range(geometry.num_layers):
-        for what, kept, size in (
+        for part, kept, size in (
             ("KV groups", plan.kept_groups[layer], geometry.kv_heads[layer]),
             ("MLP channels", plan.kept_channels[layer], geometry.mlp_width[layer]),
         ):
             if list(kept) != sorted(set(kept)) or not set(kept) <= set(range(size)):
                 raise UserError(
-                    f"the plan keeps {what} in layer {layer} that {label} does not have, or one twice (it has 0 to {size - 1}); "
+                    f"the plan keeps {part} in layer {layer} that {label} does not have, or one twice (it has 0 to {size - 1}); "
                     "restore the plan from a copy, or delete it to have it found again"
                 )
         if layer in geometry.cache_layers and not plan.kept_groups[layer]:
@@ -172,8 +172,8 @@ def _renamed_at_the_end(folder: Path) -> Iterator[Path]:
 def as_saved(
     dense: PreTrainedModel, pruned: PreTrainedModel, family: Family, geometry: Geometry, fmt: Format
 ) -> PreTrainedModel:
-    """The pruned model (layers.compact) as its files describe it: of the class of `dense` where that can say it, else padded
-    or of an own class. `geometry` is that of `dense`."""
+    """The pruned model (layers.compact) as its files describe it: of the class of `dense` where its config can state the widths,
+    else padded or of an own class. `geometry` is that of `dense`."""
     found = layers.widths(pruned, family)
     if layers.is_uniform(found, geometry.uniform_kv_heads):
         config = layers.stock_config(pruned.config, found[0], geometry.head_dim)
@@ -193,11 +193,11 @@ def _write_hf(dense: loading.LoadedModel, model: PreTrainedModel, folder: Path, 
     _write_tokenizer(dense, folder, stock="auto_map" not in model.config.to_dict())
     with torch.device("meta"):
         again = AutoModelForCausalLM.from_config(model.config)
-    weight_files.check(folder, again)
+    weight_files.check_weights(folder, again)
 
 
 def _add_older_names(path: Path) -> None:
-    """Say what transformers 5 has renamed under the names of before, too: whatever reads the family's configs without it would
+    """State what transformers 5 has renamed under its older names, too: whatever reads the family's configs without it would
     take rope_theta for its default and go silently wrong. transformers 5 reads both."""
     values = json.loads(path.read_text(encoding="utf-8"))
     values["torch_dtype"] = values["dtype"]
@@ -246,7 +246,7 @@ def _base(dense: loading.LoadedModel) -> Base:
         model=source.location if source.kind == "hub" else source.label,
         label=source.label,
         revision=hub.commit(source.location, source.revision) if source.kind == "hub" else None,
-        fingerprint=loading.fingerprint(source, dense.model.config),
+        fingerprint=loading.model_fingerprint(source, dense.model.config),
         model_type=dense.family.model_type,
         params=dense.geometry.total_params,
         layers=dense.geometry.num_layers,

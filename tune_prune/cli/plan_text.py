@@ -188,8 +188,9 @@ def _resources(plan: Plan) -> str:
         if settings.address
         else f"this machine: {os.cpu_count()} CPUs, {torch.cuda.device_count()} GPUs"
     )
+    at_once = "one after the other in this process" if settings.inline else f"{plan.slots} at once"
     return (
-        f"{where}; a trial takes CPU {each.cpus:g}, GPU {each.gpus:g} and about {_bytes(plan.memory.total)}; {plan.slots} at once; "
+        f"{where}; a trial takes CPU {each.cpus:g}, GPU {each.gpus:g} and about {_bytes(plan.memory.total)}; {at_once}; "
         f"scheduler {settings.scheduler}"
     )
 

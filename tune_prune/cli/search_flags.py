@@ -80,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
         help="end a trial that takes longer (default: never)",
     )
     how.add_argument(
+        "--inline",
+        action="store_true",
+        help="run the trials one after the other in this process, without Ray: the same results, and either way goes on with "
+        "what the other has finished",
+    )
+    how.add_argument(
         "--address",
         type=flags.text,
         metavar="HOST:PORT",
@@ -138,6 +144,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         gpus_per_trial=gpus_per_trial,
         cpus_per_trial=cpus_per_trial,
         trial_timeout_s=args.trial_timeout,
+        inline=args.inline,
         address=args.address,
         storage_path=args.storage_path,
         name=args.name,

@@ -2,7 +2,7 @@
 
 It stands beside the experiments, so that a second search on the same model finds what the first has computed. Two
 processes that compute the same artifact write the same bytes; the rename makes either one whole. A file is an .npz
-archive followed by its SHA-256: one that does not fit its checksum is said to be damaged and computed again.
+archive followed by its SHA-256: one that does not match its checksum is reported as damaged and computed again.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class ArtifactStore:
             return None
         archive, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
         if hashlib.sha256(archive).digest() != checksum:
-            log.warning("artifact %s is damaged (its checksum does not fit); it is computed again", path)
+            log.warning("artifact %s is damaged (its checksum does not match); it is computed again", path)
             return None
         with np.load(io.BytesIO(archive), allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files if name != "key"}
 
     def put(self, kind: str, key: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Store arrays under `key`, atomically; the key itself is kept inside for people who look."""
+        """Store arrays under `key`, atomically; the key is kept inside for inspection."""
         archive = io.BytesIO()
         named: dict[str, Any] = {"key": np.array(canonical_json(key)), **arrays}
         np.savez(archive, **named)

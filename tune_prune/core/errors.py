@@ -1,6 +1,7 @@
 """Errors that a user can act on. Command lines print the sentence and exit with a code, without a traceback.
 
-0 done; 2 the user must change something (one sentence on stderr); 130 interrupted; 1 anything else, with a traceback.
+0 done; 2 the user must change something (one sentence on stderr); 130 interrupted; 1 anything else: what the machine could
+not do, in one sentence, or a traceback.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import NoReturn
 
 class UserError(ValueError):
     """Something the user must change. The message names the thing, its value, the bound and the next step."""
+
+
+class MachineError(RuntimeError):
+    """What the machine could not do now, though nothing in the command is wrong. The message says what to try."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,12 +44,12 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def exit_code(main: Callable[[], None], advice: str = "") -> int:
-    """Call `main` and return the exit code. What an interrupt says of itself, or else the `advice`, stands in its line."""
+    """Call `main` and return the exit code. An interrupt prints its own message, or `advice` where it has none."""
     try:
         main()
-    except UserError as error:
+    except (UserError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:
         print(": ".join(filter(None, ("\ninterrupted", str(interrupt) or advice))), file=sys.stderr)
         return 130

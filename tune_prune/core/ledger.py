@@ -1,5 +1,5 @@
 """The records of an experiment: its trials (the ledger, the single source of truth: every table is a view of it), the dense
-models, and what passes over a model have cost."""
+models, and the cost of passes over a model."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class Ledger:
 
 
 class PassLog:
-    """What every pass over a model made for all trials has cost, one file each: whichever start of a search made it, and
-    however that start ended."""
+    """The cost of every pass over a dense model that trials share, one file each; kept whichever start of a search made the pass
+    and however that start ended."""
 
     def __init__(self, store: FolderStore) -> None:
         self._store = store
 
-    def write(self, what: Mapping[str, Any], report: StageReport) -> None:
-        """Note a pass, for `what` and at which cost."""
+    def write(self, about: Mapping[str, Any], report: StageReport) -> None:
+        """Record a pass: `about` (model, seq_len, samples) and its cost."""
         cost = {"stage": report.stage, "duration_s": report.duration_s, "tokens": report.tokens}
-        self._store.put(f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json", to_json({**what, **cost}))
+        self._store.put(f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json", to_json({**about, **cost}))
 
     def read(self) -> list[dict[str, Any]]:
         """All passes, in no order. Raises DamagedFile."""

@@ -35,7 +35,7 @@ _StageValue = Annotated[Any, BeforeValidator(_finite_or_not)]  # text or a numbe
 
 @dataclass
 class StageReport:
-    """What one stage of a trial tells: its name, its cost and the metrics known from now on."""
+    """What one stage of a trial reports: its name, its cost and its metrics."""
 
     stage: str  # a statistic's, or one of MODEL_STAGES
     duration_s: float
@@ -64,7 +64,7 @@ class TrialRecord:
     device_name: str = ""  # of the GPU or CPU; empty where the model was never opened, and in older records
     torch_version: str = ""  # likewise
     resources: dict[str, Number] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what a reader of the numbers should know, in sentences
+    notes: list[str] = field(default_factory=list)  # caveats of the numbers, in sentences
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

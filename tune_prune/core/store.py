@@ -65,7 +65,7 @@ class FolderStore:
         atomic_write_bytes(path, content.encode() if isinstance(content, str) else content)
 
     def put_all(self, contents: Mapping[str, bytes | str | None]) -> list[Path]:
-        """Put each content under its name, and return their paths; of a None, remove what an earlier start has left there."""
+        """Put each content under its name and return the paths. A content of None removes what an earlier start has left."""
         for name, content in contents.items():
             if content is None:
                 self.path(name).unlink(missing_ok=True)

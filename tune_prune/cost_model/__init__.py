@@ -1,8 +1,8 @@
 """What a search will cost, before it starts: tokens, FLOPs, seconds and memory of every stage of its plan.
 
-tokens    what is forwarded                    counted where that is cheap, else estimated from the items
-flops     what that takes in arithmetic        formulas
-speed     how fast this machine does it        measured on one decoder layer of the model's own shapes
-memory    what has to fit                      formulas
-estimate  all of it together, and what is left of it while the search runs
+tokens        what is forwarded                    counted where that is cheap, else estimated from the items
+flops         what that takes in arithmetic        formulas
+device_speed  how fast this machine does it        measured on one decoder layer of the model's own shapes
+memory        what has to fit                      formulas
+estimate      all of it together, and what is left of it while the search runs
 """

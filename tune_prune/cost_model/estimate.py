@@ -1,6 +1,6 @@
 """What a plan costs: passes, tokens, operations and seconds of every stage, the wall time and the GPU-hours.
 
-    seconds of a stage = tokens x seconds per token as measured (speed.py) x (1 - removed share) where a model is pruned
+    seconds of a stage = tokens x seconds per token as measured (device_speed.py) x (1 - removed share) where a model is pruned
 
 Trials and preparation jobs are dealt out to the slots one after the other, as the search does. What was measured for a
 second on one core is extrapolated to hours, so expect it to be off by some tens of percent, more on a busy machine; the
@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tune_prune.core.records import MODEL_STAGES, in_order
+from tune_prune.cost_model.device_speed import DeviceSpeed
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.speed import Speed
 from tune_prune.cost_model.tokens import ZeroShotTokens
 from tune_prune.pruning.statistics import Need, by_statistic, load_statistic
 
@@ -40,7 +40,7 @@ class ModelWork:
     arithmetic: Arithmetic
     device: str  # cpu or cuda
     weight_bytes: int
-    speed: Speed
+    speed: DeviceSpeed
     passes: Mapping[int, Sequence[Need]]  # by seq_len, what is not cached
     baseline: bool  # whether the dense model is still to be measured
     trials: int

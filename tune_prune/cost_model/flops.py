@@ -72,7 +72,7 @@ class Arithmetic:
         return 3 * layers + 2 * head if work.backward else layers + head
 
     def layers_of_pass(self, work: PassWork, row_length: int) -> float:
-        """Of it the layers, forward."""
+        """Operations of the layers' forward pass in it."""
         mlp = 2 * self.mlp_weights * work.mlp_tokens
         return (self._attention(work.attention_tokens, row_length) + mlp) / self.layers
 

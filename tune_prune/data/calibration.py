@@ -79,7 +79,7 @@ def load_text(source: str) -> str:
         ) from error
 
 
-def fingerprint(source: str) -> str:
+def calibration_fingerprint(source: str) -> str:
     """What the calibration text is, by content; for hub texts by name."""
     if source in HUB_TEXTS:
         return f"hub:{source}"

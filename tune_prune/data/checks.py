@@ -36,7 +36,7 @@ def data_dir(asked: str | None) -> str | None:
 def check_data(run: ModelRun) -> None:
     """Tasks and perplexity text, read where they are files. Raises UserError."""
     source, tasks = task_source(run), run.protocol.tasks
-    task_files.check(source, tasks)
+    task_files.check_tasks(source, tasks)
     if source.kind == "folder":
         for task in task_files.task_files(source, tasks):
             task_files.read_items(task.items, task.fields)

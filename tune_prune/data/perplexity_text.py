@@ -41,7 +41,7 @@ def load_text(data_dir: str | None, embedded: bool) -> str:
     return "\n\n".join(rows["text"])
 
 
-def fingerprint(data_dir: str | None, embedded: bool) -> str:
+def perplexity_fingerprint(data_dir: str | None, embedded: bool) -> str:
     """What the perplexity text is, by content; the hub's by name. Raises UserError where a local text is missing."""
     if data_dir is None and not embedded:
         return "hub:wikitext-2-raw-v1"

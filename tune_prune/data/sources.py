@@ -1,4 +1,4 @@
-"""Which texts and tasks the settings of a run name, and what they are by content."""
+"""Which texts and tasks a run uses, and fingerprints of their content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def task_source(run: ModelRun) -> task_files.TaskSource:
 
 @dataclass(frozen=True)
 class MeasuredOn:
-    """What models are measured on, by content and part by part."""
+    """Fingerprints of what models are measured on, part by part."""
 
     protocol: int  # its version
     text: str  # fingerprint of the perplexity text
@@ -38,8 +38,8 @@ def measured_on(run: ModelRun) -> MeasuredOn:
     source = task_source(run)
     return MeasuredOn(
         protocol=PROTOCOL_VERSION,
-        text=perplexity_text.fingerprint(run.data_dir, uses_embedded_data(run)),
-        tasks={task: task_files.fingerprint(source, (task,)) for task in run.protocol.tasks},
+        text=perplexity_text.perplexity_fingerprint(run.data_dir, uses_embedded_data(run)),
+        tasks={task: task_files.tasks_fingerprint(source, (task,)) for task in run.protocol.tasks},
     )
 
 
@@ -47,8 +47,8 @@ def data_fingerprint(run: ModelRun) -> str:
     """What the trials of `run` are measured on, by content; needs neither lm_eval nor the model."""
     return digest(
         {
-            "calibration": calibration.fingerprint(run.calibration),
-            "perplexity": perplexity_text.fingerprint(run.data_dir, uses_embedded_data(run)),
-            "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
+            "calibration": calibration.calibration_fingerprint(run.calibration),
+            "perplexity": perplexity_text.perplexity_fingerprint(run.data_dir, uses_embedded_data(run)),
+            "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
         }
     )

@@ -78,7 +78,7 @@ class TaskFile(NamedTuple):
     fields: tuple[str, ...]  # what every item must have
 
 
-def check(source: TaskSource, task_names: tuple[str, ...]) -> None:
+def check_tasks(source: TaskSource, task_names: tuple[str, ...]) -> None:
     """Raises UserError for unknown tasks and for missing files, all of them in one sentence; looks at paths only.
 
     For the hub nothing can be known without asking it: a name that it lacks is found when the suite is built.
@@ -88,7 +88,7 @@ def check(source: TaskSource, task_names: tuple[str, ...]) -> None:
 
 
 def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile]:
-    """The file of every task, in the order asked. Raises UserError as `check` does."""
+    """The file of every task, in the order asked. Raises UserError as `check_tasks` does."""
     assert source.path is not None, "the hub has no files"
     root = Path(source.path) / "tasks"
     if not root.is_dir():
@@ -98,18 +98,18 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
     fields: tuple[str, ...]
     for name in dict.fromkeys(task_names):
         folder, stock = root / name, STOCK_TASKS.get(name)
-        own = folder / "task.yaml"
-        if own.is_file():
+        own_definition = folder / "task.yaml"
+        if own_definition.is_file():
             splits = [split for split in ("test", "validation") if (folder / f"{split}.jsonl").is_file()]
-            definition, split, fields = own, splits[0] if splits else "test", ()
+            definition, split, fields = own_definition, splits[0] if splits else "test", ()
         elif stock is not None:
             definition, split, fields = stock_definition(name), stock.split, stock.fields
         elif folder.is_dir():
-            missing.append(str(own))
+            missing.append(str(own_definition))
             continue
         else:
-            known = {*source.task_names(), *(STOCK_TASKS if source.kind == "folder" else ())}
-            raise UserError(f"task {name!r} is not in {root}; {did_you_mean(name, known)}")
+            available = {*source.task_names(), *(STOCK_TASKS if source.kind == "folder" else ())}
+            raise UserError(f"task {name!r} is not in {root}; {did_you_mean(name, available)}")
         items = folder / f"{split}.jsonl"
         if items.is_file():
             found.append(TaskFile(name, definition, split, items, fields))
@@ -120,9 +120,9 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
     return found
 
 
-def fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
+def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
     """What the tasks ask, without building them: the files' content, hub tasks by name, and lm-eval's version, whose
-    definitions render them. Raises UserError as `check` does."""
+    definitions render them. Raises UserError as `check_tasks` does."""
     parts = [importlib.metadata.version("lm_eval"), *task_names]
     if source.kind != "hub":
         for task in task_files(source, task_names):

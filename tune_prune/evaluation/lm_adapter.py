@@ -1,4 +1,4 @@
-"""Our engine as a model of lm-eval, and lm-eval's own rule for turning a request into tokens.
+"""The zero-shot engine as a model of lm-eval, and lm-eval's own rule for turning a request into tokens.
 
 from lm_eval import simple_evaluate
 simple_evaluate(model=SharedPrefixLM(model, tokenizer), tasks=["piqa", "arc_easy"])
@@ -98,7 +98,7 @@ def _encode_pairs(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instan
     """((context, continuation), context ids, continuation ids) of every request.
 
     HFLM's rule goes over the requests twice. The first time, the texts that it would encode are only noted; they are
-    then encoded all at once and each once, which a fast tokenizer does on all cores; the second time they are known.
+    then encoded all at once and each once, which a fast tokenizer does on all cores; the second time their tokens are returned.
     """
     bulk = _BulkTokenizer(tokenizer)
     rule = _Encoding(bulk)
@@ -124,19 +124,19 @@ class _Encoding(HFLM):
 
 
 class _BulkTokenizer:
-    """What HFLM's rule asks of a tokenizer. `encode` notes what it does not know yet and answers with a stand-in."""
+    """A tokenizer for HFLM's rule that encodes in bulk: `encode` notes a text without tokens and returns a placeholder."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[tuple[str, tuple[tuple[str, Any], ...]], list[int]] = {}
+        self._tokens: dict[tuple[str, tuple[tuple[str, Any], ...]], list[int]] = {}
         self.decode = functools.cache(tokenizer.decode)
         self.bos_token_id, self.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        return self._known.setdefault((text, tuple(options.items())), [-1])
+        return self._tokens.setdefault((text, tuple(options.items())), [-1])
 
     def encode_noted(self) -> None:
-        for options in {options for _, options in self._known}:
-            noted = [key for key in self._known if key[1] == options]
+        for options in {options for _, options in self._tokens}:
+            noted = [key for key in self._tokens if key[1] == options]
             encoded = self._tokenizer([text for text, _ in noted], **dict(options))["input_ids"]
-            self._known.update(zip(noted, encoded, strict=True))
+            self._tokens.update(zip(noted, encoded, strict=True))

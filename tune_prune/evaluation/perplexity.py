@@ -33,8 +33,8 @@ class PerplexityResult:
 def perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batch_size: int | None = None) -> PerplexityResult:
     """Perplexity of `tokens` (LongTensor [N]) in windows of `window` tokens, at most the model's position limit.
 
-    The first token of each window is context only. `batch_size` windows are run at once (None: as the
-    device likes it). An infinite or undefined loss is a result, not an error. Raises UserError for fewer than 2 tokens.
+    The first token of each window is context only. `batch_size` windows are run at once (None:
+    by device). An infinite or undefined loss is a result, not an error. Raises UserError for fewer than 2 tokens.
     """
     if len(tokens) < 2:
         raise UserError(f"the perplexity text has {len(tokens)} tokens; at least 2 are needed, choose a longer text")

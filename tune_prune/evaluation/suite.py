@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.hashing import seed_for
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
-from tune_prune.evaluation.engine.rows import Outcomes, Request
+from tune_prune.evaluation.engine.rows import Request, RequestScores
 from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.slices import even_slices
 
-__all__ = ["Item", "Outcomes", "ZeroShotSuite"]
+__all__ = ["Item", "RequestScores", "ZeroShotSuite"]
 
 # (log-likelihood, greedy) of an item's requests -> acc, and acc_norm where the task has it.
 Judgement = Callable[[list[tuple[float, bool]]], tuple[float, float | None]]
@@ -67,9 +67,9 @@ class ZeroShotSuite:
         """Tokens (without padding) that scoring the items which this slice adds forwards."""
         return self._slices[slice_index].rows(share).num_tokens
 
-    def outcomes(
+    def request_scores(
         self, model: PreTrainedModel, slice_index: int, batch_tokens: int | None = None, share: bool = True
-    ) -> Outcomes:
+    ) -> RequestScores:
         """Scores of the requests that this slice adds to the one before it.
 
         `model` is any causal language model of transformers, structurally pruned or not. `batch_tokens` bounds one
@@ -78,15 +78,15 @@ class ZeroShotSuite:
         """
         return score_planned(model, self._slices[slice_index].rows(share), batch_tokens)
 
-    def judge(self, slice_index: int, outcomes: Outcomes) -> list[ItemScore]:
+    def judge(self, slice_index: int, scores: RequestScores) -> list[ItemScore]:
         """The items that this slice adds, with their accuracies."""
-        return self._slices[slice_index].judge(outcomes)
+        return self._slices[slice_index].judge(scores)
 
     def score_slice(
         self, model: PreTrainedModel, slice_index: int, batch_tokens: int | None = None, share: bool = True
     ) -> list[ItemScore]:
-        """`judge` of `outcomes`."""
-        return self.judge(slice_index, self.outcomes(model, slice_index, batch_tokens, share))
+        """`judge` of `request_scores`."""
+        return self.judge(slice_index, self.request_scores(model, slice_index, batch_tokens, share))
 
     def arrays(self) -> dict[str, np.ndarray] | None:
         """The suite as arrays; None where an item needs lm-eval's judgement, which no array can hold."""
@@ -121,8 +121,8 @@ class ZeroShotSuite:
         first_request = first_length = 0
         for task, doc_id, gold, num_requests, num_lengths in zip(*columns, strict=True):
             end, end_length = first_request + num_requests, first_length + num_lengths
-            own = tuple(requests[first_request:end]), tuple(lengths[first_length:end_length])
-            items.append(Item(tasks[task], doc_id, gold, *own))
+            of_item = tuple(requests[first_request:end]), tuple(lengths[first_length:end_length])
+            items.append(Item(tasks[task], doc_id, gold, *of_item))
             first_request, first_length = end, end_length
         return cls(items, protocol)
 
@@ -157,24 +157,24 @@ class _Slice:
             groups.append((np.array(numbers), requests, gold, lengths))
         return groups
 
-    def judge(self, outcomes: Outcomes) -> list[ItemScore]:
-        assert len(outcomes.loglikelihoods) == self._starts[-1], "these are the outcomes of another slice"
+    def judge(self, scores: RequestScores) -> list[ItemScore]:
+        assert len(scores.loglikelihoods) == self._starts[-1], "these are the scores of another slice"
         acc, acc_norm = np.zeros(len(self.items)), np.zeros(len(self.items))
         for numbers, requests, gold, lengths in self._groups:
-            values = outcomes.loglikelihoods[requests]
+            values = scores.loglikelihoods[requests]
             acc[numbers] = values.argmax(axis=1) == gold
             with np.errstate(divide="ignore", invalid="ignore"):  # an empty choice: as lm-eval, whatever comes out
                 acc_norm[numbers] = (values / lengths).argmax(axis=1) == gold
-        loglikelihoods, greedy = outcomes.loglikelihoods.tolist(), outcomes.greedy.tolist()
-        scores = []
+        loglikelihoods, greedy = scores.loglikelihoods.tolist(), scores.greedy.tolist()
+        items = []
         for number, (item, start, end) in enumerate(zip(self.items, self._starts, self._starts[1:], strict=False)):
             of_item = tuple(loglikelihoods[start:end])
             if item.judgement is not None:
                 judged = item.judgement(list(zip(of_item, greedy[start:end], strict=True)))
             else:
                 judged = float(acc[number]), float(acc_norm[number]) if item.lengths else None
-            scores.append(ItemScore(item.task, item.doc_id, self.index, *judged, of_item, item.gold))
-        return scores
+            items.append(ItemScore(item.task, item.doc_id, self.index, *judged, of_item, item.gold))
+        return items
 
 
 def _integers(values: Iterable[int]) -> np.ndarray:

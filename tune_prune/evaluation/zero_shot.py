@@ -133,15 +133,15 @@ def _build_requests(task: Task, limit: int | None) -> None:
 
 
 def _rendered_once(render: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[int, tuple[dict, Any]] = {}  # holds the document too, so that its id stays its own
+    cached: dict[int, tuple[dict, Any]] = {}  # holds the document too, so that its id is not reused
 
     @functools.wraps(render)
     def rendered(doc: dict, template: Any = None) -> Any:
         if template is not None:
             return render(doc, template)
-        if id(doc) not in known:
-            known[id(doc)] = doc, render(doc)
-        return known[id(doc)][1]
+        if id(doc) not in cached:
+            cached[id(doc)] = doc, render(doc)
+        return cached[id(doc)][1]
 
     return rendered
 

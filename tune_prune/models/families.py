@@ -41,9 +41,8 @@ class Family:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    head_norms: tuple[
-        str, ...
-    ] = ()  # norms over head_dim inside attention: shared by all heads, gone with the last one
+    # Norms over head_dim inside attention: shared by all heads, removed with the last one.
+    head_norms: tuple[str, ...] = ()
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     heads_divide_hidden: bool = False  # its config refuses num_attention_heads that do not divide hidden_size
 
@@ -124,11 +123,11 @@ def check_structure(model: PreTrainedModel, family: Family) -> None:
         ) from None
     hidden = model.config.hidden_size
     pruned = model.config.model_type.startswith(PRUNED_PREFIX)
-    known = set(family.projections().values()) | set(family.layer_norms)
-    known |= {f"{family.attention}.{norm}" for norm in family.head_norms}
+    expected = set(family.projections().values()) | set(family.layer_norms)
+    expected |= {f"{family.attention}.{norm}" for norm in family.head_norms}
     for index, layer in enumerate(layers):
         where = f"layer {index} of this {family.model_type} model"
-        unknown = {name.rpartition(".")[0] for name, _ in layer.named_parameters()} - known
+        unknown = {name.rpartition(".")[0] for name, _ in layer.named_parameters()} - expected
         if unknown:
             raise UserError(
                 f"{where} has {sorted(unknown)[0]!r}, which the {family.model_type} row of models/families.py does not "

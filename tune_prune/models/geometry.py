@@ -1,4 +1,4 @@
-"""Sizes of a decoder and the price of each group that can be removed, as plain numbers.
+"""Sizes of a decoder and the cost of each group that can be removed, as plain numbers.
 
 Read off a built model's real modules (a model on the meta device will do), never off its config, so that biases, tied
 embeddings and layers of different width are counted as they are. Check values for Llama-3-8B: 5,242,880 parameters a

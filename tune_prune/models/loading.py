@@ -199,7 +199,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
     finally:
         transformers_logging.set_verbosity(level)
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    wrong += [f"{name} is {list(found)}, not {list(due)}" for name, found, due in sorted(report["mismatched_keys"])]
+    wrong += [f"{name} is {list(found)}, not {list(size)}" for name, found, size in sorted(report["mismatched_keys"])]
     # Weights of a layer or a bias that the config does not have: without them it would be another model.
     unused = [name for name in sorted(report["unexpected_keys"]) if name.endswith((".weight", ".bias"))]
     wrong += [f"{name} is not used" for name in unused]
@@ -224,7 +224,7 @@ def _align(model: PreTrainedModel) -> None:
             p.data = p.data.clone()
 
 
-def fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
+def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
     """What a model is, by content: hub models by commit, folders by config, tokenizer and weight files.
 
     Folder paths do not count, so that a copy of a model is the same model.
@@ -266,7 +266,7 @@ def _cause(error: Exception) -> str:
 
 
 def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
-    """One sentence: which part of a model could not be had, the cause, and how to get it."""
+    """The error for a `part` of a model that could not be loaded: the cause and the next step."""
     if source.kind != "hub":
         return UserError(
             f"model folder {source.location} cannot be loaded ({part}: {_cause(error)}); check that config, tokenizer and "

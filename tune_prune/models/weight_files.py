@@ -1,4 +1,4 @@
-"""Are the weights of a model folder whole? Known from the headers of its files, before anything is loaded."""
+"""Checks that the weights of a model folder are complete, from the headers of its files, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tune_prune.core.errors import UserError
 _AGAIN = "download the model again or point --model at a complete folder"
 
 
-def check(folder: Path, model: nn.Module) -> None:
+def check_weights(folder: Path, model: nn.Module) -> None:
     """Raise UserError unless the weight files of `folder` are undamaged and hold every parameter of `model` (on the meta
     device) in its shape. Of weights that are pickled (.bin) only the existence is checked."""
     found = files(folder)
@@ -50,8 +50,8 @@ def check(folder: Path, model: nn.Module) -> None:
 
 
 def files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would read, be they there or not. Raises UserError for an index that says
-    nothing."""
+    """The safetensors files that transformers would read, whether they exist or not. Raises UserError for an index without a
+    weight_map."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file() or not index.is_file():
         return [whole] if whole.is_file() else []

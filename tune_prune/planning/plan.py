@@ -38,6 +38,7 @@ class SearchSettings:
     gpus_per_trial: float | None = None
     cpus_per_trial: float | None = None
     trial_timeout_s: float | None = None
+    inline: bool = False
     address: str | None = None
     storage_path: str = "ray_results"
     name: str | None = None

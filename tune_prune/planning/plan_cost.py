@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.store import BASELINES, FolderStore
+from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, measure
 from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.speed import Speed, SpeedRequest, measure
 from tune_prune.cost_model.workload import passes_to_make
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 
@@ -61,7 +61,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     return estimate(works, plan.slots, plan.resources.gpus, plan.space.search == "optuna", notes)
 
 
-def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> Speed | None:
+def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> DeviceSpeed | None:
     """Measured where the trials will run: here, or by a worker of the cluster (None: none was free)."""
     request = SpeedRequest(
         model.workload.config,
@@ -75,5 +75,5 @@ def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings
         return measure(request)
     from tune_prune.tuning.ray_cluster import remote  # imports ray: not needed to plan a search on this machine
 
-    speed: Speed | None = remote.call(measure, request, resources)
+    speed: DeviceSpeed | None = remote.call(measure, request, resources)
     return speed

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,8 @@ def make_plan(settings: SearchSettings) -> Plan:
         raise UserError(
             f"--gpus-per-trial is {settings.gpus_per_trial:g}, but a trial runs on one GPU; use 1, a share 1/k such as 0.5, or auto"
         )
+    if settings.inline:
+        _check_inline(settings)
     space = resolve.space(settings)
     store = artifact_cache.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifact_cache.FOLDER)
     with _cluster(settings):
@@ -50,8 +53,11 @@ def make_plan(settings: SearchSettings) -> Plan:
         models = tuple(_plan_model(settings, space, name, device, store) for name in settings.models)
         _check_distinct(models)
         trial_bytes = max(model.memory.total for model in models)
-        resources = plan_resources(settings.cpus_per_trial, settings.gpus_per_trial, nodes, trial_bytes, gpu_bytes)
-        slots = trial_slots(resources, nodes)
+        gpus = (
+            1.0 if settings.inline and on_gpu else settings.gpus_per_trial
+        )  # the trial of the moment has it to itself
+        resources = plan_resources(settings.cpus_per_trial, gpus, nodes, trial_bytes, gpu_bytes)
+        slots = min(trial_slots(resources, nodes), 1 if settings.inline else sys.maxsize)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
@@ -61,6 +67,22 @@ def make_plan(settings: SearchSettings) -> Plan:
         recorded = sum(key in finished for model in models for _, key in model.trials)
         plan = Plan(settings, space, folder, models, recorded, resources, slots, cost=None)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
+
+
+def _check_inline(settings: SearchSettings) -> None:
+    """Raise UserError where --inline comes with what only Ray can do."""
+    if settings.address is not None:
+        raise UserError("--inline runs in this process and --address on a cluster; leave one of them out")
+    if settings.gpus_per_trial is not None and 0 < settings.gpus_per_trial < 1:
+        raise UserError(
+            f"--gpus-per-trial is {settings.gpus_per_trial:g}, but --inline runs one trial at a time, which has the whole GPU; use "
+            "1, or leave it out"
+        )
+    if settings.trial_timeout_s is not None:
+        raise UserError(
+            "--trial-timeout ends the worker process of a trial, and with --inline there is no process but this one; leave one "
+            "of them out"
+        )
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
@@ -105,7 +127,7 @@ def _plan_model(
         most = max(config.num_samples for config in configs)
         checks.check_calibration(run, source, config, model.tokenizer, seq_lens, most)
         if source.kind != "hub":
-            weight_files.check(Path(source.location), loading.meta_model(config))
+            weight_files.check_weights(Path(source.location), loading.meta_model(config))
     except UserError as error:
         if len(settings.models) == 1:
             raise
@@ -113,7 +135,7 @@ def _plan_model(
     commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
     if commit:  # workers load what was planned, whatever the branch says by then
         run = replace(run, revision=commit)
-    fingerprints = loading.fingerprint(source, config), data_fingerprint(run)
+    fingerprints = loading.model_fingerprint(source, config), data_fingerprint(run)
     work = workload(run, config, model.tokenizer, store, fingerprints[0])
     itemsize = getattr(torch, run.dtype).itemsize
     return ModelPlan(

@@ -1,4 +1,4 @@
-"""Where a plan cut: the numbers beside each result. Pure numpy."""
+"""What a plan removes, layer by layer: recorded beside each result. Pure numpy."""
 
 from __future__ import annotations
 

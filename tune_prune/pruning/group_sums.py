@@ -1,4 +1,4 @@
-"""Sums over the weights of every group, for whatever number each weight has: what groups are is said in `groups`."""
+"""Sums over the weights of every group (pruning/groups.py) of a number per weight, such as its absolute value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tune_prune.pruning.groups import GroupScores
 
 @torch.no_grad()
 def group_sums(model: PreTrainedModel, family: Family, number: Callable[[Tensor], Tensor]) -> GroupScores:
-    """For every group the sum over its weights and biases; `number` gives that of each, for a parameter in its shape."""
+    """For every group the sum of `number` over its weights and biases. `number` maps a parameter to a tensor of its shape."""
 
     def sums(linear: nn.Linear, side: int) -> Tensor:
         """Over each row (side 0, with its bias) or column (side 1) of a projection."""

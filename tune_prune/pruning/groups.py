@@ -40,7 +40,7 @@ class GroupScores:
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """Which groups stay, as sorted indices per layer, and what that removes."""
+    """Which groups are kept, as sorted indices per layer, and how many parameters that removes."""
 
     kept_groups: tuple[tuple[int, ...], ...]
     kept_channels: tuple[tuple[int, ...], ...]

@@ -37,12 +37,12 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int
     if target > bounds.most:
         bound = _rounded_down(bounds.most / total)
         raise UserError(
-            f"{asked} only {bounds.most:,} can be removed{here} ({bounds.fixed} stay); ask for at most {bound}{instead}"
+            f"{asked} only {bounds.most:,} can be removed{here} ({bounds.fixed} are kept); ask for at most {bound}{instead}"
         )
     if target < bounds.least:
         bound = math.ceil(1e6 * (bounds.least + 1) / total) / 1e6
         raise UserError(
-            f"{asked} {bounds.least:,} go in any case{here} ({bounds.smallest_part}); ask for at least {bound:g}{instead}"
+            f"{asked} shape {shape} alone removes {bounds.least:,} ({bounds.smallest_part}); ask for at least {bound:g}{instead}"
         )
     return target
 
@@ -88,7 +88,7 @@ def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float, shape:
 
 
 def _removed(geometry: Geometry, kept_groups: Kept, kept_channels: Kept) -> int:
-    """Parameters that go where these groups and channels stay."""
+    """Parameters that are removed when these groups and channels are kept."""
     removed = 0
     for layer, (groups, channels) in enumerate(zip(kept_groups, kept_channels, strict=True)):
         removed += (geometry.kv_heads[layer] - len(groups)) * geometry.group_cost[layer]
@@ -109,7 +109,7 @@ def _lowest_first(scores: GroupScores, geometry: Geometry, target: int) -> tuple
     left = target
 
     def cost(position: int) -> int:
-        """Parameters that would go with this group or channel now; more than asked for where it must stay."""
+        """Parameters that removing this group or channel now removes; more than the target where it must be kept."""
         layer, is_mlp = divmod(blocks[position], 2)
         if is_mlp:
             return geometry.channel_cost[layer]

@@ -1,6 +1,6 @@
-"""What a pruned model's layers may look like, and which groups go where that is not free (docs/methods.md, "Shapes").
+"""What a pruned model's layers may look like, and what is removed in the shapes other than free (docs/methods.md, "Shapes").
 
-    free        any number of KV groups and MLP channels in each layer; the layers that cached decoding counts by keep a group
+    free        any number of KV groups and MLP channels in each layer; the layers that cached decoding relies on keep a group
     aligned-N   every MLP width is a multiple of N, at least N; every layer keeps at least one KV group
     uniform     one number of KV groups and one MLP width for all layers: what a plain config of the family can state
 
@@ -37,9 +37,9 @@ def resolve(shape: str, align: int | None, total_params: int) -> str:
 
 @dataclass(frozen=True)
 class RemovalBounds:
-    """What a shape lets one remove of a model, in parameters."""
+    """How much of a model can be removed in a shape, in parameters."""
 
-    least: int  # what must go for the shape alone; 0 where the dense model has it
+    least: int  # what the shape alone removes; 0 where the dense model has it
     most: int
     fixed: str  # the parts that cannot be removed, in words
     smallest: int  # the smallest removal above 0

@@ -24,7 +24,7 @@ from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
-from tune_prune.evaluation.suite import Outcomes, ZeroShotSuite
+from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 from tune_prune.trial.statistics import StatisticCache
@@ -56,7 +56,7 @@ class TrialContext:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        return loading.fingerprint(self.loaded.source, self.loaded.model.config)
+        return loading.model_fingerprint(self.loaded.source, self.loaded.model.config)
 
     @cached_property
     def data_fingerprint(self) -> str:
@@ -93,11 +93,11 @@ class TrialContext:
 
     @cached_property
     def _task_fingerprint(self) -> str:
-        return task_files.fingerprint(task_source(self.run), self.run.protocol.tasks)
+        return task_files.tasks_fingerprint(task_source(self.run), self.run.protocol.tasks)
 
     @cached_property
     def _text_fingerprint(self) -> str:
-        return perplexity_text.fingerprint(self.run.data_dir, uses_embedded_data(self.run))
+        return perplexity_text.perplexity_fingerprint(self.run.data_dir, uses_embedded_data(self.run))
 
     @cached_property
     def _sharing_unsupported(self) -> str | None:
@@ -106,11 +106,11 @@ class TrialContext:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the measured numbers should know. To find out, the model may be run."""
+        """Caveats of the measured numbers, in sentences. May run the model on a few tokens to find them."""
         refused = self._sharing_unsupported
         return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
 
-    def perplexity(self, model: PreTrainedModel, structure: str) -> tuple[PerplexityResult, int]:
+    def measure_perplexity(self, model: PreTrainedModel, structure: str) -> tuple[PerplexityResult, int]:
         """The perplexity of `model`, which keeps `structure`, and the tokens forwarded to get it (0: it was cached)."""
         key = self._measurement(structure, text=self._text_fingerprint, window=self.perplexity_window)
         stored = self.artifacts.get("perplexity", key)
@@ -126,11 +126,11 @@ class TrialContext:
         key = self._measurement(structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
         stored = self.artifacts.get("zero_shot", key)
         if stored is not None:
-            return self.suite.judge(index, Outcomes(stored["loglikelihoods"], stored["greedy"])), 0
+            return self.suite.judge(index, RequestScores(stored["loglikelihoods"], stored["greedy"])), 0
         share = self._sharing_unsupported is None
-        outcomes = self.suite.outcomes(model, index, share=share)
-        self.artifacts.put("zero_shot", key, {"loglikelihoods": outcomes.loglikelihoods, "greedy": outcomes.greedy})
-        return self.suite.judge(index, outcomes), self.suite.tokens_in_slice(index, share)
+        scores = self.suite.request_scores(model, index, share=share)
+        self.artifacts.put("zero_shot", key, {"loglikelihoods": scores.loglikelihoods, "greedy": scores.greedy})
+        return self.suite.judge(index, scores), self.suite.tokens_in_slice(index, share)
 
     def windows(self, seq_len: int, count: int) -> torch.Tensor:
         return calibration.windows(self.calibration_tokens, seq_len, count, self.run.seed)
@@ -177,7 +177,7 @@ def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[st
     return {
         "version": SUITE_VERSION,
         "tokenizer": model_fingerprint,
-        "tasks": task_files.fingerprint(task_source(run), run.protocol.tasks),
+        "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
         "protocol": asdict(run.protocol) | {"perplexity_window": None},
         "max_length": max_length,
     }

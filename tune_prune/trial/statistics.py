@@ -1,4 +1,4 @@
-"""What trials need to know of the dense model, and where it is kept: statistics by name, whichever there are."""
+"""Which statistics of the dense model trials need, and their cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_stati
 
 
 def needs_of(configs: Iterable[PruningConfig]) -> tuple[Need, ...]:
-    """What the trials of `configs`, all of one seq_len, share: it is computed for all of them when the first one asks."""
+    """The needs that the trials of `configs`, all of one seq_len, share: computed for all of them when the first one asks."""
     needs = {need for config in configs for need in load_method(config.method).needs(config).values()}
     return tuple(need for found in by_statistic(needs).values() for need in found)
 
@@ -41,7 +41,7 @@ class StatisticCache:
 
     @cached_property
     def _calibration(self) -> str:
-        return calibration.fingerprint(self.run.calibration)
+        return calibration.calibration_fingerprint(self.run.calibration)
 
     def key(self, seq_len: int, need: Need) -> dict[str, Any]:
         statistic = load_statistic(need.statistic)

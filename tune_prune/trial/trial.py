@@ -1,6 +1,6 @@
-"""One trial: prune one model by one configuration and measure what is left. The heart of the program, without Ray.
+"""One trial: prune one model by one configuration and measure what is left. Without Ray.
 
-    (statistics)    calibration windows -> what the method decides by: a stage for each statistic, shared by trials
+    (statistics)    calibration windows -> what the method's scores need: a stage for each statistic, shared by trials
     pruning         method's scores + exact budget -> plan -> smaller model
     perplexity      on held-out text
     zero_shot       tasks in growing slices of their items; the last slice has them all
@@ -122,11 +122,11 @@ class Trial:
         method = load_method(config.method)
         needs = method.needs(config)
         found: dict[Need, Arrays] = {}
-        for name, own in by_statistic(needs.values()).items():
+        for name, wanted in by_statistic(needs.values()).items():
             statistic = load_statistic(name)
             with self._stage(statistic.stage) as report:
                 shared = [need for need in self._shared if need.statistic == name]
-                arrays, report.tokens = context.collect(config.seq_len, own, shared)
+                arrays, report.tokens = context.collect(config.seq_len, wanted, shared)
                 found |= arrays
                 report.metrics = statistic.metrics(arrays)
                 self._files |= statistic.files(arrays)
@@ -149,7 +149,7 @@ class Trial:
         """The stages after pruning, of `model`, which keeps what `plan` says."""
         context, structure = self.context, plan.structure
         with self._stage("perplexity") as report:
-            result, report.tokens = context.perplexity(model, structure)
+            result, report.tokens = context.measure_perplexity(model, structure)
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
@@ -178,7 +178,7 @@ class Trial:
             self.progress = replace(self.progress, peak_memory_bytes=peak)
 
     def write_files(self, store: FolderStore) -> None:
-        """The trial's own files: what each decision was made from, and every item's outcome."""
+        """Write the plan, what it removes, the statistics' files and every item's outcome to `store`, the trial's folder."""
         geometry = self.context.loaded.geometry
         if self.plan is not None:
             store.put(PLAN, to_json(self.plan.to_dict()))

@@ -1,21 +1,17 @@
-"""The driver: from a list of trial specs to a filled ledger.
+"""The driver: from a list of trial specs to a filled ledger, on Ray or in this process.
 
-A start is always a fresh Tuner over what the ledger does not hold; Ray Tune's own restore is never used, because it runs
-finished trials again and loses early-stopping state. Failed trials are run again.
+The ledger is the only state: a start runs what it does not hold, whichever way the trials before were run. Failed trials
+are run again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Literal
-
-from ray import tune
-from ray.tune import Callback
-from ray.tune.experiment import Trial as RayTrial
 
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import ModelRun
@@ -23,22 +19,19 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, TUNE, FolderStore
+from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, FolderStore
 from tune_prune.cost_model.estimate import CostEstimate
-from tune_prune.tuning import preparation
-from tune_prune.tuning.callbacks import LedgerCallback, TensorBoardCallback
-from tune_prune.tuning.preparation import PrepareJob
+from tune_prune.tuning import inline, preparation
+from tune_prune.tuning.observers.results import LedgerObserver, PrepareObserver
+from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
-from tune_prune.tuning.queue import PrepareCallback, StopAtFailure, WorkQueue, is_job
-from tune_prune.tuning.ray_cluster import cluster
+from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster.resources import TrialResources, trial_slots
 from tune_prune.tuning.searcher import OptunaSearcher
-from tune_prune.tuning.stopping.race import RaceScheduler, read_outcomes
-from tune_prune.tuning.stopping.schedulers import AshaScheduler, PlainScheduler
-from tune_prune.tuning.trainable import PruneTrainable
+from tune_prune.tuning.stopping.asha import AshaRule
+from tune_prune.tuning.stopping.race import RaceRule, read_outcomes
+from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
-
-CRASHES_PER_TRIAL = 1  # worker killed, node lost, or an exception: tried again once in a fresh process
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,7 @@ class TuneOptions:
     )
     seed: int = 0  # of the sampler
     scheduler: Literal["none", "asha", "race"] = "none"
+    inline: bool = False  # one trial after the other in this process, without Ray
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
     num_cpus: int | None = None  # of the local Ray; None: all
     resources: TrialResources = field(default_factory=TrialResources)  # of one trial
@@ -93,10 +87,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     if not pending and not missing:
         return SearchResult({record.key: record for record in recorded}, [], baselines)
 
-    with cluster.connected(options.address, options.num_cpus):
-        nodes = cluster.node_resources()
-        slots = trial_slots(options.resources, nodes)
-        cluster.check_shared_storage(folder)
+    with _slots(options) as slots:
         failures = {record.key: record for record in recorded if record.status == "failed"}
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
         settings = WorkerSettings(folder, artifact_dir, options.resources, options.trial_timeout_s, failures)
@@ -113,15 +104,40 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
             for note in baseline.notes:
                 line.say(f"note: {run.label}: {note}")
 
-        callback = PrepareCallback(prepared, line.say, keep)
-        scheduler = _scheduler(options, folder, specs, finished)
+        rule = _rule(options, specs, finished)
         if options.scheduler == "race":
             pending = _shuffled(pending, options.seed)
         queue = WorkQueue(prepared, pending, searcher)
-        ran = _tune(specs, prepared, queue, len(prepared) + count, scheduler, settings, slots, [callback, line])
-        if callback.failure is not None:
-            raise callback.failure
+        ledger_observer = LedgerObserver(settings, rule.reasons)
+        preparations = PrepareObserver(len(prepared), line.say, keep)
+        observers = [ledger_observer, TensorBoardObserver(folder / TENSORBOARD), preparations, line]
+        try:
+            if options.inline:
+                inline.run(queue, specs, rule, settings, observers)
+            else:
+                from tune_prune.tuning.ray_cluster import tuner  # imports ray
+
+                tuner.run(queue, prepared, specs, rule, settings, observers, len(prepared) + count, slots)
+        finally:
+            line.end()
+        if preparations.failure is not None:
+            raise preparations.failure
+    ran = ledger_observer.records
     return SearchResult({record.key: record for record in recorded} | ran, list(ran), baselines)
+
+
+@contextmanager
+def _slots(options: TuneOptions) -> Iterator[int]:
+    """How many trials run at once, on the Ray that is started or joined for them or in this process."""
+    if options.inline:
+        yield 1
+        return
+    from tune_prune.tuning.ray_cluster import cluster  # imports ray
+
+    with cluster.connected(options.address, options.num_cpus):
+        slots = trial_slots(options.resources, cluster.node_resources())
+        cluster.check_shared_storage(options.experiment_dir)
+        yield slots
 
 
 def _pending(
@@ -136,66 +152,12 @@ def _pending(
     return searcher, pending if searcher.remaining else []
 
 
-def _scheduler(
-    options: TuneOptions, folder: Path, specs: dict[str, TrialSpec], finished: list[TrialRecord]
-) -> PlainScheduler:
+def _rule(options: TuneOptions, specs: dict[str, TrialSpec], finished: list[TrialRecord]) -> StoppingRule:
     if options.scheduler == "asha":
-        return AshaScheduler(specs)
+        return AshaRule(specs)
     if options.scheduler == "race":
-        return RaceScheduler(specs, _known_outcomes(folder, specs, finished))
-    return PlainScheduler()
-
-
-def _tune(
-    specs: dict[str, TrialSpec],
-    jobs: list[PrepareJob],
-    queue: WorkQueue,
-    count: int,
-    scheduler: PlainScheduler,
-    settings: WorkerSettings,
-    slots: int,
-    callbacks: list[Callback],
-) -> dict[str, TrialRecord]:
-    """Everything that `queue` hands out, `count` at most; returns the records of the trials that ended, by key."""
-    folder = settings.experiment_dir
-    ledger = LedgerCallback(specs, settings, scheduler.reason if isinstance(scheduler, RaceScheduler) else None)
-
-    def name(trial: RayTrial) -> str:
-        if is_job(trial):
-            job = jobs[trial.config["job"]]
-            return f"prepare-{job.run.label}-{'baseline' if job.seq_len is None else f's{job.seq_len}'}"
-        spec = specs[trial.config["key"]]
-        return f"{spec.run.label}-{spec.config.name}-{spec.key[:6]}"
-
-    trainable = tune.with_parameters(PruneTrainable, specs=specs, jobs=jobs, settings=settings)
-    tuner = tune.Tuner(
-        tune.with_resources(trainable, settings.resources.to_ray()),
-        tune_config=tune.TuneConfig(
-            search_alg=queue,
-            num_samples=count,
-            scheduler=scheduler,
-            max_concurrent_trials=slots,
-            reuse_actors=True,
-            trial_name_creator=name,
-            trial_dirname_creator=lambda trial: f"{name(trial)}-{trial.trial_id}",
-        ),
-        run_config=tune.RunConfig(
-            name=f"{datetime.now():%Y%m%d-%H%M%S}",
-            storage_path=str(folder / TUNE),
-            callbacks=[ledger, TensorBoardCallback(folder / TENSORBOARD, specs), *callbacks],
-            failure_config=tune.FailureConfig(max_failures=CRASHES_PER_TRIAL),
-            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-            stop=StopAtFailure(queue),
-            verbose=0,
-        ),
-    )
-    try:
-        tuner.fit()
-    finally:
-        for callback in callbacks:
-            if isinstance(callback, LiveLine):
-                callback.end()
-    return ledger.records
+        return RaceRule(specs, _known_outcomes(options.experiment_dir, specs, finished))
+    return StoppingRule()
 
 
 def _shuffled(pending: list[TrialSpec], seed: int) -> list[TrialSpec]:

@@ -1,7 +1,6 @@
-"""What workers tell the driver: one message per stage of a trial, one per preparation job.
+"""What is heard of the work while it is done: one message per stage of a trial, one per preparation job.
 
-Ray carries a worker's result as a dictionary and flattens dictionaries inside it. So a message travels whole, as one value,
-and whoever reads results (schedulers, callbacks, live line, adaptive search) reads it and nothing else.
+Whoever follows a search (stopping rules, observers, live line, adaptive search) reads messages and nothing else.
 """
 
 from __future__ import annotations
@@ -9,12 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.trial.trial import TrialProgress
-
-_MESSAGE = "message"
 
 
 @dataclass(frozen=True)
@@ -22,7 +18,7 @@ class Slice:
     """What a slice of the zero-shot items has added to a trial."""
 
     index: int
-    fraction: float  # of all items, as the protocol says it: schedulers' levels are met exactly, whatever the rounding
+    fraction: float  # of all items, as the protocol says it: stopping levels are met exactly, whatever the rounding
     outcomes: Mapping[str, str]  # task -> "0" or "1" per item that it adds, in the order that is the same for all
     items_per_task: Mapping[str, int]  # in the protocol
 
@@ -42,6 +38,10 @@ class TrialMessage:
         return "running" if self.record is None else self.record.status
 
     @property
+    def ended(self) -> bool:
+        return self.record is not None
+
+    @property
     def accuracy(self) -> float | None:
         """acc_mean over the items seen so far; None before the first, and where it is not finite."""
         value = self.progress.metrics.get("acc_mean", math.nan)
@@ -57,6 +57,10 @@ class JobMessage:
     baseline: TrialRecord | None = None
     refused: str = ""
 
+    @property
+    def ended(self) -> bool:
+        return True
+
     def __str__(self) -> str:
         if self.baseline is not None:
             accuracy, ppl = (self.baseline.metrics.get(name, math.nan) for name in ("acc_mean", "ppl"))
@@ -64,18 +68,4 @@ class JobMessage:
         return ", ".join(f"{report.stage} pass {report.duration_s:.1f} s" for report in self.reports) or "cached"
 
 
-def to_result(message: TrialMessage | JobMessage) -> dict[str, Any]:
-    """The result of a Ray step."""
-    return {_MESSAGE: message, "done": isinstance(message, JobMessage) or message.record is not None}
-
-
-def trial_message(result: Mapping[str, Any] | None) -> TrialMessage | None:
-    """The message in a result; None where it is none of a trial (Ray's own results, those of jobs)."""
-    message = (result or {}).get(_MESSAGE)
-    return message if isinstance(message, TrialMessage) else None
-
-
-def job_message(result: Mapping[str, Any] | None) -> JobMessage | None:
-    """The message in a result; None where it is none of a job."""
-    message = (result or {}).get(_MESSAGE)
-    return message if isinstance(message, JobMessage) else None
+Message = TrialMessage | JobMessage

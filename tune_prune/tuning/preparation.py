@@ -29,6 +29,9 @@ class PrepareJob:
         return f"{what} of {self.run.label}"
 
 
+Work = TrialSpec | PrepareJob  # one piece of work: what one worker has at a time
+
+
 def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) -> list[PrepareJob]:
     """The jobs that `pending` trials need, one per model and seq_len, and one per model without a baseline.
 

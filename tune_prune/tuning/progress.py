@@ -8,16 +8,13 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TextIO
-
-from ray.tune import Callback
-from ray.tune.experiment import Trial as RayTrial
+from typing import TextIO
 
 from tune_prune.core.records import TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, Seconds
-from tune_prune.tuning.messages import job_message, trial_message
-from tune_prune.tuning.preparation import PrepareJob
-from tune_prune.tuning.queue import is_job
+from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
+from tune_prune.tuning.observers.observer import Observer
+from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
 TTY_REFRESH_S = 0.5
@@ -80,7 +77,12 @@ class TimeLeft:
         return sum(self._measured.values()) / everything if everything else 1.0
 
 
-class LiveLine(Callback):
+def _kind(work: Work) -> Hashable:
+    """What pieces of work of equal cost have in common, for `TimeLeft`."""
+    return (work.run.label, work.seq_len) if isinstance(work, PrepareJob) else work.run.label
+
+
+class LiveLine(Observer):
     """One line on the screen: `[12/45] running 2, failed 0, best acc .8421 blockwise-s64-n128, ETA 01:40`.
 
     On a terminal the line is rewritten; elsewhere a new line is written every ten seconds and at the end. `total` counts
@@ -100,7 +102,7 @@ class LiveLine(Callback):
     ) -> None:
         self._specs = specs
         self._total = total
-        self._given_stream = stream  # never sys.stdout itself: Ray pickles callbacks
+        self._given_stream = stream  # None: sys.stdout, asked for each time, as Ray pickles what it calls
         self._tty = self._stream.isatty()
         self._groups = labels_of_groups(specs.values())
         self._best: dict[str, tuple[float, str]] = {}  # by group's label
@@ -144,67 +146,56 @@ class LiveLine(Callback):
             self._stream.flush()
         self._width = 0
 
-    def setup(self, *args: Any, **info: Any) -> None:
+    def on_begin(self) -> None:
         self._changed = self._clock()
         self._write(self._text(0))
 
-    def on_step_end(self, iteration: int, trials: list[RayTrial], **info: Any) -> None:
+    def on_tick(self, running: int) -> None:
         if self._clock() - self._shown >= (TTY_REFRESH_S if self._tty else LOG_REFRESH_S):
-            self._write(self._text(sum(trial.status == RayTrial.RUNNING for trial in trials)))
+            self._write(self._text(running))
 
-    def on_trial_start(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
+    def on_start(self, work: Work) -> None:
         if self._left is not None:
-            self._scored.pop(trial.config.get("key", ""), None)
-            self._left.start(*self._piece(trial))
+            if isinstance(work, TrialSpec):
+                self._scored.pop(work.key, None)
+            self._left.start(work, _kind(work))
 
-    def on_trial_result(
-        self, iteration: int, trials: list[RayTrial], trial: RayTrial, result: dict[str, Any], **info: Any
-    ) -> None:
+    def on_message(self, work: Work, message: Message) -> None:
         if self._left is None:
             return
-        name, kind = self._piece(trial)
-        job, message = job_message(result), trial_message(result)
-        if job is not None:
-            reports = [(report.stage, report.duration_s, report.tokens) for report in job.reports]
-            stages = job.baseline.stages if job.baseline is not None else []
+        kind = _kind(work)
+        if isinstance(message, JobMessage):
+            reports = [(report.stage, report.duration_s, report.tokens) for report in message.reports]
+            stages = message.baseline.stages if message.baseline is not None else []
             reports += [(stage["stage"], stage["duration_s"], stage["tokens"]) for stage in stages]
             for stage in dict.fromkeys(stage for stage, _, _ in reports):
                 seconds = sum(duration for other, duration, tokens in reports if other == stage and tokens)
-                self._left.done(name, kind, stage, 1.0, seconds or None)
-        elif message is not None and message.stage is not None:
-            key, report, share = trial.config["key"], message.stage, 1.0
+                self._left.done(work, kind, stage, 1.0, seconds or None)
+        elif message.stage is not None:
+            key, report, share = message.progress.key, message.stage, 1.0
             if report.items_total:
                 share = (report.items_scored - self._scored.get(key, 0)) / report.items_total
                 self._scored[key] = report.items_scored
             computed = report.tokens > 0 or report.stage == "pruning"  # which forwards nothing and is never cached
-            self._left.done(name, kind, report.stage, share, report.duration_s if computed else None)
+            self._left.done(work, kind, report.stage, share, report.duration_s if computed else None)
         self._changed = self._clock()
 
-    def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        self._end(trial)
-        message = trial_message(trial.last_result)
-        if message is not None:
-            status = "stopped_early" if message.record is None else message.record.status
-            self._count(trial.config["key"], status, message.progress.metrics)
+    def on_end(self, work: Work, last: Message | None) -> None:
+        self._end(work)
+        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage):
+            self._count(work.key, "stopped_early" if last.record is None else last.status, last.progress.metrics)
 
-    def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        self._end(trial)
-        if not is_job(trial):
-            self._count(trial.config["key"], "failed", {})
+    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
+        self._end(work)
+        if isinstance(work, TrialSpec):
+            self._count(work.key, "failed", {})
 
-    def on_experiment_end(self, trials: list[RayTrial], **info: Any) -> None:
+    def on_finish(self) -> None:
         self.say(self._text(0))
 
-    def _piece(self, trial: RayTrial) -> tuple[Hashable, Hashable]:
-        """Name and kind of a piece of work, for `TimeLeft`."""
-        if is_job(trial):
-            job = self._jobs[trial.config["job"]]
-            return trial.config["job"], (job.run.label, job.seq_len)
-        return trial.config["key"], self._specs[trial.config["key"]].run.label
-
-    def _end(self, trial: RayTrial) -> None:
+    def _end(self, work: Work) -> None:
         if self._left is not None:
-            self._left.end(self._piece(trial)[0])
+            self._left.end(work)
             self._changed = self._clock()
 
     def _count(self, key: str, status: str, metrics: Mapping[str, float]) -> None:

@@ -1,5 +1,4 @@
-"""Adaptive search: Optuna's TPE behind Ray Tune's Searcher, one study per model and pruning ratio, over a finite set of
-configurations.
+"""Adaptive search: Optuna's TPE, one study per model and pruning ratio, over a finite set of configurations.
 
 TPE (Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization") proposes points it has seen already when the
 space is small; such a proposal is replaced by a seeded unseen point, so that no trial is spent twice. Studies live in
@@ -8,75 +7,66 @@ memory: the ledger's records rebuild them at every start.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import TrialState
-from ray.tune.search import Searcher
 
 from tune_prune.core.config import HYPERPARAMETERS, PruningConfig
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.records import TrialRecord
-from tune_prune.tuning.messages import TrialMessage, trial_message
+from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
 METRIC = "acc_mean"
 STARTUP_TRIALS = 5  # random points before TPE models anything; Optuna's 10 would be most of a 27-point space
 
 
-class OptunaSearcher(Searcher):
-    """Suggests `{"key": ...}` of `specs`, at most `num_trials` per model and pruning ratio, maximising acc_mean; one
+class OptunaSearcher:
+    """Proposes trials of `specs`, at most `num_trials` per model and pruning ratio, maximising acc_mean; one
     of these groups after the other.
 
-    `known` are the ledger's records. Complete and early-stopped ones count as trials; failed ones are suggested first,
-    as they are to run again. Suggestions depend on `seed`, `specs`, `known` and the order of results only.
+    `known` are the ledger's records. Complete and early-stopped ones count as trials; failed ones are proposed first,
+    as they are to run again. Proposals depend on `seed`, `specs`, `known` and the order of results only.
     """
 
     def __init__(
         self, specs: Sequence[TrialSpec], num_trials: int, seed: int, known: Iterable[TrialRecord] = ()
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        super().__init__(metric=METRIC, mode="max")
         known = list(known)
         labels = labels_of_groups(specs)
+        self._specs = {spec.key: spec for spec in specs}
+        self._groups = labels
         self._studies: dict[str, _Study] = {}  # by group's label
         for label in dict.fromkeys(labels.values()):
             members = [spec for spec in specs if labels[spec.key] == label]
             self._studies[label] = _Study(members, num_trials, seed_for(seed, f"optuna {label}"), known)
-        self._running: dict[str, _Study] = {}  # by Ray's trial id
 
     @property
     def remaining(self) -> int:
-        """How many trials are still to be suggested."""
+        """How many trials are still to be asked for."""
         return sum(study.remaining for study in self._studies.values())
 
-    def suggest(self, trial_id: str) -> Any:
-        """The next trial's config, or FINISHED."""
+    def ask(self) -> TrialSpec | None:
+        """The next trial; None when all are asked for."""
         for study in self._studies.values():
             if study.remaining:
-                self._running[trial_id] = study
-                return {"key": study.ask(trial_id)}
-        return Searcher.FINISHED
+                return self._specs[study.ask()]
+        return None
 
-    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        self._running[trial_id].report(trial_id, trial_message(result))
+    def report(self, spec: TrialSpec, message: TrialMessage) -> None:
+        """The accuracy that a trial has reached so far."""
+        self._studies[self._groups[spec.key]].report(spec.key, message)
 
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        self._running.pop(trial_id).tell(trial_id, trial_message(result), error)
-
-    def save(self, checkpoint_path: str) -> None:
-        """Ray asks for a checkpoint; there is nothing to keep, as every start rebuilds the studies from the ledger."""
-        Path(checkpoint_path).write_text(json.dumps({"rebuilt_from": "ledger"}))
-
-    def restore(self, checkpoint_path: str) -> None:
-        raise RuntimeError("a search is resumed by starting it again: the ledger is the only state")
+    def tell(self, spec: TrialSpec, last: TrialMessage | None, error: bool = False) -> None:
+        """How a trial has ended, after the message `last`."""
+        self._studies[self._groups[spec.key]].tell(spec.key, last, error)
 
 
 class _Study:
@@ -87,7 +77,7 @@ class _Study:
         self._unseen = sorted(self._keys)
         self._levels = _levels(self._keys)
         self._random = random.Random(seed)
-        self._live: dict[str, optuna.trial.Trial] = {}
+        self._live: dict[str, optuna.trial.Trial] = {}  # by trial key
         self._study = optuna.create_study(
             direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
         )
@@ -100,7 +90,7 @@ class _Study:
         for config, record in records:
             self._study.add_trial(self._finished_trial(config, record))
 
-    def ask(self, trial_id: str) -> str:
+    def ask(self) -> str:
         """The key of an unseen configuration, which is seen from now on."""
         if self._again:
             trial, config = None, self._again.pop(0)
@@ -114,21 +104,20 @@ class _Study:
             self._study.enqueue_trial(self._params(config))
             trial = self._study.ask(self._distributions())
         self._unseen.remove(config)
-        self._live[trial_id] = trial
+        self._live[self._keys[config]] = trial
         self.remaining -= 1
         return self._keys[config]
 
-    def report(self, trial_id: str, message: TrialMessage | None) -> None:
-        """The accuracy that a trial has reached so far."""
+    def report(self, key: str, message: TrialMessage | None) -> None:
         if message is not None and message.stage is not None and message.accuracy is not None:
-            self._live[trial_id].report(message.accuracy, message.stage.items_scored)
+            self._live[key].report(message.accuracy, message.stage.items_scored)
 
-    def tell(self, trial_id: str, message: TrialMessage | None, error: bool) -> None:
+    def tell(self, key: str, message: TrialMessage | None, error: bool) -> None:
         """Complete, failed or stopped by the scheduler: PRUNED keeps TPE from taking a partial value for a final one."""
         status = "failed" if error or message is None else message.status
         if status == "running":
-            self.report(trial_id, message)
-        trial, value = self._live.pop(trial_id), None if message is None else message.accuracy
+            self.report(key, message)
+        trial, value = self._live.pop(key), None if message is None else message.accuracy
         if status == "running":
             self._study.tell(trial, state=TrialState.PRUNED)
         elif status == "complete" and value is not None:

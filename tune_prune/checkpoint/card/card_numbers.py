@@ -31,7 +31,7 @@ def accuracy(metrics: Mapping[str, Any], name: str) -> str:
     return fraction(value) if stderr is None else f"{fraction(value)} ± {fraction(stderr)}"
 
 
-def perplexity(value: float | None) -> str:
+def format_perplexity(value: float | None) -> str:
     """2 digits; 3 significant ones where a model is broken and it is huge."""
     if value is None:
         return UNKNOWN

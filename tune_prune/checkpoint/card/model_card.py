@@ -1,7 +1,7 @@
 """The model card of a checkpoint: README.md with its numbers and how to load it, layers.png with what each layer kept.
 
 Everything is taken from the manifest (and from config.json, whether it needs classes of its own). What was not measured is
-said to be so. Paths on the machine that made the checkpoint stay out: the card is for publishing.
+stated as such. Paths on the machine that made the checkpoint stay out: the card is for publishing.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tune_prune.checkpoint.card.card_numbers import (
     UNKNOWN,
     accuracy,
     escaped,
+    format_perplexity,
     fraction,
     kept,
     metric,
-    perplexity,
     short_bytes,
     short_count,
 )
+from tune_prune.checkpoint.generation_speed import conditions, rate
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.checkpoint.speed import conditions, rate
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text
 from tune_prune.models.geometry import Geometry
@@ -144,13 +144,13 @@ def _quality(manifest: Manifest) -> list[dict[str, str]]:
         return []
     dense, pruned = manifest.baseline or {}, manifest.metrics
     tasks = [name for name in pruned if name.startswith("acc_") and not name.endswith("_stderr") and name != "acc_mean"]
-    known = [f"acc_{task}" for task in ZERO_SHOT_METRIC]  # in the paper's order, others behind them
-    tasks.sort(key=lambda name: (known.index(name) if name in known else len(known), name))
+    order = [f"acc_{task}" for task in ZERO_SHOT_METRIC]  # the paper's, others behind them
+    tasks.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
     rows = []
     if "ppl" in pruned:
         before, after = metric(dense, "ppl"), metric(pruned, "ppl")
         ratio = UNKNOWN if before is None or after is None or not math.isfinite(after / before) else after / before
-        rows.append(_row("Perplexity (lower is better)", perplexity(before), perplexity(after), ratio))
+        rows.append(_row("Perplexity (lower is better)", format_perplexity(before), format_perplexity(after), ratio))
     for name in [*(["acc_mean"] if "acc_mean" in pruned else []), *tasks]:
         task = name.removeprefix("acc_")
         title = "**Mean accuracy**" if name == "acc_mean" else f"{escaped(task)} ({ZERO_SHOT_METRIC.get(task, 'acc')})"
@@ -244,12 +244,12 @@ def _calibration(manifest: Manifest) -> str:
 
 
 def _calibration_text(calibration: str) -> str:
-    known = {
+    sources = {
         "embedded": "the text embedded in tune_prune",
         "wikitext2": "WikiText-2 train",
         "c4": "C4 train",
     }
-    return known.get(calibration) or f"`{_public(calibration)}`"
+    return sources.get(calibration) or f"`{_public(calibration)}`"
 
 
 def _public(name: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Which of llama.cpp's architectures can say a pruned model, and a refusal where none can.
+"""Which of llama.cpp's architectures can represent a pruned model; an error where none can.
 
     architecture   layers may differ        models
     llama          no                       Llama, Mistral
@@ -27,7 +27,7 @@ from tune_prune.models.families import Family, decoder_layers
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a graph of llama.cpp can say."""
+    """What a graph of llama.cpp can represent."""
 
     name: str
     per_layer: bool = False  # layers of different widths, or without a block
@@ -60,7 +60,7 @@ _ONE_WIDTH = "has one width for all layers"
 
 
 def choose_architecture(model: PreTrainedModel, family: Family) -> Architecture:
-    """The first architecture of the family that can say `model` (of the family's own class, its layers cut or all alike).
+    """The first architecture of the family that can represent `model` (of the family's own class, its layers cut or all alike).
     Raises UserError where none can, with every reason, and ValueError where the first layer has no attention."""
     if not widths(model, family)[0].kv_heads:
         raise ValueError("the first layer has no attention: llama.cpp would read the head size and the cache there")
@@ -117,9 +117,11 @@ def _check_config(config: PretrainedConfig) -> None:
             "graphs for this family attend to everything"
         )
     rope: dict[str, Any] = config.rope_parameters
-    known = ("default", "linear", "llama3", "yarn")
-    if rope["rope_type"] not in known:
-        raise _unsupported(f"rope_type is {rope['rope_type']!r}, its graphs for this family know {', '.join(known)}")
+    rope_types = ("default", "linear", "llama3", "yarn")
+    if rope["rope_type"] not in rope_types:
+        raise _unsupported(
+            f"rope_type is {rope['rope_type']!r}, its graphs for this family know {', '.join(rope_types)}"
+        )
     for key, value in _FIXED_ROPE.items():
         if rope.get(key) not in (None, value):
             raise _unsupported(f"{key} of rope_parameters is {rope[key]}, its graphs for this family know {value} only")
@@ -127,18 +129,18 @@ def _check_config(config: PretrainedConfig) -> None:
 
 def _check_parameters(model: PreTrainedModel, family: Family) -> None:
     """Raise UserError where the model has a parameter for which there is no place in any of these architectures."""
-    known = {*family.projections().values(), *family.layer_norms}
-    known |= {f"{family.attention}.{norm}" for norm in family.head_norms}
+    expected = {*family.projections().values(), *family.layer_norms}
+    expected |= {f"{family.attention}.{norm}" for norm in family.head_norms}
     for index, layer in enumerate(decoder_layers(model, family)):
         for name, _ in layer.named_parameters():
-            if name.rpartition(".")[0] not in known:
+            if name.rpartition(".")[0] not in expected:
                 raise _unsupported(f"it has no place for the parameter {name!r} of layer {index}")
     if parameter(model.get_output_embeddings(), "bias") is not None:
         raise _unsupported("it has no place for the bias of the output head")
 
 
 def _problems(architecture: Architecture, model: PreTrainedModel, family: Family) -> Iterator[str]:
-    """Why the architecture cannot say the model: clauses that follow its name."""
+    """Why the architecture cannot represent the model: clauses that follow its name."""
     sizes = widths(model, family)
     layers = decoder_layers(model, family)
     if not architecture.per_layer and (len(set(sizes)) > 1 or sizes[0].skip):

@@ -1,4 +1,4 @@
-"""A tokenizer as llama.cpp reads it from a GGUF file, and a refusal where it would split text otherwise.
+"""A tokenizer as llama.cpp reads it from a GGUF file; an error where llama.cpp would split text otherwise.
 
     tokenizer.json                                 tokenizer.ggml.model   how it is stated
     BPE over bytes                                 gpt2                   merges, and the name of a known split (PRE_TOKENIZERS)
@@ -225,7 +225,7 @@ def _prefixes_space(folder: Path, state: dict[str, Any]) -> bool:
 
 
 def _scores(folder: Path, model: dict[str, Any], tokens: list[str]) -> list[float]:
-    """A score for each token, so that merging the neighbours whose union has the best score is what the merges say: minus
+    """A score for each token, so that merging the neighbours whose union has the best score follows the merges: minus
     the rank of the token's first merge. Raises UserError where no scores can do that, or bytes have no tokens."""
     vocabulary = model["vocab"]
     missing = [token for token in (f"<0x{byte:02X}>" for byte in range(256)) if token not in vocabulary]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tune_prune.evaluation.engine.rows import Outcomes, Request, Row, pad, plain_rows, score_rows
+from tune_prune.evaluation.engine.rows import Request, RequestScores, Row, pad, plain_rows, score_rows
 from tune_prune.evaluation.engine.tree_attention import blocked_attention
 
 # An input joins the row of the one before it, in alphabetical order, if they share this fraction of its tokens. Less is
@@ -85,19 +85,19 @@ def plan_rows(items: Sequence[Sequence[Request]], share: bool = True) -> Rows:
 
 def score_items(
     model: PreTrainedModel, items: Sequence[Sequence[Request]], batch_tokens: int | None = None, share: bool = True
-) -> Outcomes:
-    """Scores of all requests of `items`, in order. `batch_tokens` as in `row_scoring.score_rows`; `share` needs a model
+) -> RequestScores:
+    """Scores of all requests of `items`, in order. `batch_tokens` as in `rows.score_rows`; `share` needs a model
     for which `unsupported_reason` is None."""
     return score_planned(model, plan_rows(items, share), batch_tokens)
 
 
-def score_planned(model: PreTrainedModel, rows: Rows, batch_tokens: int | None = None) -> Outcomes:
+def score_planned(model: PreTrainedModel, rows: Rows, batch_tokens: int | None = None) -> RequestScores:
     """`score_items` of what was planned before."""
-    outcomes = Outcomes.blank(rows.num_requests)
-    score_rows(model, rows.plain, outcomes, batch_tokens)
+    scores = RequestScores.blank(rows.num_requests)
+    score_rows(model, rows.plain, scores, batch_tokens)
     with blocked_attention(model):
-        score_rows(model, rows.trees, outcomes, batch_tokens, tree_inputs)
-    return outcomes
+        score_rows(model, rows.trees, scores, batch_tokens, tree_inputs)
+    return scores
 
 
 def count_tokens(items: Sequence[Sequence[Request]], share: bool = True) -> int:

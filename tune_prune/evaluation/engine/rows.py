@@ -1,7 +1,7 @@
 """Log-likelihoods of given continuations: the one place where a model is run on zero-shot requests.
 
 A row is one sequence of the batch with the requests whose continuations it holds. Here a row is one distinct input,
-padded on the right; shared_prefix.py makes rows that hold all choices of an item.
+padded on the right; prefix_trees.py makes rows that hold all choices of an item.
 
 Legend: R rows of a batch, T tokens of its longest row, P scored positions of a batch, H hidden size, V vocabulary.
 """
@@ -51,14 +51,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outcomes:
-    """What a model says to n requests, in their order."""
+class RequestScores:
+    """Scores of n requests, in their order."""
 
     loglikelihoods: np.ndarray  # float64 [n], nats
     greedy: np.ndarray  # bool [n]: greedy decoding would produce the continuation
 
     @classmethod
-    def blank(cls, count: int) -> Outcomes:
+    def blank(cls, count: int) -> RequestScores:
         """To be filled in."""
         return cls(np.full(count, np.nan), np.zeros(count, dtype=bool))
 
@@ -84,27 +84,29 @@ def plain_rows(requests: Sequence[Request], indices: Iterable[int] | None = None
     for members in sharing.values():
         inputs = requests[members[0]].inputs
         targets = [requests[index].targets for index in members]
-        scored = [np.arange(len(inputs) - len(wanted), len(inputs)) for wanted in targets]
-        lengths = tuple(len(wanted) for wanted in targets)
+        scored = [np.arange(len(inputs) - len(tokens), len(inputs)) for tokens in targets]
+        lengths = tuple(len(tokens) for tokens in targets)
         rows.append(Row(inputs, tuple(members), lengths, np.concatenate(scored), np.concatenate(targets)))
     return rows
 
 
-def score_requests(model: PreTrainedModel, requests: Sequence[Request], batch_tokens: int | None = None) -> Outcomes:
+def score_requests(
+    model: PreTrainedModel, requests: Sequence[Request], batch_tokens: int | None = None
+) -> RequestScores:
     """Scores of all requests the plain way, a row for each distinct input; see `score_rows`."""
-    outcomes = Outcomes.blank(len(requests))
-    score_rows(model, plain_rows(requests), outcomes, batch_tokens)
-    return outcomes
+    scores = RequestScores.blank(len(requests))
+    score_rows(model, plain_rows(requests), scores, batch_tokens)
+    return scores
 
 
 def score_rows(
     model: PreTrainedModel,
     rows: Sequence[Row],
-    outcomes: Outcomes,
+    scores: RequestScores,
     batch_tokens: int | None = None,
     extra_inputs: ExtraInputs | None = None,
 ) -> None:
-    """Write the scores of the requests of `rows` into `outcomes`, each at its number.
+    """Write the scores of the requests of `rows` into `scores`, each at its number.
 
     Rows run longest first, which limits padding. `batch_tokens` bounds rows times longest row of one forward pass (a
     single longer row is still run; None: by device). Where that does not fit into memory, it is halved for the rest;
@@ -117,7 +119,7 @@ def score_rows(
     with torch.inference_mode():
         while start < len(rows):
             batch = rows[start : _batch_end(rows, start, budget, most_scored)]
-            if _fits(model, batch, outcomes, extra_inputs):
+            if _fits(model, batch, scores, extra_inputs):
                 start += len(batch)
             else:  # tried again out here: in the handler, the exception would keep the failed pass's tensors alive
                 longest = len(batch[0].tokens)
@@ -136,10 +138,12 @@ def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -
     return end
 
 
-def _fits(model: PreTrainedModel, batch: Sequence[Row], outcomes: Outcomes, extra_inputs: ExtraInputs | None) -> bool:
+def _fits(
+    model: PreTrainedModel, batch: Sequence[Row], scores: RequestScores, extra_inputs: ExtraInputs | None
+) -> bool:
     """Score `batch`; False where memory does not suffice and fewer rows can be tried."""
     try:
-        _score_batch(model, batch, outcomes, extra_inputs)
+        _score_batch(model, batch, scores, extra_inputs)
     except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no class of its own
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
         if len(batch) == 1 or not out_of_memory:
@@ -149,7 +153,7 @@ def _fits(model: PreTrainedModel, batch: Sequence[Row], outcomes: Outcomes, extr
 
 
 def _score_batch(
-    model: PreTrainedModel, batch: Sequence[Row], outcomes: Outcomes, extra_inputs: ExtraInputs | None
+    model: PreTrainedModel, batch: Sequence[Row], scores: RequestScores, extra_inputs: ExtraInputs | None
 ) -> None:
     device = model.device
     width = len(batch[0].tokens)
@@ -169,8 +173,8 @@ def _score_batch(
     lengths = [length for row in batch for length in row.lengths]
     indices = [index for row in batch for index in row.requests]
     # Each sum is taken as HFLM takes it, in the softmax's precision: of a thousand nats, its rounding is 1e-4.
-    outcomes.loglikelihoods[indices] = [part.sum().item() for part in chosen.cpu().split(lengths)]
-    outcomes.greedy[indices] = [part.all().item() for part in exact.cpu().split(lengths)]
+    scores.loglikelihoods[indices] = [part.sum().item() for part in chosen.cpu().split(lengths)]
+    scores.greedy[indices] = [part.all().item() for part in exact.cpu().split(lengths)]
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

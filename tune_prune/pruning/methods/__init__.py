@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dense:
-    """What a method may decide by: the dense model, and what was found out about it."""
+    """What a method computes its scores from: the dense model and its statistics."""
 
     model: PreTrainedModel
     family: Family
@@ -58,7 +58,7 @@ class Method:
         return tuple(n for n, row in HYPERPARAMETERS.items() if row.read_by != "statistics" or n in self.reads)
 
     def needs(self, config: PruningConfig) -> dict[str, Need]:
-        """What a configuration of the method wants of each of its statistics, by their names."""
+        """The Need of each of its statistics for `config`, by the names in STATISTICS."""
         found = {}
         for text in self.statistics:
             statistic, kind = parse(text)

@@ -54,7 +54,7 @@ class PassWork:
 
 
 class Statistic(ABC):
-    """The contract. A subclass says what it is and how it is collected; the rest has the common answer."""
+    """Base class: a subclass sets version, stage and label, and implements collect, work and value; the rest has defaults."""
 
     version: int  # raise when the numbers change their meaning: those that are cached are then not used
     stage: str  # of a trial, in records; also what its files in the cache begin with
@@ -68,8 +68,8 @@ class Statistic(ABC):
         return config.num_samples
 
     def key(self, need: Need) -> dict[str, Any]:
-        """What tells its artifacts of one model, calibration text and seq_len apart. Needs of one key are served by the one
-        with the most samples."""
+        """Its part of the cache key, beside model, calibration text and seq_len. Needs of one key are served by the one with the
+        most samples."""
         return {"num_samples": need.num_samples}
 
     def covers(self, arrays: Arrays, need: Need) -> bool:
@@ -89,7 +89,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def value(self, arrays: Arrays, need: Need) -> Any:
-        """What methods get."""
+        """What a method finds in `dense.statistics` for `need`."""
 
     def metrics(self, found: Mapping[Need, Arrays]) -> dict[str, float]:
         """For the record of a trial that uses what was `found`."""

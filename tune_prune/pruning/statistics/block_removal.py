@@ -2,7 +2,7 @@
 
     D = mean over samples of (loss without the block) - (loss of the dense model), in nats per token
 
-Removing means what it says: the block adds nothing to the residual stream. Losses are kept per sample, so the first n
+A removed block adds nothing to the residual stream. Losses are kept per sample, so the first n
 rows serve every smaller n. Taking out layer l leaves the inputs of the layers up to l as they were: they are computed
 once per batch and the removed model runs from there.
 """
@@ -94,7 +94,7 @@ def _increase(arrays: Arrays, need: Need) -> np.ndarray:
 
 
 class IdentityLayer(nn.Module):
-    """In a decoder layer's place: gives what it is given or, instead, `output`."""
+    """Stands in for a decoder layer: returns its input or, where given, `output`."""
 
     def __init__(self, layer: nn.Module, output: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def _without(layers: nn.ModuleList, family: Family, index: int, kind: str, given
 
 
 def _means(losses: torch.Tensor) -> np.ndarray:
-    """Of each sample, float64."""
+    """Mean loss of each sample, float64 [samples]."""
     return losses.mean(dim=1).double().cpu().numpy()
 
 

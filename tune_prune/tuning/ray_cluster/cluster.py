@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import MachineError, UserError
 from tune_prune.tuning.ray_cluster import address as address_check
 
 PROBE_TIMEOUT_S = 120.0  # a node's first worker has to import torch
+ATTEMPTS = 2  # to start a local Ray
 LOCAL_OBJECT_STORE_BYTES = 256 * 2**20  # only records travel; weights are read from disk by each worker
 
 
@@ -26,7 +28,8 @@ LOCAL_OBJECT_STORE_BYTES = 256 * 2**20  # only records travel; weights are read 
 def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None]:
     """A Ray to work with: one that is already up in this process, the cluster at `address`, or a local one.
 
-    Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`.
+    Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`, MachineError when a local
+    Ray does not start, tried twice.
     """
     logging.getLogger("ray.tune").setLevel(
         logging.CRITICAL
@@ -34,28 +37,67 @@ def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None
     if ray.is_initialized():
         yield
         return
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
-        options |= {"address": "local", "num_cpus": num_cpus or os.cpu_count(), "include_dashboard": False}
-        options |= {"object_store_memory": LOCAL_OBJECT_STORE_BYTES}
+        _start(quiet | {"num_cpus": num_cpus or os.cpu_count()})
     else:
-        address_check.check(address)
-        options |= {"address": address, "runtime_env": {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}}
-    try:
-        ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if address is None:
-            raise
-        raise _no_cluster(address, str(error).splitlines()[0]) from error
-    except OSError as error:  # most often a socket path beyond the system's 107 bytes
-        folder = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
-        raise UserError(
-            f"Ray cannot start with its files in {folder} ({error}); set RAY_TMPDIR to a short writable path, e.g. /tmp/r"
-        ) from error
+        _join(address, quiet)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _start(options: dict[str, Any]) -> None:
+    """Start a local Ray."""
+    options |= {"address": "local", "include_dashboard": False, "object_store_memory": LOCAL_OBJECT_STORE_BYTES}
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with _on_loopback():
+                ray.init(**options)
+            return
+        except Exception as error:  # of no narrower type where Ray's processes come too late
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+                folder = os.environ.get(
+                    "RAY_TMPDIR", tempfile.gettempdir()
+                )  # most often a socket path beyond 107 bytes
+                raise UserError(
+                    f"Ray cannot start with its files in {folder} ({error}); set RAY_TMPDIR to a short writable path, e.g. "
+                    "/tmp/r"
+                ) from error
+            ray.shutdown()
+            if attempt == ATTEMPTS:
+                load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs"
+                raise MachineError(
+                    f"Ray did not start in {ATTEMPTS} attempts ({str(error).partition('.')[0]}; {load}); try again when the "
+                    "machine is less busy, or add --inline, which runs the trials in this process without Ray"
+                ) from error
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started within listens on 127.0.0.1 only, where it takes the machine's outward address otherwise (and
+    replaces a loopback address by it). Ray has this switch for macOS and Windows; it is read from the environment when Ray is
+    imported, which is too early for a process that may join a cluster instead."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
+    """Join the cluster at `address`. Raises UserError where none answers."""
+    address_check.check(address)
+    options |= {"address": address, "runtime_env": {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}}
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}): start one with `ray start --head`, correct "
+            "--address, or leave it out to use this machine alone"
+        ) from error
 
 
 def node_resources() -> list[dict[str, float]]:
@@ -143,10 +185,3 @@ def _gpu_bytes() -> int:
     import torch
 
     return min((torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())), default=0)
-
-
-def _no_cluster(address: str, why: str) -> UserError:
-    return UserError(
-        f"no Ray cluster answers at {address} ({why}): start one with `ray start --head`, correct --address, "
-        f"or leave it out to use this machine alone"
-    )

@@ -1,7 +1,7 @@
-"""Early stopping by racing (tune_prune.tuning.stopping.racing) as a Ray scheduler: one race per model and pruning ratio,
-nothing waits for anything.
+"""Early stopping by racing (tune_prune.tuning.stopping.racing) as a rule: one race per model and pruning ratio, nothing
+waits for anything.
 
-A worker reports the outcome of every item that a slice adds. The trial goes on, or Ray stops it at once. Trials that an
+A message says the outcome of every item that a slice adds. The trial goes on, or is stopped at once. Trials that an
 earlier start of the search completed go on eligible; those that it stopped have left no items and do not.
 """
 
@@ -10,21 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-from ray.tune.experiment import Trial as RayTrial
-from ray.tune.schedulers import TrialScheduler
 
 from tune_prune.core.errors import UserError
-from tune_prune.tuning.messages import trial_message
+from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.stopping.racing import Race, Verdict
-from tune_prune.tuning.stopping.schedulers import PlainScheduler
+from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
 
-class RaceScheduler(PlainScheduler):
+class RaceRule(StoppingRule):
     """Stops a trial whose verdict is in; see `tune_prune.tuning.stopping.racing` for the rule and its guarantee.
 
     `specs`: every configuration that the search may visit, by key. `known`: the outcomes of complete trials of earlier
@@ -44,27 +41,20 @@ class RaceScheduler(PlainScheduler):
         self._groups = labels_of_groups(specs.values())
         self._num_configs = Counter(self._groups.values())
         self._races: dict[str, Race] = {}  # by group's label; made when the sizes of its tasks are known
-        self._reasons: dict[str, str] = {}
         for key, slices in (known or {}).items():
             sizes = {task: sum(len(added.get(task, "")) for added in slices) for task in slices[0]}
             for index, outcomes in enumerate(slices):
                 self._race(key, sizes).add(key, index, outcomes)
 
-    def on_trial_result(self, tune_controller: Any, trial: RayTrial, result: dict[str, Any]) -> str:
-        message = trial_message(result)
-        if message is None or message.slice is None:
-            return TrialScheduler.CONTINUE  # a job, or a stage before the zero-shot items
+    def stops(self, message: TrialMessage) -> bool:
+        if message.slice is None:
+            return False  # a stage before the zero-shot items
         key, part = message.progress.key, message.slice
         sizes = part.items_per_task
         verdict = self._race(key, sizes).add(key, part.index, part.outcomes)
-        if verdict is None:
-            return TrialScheduler.CONTINUE
-        self._reasons[key] = self._sentence(verdict, sum(sizes.values()))
-        return TrialScheduler.STOP
-
-    def reason(self, trial_key: str) -> str | None:
-        """Why the trial was stopped, for the ledger; None if the race has not stopped it."""
-        return self._reasons.get(trial_key)
+        if verdict is not None:
+            self.reasons[key] = self._sentence(verdict, sum(sizes.values()))
+        return verdict is not None
 
     def _race(self, key: str, task_sizes: Mapping[str, int]) -> Race:
         label = self._groups[key]

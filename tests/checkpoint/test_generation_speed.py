@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tune_prune.checkpoint import speed
+from tune_prune.checkpoint import generation_speed
+from tune_prune.checkpoint.generation_speed import GenerationSpeed, measure, speed_table
 from tune_prune.checkpoint.sizes import sizes
-from tune_prune.checkpoint.speed import Speed, measure, speed_table
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.groups import PruningPlan
@@ -87,7 +87,7 @@ def test_a_result_is_the_median_without_the_warm_up(
         one = next(queues[id(model)])
         return one, 10 * one
 
-    monkeypatch.setattr(speed, "_seconds", seconds)
+    monkeypatch.setattr(generation_speed, "_seconds", seconds)
     found = measure(models, prompt_tokens=12, new_tokens=4, batch_size=5, repeats=3)
     assert found["dense"].prefill_tokens_per_s == 5 * 12 / 3
     assert found["pruned"].prefill_tokens_per_s == 5 * 12 / 1
@@ -138,7 +138,7 @@ def test_peak_memory_is_the_models_own(models: dict[str, PreTrainedModel]) -> No
 
 def test_live_tensors_are_counted_to_the_byte() -> None:
     known = torch.ones(1000)
-    with speed._LiveTensors((known,)) as live:
+    with generation_speed._LiveTensors((known,)) as live:
         first = known * 2  # 4,000 bytes
         second = first.view(10, 100) + 1  # a view takes nothing, the sum 4,000
         second += 1
@@ -155,8 +155,8 @@ def test_live_tensors_are_counted_to_the_byte() -> None:
     assert (live.now_bytes, live.peak_bytes) == (0, 12_000)
 
 
-ONE = Speed(24_512.3, 61.52, 16_532_111_222, 512, 64, 1, 5, "bfloat16", "NVIDIA H200")
-OTHER = Speed(30_640.4, 76.9, 13_225_688_978, 512, 64, 1, 5, "bfloat16", "NVIDIA H200")
+ONE = GenerationSpeed(24_512.3, 61.52, 16_532_111_222, 512, 64, 1, 5, "bfloat16", "NVIDIA H200")
+OTHER = GenerationSpeed(30_640.4, 76.9, 13_225_688_978, 512, 64, 1, 5, "bfloat16", "NVIDIA H200")
 
 
 def test_table() -> None:

@@ -1,18 +1,16 @@
-"""One trial inside a Ray worker: every `step()` is one stage of `tune_prune.trial.trial.Trial`. Or one preparation job, whole.
+"""Trials and preparation jobs, one after the other in this process: every `step()` is one stage of
+`tune_prune.trial.trial.Trial`, or one job, whole.
 
-The worker, not the driver, writes the trial's files and then its ledger record: once the record is there the trial is
-done, whatever happens to the driver. An actor is reused for the next trial and keeps its model and data.
+The process that computes a trial, not the driver, writes its files and then its ledger record: once the record is there
+the trial is done, whatever happens to the driver. The model and data are kept for the next trial.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
-
-from ray import tune
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport, Status, TrialRecord
@@ -20,57 +18,50 @@ from tune_prune.core.store import TRIALS
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import Trial, TrialProgress
-from tune_prune.tuning.messages import JobMessage, Slice, TrialMessage, to_result
-from tune_prune.tuning.preparation import PrepareJob, run_job
+from tune_prune.tuning.messages import JobMessage, Message, Slice, TrialMessage
+from tune_prune.tuning.preparation import PrepareJob, Work, run_job
 from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
 
 TIMEOUT_REASON = "stopped by the time limit"
 
 
-class PruneTrainable(tune.Trainable):
-    """Runs the trial that `config["key"]` names, or the job that `config["job"]` counts; the rest comes through
-    `tune.with_parameters`.
+class StageRunner:
+    """Runs the work that it is given, a stage at a time: `begin`, then `step` until a message has `ended`.
 
-    A UserError (the same at every attempt) ends the trial as failed. Any other exception is recorded as well and raised,
-    so that Ray tries again in a fresh process.
+    `specs`: every trial of the search by key, as a pass over the dense model serves those that share it. A UserError (the
+    same at every attempt) ends a trial as failed. Any other exception is recorded as well and raised, so that the trial can
+    be tried again in a fresh process.
     """
 
-    def setup(  # type: ignore[override]  # with_parameters adds the last three
-        self, config: dict[str, Any], specs: dict[str, TrialSpec], jobs: list[PrepareJob], settings: WorkerSettings
-    ) -> None:
+    def __init__(self, specs: Mapping[str, TrialSpec], settings: WorkerSettings) -> None:
         self._specs = specs
-        self._jobs = jobs
         self._settings = settings
         self._contexts = ContextCache(settings)
         self._ending = (
             threading.RLock()
         )  # held while a trial is recorded: its end or the time limit, whichever is first
         self._watchdog: threading.Timer | None = None
-        self._begin(config)
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self.cleanup()
-        self._begin(new_config)
-        return True
-
-    def _begin(self, config: dict[str, Any]) -> None:
-        self._job = self._jobs[config["job"]] if "job" in config else None
+    def begin(self, work: Work) -> None:
+        self.close()
+        self._job = work if isinstance(work, PrepareJob) else None
         self._trial: Trial | None = None
         self._stages: Iterator[StageReport] | None = None
         self._stage_index = self._slice_index = 0
-        if self._job is None:
-            self._spec = self._specs[config["key"]]
-            self._opening = TrialProgress(self._spec.key, self._spec.run.label, self._spec.config)
+        if isinstance(work, TrialSpec):
+            self._spec = work
+            self._opening = TrialProgress(work.key, work.run.label, work.config)
 
-    def cleanup(self) -> None:
+    def close(self) -> None:
+        """Let go of the work's time limit."""
         with self._ending:
             if self._watchdog is not None:
                 self._watchdog.cancel()
                 self._watchdog = None
 
-    def step(self) -> dict[str, Any]:
+    def step(self) -> Message:
         """Run one stage and return its message; raises what the stage raised, unless it is a UserError."""
-        return to_result(self._run_trial() if self._job is None else self._run_job(self._job))
+        return self._run_trial() if self._job is None else self._run_job(self._job)
 
     def _run_job(self, job: PrepareJob) -> JobMessage:
         try:
@@ -138,12 +129,12 @@ class PruneTrainable(tune.Trainable):
         assert self._trial is not None and self._stages is not None
         for _ in self._stages:  # slices that add no item, when there are fewer items than slices
             pass
-        self.cleanup()
+        self.close()
         self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
         return self._record("complete")
 
     def _fail(self, reason: str) -> TrialRecord:
-        self.cleanup()
+        self.close()
         return self._record("failed", reason)
 
     def _record(self, status: Status, reason: str = "") -> TrialRecord:

@@ -63,7 +63,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Speed:
+class DeviceSpeed:
     """Seconds per token on one device by one process."""
 
     forward: Line  # of all layers
@@ -76,7 +76,7 @@ class Speed:
     engine: float  # seconds of the zero-shot engine over those of plain forward passes
 
 
-def measure(request: SpeedRequest) -> Speed:
+def measure(request: SpeedRequest) -> DeviceSpeed:
     """Measure on this machine. Takes a second or two; a 7B layer on a CPU some seconds more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(request.threads)
@@ -103,7 +103,7 @@ class _Bench:
         self.gradient_tokens = BATCH_TOKENS[request.device]
         self.generator = torch.Generator().manual_seed(0)
 
-    def speed(self) -> Speed:
+    def speed(self) -> DeviceSpeed:
         forward = self._line(self._forward, self.batch_tokens)
         for layer in decoder_layers(self.model, self.family):
             for linear in self.family.linears(layer).values():
@@ -113,7 +113,7 @@ class _Bench:
         head = self._steady(self._head, self.batch_tokens) * self.head_share
         head_gradient = self._steady(self._head_gradient, self.gradient_tokens) * self.head_share
         snapshots = {name: self._snapshot(name) for name in statistic_names() if load_statistic(name).backward}
-        return Speed(forward, gradient, head, head_gradient, snapshots, self._engine(forward, head))
+        return DeviceSpeed(forward, gradient, head, head_gradient, snapshots, self._engine(forward, head))
 
     def _snapshot(self, name: str) -> float:
         """Of the statistic, with a pass over two tokens."""

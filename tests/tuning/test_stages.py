@@ -14,10 +14,10 @@ from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import TrialProgress
-from tune_prune.tuning.messages import TrialMessage, job_message, trial_message
+from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.trainable import TIMEOUT_REASON, PruneTrainable
+from tune_prune.tuning.stages import TIMEOUT_REASON, StageRunner
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 CONFIG = replace(BLOCKWISE, method="taylor")
@@ -41,23 +41,21 @@ def settings(context, tmp_path, monkeypatch) -> WorkerSettings:
     return WorkerSettings(tmp_path / "experiment", tmp_path / "artifacts", TrialResources())
 
 
-def worker(settings: WorkerSettings, key: str, **config: object) -> PruneTrainable:
-    made = PruneTrainable.__new__(PruneTrainable)  # as Ray does, but for its own set-up
-    specs = {key: TrialSpec(RUN, CONFIG, key)}
-    jobs = [PrepareJob(RUN), PrepareJob(replace(RUN, calibration="/no/such/text"), 16, (Need("taylor", "", 4),))]
-    made.setup(config or {"key": key}, specs, jobs, settings)
+def worker(settings: WorkerSettings, work: str | PrepareJob) -> StageRunner:
+    """A runner that has begun the job, or the trial of that key."""
+    spec = TrialSpec(RUN, CONFIG, work) if isinstance(work, str) else TrialSpec(RUN, CONFIG, "unused")
+    made = StageRunner({spec.key: spec}, settings)
+    made.begin(work if isinstance(work, PrepareJob) else spec)
     return made
 
 
-def messages(made: PruneTrainable) -> list[TrialMessage]:
-    found = []
-    while True:
-        result = made.step()
-        message = trial_message(result)
-        assert message is not None and result["done"] == (message.record is not None)
+def messages(made: StageRunner) -> list[TrialMessage]:
+    found: list[TrialMessage] = []
+    while not found or not found[-1].ended:
+        message = made.step()
+        assert isinstance(message, TrialMessage)
         found.append(message)
-        if result["done"]:
-            return found
+    return found
 
 
 def test_a_message_for_every_stage_and_a_record_at_the_end(context, settings, monkeypatch):
@@ -87,7 +85,7 @@ def test_a_message_for_every_stage_and_a_record_at_the_end(context, settings, mo
 
 def test_a_stopped_trial_can_be_recorded_from_its_last_message_alone(context, settings):
     made = worker(settings, context.key(CONFIG))
-    message = trial_message([made.step() for _ in range(4)][-1])
+    message = [made.step() for _ in range(4)][-1]
     record = message.progress.record("stopped_early", "behind", {"cpu": 1.0})
     assert (record.key, record.model, record.status) == (context.key(CONFIG), RUN.label, "stopped_early")
     assert [stage["stage"] for stage in record.stages] == ["importance", "pruning", "perplexity", "zero_shot"]
@@ -107,7 +105,7 @@ def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_m
     key = context.key(CONFIG)
     made = worker(settings, key)
     for stage in ("importance", "pruning", "perplexity"):
-        assert trial_message(made.step()).stage.stage == stage
+        assert made.step().stage.stage == stage
     with pytest.raises(torch.OutOfMemoryError):
         made.step()
     assert len(asked) == 1  # not a second time for the record
@@ -137,7 +135,8 @@ def test_other_files_on_this_node_and_an_earlier_time_limit_are_failures(context
 
 
 def test_jobs_answer_with_their_result_or_why_they_cannot_be_done(context, settings):
-    done = job_message(worker(settings, "unused", job=0).step())
+    done = worker(settings, PrepareJob(RUN)).step()
     assert done.baseline.status == "complete" and "acc " in str(done)
-    refused = job_message(worker(settings, "unused", job=1).step())
+    nowhere = replace(RUN, calibration="/no/such/text")
+    refused = worker(settings, PrepareJob(nowhere, 16, (Need("taylor", "", 4),))).step()
     assert refused.baseline is None and "/no/such/text" in refused.refused

@@ -38,7 +38,7 @@ SEED = 0  # of the prompt
 
 
 @dataclass(frozen=True)
-class Speed:
+class GenerationSpeed:
     """One model's speed, and how it was measured."""
 
     prefill_tokens_per_s: float
@@ -65,7 +65,7 @@ def measure(
     new_tokens: int = 64,
     batch_size: int = 1,
     repeats: int = 5,
-) -> dict[str, Speed]:
+) -> dict[str, GenerationSpeed]:
     """The speed of each of `models`, which are loaded, in eval mode and take the same tokens, by name.
 
     Where prompt and new tokens go beyond max_position_embeddings, the prompt is shortened (and new tokens to half of the
@@ -84,7 +84,7 @@ def measure(
         for name, model in models.items():
             turns[name].append(_turn(model, prompt, new_tokens, warm_up=round_number == 0))
     return {
-        name: Speed(
+        name: GenerationSpeed(
             prefill_tokens_per_s=prompt.numel() / statistics.median(turn.prefill_s for turn in turns[name][1:]),
             decode_tokens_per_s=batch_size * new_tokens / statistics.median(turn.decode_s for turn in turns[name][1:]),
             peak_memory_bytes=_weight_bytes(model) + max(turn.peak_bytes or 0 for turn in turns[name]),
@@ -150,12 +150,12 @@ def _now(device: torch.device) -> float:
 class _LiveTensors(TorchDispatchMode):
     """Follows every tensor that is made while it is active: `now_bytes` of them are alive, `peak_bytes` were at most.
 
-    Views and changes in place are no new memory. `known` tensors were there before."""
+    Views and changes in place are no new memory. `existing` tensors were there before."""
 
-    def __init__(self, known: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, existing: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
         self.now_bytes = self.peak_bytes = 0
-        self._alive = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._alive = {tensor.untyped_storage().data_ptr() for tensor in existing}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -189,7 +189,7 @@ def _device_name(device: torch.device) -> str:
     return f"{device.type.upper()}, {threads} thread{'s' * (threads != 1)}"
 
 
-def speed_table(rows: Mapping[str, Speed]) -> str:
+def speed_table(rows: Mapping[str, GenerationSpeed]) -> str:
     """The speeds of several models in aligned columns, each number with its ratio to the first row's (the dense model), and
     a line that says what was measured."""
     names = list(rows)
@@ -210,7 +210,7 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def conditions(speed: Speed) -> str:
+def conditions(speed: GenerationSpeed) -> str:
     """How a speed was measured, as one line."""
     return (
         f"prompt of {speed.prompt_tokens:,} tokens, {speed.new_tokens:,} new tokens, batch size {speed.batch_size}, "

@@ -1,0 +1,106 @@
+"""A search in this process: without Ray, past failed trials, and ended by Ctrl-C with what is finished kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.search_folders import TINY
+from tune_prune import search
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import Trial
+from tune_prune.tuning.driver import TuneOptions, run_search
+from tune_prune.tuning.worker import TrialSpec
+
+PROTOCOL = EvaluationProtocol(tasks=("boolq",), limit=4, slices=(0.5, 1.0), perplexity_window=64)
+RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, PROTOCOL, 0, "float32")
+CONFIGS = [PruningConfig("random", 16, 8, ratio) for ratio in (0.1, 0.2, 0.3)]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> list[TrialSpec]:
+    context = TrialContext.open(RUN, tmp_path / "artifacts", device="cpu")
+    return [TrialSpec(RUN, config, context.key(config)) for config in CONFIGS]
+
+
+@pytest.fixture
+def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[PruningConfig, BaseException], None]:
+    """A function: from now on the trial of that configuration raises that after its first stage."""
+
+    def arrange(config: PruningConfig, error: BaseException) -> None:
+        original = Trial.stages
+
+        def stages(self: Trial) -> Iterator[Any]:
+            for report in original(self):
+                yield report
+                if self.config == config:
+                    raise error
+
+        monkeypatch.setattr(Trial, "stages", stages)
+
+    return arrange
+
+
+def test_a_trial_that_raises_is_a_record_and_the_next_one_runs(jobs, tmp_path, breaks, monkeypatch):
+    breaks(CONFIGS[0], RuntimeError("no such kernel"))
+    loaded = []
+    original = TrialContext.open
+    monkeypatch.setattr(TrialContext, "open", lambda *args, **more: loaded.append(args) or original(*args, **more))
+    torch.set_num_threads(2)
+    try:
+        result = run_search(jobs, TuneOptions(tmp_path, inline=True, scheduler="race"))
+        assert torch.get_num_threads() == 2  # trials have as many as workers have, this process what it had
+    finally:
+        torch.set_num_threads(1)
+    assert result.ran[0] in {spec.key for spec in jobs} and len(result.ran) == 3
+    failed, *others = [result.records[spec.key] for spec in jobs]
+    assert (failed.status, failed.reason) == ("failed", "RuntimeError: no such kernel")
+    assert [record.status for record in others] == ["complete", "complete"]
+    assert len(loaded) == 2  # once more after the failure, as in a fresh worker
+    assert Ledger(FolderStore(tmp_path)).records() == sorted(result.records.values(), key=lambda record: record.key)
+
+
+def test_a_job_that_cannot_be_done_ends_the_search_in_its_own_words(jobs, tmp_path, breaks):
+    impossible = [TrialSpec(RUN, PruningConfig("taylor", 16, 10**6), "0" * 16)]
+    with pytest.raises(UserError) as refused:
+        run_search(impossible, TuneOptions(tmp_path, inline=True))
+    assert "1000000" in str(refused.value).replace(",", "")
+    breaks(None, RuntimeError("no such kernel"))  # the baseline
+    with pytest.raises(RuntimeError, match=r"^baseline of tiny-llama failed: no such kernel$") as error:
+        run_search(jobs, TuneOptions(tmp_path / "other", inline=True))
+    assert str(error.value.__cause__) == "no such kernel"
+    assert Ledger(FolderStore(tmp_path / "other")).records() == []
+
+
+SPACE = "search: grid\nmethod: random\nseq_len: 16\nnum_samples: [8]\npruning_ratio: [0.1, 0.2, 0.3]\n"
+
+
+def test_an_interrupted_search_keeps_what_is_finished_and_says_how_to_go_on(
+    tmp_path, breaks, capfd, monkeypatch, run_without
+):
+    """The second start is a process in which Ray cannot be imported."""
+    (tmp_path / "space.yaml").write_text(SPACE)
+    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
+    argv += ["--storage-path", str(tmp_path), "--name", "one"]
+    breaks(CONFIGS[1], KeyboardInterrupt())
+    assert search.main(argv) == 130
+    said = capfd.readouterr().err
+    assert "finished trials are kept" in said and "--inline" in said and "Traceback" not in said
+    (first,) = Ledger(FolderStore(tmp_path / "one")).records()
+    assert first.status == "complete"
+
+    code = "import sys\nfrom tune_prune import search\ncode = search.main(sys.argv[1:])\n"
+    told = run_without(("ray",), f"{code}assert 'ray' not in sys.modules\nsys.exit(code)", *argv)
+    assert "one after the other in this process" in told and "(1 of 3 trials are in its ledger)" in told
+    assert "[3/3] running 0, failed 0" in told
+    records = Ledger(FolderStore(tmp_path / "one")).records()
+    assert len(records) == 3 and first in records
+    assert (tmp_path / "one" / "all_methods_results.csv").exists() and (tmp_path / "one" / "cost.json").exists()

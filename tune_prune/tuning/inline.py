@@ -1,0 +1,69 @@
+"""A search without Ray: its jobs and trials one after the other in this process, by the code that Ray's workers run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tune_prune.tuning.messages import Message, TrialMessage
+from tune_prune.tuning.observers.observer import Observer
+from tune_prune.tuning.preparation import Work
+from tune_prune.tuning.queue import WorkQueue
+from tune_prune.tuning.stages import StageRunner
+from tune_prune.tuning.stopping.rule import StoppingRule
+from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+
+
+def run(
+    queue: WorkQueue,
+    specs: Mapping[str, TrialSpec],
+    rule: StoppingRule,
+    settings: WorkerSettings,
+    observers: Sequence[Observer],
+) -> None:
+    """Do everything that `queue` hands out. A trial that raises is a failed record; the next one begins on a model that is
+    loaded anew."""
+    threads = torch.get_num_threads()  # a runner sets them
+    runner = StageRunner(specs, settings)
+    for observer in observers:
+        observer.on_begin()
+    try:
+        while (work := queue.next()) is not None:
+            last, error = _run_one(work, runner, queue, rule, observers)
+            queue.end(work, last, error is not None)
+            for observer in observers:
+                if error is None:
+                    observer.on_end(work, last)
+                else:
+                    observer.on_error(work, last, error)
+            if error is not None:
+                runner = StageRunner(specs, settings)
+    finally:
+        torch.set_num_threads(threads)
+    for observer in observers:
+        observer.on_finish()
+
+
+def _run_one(
+    work: Work, runner: StageRunner, queue: WorkQueue, rule: StoppingRule, observers: Sequence[Observer]
+) -> tuple[Message | None, Exception | None]:
+    """One job or trial until it ends, is stopped or raises: its last message, and what it raised."""
+    for observer in observers:
+        observer.on_start(work)
+    runner.begin(work)
+    last: Message | None = None
+    while True:
+        for observer in observers:
+            observer.on_tick(running=1)
+        try:
+            last = runner.step()
+        except Exception as error:  # noqa: BLE001  # the runner has recorded it
+            return last, error
+        ends = last.ended or (isinstance(last, TrialMessage) and rule.stops(last))
+        if not ends:
+            queue.report(work, last)
+        for observer in observers:
+            observer.on_message(work, last)
+        if ends:
+            return last, None

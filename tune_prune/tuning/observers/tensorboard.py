@@ -1,0 +1,99 @@
+"""Event files for TensorBoard, written while a search runs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
+from tune_prune.tuning.observers.observer import Observer
+from tune_prune.tuning.preparation import PrepareJob, Work
+from tune_prune.tuning.worker import TrialSpec
+
+
+class TensorBoardObserver(Observer):
+    """Event files at <folder>/<label>/<config>-<key>/, written while the trials run.
+
+    Accuracies have items_scored as their step, every other metric the stage's index. A trial that ends, in whatever
+    way, gets its row in the HPARAMS tab, written into the same event file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[str, SummaryWriter] = {}
+
+    def on_message(self, work: Work, message: Message) -> None:
+        if isinstance(work, PrepareJob) or isinstance(message, JobMessage) or message.stage is None:
+            return
+        report = message.stage
+        if message.index == 0:
+            self._close(work)  # of an attempt that died
+        writer, items = self._writer(work), report.items_scored
+        writer.add_scalar(f"duration_s/{report.stage}", report.duration_s, items or message.index)
+        for name, value in _curves(message.progress.metrics).items():
+            if name.startswith("acc_"):
+                if items:
+                    writer.add_scalar(_tag(name), value, items)
+            else:
+                writer.add_scalar(_tag(name), value, message.index)
+        writer.flush()
+
+    def on_end(self, work: Work, last: Message | None) -> None:
+        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage):
+            self._finish(work, last, "stopped_early" if last.record is None else last.record.status)
+
+    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
+        if isinstance(work, TrialSpec):
+            self._finish(work, last, "failed")
+
+    def on_finish(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _finish(self, spec: TrialSpec, last: Message | None, status: str) -> None:
+        row = {"status": status} | {row.name: getattr(spec.config, name) for name, row in HYPERPARAMETERS.items()}
+        values = _curves(last.progress.metrics) if isinstance(last, TrialMessage) else {}
+        first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns
+        rest = [name for name in values if name not in first and not name.startswith("grad_")]
+        metrics = {_tag(name): values[name] for name in (*first, *rest)}
+        # SummaryWriter.add_hparams would start another run in a folder named by the time.
+        events = self._writer(spec)._get_file_writer()
+        for summary in hparams(row, metrics):
+            events.add_summary(summary)
+        self._close(spec)
+
+    def _writer(self, spec: TrialSpec) -> SummaryWriter:
+        if spec.key not in self._writers:
+            folder = self._folder / spec.run.label / f"{spec.config.name}-{spec.key[:6]}"
+            if folder.exists():
+                shutil.rmtree(folder)  # curves of an attempt that did not finish would mix with the new ones
+            self._writers[spec.key] = SummaryWriter(str(folder))
+        return self._writers[spec.key]
+
+    def _close(self, spec: TrialSpec) -> None:
+        if spec.key in self._writers:
+            self._writers.pop(spec.key).close()
+
+
+def _curves(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics worth a curve: finite ones, without standard errors and constants."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if not name.endswith("_stderr") and name != "chance_acc_mean" and math.isfinite(value)
+    }
+
+
+def _tag(name: str) -> str:
+    """The metric's name in TensorBoard, which makes a section of what stands before the slash; accuracies come first."""
+    for start, section in (("acc_", "accuracy"), ("ppl", "perplexity"), ("grad_", "gradient")):
+        if name.startswith(start):
+            return f"{section}/{name}"
+    return f"pruning/{name}"
