@@ -2,8 +2,8 @@
 
 Python blocks of a document share their names. Shell blocks are run a statement at a time: the program's commands in this process,
 `make` and pytest are looked up and not run (they run these tests), what else there may be is given to a shell. Nothing here has a
-hub, a GPU or a cluster: a command that needs one must end in the sentence that says so. A search that would take minutes is planned
-(`--dry-run`): every check is made, no trial is run.
+hub, a GPU or a cluster: a command that needs one must end in the sentence that says so. A search of seconds is run (`--inline`: the
+same trials without Ray), one that would take minutes is planned (`--dry-run`): every check is made, no trial is run.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Reader:
         needs = bool(_HUB_MODEL.search(" ".join(words))) or "--address" in words or "--gpus-per-trial" in words
         space = words[words.index("--search-space") + 1] if "--search-space" in words else ""
         runs = name == "search" and "--dry-run" not in words and not needs and space.endswith(QUICK_SPACES)
-        if name == "search" and not needs and not runs:
-            words.append("--dry-run")
+        if name == "search" and not needs:
+            words += ["--inline"] if runs else ["--dry-run"]
         main = importlib.import_module(COMMANDS[name]).main
         told, errors = io.StringIO(), io.StringIO()
         with contextlib.chdir(self.folder), contextlib.redirect_stdout(told), contextlib.redirect_stderr(errors):

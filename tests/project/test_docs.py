@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from tests.documents import ROOT, Block, Reader, blocks, package_of_contributor, statements
 from tests.search_folders import TINY_FOLDER
 from tune_prune import embedded
+from tune_prune.planning import search_space
 
 DOCUMENTS = (
     "README.md",
@@ -25,7 +27,7 @@ DOCUMENTS = (
 
 
 @pytest.fixture(scope="module")
-def reader(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Reader:
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     """Of all documents, in one folder, in which the README's search on an embedded model was run."""
     reader = Reader(tmp_path_factory.mktemp("documents"))
     reader.shell("python -m tune_prune.search --model tiny-llama --search-space smoke")
@@ -34,10 +36,9 @@ def reader(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 def test_blocks_are_found_and_cut_into_statements(tmp_path: Path) -> None:
     document = tmp_path / "x.md"
-    document.write_text(
-        "a\n\n    make demo   # b\n    python -m c \\\n        d\n\n```python\n    make x\n```\n\n1. e\n\n   ```bash\n   cat > f <<'EOF'\n"
-        "   g\n\n   EOF\n   h\n   ```\n\n    no command\n"
-    )
+    shell = "    make demo   # b\n    python -m c \\\n        d\n"
+    recipe = "1. e\n\n   ```bash\n   cat > f <<'EOF'\n   g\n\n   EOF\n   h\n   ```\n"
+    document.write_text(f"a\n\n{shell}\n```python\n    make x\n```\n\n{recipe}\n    no command\n")
     assert [(block.language, block.line) for block in blocks(document)] == [("bash", 3), ("python", 7), ("bash", 13)]
     first, _, last = blocks(document)
     assert statements(first.text) == ["make demo   # b", "python -m c \\\n    d"]
@@ -60,10 +61,14 @@ def run(block: Block, reader: Reader, names: dict[str, Any]) -> None:
         reader.shell(block.text)
     elif block.language == "json":
         assert all(json.loads(line) for line in block.text.splitlines())
+    elif block.language == "yaml":  # a search space, which the commands below it name
+        space = reader.folder / "FILE.yaml"
+        space.write_text(block.text, encoding="utf-8")
+        assert search_space.load(str(space)).size > 0
     elif "load_dataset(" in block.text:  # of the hub, which is not here; its own test is below
         with pytest.raises(ConnectionError):
             reader.python(block.text, names)
-    else:
+    elif block.language != "text":
         assert block.language == "python"
         reader.python(block.text, names)
 
@@ -108,11 +113,17 @@ def test_the_data_of_the_hub_lie_where_a_search_finds_them(
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(reader: Reader) -> None:
+def test_the_notebook_runs(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Path] = []
+    display = SimpleNamespace(Image=lambda name: shown.append(reader.folder / name))
+    monkeypatch.setitem(
+        sys.modules, "IPython.display", display
+    )  # is where notebooks are, and not needed for more than this
     notebook = json.loads((ROOT / "docs" / "tune_prune.ipynb").read_text(encoding="utf-8"))
     names: dict[str, Any] = {}
     for number, cell in enumerate(cell for cell in notebook["cells"] if cell["cell_type"] == "code"):
         reader.python("".join(cell["source"]), names)
-        assert cell["outputs"] and cell["execution_count"] == number + 1  # stored as run from top to bottom
+        assert cell["execution_count"] == number + 1  # stored as it was run, from top to bottom
+    assert len(shown) == 1 and shown[0].read_bytes().startswith(b"\x89PNG")
     text = json.dumps(notebook)
-    assert [word for word in ("/tmp/", "/home/", "/root", "/work", "Traceback") if word in text] == []
+    assert [word for word in ("/tmp", "/home/", "/root", "/work", "Traceback") if word in text] == []

@@ -113,7 +113,7 @@ def _main(argv: list[str]) -> None:
 def write_analysis(
     findings: Findings, output: Path, language: str = "en", done: Callable[[str], None] = lambda step: None
 ) -> list[Path]:
-    """Write everything about `findings` below `output`, and return the files beside the reports; `done` is called after each step."""
+    """Write everything about `findings` below `output`; returns the files beside the reports. `done` is called as a step ends."""
     from tune_prune.analysis.figures.figures import draw_all
     from tune_prune.analysis.layout import write_layout
     from tune_prune.analysis.render.page import write_page
