@@ -1,7 +1,8 @@
 """Are two result folders the same? `python scripts/compare_results.py BEFORE AFTER`: for changes that must not change a number.
 
 BEFORE and AFTER are experiments, or folders that hold some (a --storage-path, an analysis's --output); what lies at the same
-place in both is compared. Every value must be equal bit for bit, but those that time and machine decide (VOLATILE).
+place in both is compared. Every value must be equal bit for bit, but those that time and machine decide (VOLATILE); older names
+of hyperparameters count as their names.
 
     records     ledger/*.json and baseline.json: status, configuration, every metric
     plans       trials/*/pruning_plan.json: the kept groups of every layer
@@ -26,11 +27,12 @@ import pandas as pd
 import pyarrow.parquet
 
 from tune_prune.core import artifact_cache
+from tune_prune.core.config import OLDER_NAMES, renamed
 from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, PASSES, PLAN, TENSORBOARD, TUNE
 
 VOLATILE = (
     "elapsed_time", "elapsed_time_s", "peak_memory_bytes", "started_at", "host", "stages", "resources", "versions", "git_commit",
-    "command", "created_at", "updated_at", "output_dir",
+    "command", "created_at", "updated_at", "output_dir", "search_id", "torch_version", "device_name",
 )  # fmt: skip
 SHOWN = 12
 
@@ -78,7 +80,9 @@ def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
 
 def of_tables(before: Path, after: Path) -> Iterator[str]:
     """Differences of two CSV files, cell by cell as text."""
-    old, new = (pd.read_csv(path, dtype=str, keep_default_na=False) for path in (before, after))
+    old, new = (
+        pd.read_csv(path, dtype=str, keep_default_na=False).rename(columns=OLDER_NAMES) for path in (before, after)
+    )
     for name in [*old.columns, *(name for name in new.columns if name not in old.columns)]:
         if volatile(name):
             continue
@@ -99,7 +103,8 @@ def of_files(what: str, before: Path, after: Path) -> list[str]:
         return [] if old.equals(new) else ["the items differ"]
     if what == "tables":
         return list(of_tables(before, after))
-    return list(differences(*(json.loads(path.read_text(encoding="utf-8")) for path in (before, after))))
+    texts = (path.read_text(encoding="utf-8") for path in (before, after))
+    return list(differences(*(json.loads(text, object_hook=renamed) for text in texts)))
 
 
 def compare(before: Path, after: Path) -> dict[str, dict[str, Any]]:

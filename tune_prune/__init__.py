@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tune_prune.api import open as open
     from tune_prune.api import search as search
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

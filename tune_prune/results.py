@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,16 @@ def load(folder: Path) -> Results:
     return Results(folder, find(study), next(iter(study.costs.values()), {}))
 
 
-def run(plan: Plan, command: Sequence[str]) -> Results:
-    """Run a plan to its end and write every view of its results; `command` is recorded with them. Raises UserError (also where
-    another search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+def run(plan: Plan, command: Sequence[str], at_end: Callable[[Results], None] | None = None) -> Results:
+    """Run a plan to its end and write every view of its results; `command` is recorded with them. `at_end` is called while no
+    other search can change them. Raises UserError (also where another search runs on the experiment), KeyboardInterrupt (the
+    ledger stays whole) or what stopped the preparation."""
     store = FolderStore(plan.experiment_dir)
     with store.lock():
-        return _run(plan, store, command)
+        results = _run(plan, store, command)
+        if at_end is not None:
+            at_end(results)
+    return results
 
 
 def _run(plan: Plan, store: FolderStore, command: Sequence[str]) -> Results:

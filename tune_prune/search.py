@@ -56,14 +56,17 @@ def _main(argv: list[str]) -> None:
     print(flush=True)
     command = [*COMMAND, *argv]
     again = shlex.join(command)
+
+    def at_end(results: Results) -> None:
+        print(f"\n{results}\n\n{cost_line(results.cost)}")
+        if args.save_best:
+            _save_best(results)
+
     try:
-        results = run(plan, command)
+        results = run(plan, command, at_end)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
-    print(f"\n{results}\n\n{cost_line(results.cost)}")
     folder = shown_path(plan.experiment_dir)
-    if args.save_best:
-        _save_best(results)
     planned = {key for model in plan.models for _, key in model.trials}
     failed = sum(results.trials["key"].isin(planned) & (results.trials["status"] == "failed"))
     print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")

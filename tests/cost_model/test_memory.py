@@ -52,9 +52,9 @@ def resident(name: str, **environment: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["taylor", "copies"])
 def test_planned_memory_of_gradients_is_what_fresh_processes_take(name):
-    """The C library keeps 15 to 50% more than the tensors, differently in each process, so that the largest of three counts."""
+    """Of which the C library makes 0.97 to 1.26 of what is counted, differently in each process."""
     plan = build(name).plan
-    measured = max(resident(name) for _ in range(3))
+    measured = resident(name)
     assert measured <= plan.accumulators + plan.statistics_activations <= 1.5 * measured
 
 
@@ -63,7 +63,7 @@ def test_planned_memory_of_an_evaluation_is_what_fresh_processes_take():
     """Where the C library keeps freed blocks it holds up to twice the tensors, on some machines and in some processes: no more
     than planned. Where it returns them at once (every one above 64 KiB), what is left are the tensors, as they are counted."""
     planned = build("evaluation").plan.evaluation_activations
-    assert max(resident("evaluation") for _ in range(3)) <= planned
+    assert resident("evaluation") <= planned
     returned = resident("evaluation", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=65536")
     assert returned <= planned / EVALUATION_SLACK["cpu"] <= TENSORS["evaluation"] * returned
 

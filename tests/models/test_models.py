@@ -85,7 +85,7 @@ def test_folders_become_absolute(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("lama", "unknown model 'lama'; did you mean 'llama'"),
         ("Mistral", "did you mean 'mistral'"),
@@ -97,11 +97,11 @@ def test_folders_become_absolute(folder, monkeypatch):
         ("~/no-such-folder-here", "does not exist"),
     ],
 )
-def test_names_that_mean_nothing(name, said):
+def test_names_that_mean_nothing(name, expected):
     with pytest.raises(UserError) as error:
         resolve(name)
     text = one_sentence(error)
-    assert said in text and "tiny-llama" in text  # what is known is listed
+    assert expected in text and "tiny-llama" in text  # what is known is listed
 
 
 def test_paths_that_are_no_model_folder(tmp_path):

@@ -34,7 +34,7 @@ def before(tmp_path: Path) -> Path:
         (folder / name).mkdir(parents=True)
     (folder / "ledger" / "k.json").write_text(json.dumps(RECORD))
     (folder / "passes" / "p.json").write_text("{}")
-    (folder / "trials/k/pruning_plan.json").write_text(json.dumps({"layers": [[1, 0], [1, 1]]}))
+    (folder / "trials/k/pruning_plan.json").write_text(json.dumps({"taylor_seq_len": 1, "layers": [[1, 0], [1, 1]]}))
     pyarrow.parquet.write_table(pyarrow.table({"acc": [1.0, 0.0]}), folder / "trials/k/items.parquet")
     (folder / "all_methods_results.csv").write_text("model,acc_mean,elapsed_time\nm,0.5,1\n")
     return tmp_path / "before"
@@ -50,9 +50,13 @@ CHANGES = {
         lambda folder: _record(folder, metrics={"acc_mean": 0.5, "ppl": 7.250000000000001}),
         "metrics.ppl is 7.25 before and 7.250000000000001 after",
     ),
+    "older names": (
+        lambda folder: (folder / "trials/k/pruning_plan.json").write_text(json.dumps({"seq_len": 1, "layers": [[1, 0], [1, 1]]})),
+        None,
+    ),
     "a lost metric": (lambda folder: _record(folder, metrics={"acc_mean": 0.5}), "metrics.ppl is 7.25 before and missing"),
     "a group": (
-        lambda folder: (folder / "trials/k/pruning_plan.json").write_text(json.dumps({"layers": [[1, 0], [0, 1]]})),
+        lambda folder: (folder / "trials/k/pruning_plan.json").write_text(json.dumps({"seq_len": 1, "layers": [[1, 0], [0, 1]]})),
         "layers[1][0] is 1 before and 0 after",
     ),
     "an item": (

@@ -57,6 +57,7 @@ class Base:
     model_type: Text
     params: Positive
     layers: Positive
+    license: dict[str, Text] = field(default_factory=dict)  # see checkpoint/license.py; empty: unknown
 
 
 @dataclass(frozen=True)

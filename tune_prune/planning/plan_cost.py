@@ -58,7 +58,8 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
         notes.append(f"an upper bound: {settings.scheduler} stops trials early")
     elif plan.space.search == "optuna":
         notes.append("an upper bound: trials at the same seq_len share their passes")
-    return estimate(works, plan.slots, plan.resources.gpus, plan.space.search == "optuna", notes)
+    adaptive = plan.space.search == "optuna"
+    return estimate(works, plan.slots, plan.resources.gpus, adaptive, notes, plan.resources.cpus)
 
 
 def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> DeviceSpeed | None:
