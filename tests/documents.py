@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
+from unittest import mock
 
 from tests.search_folders import TINY_FOLDER
 from tune_prune import embedded
@@ -29,10 +30,11 @@ from tune_prune.models.catalog import HUB_ALIASES
 
 ROOT = Path(__file__).parents[1]
 NOT_RUN = ("hf", "llama-cli", "pip", "source", "tensorboard")  # need a network, or change the environment
+SHORT = 5000  # characters of perplexity text: of a search's time it would be most
 QUICK_SPACES = ("smoke", "control", ".yaml")  # a search over these takes seconds
 _HUB_MODEL = re.compile(rf"(?<!tiny-)\b({'|'.join(map(re.escape, HUB_ALIASES))})\b")
 _FENCED = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-_INDENTED = re.compile(r"(?<=\n\n)((?:    (?:python|make|pip|tune-prune|source|tensorboard) .*\n)+)")
+_INDENTED = re.compile(r"(?<=\n\n)((?:    (?:python|make|pip|tune-prune|source|tensorboard) (?:.*\\\n)*.*\n)+)")
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,16 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.searches: list[Path] = []  # folders of those that were run
+        self.analysed = False
         self._made = 0
         for name in ("DIR", "models/Qwen2.5-7B", "stories260K"):  # whatever was downloaded
             shutil.copytree(TINY_FOLDER, folder / name)
+        if not (folder / "search_spaces").exists():
+            shutil.copytree(ROOT / "search_spaces", folder / "search_spaces")
         for name in ("DATA", "data"):
             shutil.copytree(embedded.tasks_dir(), folder / name / "tasks")
             (folder / name / "text").mkdir()
-            (folder / name / "text" / "wikitext2-raw.test.txt").write_text(embedded.perplexity_text())
+            (folder / name / "text" / "wikitext2-raw.test.txt").write_text(embedded.perplexity_text()[:SHORT])
             (folder / name / "text" / "wikitext2-raw.train.txt").write_text(embedded.calibration_text())
 
     def python(self, code: str, names: dict[str, Any]) -> str:
@@ -128,15 +133,23 @@ class Reader:
         """Run a command of the program, or have it refuse what is not here."""
         assert name in COMMANDS, name
         words = self._in_place(name, words)
-        needs = bool(_HUB_MODEL.search(" ".join(words))) or "--address" in words or "--gpus-per-trial" in words
+        needs = bool(_HUB_MODEL.search(" ".join(words))) or not {"--address", "--gpus-per-trial"}.isdisjoint(words)
+        needs |= name in ("search", "evaluate") and "DIR" in words and "--data-dir" not in words  # the hub's texts
         space = words[words.index("--search-space") + 1] if "--search-space" in words else ""
         runs = name == "search" and "--dry-run" not in words and not needs and space.endswith(QUICK_SPACES)
         if name == "search" and not needs:
-            words += ["--inline"] if runs else ["--dry-run"]
+            words.append("--inline" if runs else "--dry-run")
         main = importlib.import_module(COMMANDS[name]).main
         told, errors = io.StringIO(), io.StringIO()
-        with contextlib.chdir(self.folder), contextlib.redirect_stdout(told), contextlib.redirect_stderr(errors):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.chdir(self.folder))
+            stack.enter_context(contextlib.redirect_stdout(told))
+            stack.enter_context(contextlib.redirect_stderr(errors))
+            if name == "analysis" and self.analysed:  # figures take seconds: once
+                for drawing in ("figures.figures.draw_all", "layout.draw_best"):
+                    stack.enter_context(mock.patch(f"tune_prune.analysis.{drawing}", return_value=[]))
             code = main(words)
+        self.analysed |= name == "analysis"
         if needs:
             assert code == 2 and re.fullmatch("error: .*\n", errors.getvalue()), (words, errors.getvalue())
             return
@@ -163,6 +176,8 @@ def package_of_contributor(folder: Path) -> Path:
     package = folder / "tune_prune"
     shutil.copytree(ROOT / "tune_prune", package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "search_spaces", folder / "search_spaces")
+    text = package / "embedded" / "perplexity.txt"
+    text.write_text(text.read_text(encoding="utf-8")[:SHORT], encoding="utf-8")
     edits = {
         "(Family(": (
             "models/families.py",
@@ -195,6 +210,8 @@ def package_of_contributor(folder: Path) -> Path:
             assert place in source, f"{name} has no {place!r} any more: change documents.py, too"
             indent = re.match(" *", place)[0] if text.startswith("{code}") else ""  # type: ignore[index]
             code = "\n".join(f"{indent}{line}" for line in block.text.strip().splitlines())
+            if "np." in code:
+                source = source.replace("\nimport torch\n", "\nimport numpy as np\nimport torch\n")
             (package / name).write_text(source.replace(place, text.format(code=code), 1), encoding="utf-8")
         else:
             name = re.findall(r"`(?:tune_prune/)?([\w/]+/|)(\w+)\.py`", block.before)[-1][1]

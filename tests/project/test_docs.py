@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.documents import ROOT, Block, Reader, blocks, package_of_contributor, statements
+from tests.documents import ROOT, SHORT, Block, Reader, blocks, package_of_contributor, statements
 from tests.search_folders import TINY_FOLDER
 from tune_prune import embedded
 from tune_prune.planning import search_space
@@ -27,11 +26,14 @@ DOCUMENTS = (
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     """Of all documents, in one folder, in which the README's search on an embedded model was run."""
-    reader = Reader(tmp_path_factory.mktemp("documents"))
-    reader.shell("python -m tune_prune.search --model tiny-llama --search-space smoke")
-    return reader
+    short = embedded.perplexity_text()[:SHORT]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "perplexity_text", lambda: short)
+        reader = Reader(tmp_path_factory.mktemp("documents"))
+        reader.shell("python -m tune_prune.search --model tiny-llama --search-space smoke")
+        yield reader
 
 
 def test_blocks_are_found_and_cut_into_statements(tmp_path: Path) -> None:
@@ -90,15 +92,25 @@ def test_the_recipes_lead_to_what_they_promise(reader: Reader, tmp_path: Path) -
 def test_the_data_of_the_hub_lie_where_a_search_finds_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan_text: Callable[..., str]
 ) -> None:
+    document = blocks(ROOT / "docs" / "data.md")
+    (examples,) = (block.text.splitlines() for block in document if block.language == "json")
+    boolq, piqa, hellaswag, winogrande, arc, openbookqa = examples
+
     class DataSet:
-        """A stand-in of the hub: the embedded items and texts."""
+        """A stand-in of the hub: the document's items, the embedded texts."""
 
         def __init__(self, path: str, name: str | None, split: str) -> None:
             self.text = [embedded.calibration_text() if split == "train" else embedded.perplexity_text(), ""]
 
         def to_json(self, file: Path) -> None:
-            (items,) = (embedded.tasks_dir() / file.parent.name).glob("*.jsonl")
-            shutil.copy(items, file)
+            items = {
+                "boolq": boolq,
+                "piqa": piqa,
+                "hellaswag": hellaswag,
+                "winogrande": winogrande,
+                "openbookqa": openbookqa,
+            }
+            file.write_text(f"{items.get(file.parent.name, arc)}\n", encoding="utf-8")
 
         def __getitem__(self, column: str) -> list[str]:
             assert column == "text"
@@ -106,7 +118,7 @@ def test_the_data_of_the_hub_lie_where_a_search_finds_them(
 
     monkeypatch.setattr("datasets.load_dataset", DataSet)
     monkeypatch.chdir(tmp_path)
-    (block,) = (block for block in blocks(ROOT / "docs" / "data.md") if block.language == "python")
+    (block,) = (block for block in document if block.language == "python")
     exec(compile(block.text, "data.md", "exec"), {})
     told = plan_text("--model", TINY_FOLDER, "--search-space", "smoke", "--data-dir", "data")
     assert "7 zero-shot tasks" in told and "wikitext2-raw.train.txt" in told
