@@ -247,6 +247,8 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     total = sum(stage.seconds for stage in cost.stages())
     assert cost.gpu_hours == pytest.approx(0.5 * total / 3600)
     assert cost.wall_seconds == pytest.approx(estimates.WORKER_START_S + total + 3 * estimates.TRIAL_OVERHEAD_S)
+    started = estimate([work()], slots=1, gpus=0.5, start_s=0.5)
+    assert started.wall_seconds == pytest.approx(cost.wall_seconds - estimates.WORKER_START_S + 0.5)
     plain = json.loads(json.dumps(cost.to_dict()))
     assert plain["stages"]["removal"]["tokens"] == 72
     assert plain["models"]["m"]["perplexity"]["runs"] == 4
