@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.command import why_nothing, write_analysis
 from tune_prune.analysis.cost import totals, write_cost
 from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study, study_of_search
@@ -17,6 +18,7 @@ from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.store import COST, FolderStore
 from tune_prune.opened import Model, PrunedModel
@@ -71,8 +73,16 @@ class Results:
         request = prune_request.from_config(str(self.folder), model)
         return Model(request.run, device).execute(request)
 
-    def report(self, language: str = "en") -> str:
-        """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model."""
+    def report(self, output: str | Path | None = None, language: str = "en") -> str:
+        """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model.
+
+        With `output`, all that `python -m tune_prune.analysis` writes goes to that folder: report.html, figures/, tables/. Raises
+        UserError where no trial is complete.
+        """
+        if not self.findings.models:
+            raise UserError(why_nothing(self.findings.study))
+        if output is not None:
+            write_analysis(self.findings, Path(output).expanduser(), language)
         return report(self.findings, language)
 
     def __repr__(self) -> str:
@@ -90,12 +100,16 @@ def load(folder: Path) -> Results:
     return Results(folder, find(study), next(iter(study.costs.values()), {}))
 
 
-def run(plan: Plan, command: Sequence[str]) -> Results:
-    """Run a plan to its end and write every view of its results; `command` is recorded with them. Raises UserError (also where
-    another search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+def run(plan: Plan, command: Sequence[str], at_end: Callable[[Results], None] | None = None) -> Results:
+    """Run a plan to its end and write every view of its results; `command` is recorded with them. `at_end` is called while no
+    other search can change them. Raises UserError (also where another search runs on the experiment), KeyboardInterrupt (the
+    ledger stays whole) or what stopped the preparation."""
     store = FolderStore(plan.experiment_dir)
     with store.lock():
-        return _run(plan, store, command)
+        results = _run(plan, store, command)
+        if at_end is not None:
+            at_end(results)
+    return results
 
 
 def _run(plan: Plan, store: FolderStore, command: Sequence[str]) -> Results:

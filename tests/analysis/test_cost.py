@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.analysis.cost import cost_line, duration, totals, write_cost
+from tune_prune.analysis.cost import between, cost_line, duration, totals, write_cost
 from tune_prune.core.records import TrialRecord
 
 
@@ -53,7 +53,8 @@ def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Pat
             "perplexity": {"runs": 1, "seconds": 2.5, "tokens": 90, "flops": 1e9},
             "removal": {"runs": 0, "seconds": 0.0, "tokens": 0, "flops": 0.0},
         },
-        "wall_seconds": 100.0,
+        "wall_seconds": [100.0, 184.0],
+        "load": {"average": 0.8, "cpus": 2},
         "gpu_hours": 0.25,
         "notes": ["~ estimated"],
     }
@@ -61,14 +62,28 @@ def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Pat
         tmp_path / "cost.json", [OWN, CACHED], {"m": DENSE}, PASSES, predicted, before=before, wall_seconds=91.0
     )
     last = cost["last_start"]
-    assert last["wall_seconds"] == {"predicted": 100.0, "measured": 91.0}
+    assert last["wall_seconds"] == {"predicted": [100.0, 184.0], "measured": 91.0}
+    assert last["load"] == {"average": 0.8, "cpus": 2}
     assert last["seconds_per_stage"]["perplexity"] == {"predicted": 2.5, "measured": 2.0}
     assert last["tokens_per_stage"]["perplexity"] == {"predicted": 90, "measured": 100}
     assert last["tokens_per_stage"]["removal"] == {"predicted": 0, "measured": 0}
     assert last["predicted_gpu_hours"] == 0.25
-    assert cost_line(cost) == "cost         predicted 1m40s, took 1m31s; 2 gradient passes, 1 removal passes"
+    assert cost_line(cost) == "cost         predicted 1m40s to 3m00s, took 1m31s; 2 gradient passes, 1 removal passes"
     first = write_cost(tmp_path / "cost.json", [OWN], {"m": DENSE}, PASSES, predicted, wall_seconds=9.0)
     assert first["last_start"]["seconds_per_stage"]["removal"] == {"predicted": 0.0, "measured": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ((58.4, 107.0), "58s to 1m50s"),
+        ((0.04, 0.04), "0.0s"),
+        ((99.9, 100.2), "1m40s"),
+        ((7523, 1e5), "2h05m to 27h46m"),
+    ],
+)
+def test_ranges_have_two_digits(seconds, said):
+    assert between(seconds) == said
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,17 @@ def test_front_matter(tmp_path: Path) -> None:
     assert "library_name" not in gguf and gguf["tags"][-1] == "gguf"
 
 
+def test_the_licence_is_the_base_models(tmp_path: Path) -> None:
+    stated = {"license": "other", "license_name": "acme-1", "license_link": "https://acme.org/1"}
+    for license, row in (
+        ({"license": "llama3"}, "`llama3`, that of the base model"),
+        (stated, "[acme-1](https://acme.org/1), that of the base model"),
+    ):
+        text = card(tmp_path, base=replace(BASE, license=license))
+        assert front_matter(text).items() >= license.items()
+        assert dict(table(text, "How it was made"))["Licence"] == row
+
+
 def test_first_sentence_says_what_it_is(tmp_path: Path) -> None:
     text = card(tmp_path)
     assert "\n# Meta-Llama-3-8B, pruned by 20.0%\n" in text
@@ -176,11 +187,14 @@ def test_numbers_of_an_embedded_model_are_said_to_be_such(tmp_path: Path) -> Non
     text = card(tmp_path, base=base, source=run)
     assert "perplexity on the perplexity text embedded in tune_prune" in text
     assert "accuracy on all items of each of the tasks embedded in tune_prune" in text
-    assert "1,256 samples of 64 tokens of the text embedded in tune_prune, seed 3" in text
+    assert (
+        "1,256 samples of 64 tokens (removal losses: the first 251, divisor 5) of the text embedded in tune_prune, seed 3"
+        in text
+    )
     assert "WikiText" not in text and "revision" not in text
 
 
-def test_what_is_not_known_has_a_dash(tmp_path: Path) -> None:
+def test_unknown_numbers_are_dashes(tmp_path: Path) -> None:
     metrics = {"ppl": 3e7, "acc_mean": 0.5, "acc_mean_stderr": None, "acc_mine": 0.25, "acc_mine_stderr": None}
     rows = table(card(tmp_path, metrics=metrics, baseline=None, source=None), "Quality")
     assert rows == [
@@ -195,7 +209,7 @@ def test_what_is_not_known_has_a_dash(tmp_path: Path) -> None:
 def test_nothing_measured_is_said_and_nothing_claimed(tmp_path: Path) -> None:
     text = card(tmp_path, metrics=None, baseline=None, source=None, speed=None)
     assert "**not measured**" in text and "python -m tune_prune.evaluate --model FOLDER" in text
-    assert not re.search(r"## Speed|±|wiki|seed|Its scores", text, flags=re.IGNORECASE)
+    assert not re.search(r"## Speed|±|wiki|seed|the scores", text, flags=re.IGNORECASE)
 
 
 def test_sizes_and_speeds(tmp_path: Path) -> None:
@@ -214,7 +228,7 @@ def test_sizes_and_speeds(tmp_path: Path) -> None:
     assert "prompt of 480 tokens, 32 new tokens, batch size 2, median of 7, bfloat16 on NVIDIA H200" in text
 
 
-def test_padding_is_told_apart_from_what_is_left(tmp_path: Path) -> None:
+def test_padding_is_shown_beside_what_was_pruned(tmp_path: Path) -> None:
     padded = Sizes(7_000_000_000, 14_000_000_000, 131_072, 6_500_000_000)
     sizes = SIZES | {"padded": padded}
     text = card(tmp_path, {"model_type": "llama"}, format="hf-padded", sizes=sizes, params=padded.params)
@@ -228,12 +242,16 @@ def test_how_it_was_made(tmp_path: Path) -> None:
     text = card(tmp_path)
     assert dict(table(text, "How it was made")) == {
         "Base model": f"`{HUB_ID}`, revision `8cde5ca`, fingerprint `0123456789abcdef`",
+        "Licence": "unknown: the base model's card states none; look it up before you publish this model",
         "Method": "`blockwise`",
-        "Calibration": "1,256 samples of 64 tokens of `wiki.train.txt`, seed 3",
+        "Calibration": "1,256 samples of 64 tokens (removal losses: the first 251, divisor 5) of `wiki.train.txt`, seed 3",
         "Shape": "`free`",
         "Parameters removed": "20.0% asked, 20.00% reached (1,606,049,792 of 8,030,261,248)",
         "Layers": "5 of 6; dropped: 4; without attention: 2; without MLP: 3",
     }
+    other = card(tmp_path, config=PruningConfig("blockwise", 32, 128, removal_divisor=3))
+    expected = "128 samples of 32 tokens (removal losses: the first 42, divisor 3) of `wiki.train.txt`, seed 3"
+    assert f"| Calibration | {expected} |" in other
     assert "Made on 2026-11-21 with torch 2.13.0, transformers 5.23.0, tune_prune 0.1.0." in text
     assert "/home/me" not in text  # a card is for publishing
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tune_prune.cost_model.device_speed import (
 )
 from tune_prune.cost_model.estimate import ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.cost_model.machine import Load
 from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
 from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation.engine.rows import Request, score_requests
@@ -233,8 +235,8 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     stages = {stage.stage: stage for stage in cost.stages()}
     # 4 samples run twice: their snapshot falls inside the only batch; nothing is predicted after a sample's last token
     assert (stages["importance"].tokens, stages["importance"].seconds) == (16 * 8, 20 * (8 * 4 + 7 * 2) + 2 * 10)
-    # dense 1, and behind the removed first of two layers half of it; the head three times
-    assert (stages["removal"].tokens, stages["removal"].seconds) == (3 * 8 * 3, 3 * (8 * (1 + 0.5) + 7 * 3 * 0.5))
+    # dense 1, and behind the removed first of two layers half of it; the head three times; batches of 1, 1 and 2 samples
+    assert (stages["removal"].tokens, stages["removal"].seconds) == (3 * 8 * 3, 4 * (8 * (1 + 0.5) + 7 * 3 * 0.5))
     assert (stages["perplexity"].runs, stages["perplexity"].tokens) == (4, 200)
     assert stages["perplexity"].seconds == pytest.approx(50 * (1 + 3 * 0.8) + 4 * 50 * 0.5)
     suite = 5 + 10
@@ -245,9 +247,40 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     total = sum(stage.seconds for stage in cost.stages())
     assert cost.gpu_hours == pytest.approx(0.5 * total / 3600)
     assert cost.wall_seconds == pytest.approx(estimates.WORKER_START_S + total + 3 * estimates.TRIAL_OVERHEAD_S)
+    started = estimate([work()], slots=1, gpus=0.5, start_s=0.5)
+    assert started.wall_seconds == pytest.approx(cost.wall_seconds - estimates.WORKER_START_S + 0.5)
     plain = json.loads(json.dumps(cost.to_dict()))
     assert plain["stages"]["removal"]["tokens"] == 72
     assert plain["models"]["m"]["perplexity"]["runs"] == 4
+
+
+@pytest.mark.parametrize(
+    ("load", "cpus", "slots", "gpus", "longer"),
+    [
+        (Load(0.0, 4), 1, 4, 0, 1),  # a CPU for each
+        (Load(2.0, 4), 1, 2, 0, 1),
+        (Load(2.0, 4), 1, 4, 0, 6 / 4),  # 4 trials and 2 other programs on 4 CPUs
+        (Load(2.0, 4), 2, 2, 0, 6 / 4),
+        (Load(2.0, 4), 1, 40, 0, 6 / 4),  # most of them on other machines
+        (Load(9.0, 4), 1, 8, 0.25, 4),  # of one GPU
+        (Load(9.0, 4), 1, 8, 1, 1),
+    ],
+)
+def test_the_wall_time_is_a_range_up_to_what_it_is_beside_the_load(load, cpus, slots, gpus, longer):
+    """The rates are those of one process by itself; a device is shared evenly."""
+    cost = estimate([work(speed=replace(SPEED, load=load, spread=1.5))], slots, gpus, cpus=cpus)
+    assert cost.load == load
+    assert cost.slowdown == (estimates.FASTER, pytest.approx(estimates.SLOWER * 1.5 * longer))
+    assert cost.wall_range == tuple(pytest.approx(cost.wall_seconds * end) for end in cost.slowdown)
+    assert cost.to_dict()["wall_seconds"] == list(cost.wall_range)
+    assert cost.to_dict()["load"] == {"average": load.average, "cpus": load.cpus}
+
+
+def test_other_programs_do_not_make_the_measured_speed_slower(tiny_llama):
+    """Seconds in which the process waits are not its own; their share is what `load` is for."""
+    bench = _Bench(SpeedRequest(tiny_llama[0], "float32", "cpu", 1, 256))
+    assert bench._seconds(lambda: time.sleep(0.2)) < 0.1
+    assert bench._least(lambda: sum(range(100_000))) > 0 and bench.spreads[0] >= 1
 
 
 def test_pieces_are_dealt_out_to_the_slots():

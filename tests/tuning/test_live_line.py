@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,8 +150,18 @@ def test_finished_trials_of_an_earlier_start_are_not_waited_for():
     recorded = [TrialRecord("k0", "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
     search = Search(recorded=recorded, jobs=[])
     search.line.on_begin()
-    eta = clock(WORKER_START_S + 3 * (30 + TRIAL_OVERHEAD_S))
+    eta = clock(COST.start_s + 3 * (30 + TRIAL_OVERHEAD_S))
     assert search.screen.getvalue() == f"[1/4] running 0, failed 0, best acc .8421 taylor-s16-n8, ETA {eta}\n"
+
+
+def test_before_anything_is_measured_the_eta_is_a_range():
+    search = Search(cost=replace(COST, slowdown=(0.5, 2.0)), jobs=[])
+    search.line.on_begin()
+    whole = WORKER_START_S + 4 * (30 + TRIAL_OVERHEAD_S)
+    assert search.shown(wait=12).endswith(f"ETA {clock(whole / 2 - 12)} to {clock(2 * whole - 12)}")
+    search.start(SPECS["k0"])
+    search.stage(SPECS["k0"], "perplexity", 10.0)
+    assert " to " not in search.shown()
 
 
 def test_without_a_prediction_there_is_no_eta():

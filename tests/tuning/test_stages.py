@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.pruning.statistics import Need
@@ -128,15 +130,28 @@ def test_other_files_on_this_node_and_an_earlier_time_limit_are_failures(context
     assert wrong.record.status == "failed" and "differ on" in wrong.record.reason
     assert wrong.record.started_at and wrong.record.host
     key = context.key(CONFIG)
-    timed_out = TrialProgress(key, RUN.label, CONFIG).record("failed", f"{TIMEOUT_REASON} of 1 s")
-    settings.ledger.write(timed_out)
+    timed_out = settings.write_record(TrialProgress(key, RUN.label, CONFIG), "failed", f"{TIMEOUT_REASON} of 1 s")
     (message,) = messages(worker(settings, key))
     assert message.record == timed_out and message.stage is None
+
+
+def test_a_time_limit_of_an_earlier_start_does_not_count(context, settings):
+    """Also where a metric of it is NaN, which does not equal itself once it has travelled to a worker, and where it is of a
+    version without search ids."""
+    key = context.key(CONFIG)
+    unmeasured = StageReport("perplexity", 1.0, {"ppl": math.nan})
+    progress = TrialProgress(key, RUN.label, CONFIG, reports=(unmeasured,))
+    for earlier in (WorkerSettings(settings.experiment_dir, settings.artifact_dir, settings.resources).search_id, ""):
+        settings.ledger.write(progress.record("failed", f"{TIMEOUT_REASON} of 1 s", search_id=earlier))
+        assert pickle.loads(pickle.dumps(settings)).failure_of_this_search(key) is None
+    record = messages(worker(settings, key))[-1].record
+    assert record.status == "complete" and record.search_id == settings.search_id
 
 
 def test_jobs_answer_with_their_result_or_why_they_cannot_be_done(context, settings):
     done = worker(settings, PrepareJob(RUN)).step()
     assert done.baseline.status == "complete" and "acc " in str(done)
+    assert done.baseline.search_id == settings.search_id
     nowhere = replace(RUN, calibration="/no/such/text")
     refused = worker(settings, PrepareJob(nowhere, 16, (Need("taylor", "", 4),))).step()
     assert refused.baseline is None and "/no/such/text" in refused.refused

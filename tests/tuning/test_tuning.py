@@ -176,6 +176,11 @@ def test_a_failed_trial_is_run_again_and_the_time_limit_ends_a_trial(experiment,
     assert again.records[impossible].status == "failed"
     assert again.records[slow.key].status == "failed"
     assert again.records[slow.key].reason.startswith(TIMEOUT_REASON)
+    ids = [
+        {records[key].search_id for key in ran}
+        for records, ran in ((result.records, result.ran), (again.records, again.ran))
+    ]
+    assert [len(own) for own in ids] == [1, 1] and ids[0] != ids[1]  # one for each start
     assert {key: again.records[key] for key in again.records if key not in again.ran} == {
         key: result.records[key] for key in result.records if key not in again.ran
     }

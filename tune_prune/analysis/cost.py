@@ -81,6 +81,7 @@ def write_cost(
             "tokens_per_stage": beside("tokens"),
             "predicted_flops": {stage: expected["flops"] for stage, expected in stages.items()},
             "predicted_gpu_hours": predicted["gpu_hours"],
+            "load": predicted["load"],
             "notes": list(predicted["notes"]),
         }
     atomic_write_text(path, to_json(cost))
@@ -93,8 +94,14 @@ def cost_line(cost: Mapping[str, Any]) -> str:
     line = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
     if "last_start" in cost:
         wall = cost["last_start"]["wall_seconds"]
-        line = f"predicted {duration(wall['predicted'])}, took {duration(wall['measured'])}; {line}"
+        line = f"predicted {between(wall['predicted'])}, took {duration(wall['measured'])}; {line}"
     return f"cost         {line}"
+
+
+def between(seconds: Sequence[float]) -> str:
+    """A range of seconds, its ends with two digits, as a person says it: 58s to 1m50s."""
+    ends = [duration(float(f"{end:.1e}")) for end in seconds]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def duration(seconds: float) -> str:

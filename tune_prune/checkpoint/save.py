@@ -5,7 +5,7 @@
     hf-padded  the family's own model type, every layer padded with zeros to the widest
     gguf       one file for llama.cpp (gguf_file)
 
-Beside the weights: tokenizer, generation config, manifest and model card.
+Beside the weights: tokenizer, generation config, licence texts, manifest and model card.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tune_prune import __version__
 from tune_prune.checkpoint import generation_speed, layers, manifest, padded
 from tune_prune.checkpoint.card import model_card
+from tune_prune.checkpoint.license import base_license, copy_license_files
 from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import sizes
 from tune_prune.core.config import ModelRun, PruningConfig
@@ -101,6 +102,7 @@ def save_checkpoint(
             created=datetime.now(UTC).date().isoformat(),
             schema_version=SCHEMA_VERSION,
         )
+        copy_license_files(dense.source, work)
         manifest.write(work, about)
         model_card.write_card(work, about, geometry)
     return about
@@ -126,7 +128,7 @@ def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
                 )
         if layer in geometry.cache_layers and not plan.kept_groups[layer]:
             raise UserError(
-                f"the plan removes all attention of layer {layer}; a KV group must stay there, because transformers, vLLM and "
+                f"the plan removes all attention of layer {layer}; a KV group must be kept there, because transformers, vLLM and "
                 "llama.cpp measure the length of the cache in it and decode silently wrong without: keep one"
             )
 
@@ -250,6 +252,7 @@ def _base(dense: loading.LoadedModel) -> Base:
         model_type=dense.family.model_type,
         params=dense.geometry.total_params,
         layers=dense.geometry.num_layers,
+        license=base_license(source),
     )
 
 

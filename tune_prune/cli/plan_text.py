@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch
 
-from tune_prune.analysis.cost import duration
+from tune_prune.analysis.cost import between, duration
 from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, alignment, group_labels
+from tune_prune.cost_model import machine
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.data.sources import uses_embedded_data
 from tune_prune.planning.plan import Plan
@@ -164,7 +164,7 @@ def _cost(plan: Plan) -> list[str]:
         table.append((stage.stage, str(stage.runs), tokens, flops, duration(stage.seconds)))
     workers = f"{cost.slots} worker{'s' if cost.slots > 1 else ''}"
     gpus = f", {cost.gpu_hours:.2g} GPU-hours" if cost.gpu_hours else ""
-    total = f"cost         about {duration(cost.wall_seconds)} on {workers}{gpus}"
+    total = f"cost         about {between(cost.wall_range)} on {workers}{gpus}, measured at {cost.load}"
     return [*_aligned(table), "; ".join([total, *cost.notes])]
 
 
@@ -186,7 +186,7 @@ def _resources(plan: Plan) -> str:
     where = (
         f"cluster {settings.address}"
         if settings.address
-        else f"this machine: {os.cpu_count()} CPUs, {torch.cuda.device_count()} GPUs"
+        else f"this machine: {machine.cpus()} CPUs, {torch.cuda.device_count()} GPUs"
     )
     at_once = "one after the other in this process" if settings.inline else f"{plan.slots} at once"
     return (

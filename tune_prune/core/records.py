@@ -57,6 +57,7 @@ class TrialRecord:
     reason: str = ""  # why it failed or was stopped; empty when complete
     metrics: dict[str, Number] = field(default_factory=dict)
     stages: list[dict[str, _StageValue]] = field(default_factory=list)  # StageReport dicts without metrics
+    search_id: str = ""  # of the start that ran it; empty in records of older versions
     started_at: str = ""  # ISO 8601, UTC
     elapsed_time_s: Number = 0.0
     peak_memory_bytes: int = 0  # GPU: torch's peak; CPU: the process's peak resident set

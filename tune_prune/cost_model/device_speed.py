@@ -2,7 +2,8 @@
 
 Small models are measured whole. Of a large one as many layers as are small; where not even one is (7B on a CPU), a layer
 of the same proportions but fewer heads and channels. What was not built counts by its operations. Rates are those of one
-process; that several trials on one machine share its caches and its memory bandwidth is not measured.
+process alone: on CPUs its own seconds count, not those that it waits while others run. That several trials on one machine
+share its caches and its memory bandwidth is not measured; `spread` and `load` say how sure the rates are.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
+from tune_prune.cost_model import machine
 from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.cost_model.machine import Load
 from tune_prune.evaluation.engine.prefix_trees import Rows, score_planned
 from tune_prune.evaluation.engine.rows import Row, default_batch_tokens, token_log_probs
 from tune_prune.models import loading
@@ -74,14 +78,16 @@ class DeviceSpeed:
         str, float
     ]  # by statistic with a gradient pass: seconds to read it out of the sums of gradients, once
     engine: float  # seconds of the zero-shot engine over those of plain forward passes
+    spread: float = 1.0  # of equal runs the slowest over the fastest, median of all measurements
+    load: Load = field(default_factory=Load)  # of the machine meanwhile
 
 
 def measure(request: SpeedRequest) -> DeviceSpeed:
     """Measure on this machine. Takes a second or two; a 7B layer on a CPU some seconds more."""
-    threads = torch.get_num_threads()
+    threads, load = torch.get_num_threads(), machine.load()
     torch.set_num_threads(request.threads)
     try:
-        return _Bench(request).speed()
+        return replace(_Bench(request).speed(), load=load)
     finally:
         torch.set_num_threads(threads)
 
@@ -102,6 +108,7 @@ class _Bench:
         self.batch_tokens = default_batch_tokens(self.model.config, request.device)
         self.gradient_tokens = BATCH_TOKENS[request.device]
         self.generator = torch.Generator().manual_seed(0)
+        self.spreads: list[float] = []
 
     def speed(self) -> DeviceSpeed:
         forward = self._line(self._forward, self.batch_tokens)
@@ -113,7 +120,8 @@ class _Bench:
         head = self._steady(self._head, self.batch_tokens) * self.head_share
         head_gradient = self._steady(self._head_gradient, self.gradient_tokens) * self.head_share
         snapshots = {name: self._snapshot(name) for name in statistic_names() if load_statistic(name).backward}
-        return DeviceSpeed(forward, gradient, head, head_gradient, snapshots, self._engine(forward, head))
+        engine = self._engine(forward, head)
+        return DeviceSpeed(forward, gradient, head, head_gradient, snapshots, engine, median(self.spreads or [1.0]))
 
     def _snapshot(self, name: str) -> float:
         """Of the statistic, with a pass over two tokens."""
@@ -145,14 +153,18 @@ class _Bench:
 
     def _least(self, run: Callable[[], object]) -> float:
         """Seconds of the fastest of three runs: other programs can only slow one down."""
-        return min(self._seconds(run) for _ in range(3))
+        seconds = [self._seconds(run) for _ in range(3)]
+        self.spreads.append(max(seconds) / min(seconds))
+        return min(seconds)
 
     def _seconds(self, run: Callable[[], object]) -> float:
+        """Of one run; on CPUs, where one thread computes, without the time for which other programs had its CPU."""
         self._wait()
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         run()
         self._wait()
-        return time.perf_counter() - started
+        seconds, used = time.perf_counter() - started, time.process_time() - used
+        return min(seconds, used) if self.device.type == "cpu" else seconds
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -3,13 +3,14 @@
     seconds of a stage = tokens x seconds per token as measured (device_speed.py) x (1 - removed share) where a model is pruned
 
 Trials and preparation jobs are dealt out to the slots one after the other, as the search does. What was measured for a
-second on one core is extrapolated to hours, so expect it to be off by some tens of percent, more on a busy machine; the
-live line corrects itself by what was measured so far.
+second on one core is extrapolated to hours, so the wall time is a range: from what it takes on an idle machine to what it
+takes if the machine stays as busy as it was (`slowdown`). The live line corrects itself by what was measured so far.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,17 +18,22 @@ from typing import Any
 from tune_prune.core.records import MODEL_STAGES, in_order
 from tune_prune.cost_model.device_speed import DeviceSpeed
 from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.cost_model.machine import Load
 from tune_prune.cost_model.tokens import ZeroShotTokens
 from tune_prune.pruning.statistics import Need, by_statistic, load_statistic
 
 # Measured on a two-core machine without a GPU.
 WORKER_START_S = 10.0  # Ray, a worker's imports and its model's configuration
+INLINE_START_S = 1.0  # without Ray: what the plan has not imported
 DISK_BYTES_PER_S = 1e9  # weights, from a local disk or its cache
 SUITE_S = 3.0  # importing lm-eval
 SUITE_S_PER_ITEM = 0.8e-3  # rendering and tokenising
 TRIAL_OVERHEAD_S = 0.15  # of each trial outside of its stages: Ray's scheduling, files, TensorBoard
 PRUNING_S = 0.005  # the choice of what is kept
 PRUNING_BYTES_PER_S = 5e8  # slicing the weights
+
+# Wall time over prediction in validation searches: idle machines at the low end, at the high end what is left beside the load.
+FASTER, SLOWER = 0.8, 1.4
 
 Seconds = dict[str, float]  # by stage
 
@@ -78,9 +84,17 @@ class CostEstimate:
 
     models: tuple[ModelCost, ...]
     slots: int
-    wall_seconds: float
+    wall_seconds: float  # at the measured speed
     gpu_hours: float
     notes: tuple[str, ...] = ()
+    load: Load | None = None  # of the machine when its speed was measured
+    slowdown: tuple[float, float] = (1.0, 1.0)  # what the seconds are to be multiplied by, at least and at most
+    start_s: float = WORKER_START_S  # before the first stage
+
+    @property
+    def wall_range(self) -> tuple[float, float]:
+        """Seconds that the whole takes, at least and at most."""
+        return self.wall_seconds * self.slowdown[0], self.wall_seconds * self.slowdown[1]
 
     def stages(self) -> tuple[StageCost, ...]:
         """Summed over models."""
@@ -105,7 +119,8 @@ class CostEstimate:
             "stages": {stage.stage: _plain(stage) for stage in self.stages()},
             "models": {model.label: {s.stage: _plain(s) for s in model.stages} for model in self.models},
             "slots": self.slots,
-            "wall_seconds": self.wall_seconds,
+            "wall_seconds": list(self.wall_range),
+            "load": None if self.load is None else asdict(self.load),
             "gpu_hours": self.gpu_hours,
             "notes": list(self.notes),
         }
@@ -116,18 +131,38 @@ def _plain(stage: StageCost) -> dict[str, Any]:
 
 
 def estimate(
-    works: Iterable[ModelWork], slots: int, gpus: float, statistics_in_trials: bool = False, notes: Sequence[str] = ()
+    works: Iterable[ModelWork],
+    slots: int,
+    gpus: float,
+    statistics_in_trials: bool = False,
+    notes: Sequence[str] = (),
+    cpus: float = 1.0,
+    start_s: float = WORKER_START_S,
 ) -> CostEstimate:
-    """The cost of `works` on `slots` workers with `gpus` each. `statistics_in_trials`: passes are made by the first trial
-    that needs them instead of by jobs before."""
+    """The cost of `works` on `slots` workers with `gpus` and `cpus` each, which take `start_s` to start.
+    `statistics_in_trials`: passes are made by the first trial that needs them instead of by jobs before."""
+    works = list(works)
     models = tuple(_model(work, statistics_in_trials) for work in works)
     durations: list[float] = []
     for model in models:
         durations += [sum(job.values()) for job in model.jobs.values()]
         durations += [sum(model.trial.values()) + TRIAL_OVERHEAD_S] * model.trials
-    wall = WORKER_START_S + _dealt_out(durations, slots) if durations else 0.0
+    wall = start_s + _dealt_out(durations, slots) if durations else 0.0
     work = sum(stage.seconds for model in models for stage in model.stages)
-    return CostEstimate(models, slots, wall, work * gpus / 3600, tuple(notes))
+    speeds = [work.speed for work in works]
+    load = max((speed.load for speed in speeds), key=lambda load: load.average, default=None)
+    most = max((_slowdown(speed, slots, cpus, gpus) for speed in speeds), default=1.0)
+    return CostEstimate(models, slots, wall, work * gpus / 3600, tuple(notes), load, (FASTER, most), start_s)
+
+
+def _slowdown(speed: DeviceSpeed, slots: int, cpus: float, gpus: float) -> float:
+    """How much longer than measured a worker may take that shares its device with the others and with what else ran then."""
+    if gpus > 0:
+        shared = float(min(slots, round(1 / min(1.0, gpus))))  # the trials of one GPU may each wait for all others
+    else:
+        trials = min(slots, math.floor(speed.load.cpus / cpus))  # on the machine that was measured
+        shared = max(1.0, (speed.load.average + trials * max(1, int(cpus))) / speed.load.cpus)
+    return SLOWER * speed.spread * shared
 
 
 def _dealt_out(durations: Iterable[float], slots: int) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
+from tune_prune.cost_model import machine
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
@@ -59,7 +59,7 @@ def make_plan(settings: SearchSettings) -> Plan:
         resources = plan_resources(settings.cpus_per_trial, gpus, nodes, trial_bytes, gpu_bytes)
         slots = min(trial_slots(resources, nodes), 1 if settings.inline else sys.maxsize)
         if resources.gpus == 0 and settings.address is None:
-            _check_memory(trial_bytes, slots, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            _check_memory(trial_bytes, slots, machine.memory())
         folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
         results = FolderStore(folder)
         finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
@@ -160,19 +160,23 @@ def _configs(space: SearchSpace, geometry: Geometry) -> tuple[PruningConfig, ...
     return replace(space, values=space.values | {"shape": tuple(named.values())}).configs()
 
 
-def _check_memory(trial_bytes: int, slots: int, machine_bytes: int) -> None:
-    """Raise UserError where `slots` trials on CPUs do not fit into this machine's memory together."""
-    need, have = f"{trial_bytes / 2**30:.1f} GiB", f"{machine_bytes / 2**30:.1f} GiB"
-    if trial_bytes > machine_bytes:
+def _check_memory(trial_bytes: int, slots: int, memory: machine.Memory) -> None:
+    """Raise UserError where `slots` trials on CPUs do not fit together into the memory that this process may use."""
+    need, total, free = (f"{size / 2**30:.1f} GiB" for size in (trial_bytes, memory.total, memory.available))
+    if trial_bytes > memory.total:
         raise UserError(
-            f"a trial needs about {need} of memory and this machine has {have}; use a machine with a larger GPU or more memory, "
+            f"a trial needs about {need} of memory and this machine has {total}; use a machine with a larger GPU or more memory, "
             "or a smaller model"
         )
-    if slots * trial_bytes > machine_bytes:
-        fits = machine_bytes // trial_bytes
+    fits = memory.available // trial_bytes
+    if fits == 0:
         raise UserError(
-            f"{slots} trials at once need about {need} each and this machine has {have}; let at most {fits} run at once: "
-            f"--cpus-per-trial {math.ceil((os.cpu_count() or 1) / fits)}"
+            f"a trial needs about {need} of memory and {free} of {total} are free; end other programs, or wait for them"
+        )
+    if slots > fits:
+        raise UserError(
+            f"{slots} trials at once need about {need} each and {free} of {total} are free; let at most {fits} run at once: "
+            f"--cpus-per-trial {math.ceil(machine.cpus() / fits)}"
         )
 
 
@@ -198,4 +202,4 @@ def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], int | None
         return cluster.node_resources(), cluster.smallest_gpu_bytes() if settings.gpus_per_trial is None else None
     gpus = range(torch.cuda.device_count())
     gpu_bytes = min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=None)
-    return [{"CPU": os.cpu_count() or 1, "GPU": len(gpus)}], gpu_bytes
+    return [{"CPU": machine.cpus(), "GPU": len(gpus)}], gpu_bytes

@@ -101,10 +101,10 @@ def _find(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if path.is_file():
         return path
-    known = f"{did_you_mean(path.stem, names())}, or the path of a YAML file"
+    choices = f"{did_you_mean(path.stem, names())}, or the path of a YAML file"
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise UserError(f"search space file {name_or_path!r} does not exist; {known}")
-    raise UserError(f"search space {name_or_path!r} is unknown; {known}")
+        raise UserError(f"search space file {name_or_path!r} does not exist; {choices}")
+    raise UserError(f"search space {name_or_path!r} is unknown; {choices}")
 
 
 class _Reader:
@@ -124,7 +124,8 @@ class _Reader:
         values = {
             name: given.get(name, () if row.required else (row.default,)) for name, row in HYPERPARAMETERS.items()
         }
-        reads = {name: load_method(name).reads for name in values["method"]}
+        # Methods import torch, which takes seconds: not where the file has problems to tell of.
+        reads = {} if self.problems else {name: load_method(name).reads for name in values["method"]}
         space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), reads)
         self._check_num_trials(nodes, space)
         if self.problems:
@@ -151,8 +152,8 @@ class _Reader:
             self.problems.append((1, 1, f"not valid YAML: {' '.join(str(error).split())}"))
             raise self._error() from error
         if not isinstance(root, yaml.MappingNode):
-            what = "is empty" if root is None else "is not a mapping"
-            self.problems.append((1, 1, f"the file {what}; write one `key: value` per line: {', '.join(_EXAMPLES)}"))
+            problem = "is empty" if root is None else "is not a mapping"
+            self.problems.append((1, 1, f"the file {problem}; write one `key: value` per line: {', '.join(_EXAMPLES)}"))
             raise self._error()
         nodes: dict[str, yaml.Node] = {}
         first_line: dict[str, int] = {}

@@ -64,8 +64,10 @@ class TrialProgress:
     def metrics(self) -> dict[str, float]:
         return {name: value for report in self.reports for name, value in report.metrics.items()}
 
-    def record(self, status: Status, reason: str = "", resources: Mapping[str, float] | None = None) -> TrialRecord:
-        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`: Ray's, of a trial."""
+    def record(
+        self, status: Status, reason: str = "", resources: Mapping[str, float] | None = None, search_id: str = ""
+    ) -> TrialRecord:
+        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`, `search_id`: of a trial of a search."""
         return TrialRecord(
             key=self.key,
             model=self.model,
@@ -77,6 +79,7 @@ class TrialProgress:
                 {name: value for name, value in asdict(report).items() if name not in ("metrics", "outcomes")}
                 for report in self.reports
             ],
+            search_id=search_id,
             started_at=self.started_at,
             elapsed_time_s=sum(report.duration_s for report in self.reports),
             peak_memory_bytes=self.peak_memory_bytes,

@@ -88,9 +88,8 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         return SearchResult({record.key: record for record in recorded}, [], baselines)
 
     with _slots(options) as slots:
-        failures = {record.key: record for record in recorded if record.status == "failed"}
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
-        settings = WorkerSettings(folder, artifact_dir, options.resources, options.trial_timeout_s, failures)
+        settings = WorkerSettings(folder, artifact_dir, options.resources, options.trial_timeout_s)
 
         finished = [record for record in recorded if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.ledger import PassLog
@@ -58,5 +58,4 @@ def run_job(job: PrepareJob, context: TrialContext, settings: WorkerSettings) ->
             reports.append(report)
         return JobMessage(tuple(reports))
     record = trial.run_trial(None, context, settings.store.within(f"{TRIALS}/{context.key(None)}"))
-    record.resources = settings.resources.to_ray()
-    return JobMessage(baseline=record)
+    return JobMessage(baseline=replace(record, resources=settings.resources.to_ray(), search_id=settings.search_id))

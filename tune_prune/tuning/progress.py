@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TextIO
 
 from tune_prune.core.records import TrialRecord
-from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, Seconds
+from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
@@ -114,6 +114,8 @@ class LiveLine(Observer):
         for record in recorded:
             self._count(record.key, record.status, record.metrics)
         self._left = self._time_left(cost, recorded, slots) if cost is not None else None
+        # Until something is measured:
+        self._slowdown, self._start_s = (cost.slowdown, cost.start_s) if cost is not None else ((1.0, 1.0), 0.0)
         self._shown = self._changed = clock()
 
     def _time_left(self, cost: CostEstimate, recorded: list[TrialRecord], slots: int) -> TimeLeft:
@@ -217,10 +219,11 @@ class LiveLine(Observer):
     def _eta(self) -> str:
         if self._left is None or self._done >= self._total:
             return ""
-        seconds = self._left.seconds() + (0.0 if self._left.measured else WORKER_START_S)
-        minutes, rest = divmod(round(max(0.0, seconds - (self._clock() - self._changed))), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f", ETA {f'{hours}:' if hours else ''}{minutes:02d}:{rest:02d}"
+        seconds, ends = self._left.seconds(), (1.0, 1.0)
+        if not self._left.measured:
+            seconds, ends = seconds + self._start_s, self._slowdown
+        passed = self._clock() - self._changed
+        return f", ETA {' to '.join(dict.fromkeys(_clock_text(seconds * end - passed) for end in ends))}"
 
     def _write(self, text: str) -> None:
         if self._tty:
@@ -231,3 +234,10 @@ class LiveLine(Observer):
             self._stream.write(text + "\n")
         self._stream.flush()
         self._shown = self._clock()
+
+
+def _clock_text(seconds: float) -> str:
+    """05:07, or 1:05:07."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{f'{hours}:' if hours else ''}{minutes:02d}:{rest:02d}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from tune_prune.core.errors import UserError
-from tune_prune.core.records import StageReport, Status, TrialRecord
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.statistics import needs_of
@@ -131,17 +131,11 @@ class StageRunner:
             pass
         self.close()
         self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
-        return self._record("complete")
+        return self._settings.write_record(self._progress, "complete")
 
     def _fail(self, reason: str) -> TrialRecord:
         self.close()
-        return self._record("failed", reason)
-
-    def _record(self, status: Status, reason: str = "") -> TrialRecord:
-        """The one record of the trial, written to the ledger."""
-        record = self._progress.record(status, reason, self._settings.resources.to_ray())
-        self._settings.ledger.write(record)
-        return record
+        return self._settings.write_record(self._progress, "failed", reason)
 
     def _time_is_up(self, key: str) -> None:
         with self._ending:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import Status, TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.ray_cluster.resources import TrialResources, limit_process
 
 
@@ -38,7 +40,7 @@ class WorkerSettings:
     artifact_dir: Path  # likewise
     resources: TrialResources
     trial_timeout_s: float | None = None
-    earlier_failures: dict[str, TrialRecord] = field(default_factory=dict)  # by key, from before this search
+    search_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of this start, in the records that it makes
 
     @property
     def store(self) -> FolderStore:
@@ -51,8 +53,14 @@ class WorkerSettings:
     def failure_of_this_search(self, key: str) -> TrialRecord | None:
         """The failed record that a worker of this search left, not one of an earlier start."""
         record = self.ledger.read(key)
-        failed_now = record is not None and record.status == "failed" and record != self.earlier_failures.get(key)
+        failed_now = record is not None and record.status == "failed" and record.search_id == self.search_id
         return record if failed_now else None
+
+    def write_record(self, progress: TrialProgress, status: Status, reason: str = "") -> TrialRecord:
+        """The record of a trial of this search that ended so, which the ledger now holds."""
+        record = progress.record(status, reason, self.resources.to_ray(), self.search_id)
+        self.ledger.write(record)
+        return record
 
 
 class ContextCache:

@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 import matplotlib.style
 import numpy as np
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -90,6 +91,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         format=manifest.format,
         notes=manifest.notes,
         hub_id=hub_id,
+        license_entries=yaml.safe_dump(manifest.base.license, sort_keys=False).strip(),
         measured_on=_measured_on(manifest),
         own_classes="auto_map" in _saved_config(folder),  # names classes that lie beside it
         padded="padded" in manifest.sizes,
@@ -222,6 +224,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
     rows = [
         ("Base model", f"`{name}`{revision}, fingerprint `{base.fingerprint}`"),
+        ("Licence", _license(manifest)),
         ("Method", f"`{config.method}`"),
         ("Calibration", _calibration(manifest)),
         ("Shape", f"`{config.shape}`"),
@@ -235,11 +238,22 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
     return rows
 
 
+def _license(manifest: Manifest) -> str:
+    stated = manifest.base.license
+    if "license" not in stated:
+        return "unknown: the base model's card states none; look it up before you publish this model"
+    name = stated.get("license_name", stated["license"])
+    link = stated.get("license_link")
+    return f"{f'[{escaped(name)}]({link})' if link else f'`{name}`'}, that of the base model"
+
+
 def _calibration(manifest: Manifest) -> str:
     config, source = manifest.config, manifest.source
     if not load_method(config.method).reads:
         return "none: the method reads no data"
     samples = f"{config.num_samples:,} samples of {config.seq_len:,} tokens"
+    if "removal_divisor" in load_method(config.method).reads:
+        samples += f" (removal losses: the first {config.num_removal_samples:,}, divisor {config.removal_divisor:,})"
     return samples + (f" of {_calibration_text(source.calibration)}, seed {source.seed}" if source else "")
 
 

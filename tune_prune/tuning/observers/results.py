@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import Status, TrialRecord
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.worker import WorkerSettings
 
 
 class LedgerObserver(Observer):
@@ -27,9 +27,11 @@ class LedgerObserver(Observer):
             self.records[message.record.key] = message.record
 
     def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is None:
-            reason = self._reasons[work.key]
-            self._write(last.progress.record("stopped_early", reason, self._settings.resources.to_ray()))
+        if isinstance(work, PrepareJob) or not isinstance(last, TrialMessage) or last.record is not None:
+            return
+        reason = self._reasons.get(work.key)
+        if reason is not None:  # else it has ended with the search, and the next start runs it again
+            self._write(last.progress, "stopped_early", reason)
 
     def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
         if isinstance(work, PrepareJob):
@@ -40,11 +42,10 @@ class LedgerObserver(Observer):
             return
         unseen = TrialProgress(work.key, work.run.label, work.config, "", "")
         progress = last.progress if isinstance(last, TrialMessage) else unseen
-        self._write(progress.record("failed", _death(error, progress), self._settings.resources.to_ray()))
+        self._write(progress, "failed", _death(error, progress))
 
-    def _write(self, record: TrialRecord) -> None:
-        self._settings.ledger.write(record)
-        self.records[record.key] = record
+    def _write(self, progress: TrialProgress, status: Status, reason: str) -> None:
+        self.records[progress.key] = self._settings.write_record(progress, status, reason)
 
 
 class PrepareObserver(Observer):

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tune_prune.core.errors import MachineError, UserError
+from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 
 PROBE_TIMEOUT_S = 120.0  # a node's first worker has to import torch
@@ -39,7 +40,7 @@ def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
-        _start(quiet | {"num_cpus": num_cpus or os.cpu_count()})
+        _start(quiet | {"num_cpus": num_cpus or machine.cpus()})
     else:
         _join(address, quiet)
     try:
@@ -67,10 +68,9 @@ def _start(options: dict[str, Any]) -> None:
                 ) from error
             ray.shutdown()
             if attempt == ATTEMPTS:
-                load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs"
                 raise MachineError(
-                    f"Ray did not start in {ATTEMPTS} attempts ({str(error).partition('.')[0]}; {load}); try again when the "
-                    "machine is less busy, or add --inline, which runs the trials in this process without Ray"
+                    f"Ray did not start in {ATTEMPTS} attempts ({str(error).partition('.')[0]}; {machine.load()}); try again "
+                    "when the machine is less busy, or add --inline, which runs the trials in this process without Ray"
                 ) from error
 
 
@@ -125,22 +125,12 @@ def check_shared_storage(experiment_dir: Path) -> None:
             )
             for node in nodes
         ]
-        for node, probe in zip(nodes, probes, strict=True):
-            name = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-            try:
-                problem = ray.get(probe, timeout=PROBE_TIMEOUT_S)
-            except GetTimeoutError:
-                raise UserError(
-                    f"{name} did not answer within {PROBE_TIMEOUT_S:g} s: see `ray status`, then try again"
-                ) from None
-            except RayError as error:
-                last = str(error).strip().splitlines()[-1]
-                raise UserError(f"{name} cannot run tune_prune ({last}): install the same version there") from error
+        for node, problem in _answers(nodes, probes):
             if problem is None and not answers[node["NodeID"]].exists():
                 problem = "what it wrote is not seen here"
             if problem is not None:
                 raise UserError(
-                    f"{name} does not share the folder {experiment_dir} ({problem}): "
+                    f"{_name(node)} does not share the folder {experiment_dir} ({problem}): "
                     f"set --storage-path to a folder that every node mounts"
                 )
     finally:
@@ -158,14 +148,35 @@ def smallest_gpu_bytes() -> int | None:
         _gpu_bytes.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
         for node in nodes
     ]
-    sizes = ray.get(asked, timeout=PROBE_TIMEOUT_S)
-    for node, size in zip(nodes, sizes, strict=True):
+    sizes = []
+    for node, size in _answers(nodes, asked):
         if not size:
             raise UserError(
-                f"node {node['NodeManagerHostname']} offers GPUs but its torch sees none: install a torch build for "
-                f"them there, or use --gpus-per-trial 0"
+                f"{_name(node)} offers GPUs but its torch sees none: install a torch build for them there, or use "
+                "--gpus-per-trial 0"
             )
+        sizes.append(size)
     return min(sizes, default=None)
+
+
+def _answers(nodes: list[dict[str, Any]], probes: list[Any]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Each node with what its probe returned. Raises UserError naming the first node whose probe does not answer in time, or
+    cannot run."""
+    for node, probe in zip(nodes, probes, strict=True):
+        try:
+            answer = ray.get(probe, timeout=PROBE_TIMEOUT_S)
+        except GetTimeoutError:
+            raise UserError(
+                f"{_name(node)} did not answer within {PROBE_TIMEOUT_S:g} s: see `ray status`, then try again"
+            ) from None
+        except RayError as error:
+            last = str(error).strip().splitlines()[-1]
+            raise UserError(f"{_name(node)} cannot run tune_prune ({last}): install the same version there") from error
+        yield node, answer
+
+
+def _name(node: dict[str, Any]) -> str:
+    return f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 @ray.remote(num_cpus=0)

@@ -61,7 +61,7 @@ def run(
             trial_dirname_creator=lambda trial: f"{name(trial)}-{trial.trial_id}",
         ),
         run_config=tune.RunConfig(
-            name=f"{datetime.now():%Y%m%d-%H%M%S}",
+            name=f"{datetime.now():%Y%m%d-%H%M%S}-{settings.search_id}",
             storage_path=str(settings.experiment_dir / TUNE),
             callbacks=[
                 _ObserverCallback(observer, lambda trial: work_of(trial.config, specs, jobs)) for observer in observers

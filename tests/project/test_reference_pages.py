@@ -1,0 +1,85 @@
+"""Pages that list what the code has, list all of it: keys of search spaces, benchmarks, versions; what they point to exists."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tune_prune
+from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter
+from tune_prune.planning import search_space
+from tune_prune.pruning.methods import load_method, method_names
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "ray_results/README.md")),
+]
+ROOMS = ("tune_prune", "scripts", "tests")
+MADE = ("rootlayer.py", "rest.py")  # by the reader of a recipe
+SPACES = (ROOT / "docs" / "search_spaces.md").read_text(encoding="utf-8")
+
+
+def hyperparameter_row(row: Hyperparameter) -> str:
+    default = "required" if row.required else f"`{row.default}`"
+    return f"| `{row.name}` | {row.kind} | {default} | `{row.example}` | {row.help} |"
+
+
+def use_row(row: Hyperparameter) -> str:
+    """Where a value stands in names, which methods read it, and what TPE sees."""
+    shown = "not in it" if row.name_prefix is None else f"`{row.name_prefix}{row.kind.read(row.example)}`"
+    if row.read_by == "statistics":
+        readers = ", ".join(f"`{name}`" for name in method_names() if row.name in load_method(name).reads)
+    else:
+        readers = "all methods"
+    if row.name == "pruning_ratio":
+        values = "not chosen by TPE: each ratio is searched by itself"
+    else:
+        values = "categories" if row.kind.is_text else "their rank"
+    return f"| `{row.name}` | {shown} | {readers} | {values} |"
+
+
+def test_every_key_of_a_search_space_is_described() -> None:
+    rows = [build(row) for build in (hyperparameter_row, use_row) for row in HYPERPARAMETERS.values()]
+    assert [row for row in rows if row not in SPACES] == []
+    keys = re.findall(r"^\| `(\w+)` \|", SPACES, re.MULTILINE)
+    assert keys == ["search", "num_trials", *HYPERPARAMETERS, *HYPERPARAMETERS]
+
+
+def test_the_example_is_the_search_space_that_the_page_says(tmp_path: Path) -> None:
+    example = re.search(r"```yaml\n(.*?)```", SPACES, re.DOTALL)
+    count = re.search(r"These are (\d+) configurations", SPACES)
+    assert example and count
+    (tmp_path / "example.yaml").write_text(example.group(1), encoding="utf-8")
+    assert len(search_space.load(str(tmp_path / "example.yaml")).configs()) == int(count.group(1))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_modules_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(((?!http)[^)#]+)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    modules = re.findall(r"`((?:[\w-]+/)*\w+\.py)`", text)
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    assert [name for name in modules if name not in MADE and not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+def test_every_benchmark_is_described() -> None:
+    page = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in (ROOT / "scripts").glob("bench_*.py")} - {"bench_common.py", "bench_lm_eval.py"}
+    assert set(re.findall(r"`python scripts/(bench_\w+\.py)`", page)) == scripts
+
+
+def test_one_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert released[0] == (citation["version"], citation["date-released"])
+    assert citation["version"] == tune_prune.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["dynamic"] == ["version"] and citation["license"] == project["license"]
+    assert citation["repository-code"] == project["urls"]["Repository"]

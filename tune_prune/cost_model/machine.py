@@ -1,0 +1,100 @@
+"""What this process may use of its machine: CPUs, memory, and the load that it shares them with.
+
+os.cpu_count() and the physical memory are the whole machine's. A process has less of it in a container, in a job of a batch
+system or under taskset: the CPUs of its affinity mask, and the CPU time and memory of every control group (cgroup) that it is
+in. Files and units: admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst and scheduler/sched-bwc.rst of the Linux kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")  # of proc/ and sys/
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: `total` of the machine, or what the tightest control group is limited to; `available` of it, counting what the
+    system would give up (file cache)."""
+
+    total: int
+    available: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the CPUs were."""
+
+    average: float = 0.0  # processes of the whole machine that ran or waited for a CPU
+    cpus: int = 1  # that this process may use
+
+    def __str__(self) -> str:
+        return f"load {self.average:.1f} of {self.cpus} CPU{'s' * (self.cpus > 1)}"
+
+
+def cpus() -> int:
+    """CPUs that this process may use: those of its affinity mask, and no more than its control groups have time for; at least
+    1."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _control_groups("cpu"):
+        words = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+        if (
+            len(words) == 2 and words[0].isdigit()
+        ):  # so many microseconds in so many, of all CPUs together; not "max" or -1
+            found = min(found, int(words[0]) // int(words[1]))
+    return max(1, found)
+
+
+def memory() -> Memory:
+    """The memory of this machine, or of this process's control groups where they are limited to less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = min(total, 1024 * _table(ROOT / "proc/meminfo").get("MemAvailable:", total))
+    for group in _control_groups("memory"):
+        for limit, usage, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            words, used = _words(group / limit), _words(group / usage)
+            if words and words[0].isdigit() and used:
+                free = int(words[0]) - int(used[0]) + _table(group / "memory.stat").get(cache, 0)
+                total, available = min(total, int(words[0])), min(available, max(0, free))
+    return Memory(total, available)
+
+
+def load() -> Load:
+    """What the CPUs were doing in the last minute."""
+    return Load(os.getloadavg()[0], cpus())
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Folders of the groups, of either version, that may limit this process, each with those around it. In a container they
+    may be mounted as the root, whatever their names outside are."""
+    for line in _text(ROOT / "proc/self/cgroup").splitlines():  # "4:cpu,cpuacct:/a/b", of version 2 "0::/a/b"
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounted = ROOT / "sys/fs/cgroup" / (controller if controllers else "")
+        path = PurePosixPath(name)
+        for group in (path, *path.parents):
+            yield mounted / group.relative_to("/")
+
+
+def _table(path: Path) -> dict[str, int]:
+    """A file of lines "name number ..."; nothing where it is not there."""
+    lines = (line.split() for line in _text(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _words(path: Path) -> list[str]:
+    return _text(path).split()
+
+
+def _text(path: Path) -> str:
+    """What the kernel says there; nothing where it has no such file, or shows it to nobody."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
