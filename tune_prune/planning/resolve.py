@@ -61,8 +61,8 @@ def _num_trials(settings: SearchSettings, searched: SearchSpace) -> int | None:
     num_trials = asked or searched.num_trials or min(20, size)
     if num_trials > size:
         raise UserError(
-            f"--num-trials is {num_trials}, but search space {searched.name} has only {size} configurations; ask for at most {size}, "
-            "or leave it out and use --search grid"
+            f"--num-trials is {num_trials}, but search space {searched.name} has only {size} configurations; ask for at most "
+            f"{size}, or leave it out and use --search grid"
         )
     return num_trials
 
