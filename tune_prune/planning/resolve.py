@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
+from tune_prune import embedded
 from tune_prune.checkpoint import origin
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.errors import UserError
@@ -98,6 +99,9 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
     protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
     if settings.tasks is not None:
         protocol = replace(protocol, tasks=settings.tasks)
+    window = settings.perplexity_window or (embedded.TRAINED_TOKENS if source.kind == "embedded" else None)
+    if window is not None:
+        protocol = replace(protocol, perplexity_window=window)
     return ModelRun(
         model=source.location if source.kind == "folder" else name,
         label=source.label,
