@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.command import why_nothing, write_analysis
 from tune_prune.analysis.cost import totals, write_cost
 from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study, study_of_search
@@ -17,6 +18,7 @@ from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.store import COST, FolderStore
 from tune_prune.opened import Model, PrunedModel
@@ -47,13 +49,13 @@ class Results:
     def best(self) -> pd.DataFrame:
         """The best configuration of each model, by its label (tiny-llama, or tiny-llama@0.3 where there are several pruning
         ratios): its hyperparameters; acc_mean, acc_mean_stderr, ppl and params_count as measured; retained, its accuracy over the
-        dense model's; tied, how many other configurations are statistically tied with the most accurate (95%). No row for a model
-        without a complete trial."""
+        dense model's (missing where that is unknown or at chance); tied, how many other configurations are statistically tied
+        with the most accurate (95%). No row for a model without a complete trial."""
         names = ("acc_mean", "acc_mean_stderr", "ppl", "params_count")
         rows = {
             label: {
                 **{name: found.best[name] for name in (*HYPERPARAMETERS, *names)},
-                "retained": found.best["acc_mean"] / found.model.baseline.get("acc_mean", float("nan")),
+                "retained": found.retained(found.best["acc_mean"]),
                 "tied": len(found.tied) - 1,
             }
             for label, found in self.findings.models.items()
@@ -71,8 +73,16 @@ class Results:
         request = prune_request.from_config(str(self.folder), model)
         return Model(request.run, device).execute(request)
 
-    def report(self, language: str = "en") -> str:
-        """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model."""
+    def report(self, output: str | Path | None = None, language: str = "en") -> str:
+        """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model.
+
+        With `output`, all that `python -m tune_prune.analysis` writes goes to that folder: report.html, figures/, tables/. Raises
+        UserError where no trial is complete.
+        """
+        if not self.findings.models:
+            raise UserError(why_nothing(self.findings.study))
+        if output is not None:
+            write_analysis(self.findings, Path(output).expanduser(), language)
         return report(self.findings, language)
 
     def __repr__(self) -> str:
