@@ -64,6 +64,7 @@ def test_it_is_pruned_from(storage: Path, tmp_path: Path) -> None:
     before, after = (load_file(folder / "model.safetensors") for folder in (HERE / "pruned", tmp_path / "pruned"))
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
     told_before, told_after = (read(folder / "tune_prune.json") for folder in (HERE / "pruned", tmp_path / "pruned"))
+    assert told_after["base"].pop("license") == {"license": "apache-2.0"}  # stated since
     assert {name for name in told_before if told_before[name] != told_after.get(name)} <= {"created", "versions"}
     assert told_after["metrics"] == RECORDED["637f69f5dd037ef2"]["metrics"]
 
@@ -90,8 +91,10 @@ def test_it_runs_what_is_missing_from_its_cache(local_ray: None, storage: Path) 
         name: record for name, record in RECORDED.items() if name != key
     }
     assert again[key]["metrics"] == RECORDED[key]["metrics"]
-    # Removal losses have another version since: they are measured again and lead to the same plan.
-    assert [stage["stage"] for stage in again[key]["stages"] if stage["tokens"]] == ["removal"]
+    assert [stage["tokens"] for stage in again[key]["stages"]] == [0] * len(RECORDED[key]["stages"])
+    # Removal losses have another version since: they were measured again, before the trial, and lead to the same plan.
+    passes = [len(list((folder / NAME / "passes").glob("removal-*.json"))) for folder in (HERE / "storage", storage)]
+    assert passes == [2, 3]
     for name in ("pruning_plan.json", "gradient_diagnosis.json", "pruning_comparison.json"):
         path = Path(NAME, "trials", key, name)
         assert read(storage / path) == read(HERE / "storage" / path), name
@@ -100,7 +103,9 @@ def test_it_runs_what_is_missing_from_its_cache(local_ray: None, storage: Path) 
 def test_its_manifest_is_written_as_it_was() -> None:
     about = manifest.read(HERE / "pruned")
     assert about is not None
-    assert json.loads(to_json(about.to_dict())) == read(HERE / "pruned" / manifest.MANIFEST)
+    expected = read(HERE / "pruned" / manifest.MANIFEST)
+    expected["base"]["license"] = {}  # a field of newer ones: unknown
+    assert json.loads(to_json(about.to_dict())) == expected
 
 
 def test_its_checkpoint_is_measured_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

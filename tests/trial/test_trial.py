@@ -90,6 +90,24 @@ def test_each_stage_says_what_it_cost(first, context):
     assert {stage["items_total"] for stage in stages[4:]} == {scored[-1]}
 
 
+def test_a_trial_that_dies_while_it_writes_leaves_no_half_file(first, context, tmp_path, monkeypatch):
+    trial, store, replace_file = Trial(BLOCKWISE, context), FolderStore(tmp_path), os.replace
+    for _ in trial.stages():
+        pass
+    store.put("items.parquet", b"of an earlier start")
+
+    def die(source: Path, target: Path) -> None:
+        if target.name == "items.parquet":
+            raise OSError("no space left")
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(OSError, match="no space"):
+        trial.write_files(store)
+    assert store.get("items.parquet") == b"of an earlier start"
+    assert {path.name for path in tmp_path.iterdir()} <= {path.name for path in first[1].iterdir()}
+
+
 def test_the_files_of_a_trial(first, context):
     record, folder = first
     assert {path.name for path in folder.iterdir()} == {
