@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tune_prune.core.errors import Parser, UserError, exit_code, whole_number
+from tune_prune.core.errors import UserError, exit_code, whole_number
+from tune_prune.core.terminal.parser import Parser
 
 if TYPE_CHECKING:
     from tune_prune.analysis.input.study import Problem, Study

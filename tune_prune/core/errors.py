@@ -10,7 +10,6 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterable
-from typing import NoReturn
 
 
 class UserError(ValueError):
@@ -19,13 +18,6 @@ class UserError(ValueError):
 
 class MachineError(RuntimeError):
     """What the machine could not do now, though nothing in the command is wrong. The message says what to try."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, so that bad flags end like every other bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
