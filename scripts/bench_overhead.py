@@ -35,6 +35,7 @@ from bench_grid import run_search
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.store import FolderStore
+from tune_prune.cost_model.machine import cpus
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare, run_trial
@@ -146,7 +147,7 @@ def through_ray(subject: Subject, args: argparse.Namespace, work: Path) -> dict[
     baselines = [record.elapsed_time_s for record in read_baselines(store).values()]
     passes = sum(values["duration_s"] for values in PassLog(store).read())
     stages = sum(record.elapsed_time_s for record in records) + sum(baselines) + passes
-    slots = os.cpu_count() or 1
+    slots = cpus()
     return {
         "model": subject.name,
         "trials": len(records),
