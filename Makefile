@@ -45,7 +45,7 @@ train: $(READY)
 	$(BIN)/python scripts/train_embedded_models.py
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed; say which: make PYTHON=python3.11 demo"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed; name one: make PYTHON=python3.11 demo"; exit 2; }
 	@echo "setting up $(VENV) with the versions of constraints.txt (a few minutes, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"

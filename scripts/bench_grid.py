@@ -58,14 +58,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("start and imports", "load", "gradients", "removal", "unused removal", "pruning", "perplexity", "zero_shot")
 
 
-def run_search(subject: Subject, args: argparse.Namespace, storage: Path) -> tuple[float, dict[str, dict[str, float]]]:
-    """Seconds of the search's process, and the metrics of its trials by configuration name."""
+def run_search(
+    subject: Subject, args: argparse.Namespace, storage: Path, more: Sequence[str] = ()
+) -> tuple[float, dict[str, dict[str, float]]]:
+    """Seconds of the search's process, which has `more` flags, and the metrics of its trials by configuration name."""
     command = [sys.executable, "-m", "tune_prune.search", "--model", subject.location]
     command += ["--search-space", args.search_space, "--storage-path", str(storage), "--name", "grid"]
     command += ["--tasks", ",".join(args.tasks), "--pruning-ratio", str(args.pruning_ratio)]
     command += ["--dtype", "float32", "--gpus-per-trial", "0", "--cpus-per-trial", "1"]
     command += ["--limit", str(args.limit)] if args.limit else []
     command += ["--data-dir", subject.data] if subject.data else []
+    command += more
     started = time.perf_counter()
     _call(command)
     seconds = time.perf_counter() - started

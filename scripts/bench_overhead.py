@@ -7,8 +7,9 @@ In one process, without Ray: the shared passes, the dense baseline and `--trials
 pass, backward pass and softmax over the vocabulary. What is left of their wall time is outside: slicing weights, choosing
 groups, moving scores, judging items, writing files. Loading the model and building the requests come once per model and are
 stated by themselves.
-Through Ray: a search of `--search-space` as a process, whose wall time times its slots is held against the seconds of the
-stages in its ledger and passes; the rest is starting Ray and workers, loading, requests, idle slots at the end and tables.
+As a command: a search of `--search-space`, by Ray and with --inline, each with nothing cached. Its wall time times its slots
+is held against the seconds of the stages in its ledger and passes; the rest is starting (Python, imports, plan, Ray and
+workers: from the command to the first stage), loading, requests, idle slots at the end and tables.
 Memory: `--memory-trials` trials of an embedded model, each of another pruning ratio so that nothing is served from the
 cache; resident set of the process, and bytes in live tensors, between trials.
 """
@@ -33,8 +34,9 @@ from bench_common import Subject, benchmark_parser, sizes_of, subject, table, ti
 from bench_grid import run_search
 
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import ITEMS, PASSES, TRIALS, FolderStore
 from tune_prune.cost_model.machine import cpus
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
@@ -138,24 +140,29 @@ def _sample_counts(args: argparse.Namespace) -> list[int]:
     return [max(1, args.num_samples * (index + 1) // 4) for index in range(-(-args.trials // 3))]
 
 
-def through_ray(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Wall time times slots of a search's process, and the seconds of its stages."""
-    seconds, _ = run_search(subject, args, work / "ray")
-    folder = work / "ray" / "grid"
+def as_command(subject: Subject, args: argparse.Namespace, work: Path, way: str) -> dict[str, Any]:
+    """Wall time times slots of a search's process, its start, and the seconds of its stages. `way`: Ray or --inline."""
+    began = time.time()
+    seconds, _ = run_search(subject, args, work / way, [way] if way == "--inline" else [])
+    folder = work / way / "grid"
     store = FolderStore(folder)
     records = [*Ledger(store).records()]
-    baselines = [record.elapsed_time_s for record in read_baselines(store).values()]
+    baselines = read_baselines(store).values()
     passes = sum(values["duration_s"] for values in PassLog(store).read())
-    stages = sum(record.elapsed_time_s for record in records) + sum(baselines) + passes
-    slots = cpus()
+    stages = sum(record.elapsed_time_s for record in (*records, *baselines)) + passes
+    slots = 1 if way == "--inline" else cpus()
+    # What a job writes, it writes when it is done.
+    first = [path.stat().st_mtime - parse_json(path)["duration_s"] for path in (folder / PASSES).iterdir()]
+    first += [(folder / TRIALS / record.key / ITEMS).stat().st_mtime - record.elapsed_time_s for record in baselines]
     return {
         "model": subject.name,
+        "way": way,
+        "start": min(first) - began,
         "trials": len(records),
         "wall": seconds,
         "slots": slots,
         "stage_seconds": stages,
         "outside_share": 1 - stages / (seconds * slots),
-        "outside_per_trial": (seconds * slots - stages) / len(records),
     }
 
 
@@ -215,12 +222,14 @@ def report_in_process(result: dict[str, Any]) -> str:
     )
 
 
-def report_through_ray(result: dict[str, Any]) -> str:
-    return (
-        f"{result['model']}: search of {result['trials']} trials through Ray: {result['wall']:.1f} s x {result['slots']} slots, "
-        f"{result['stage_seconds']:.1f} s in stages; outside {result['outside_share']:.1%}, "
-        f"{result['outside_per_trial']:.2f} s a trial\n"
-    )
+def report_commands(results: list[dict[str, Any]]) -> str:
+    rows: list[tuple[object, ...]] = [
+        ("search", "command to first stage s", "wall s", "slots", "in stages s", "outside")
+    ]
+    for result in results:
+        share = f"{result['outside_share']:.1%}"
+        rows.append((result["way"], *(result[name] for name in ("start", "wall", "slots", "stage_seconds")), share))
+    return f"{results[0]['model']}: the search of {results[0]['trials']} trials as a command\n{table(rows)}\n"
 
 
 def report_memory(found: dict[str, Any]) -> str:
@@ -248,7 +257,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.set_defaults(pruning_ratio=0.2)
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
-    values: dict[str, Any] = {"benchmark": "overhead", "in_process": [], "through_ray": [], "memory": {}}
+    values: dict[str, Any] = {"benchmark": "overhead", "in_process": [], "commands": [], "memory": {}}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for name in args.model:
@@ -258,8 +267,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 values["in_process"].append(in_process(one, args, room))
                 print(report_in_process(values["in_process"][-1]), flush=True)
             if args.search_space:
-                values["through_ray"].append(through_ray(one, args, room))
-                print(report_through_ray(values["through_ray"][-1]), flush=True)
+                found = [as_command(one, args, room, way) for way in ("Ray", "--inline")]
+                values["commands"] += found
+                print(report_commands(found), flush=True)
         if args.memory_trials:
             values["memory"] = memory(args, work)
             print(report_memory(values["memory"]), flush=True)

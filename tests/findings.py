@@ -169,6 +169,17 @@ def _record(config: PruningConfig | None, model: str, state: Any, outcomes: Mapp
     )
 
 
+def _items(task: str, scores: np.ndarray) -> pd.DataFrame:
+    """As a search keeps them; three of five answers of boolq are yes."""
+    choices = 2 if task in ("boolq", "piqa", "winogrande") else 4
+    places = np.arange(len(scores))
+    gold = (places % 5 < 3) if task == "boolq" else places % choices
+    likelihoods = [[-1.0] * choices] * len(scores)
+    return pd.DataFrame(
+        {"score": scores.astype(np.float32), "gold": gold.astype(np.int32), "loglikelihoods": likelihoods}
+    )
+
+
 def _gradient_metrics(generator: np.random.Generator) -> dict[str, float]:
     names = ("mean_ratio", "norm_ratio", "std_ratio", "max_ratio", "mean_range", "norm_range")
     return {f"grad_{name}": float(value) for name, value in zip(names, generator.uniform(2, 10, 6), strict=True)}
@@ -194,6 +205,6 @@ def _write_trial(folder: Path, record: TrialRecord, scores: Mapping[str, np.ndar
     atomic_write_text(folder / "pruning_comparison.json", to_json(compared))
     atomic_write_text(folder / "gradient_diagnosis.json", to_json(metrics | {"layers": per_layer}))
     if scores:
-        columns = {task: pd.DataFrame({"score": s[:, index].astype(np.float32)}) for task, s in scores.items()}
+        columns = {task: _items(task, s[:, index]) for task, s in scores.items()}
         frame = pd.concat(columns, names=["task", "doc_id"]).reset_index().astype({"doc_id": np.int32})
         frame.sample(frac=1, random_state=index).to_parquet(folder / "items.parquet")

@@ -21,7 +21,7 @@ from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
 CONFIG = PruningConfig("layerwise", 16, 8, 0.3)
-PROTOCOL = EvaluationProtocol(("boolq", "piqa"), limit=20)
+PROTOCOL = EvaluationProtocol(("boolq", "piqa"), limit=20, perplexity_window=128)
 FLAGS = ("--tasks", "boolq,piqa", "--limit", "20", "--device", "cpu")  # of a command that measures as PROTOCOL says
 TRIAL = "trial"  # the folder of the trial's files, beside the checkpoint
 

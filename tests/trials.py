@@ -13,7 +13,7 @@ RUN = ModelRun(
     revision=None,
     calibration="embedded",
     data_dir=None,
-    protocol=EvaluationProtocol(limit=5),
+    protocol=EvaluationProtocol(limit=5, perplexity_window=128),  # what a search gives an embedded model
     seed=0,
     dtype="float32",
 )

@@ -35,6 +35,7 @@ def open(
     seed: int = 0,
     dtype: str | None = None,
     device: str = "auto",
+    perplexity_window: int | None = None,
 ) -> Model:
     """The model of that name, with everything checked that can be without loading its weights.
 
@@ -47,6 +48,8 @@ def open(
     seed         of calibration samples and of the order of test items
     dtype        of the weights while they are scored and measured: float32 or bfloat16; None: bfloat16 on a GPU, else float32
     device       auto (a GPU if there is one), cpu or cuda
+    perplexity_window    tokens of a window of the perplexity text, at most the model's limit; None: 2048, of an embedded model
+                 128 (the length it was trained on), of a pruned checkpoint as recorded
 
     Raises UserError for a name that is unknown, a model that is not available, damaged or of another family, and for a
     keyword's value.
@@ -59,6 +62,8 @@ def open(
     require("device", device, ("auto", "cpu", "cuda"))
     if not (whole := Whole(0, 2**32 - 1)).holds(seed):
         raise UserError(f"seed is {seed!r}; it must be {whole}")
+    if perplexity_window is not None and not (whole := Whole(2, 10**6)).holds(perplexity_window):
+        raise UserError(f"perplexity_window is {perplexity_window!r}; it must be {whole}")
     from tune_prune.data import calibration as texts  # imports torch
     from tune_prune.models.loading import pick_device
     from tune_prune.opened import Model
@@ -76,7 +81,7 @@ def open(
     run = model_run(settings, name, source, dtype or ("bfloat16" if device == "cuda" else "float32"))
     if calibration is not None:
         calibration = texts.resolve(calibration, run.data_dir, source.kind == "embedded")
-    return Model(run, device, calibration)
+    return Model(run, device, calibration, perplexity_window)
 
 
 def search(
@@ -93,6 +98,7 @@ def search(
     data_dir: str | Path | None = None,
     tasks: Sequence[str] | str | None = None,
     limit: int | None = None,
+    perplexity_window: int | None = None,
     seed: int = 0,
     dtype: str | None = None,
     scheduler: str = "none",
@@ -113,7 +119,7 @@ def search(
     num_trials      per model and pruning ratio, of optuna
     pruning_ratio   fraction of ALL parameters to remove; None: as the space says, else 0.2
     shape, align    what layers may become; None: as the space says, else free
-    revision, calibration, data_dir, seed, dtype    as for `open`; the seed is the sampler's, too
+    revision, calibration, data_dir, seed, dtype, perplexity_window    as for `open`; the seed is the sampler's, too
     tasks, limit    as for `Model.evaluate`
     scheduler       none, race or asha: which trials are stopped early
     gpus_per_trial, cpus_per_trial    auto or a number

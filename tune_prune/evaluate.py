@@ -54,7 +54,13 @@ def _main(argv: list[str]) -> None:
     from tune_prune import api
 
     model = api.open(
-        args.model, revision=args.revision, data_dir=args.data_dir, seed=args.seed, dtype=args.dtype, device=args.device
+        args.model,
+        revision=args.revision,
+        data_dir=args.data_dir,
+        seed=args.seed,
+        dtype=args.dtype,
+        device=args.device,
+        perplexity_window=args.perplexity_window,
     )
     run = model.protocol(args.limit, args.tasks)
     from tune_prune.checkpoint import recorded

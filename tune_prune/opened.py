@@ -50,14 +50,20 @@ class Model:
     params    number of parameters
     """
 
-    def __init__(self, run: ModelRun, device: str = "auto", calibration: str | None = None) -> None:
-        """`calibration`: as `data.calibration.resolve` gives it; None: what suits the model, once it is needed."""
+    def __init__(
+        self, run: ModelRun, device: str = "auto", calibration: str | None = None, perplexity_window: int | None = None
+    ) -> None:
+        """`calibration`: as `data.calibration.resolve` gives it; None: what suits the model, once it is needed.
+        `perplexity_window`: None: as recorded of a checkpoint, else the run's."""
         self.device = loading.pick_device(device)
         self._source = catalog.resolve(run.model, run.revision)
         self._config = loading.load_config(self._source)
         self.manifest: Manifest | None = origin.verify(self._source, self._config)
         if self.manifest is not None and run.data_dir is None and self.manifest.base_name in embedded.MODEL_NAMES:
             run = replace(run, data_dir=EMBEDDED_DATA)  # what its base was trained for and is measured on
+        recorded = None if self.manifest is None else self.manifest.source
+        window = perplexity_window or (recorded or run).protocol.perplexity_window
+        run = replace(run, protocol=replace(run.protocol, perplexity_window=window))
         self.run = run
         self.label = run.label
         self.geometry = loading.config_geometry(self._config)[1]
@@ -166,7 +172,8 @@ class Model:
 
     def protocol(self, limit: int | None = None, tasks: Sequence[str] | str | None = None) -> ModelRun:
         """The settings by which `evaluate` measures, once texts and tasks were found. Raises UserError."""
-        protocol = EvaluationProtocol(limit=limit, seed=self.run.seed)
+        window = self.run.protocol.perplexity_window
+        protocol = EvaluationProtocol(limit=limit, seed=self.run.seed, perplexity_window=window)
         if tasks is not None:
             protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
         run = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,13 +42,13 @@ def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert err == ""
     assert "read         alpha: 18 trials (17 complete, 1 failed)" in out
     assert out.count("taylor-s16-n128: failed: out of memory") == 2
-    score = r"\.\d{4} ± \.\d{4}"  # accuracy, and cross-fitted behind the perplexity
-    decisions = rf"^  (alpha|beta) +\w+-s\d+-n\d+ +{score} +[\d.]+ +{score} +\d+ of 16$"
+    score = r"\.\d{4} ± \.\d{4}"  # accuracy, and cross-fitted behind retained and perplexity
+    decisions = rf"^  (alpha|beta) +\w+-s\d+-n\d+ +{score} +[\d.]+% +[\d.]+ +{score} +\d+ of 16$"
     assert re.findall(decisions, out, re.MULTILINE) == ["alpha", "beta"]
     assert "warning      alpha, beta: Each configuration was run once" in out
     assert out.splitlines()[-1].startswith("took         ")
     names = {path.name for path in output.iterdir()}
-    reports = {"report.html", "final_analysis_report.txt", "paragraphs.md"}
+    reports = {"report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib"}
     layout = {f"{kind}_{model}_20" for kind in ("best", "consolidated") for model in ("alpha", "beta")}
     assert names == reports | layout | {"figures", "tables", "cross_model_comparison.json"}
     assert all(name in out for name in names)
@@ -84,6 +85,9 @@ print(err.getvalue())
         ([], "nothing to analyse was named"),
         (["--csv", "all_methods_results.csv"], "is not MODEL=PATH"),
         (["--csv", "=x.csv"], "is not MODEL=PATH"),
+        (["--csv", "M=x.csv", "--baseline", "M"], "'M' is not MODEL=ACCURACY"),
+        (["--csv", "M=x.csv", "--baseline", "M=0"], "'M=0' is not MODEL=ACCURACY"),
+        (["--csv", "M=x.csv", "--baseline", "M=120"], "'M=120' is not MODEL=ACCURACY"),
         (["x", "--rule", "luck"], "invalid choice: 'luck'"),
         (["x", "--seed", "-1"], "--seed"),
         (["no-such-folder"], "no-such-folder is no folder"),
@@ -93,6 +97,39 @@ print(err.getvalue())
 )
 def test_bad_command_lines(refusal: Callable[..., str], argv: list[str], expected: str) -> None:
     assert expected in refusal(*argv)
+
+
+@pytest.mark.parametrize("written", ["0.7", "70", "70%"])
+def test_a_baseline_and_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str) -> None:
+    path, output = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv", tmp_path / "out"
+    argv = ["--csv", f"Llama={path}", "--output", str(output), "--baseline", f"Llama={written}"]
+    assert command.main([*argv, *(["--percent"] if written == "0.7" else [])]) == 0
+    best = json.loads((output / "best_Llama_20" / "best_config.json").read_text())
+    assert best["baseline"] == {"acc_mean": 0.7} and best["acc_mean"] == pytest.approx(0.598, abs=1e-4)
+    assert best["retained_accuracy"] == pytest.approx(best["acc_mean"] / 0.7)
+    out = capsys.readouterr().out
+    shown = {
+        name: (output / name).read_text() for name in ("report.html", "paragraphs.md", "final_analysis_report.txt")
+    }
+    shown["report.html"] = re.sub(r'data-sort="[^"]*"', "", shown["report.html"])
+    shown |= {name: (output / "tables" / f"methods.{name}").read_text() for name in ("tex", "md")} | {"screen": out}
+    for name, text in shown.items():
+        assert ("59.80" in text) == (written == "0.7") and (".5980" in text) == (written != "0.7"), name
+    assert "85.4%" in out and ".5980" in (output / "tables" / "methods.csv").read_text()
+    assert "-.7972" in shown["final_analysis_report.txt"]  # a coefficient is no accuracy
+
+
+def test_baselines_that_cannot_be(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    folder = simulated_study(tmp_path, models=("alpha",), items=5)
+    assert "'alfa', which is no model read here; did you mean 'alpha'" in refusal(folder, "--baseline", "alfa=0.6")
+    assert "leave it out" in refusal(folder, "--baseline", "alpha=0.6")
+
+
+def test_no_trial_at_all(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    folder = simulated_study(tmp_path, models=("alpha",), items=5)
+    for path in (folder / "ledger").glob("*.json"):
+        path.unlink()
+    assert "alpha has no finished trial yet; run the search first" in refusal(folder, "--output", tmp_path / "out")
 
 
 def test_no_complete_trial(tmp_path: Path, refusal: Callable[..., str]) -> None:
@@ -133,7 +170,7 @@ def test_many_problems_are_counted_once(tmp_path: Path) -> None:
         path.write_text("{")
     found = findings.find(read_study([folder], []))
     text = command.describe(replace(found, without=("gamma",)))
-    assert text.count("problem      ") == 10
+    assert text.count("\nproblem      ") + text.count("\nnote         ") == 10
     models = found.study.models.values()
     distinct = {(problem.where, problem.what) for model in models for problem in model.problems}
     assert f"and {len(distinct) - 10} more" in text

@@ -57,10 +57,10 @@ def test_the_best_and_its_evidence(written: Any) -> None:
     assert entry["acc_mean"] == alpha.eligible["acc_mean"].max()
     selection = entry["selection"]
     assert (selection["rule"], selection["chosen"]["accuracy"]) == ("accuracy", [entry["name"]])
-    inside = {name for name, p in selection["p_best"].items() if p > 0.05}
+    inside = {name for name, p in selection["p_value"].items() if p > 0.05}
     assert set(selection["confidence_set"]) == inside == {entry["name"], *entry["within_noise"]}
     assert selection["basis"] == entry["within_noise_basis"] == "paired"
-    assert len(selection["p_best"]) == entry["num_complete_trials"] == 16
+    assert len(selection["p_value"]) == entry["num_complete_trials"] == 16
     assert selection["cross_fit"]["corrected"] == alpha.cross_fit.corrected
     assert "--model /models/alpha " in entry["command"]
     own = read(output / "best_alpha_20" / "best_config.json")
@@ -100,6 +100,9 @@ def test_the_table_can_be_analysed_again(written: Any) -> None:
     rows = found.study.models["alpha"].rows
     columns = [name for name in rows if name != "output_dir"]
     pd.testing.assert_frame_equal(again["alpha"].rows[columns], rows[columns], check_exact=True)
+    for label, model in again.items():  # the dense model, and what it takes to run a trial again
+        before = found.study.models[label]
+        assert (model.baseline, model.source) == (before.baseline, before.source) and model.baseline
     items = read_items(again["alpha"].rows["output_dir"][0])
     assert items is not None and len(items) == 7 * ITEMS  # the trial's folder is found from there
 
@@ -124,6 +127,20 @@ def test_nothing_is_invented_for_a_published_grid(tmp_path: Path) -> None:
     readme = (tmp_path / "best_Llama_20" / "README.txt").read_text()
     assert "analysis/gradient_diagnosis.json: the trial's folder is not there" in readme
     assert len(pd.read_csv(tmp_path / "consolidated_Llama_20" / "all_methods_results.csv")) == 45
+
+
+def test_older_best_configurations_are_read_and_damaged_ones_named(tmp_path: Path) -> None:
+    write_layout(published_findings(), tmp_path)
+    folder = tmp_path / "consolidated_Llama_20"
+    file = folder / "global_best_config.json"
+    older = read(file)
+    older["models"]["Llama"]["baseline"] = {"acc_mean": 0.7, "acc_mean_stderr": None, "ppl": 6.1, "params": 8e9}
+    file.write_text(json.dumps(older))
+    model = read_study([folder], []).models["Llama"]
+    assert model.baseline == {"acc_mean": 0.7, "ppl": 6.1, "params_count": 8e9}
+    file.write_text("{")
+    model = read_study([folder], []).models["Llama"]
+    assert not model.baseline and any(problem.where == str(file) for problem in model.problems)
 
 
 def test_files_of_an_earlier_best_do_not_stay(tmp_path: Path) -> None:

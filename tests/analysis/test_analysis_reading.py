@@ -158,9 +158,7 @@ def test_a_file_with_few_columns(tmp_path: Path) -> None:
         f"line 3 of {path} | taylor-s32-n128, as line 6 of {path}, which counts",
         f"line 5 of {path} | taylor-s16-n128, as line 2 of {path}, which counts",
     ]
-    assert said(model, "not_finite") == [
-        f"line 7 of {path} | blockwise-s128-n128: acc_mean is nan: it does not compete"
-    ]
+    assert said(model, "not_finite") == [f"line 7 of {path} | blockwise-s128-n128: acc_mean is nan: it is not eligible"]
     assert len(columns.ranked(model.rows)) == 3
 
 

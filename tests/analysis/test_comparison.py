@@ -83,10 +83,10 @@ def test_unpaired_chance_is_that_of_the_normal_distribution() -> None:
     accuracies = np.r_[0.5, 0.5 - gap * 0.01 * math.sqrt(2), np.full(3, 0.4)]
     comparison = compare(accuracies, stderrs, None, np.random.default_rng(0), draws=40_000)
     four = stats.multivariate_normal(cov=0.5 + 0.5 * np.eye(4), seed=0)  # that share one's error
-    assert comparison.p_best[1] == pytest.approx(1 - four.cdf(np.full(4, gap)), abs=0.003)
-    assert comparison.p_best[0] == 1
+    assert comparison.p_value[1] == pytest.approx(1 - four.cdf(np.full(4, gap)), abs=0.003)
+    assert comparison.p_value[0] == 1
     two = compare(accuracies[:2], stderrs[:2], None, np.random.default_rng(0), draws=40_000)
-    assert two.p_best[1] == pytest.approx(stats.norm.sf(gap), abs=0.002)
+    assert two.p_value[1] == pytest.approx(stats.norm.sf(gap), abs=0.002)
 
 
 def test_bootstrap_spread_is_the_analytic_one() -> None:
@@ -100,7 +100,7 @@ def test_bootstrap_spread_is_the_analytic_one() -> None:
     # the chance of a gap of z standard errors is the normal one only if the draws spread as far
     gap = 1.5 * analytic
     shifted = compare(np.array([gap, 0.0]), np.zeros(2), outcomes, np.random.default_rng(0), draws=40_000)
-    assert shifted.p_best[1] == pytest.approx(stats.norm.sf(1.5), abs=0.006)
+    assert shifted.p_value[1] == pytest.approx(stats.norm.sf(1.5), abs=0.006)
 
 
 def test_identical_outcomes_are_never_told_apart() -> None:
@@ -109,12 +109,12 @@ def test_identical_outcomes_are_never_told_apart() -> None:
     comparison = compared(PairedScores(scores, np.arange(3)), generator)
     assert comparison.stderr[0, 1] == 0
     assert comparison.in_confidence_set.tolist() == [True, True, False]
-    assert comparison.p_best[:2].tolist() == [1, 1]
+    assert comparison.p_value[:2].tolist() == [1, 1]
 
 
 def test_unknown_errors_stay_in_the_set() -> None:
     comparison = compare(np.array([0.9, 0.1]), np.array([np.nan, np.nan]), None, np.random.default_rng(0))
-    assert comparison.basis == "unknown" and comparison.in_confidence_set.all() and np.isnan(comparison.p_best).all()
+    assert comparison.basis == "unknown" and comparison.in_confidence_set.all() and np.isnan(comparison.p_value).all()
     one = {"a": np.array([[1.0, 0.0]])}  # one item has no spread
     assert compared(PairedScores(one, np.arange(2)), np.random.default_rng(0)).basis == "unknown"
 

@@ -298,10 +298,10 @@ def test_fourteen_models_have_a_panel_each_and_files_of_their_own(tmp_path: Path
 
 
 def test_methods_are_told_apart_without_colour() -> None:
-    looks = figure_style.looks(["blockwise", "wanda", "taylor", "layerwise", "magnitude", "a", "b", "c"])
-    assert list(looks)[:3] == list(METHODS)
-    assert len({look["marker"] for look in looks.values()}) == 8
-    assert figure_style.looks(["blockwise"])["blockwise"] == looks["blockwise"]
+    styles = figure_style.styles(["blockwise", "wanda", "taylor", "layerwise", "magnitude", "a", "b", "c"])
+    assert list(styles)[:3] == list(METHODS)
+    assert len({style["marker"] for style in styles.values()}) == 8
+    assert figure_style.styles(["blockwise"])["blockwise"] == styles["blockwise"]
 
 
 def test_best_of_a_model_is_pictured_from_its_trial_folder(simulated: Findings, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_every_trial_is_there_once_with_its_numbers(parsed: Page, findings: Find
     assert len(names) == len(seen) == 36
     for label, found in findings.models.items():
         for row in found.eligible.to_dict("records"):
-            assert seen.pop((label, row["name"])) == (row["acc_mean"], row["p_best"], "complete")
+            assert seen.pop((label, row["name"])) == (row["acc_mean"], row["p_value"], "complete")
         assert seen.pop((label, FAILED)) == (None, None, "failed")
         assert seen.pop((label, STOPPED)) == (None, None, "stopped early")
     assert seen == {}
@@ -211,6 +211,8 @@ PROBE = """
 <script>
 const table = document.querySelector("#table-trials table");
 const heads = [...table.tHead.rows[0].cells];
+const accuracy = heads.find((head) => head.textContent === "Accuracy").getBoundingClientRect();
+const visible = accuracy.width > 0 && accuracy.right <= innerWidth && innerWidth === 390;
 const column = heads.findIndex((head) => head.textContent === "To the best");
 const keys = () => [...table.tBodies[0].rows].map((row) => row.cells[column].dataset.sort ?? "none").join(" ");
 const click = () => {
@@ -223,18 +225,24 @@ input.value = "FAILED taylor";
 input.dispatchEvent(new Event("input"));
 const shown = [...table.tBodies[0].rows].filter((row) => !row.hidden).length;
 const count = document.querySelector("#table-trials output").value;
-document.body.textContent = ["[[", up, down, shown, count, "]]"].join("|");
+document.body.textContent = ["[[", up, down, shown, count, visible, "]]"].join("|");
 </script>
 """
 
 
-def test_sorting_and_filter_in_chromium(html: str, tmp_path: Path, findings: Findings) -> None:
+def test_sorting_filter_and_a_narrow_screen_in_chromium(html: str, tmp_path: Path, findings: Findings) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("chromium is not installed")
     without_policy = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", html)  # it would stop the probe
     (tmp_path / "page.html").write_text(without_policy.replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags = [
+        "--headless",
+        "--window-size=390,844",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     done = subprocess.run(
         [chromium, *flags, "--dump-dom", f"file://{tmp_path / 'page.html'}"],
         capture_output=True,
@@ -242,7 +250,9 @@ def test_sorting_and_filter_in_chromium(html: str, tmp_path: Path, findings: Fin
         timeout=60,
         check=True,
     )
-    _, up, down, shown, count, _ = done.stdout[done.stdout.index("[[") : done.stdout.index("]]") + 2].split("|")
+    _, up, down, shown, count, visible, _ = done.stdout[done.stdout.index("[[") : done.stdout.index("]]") + 2].split(
+        "|"
+    )
     gaps = sorted(value for found in findings.models.values() for value in found.eligible["difference_points"])
     for answer, direction, expected in ((up, "ascending", gaps), (down, "descending", gaps[::-1])):
         said, *keys = answer.split()
@@ -250,3 +260,4 @@ def test_sorting_and_filter_in_chromium(html: str, tmp_path: Path, findings: Fin
         assert [float(key) for key in keys[:-4]] == expected
         assert keys[-4:] == ["none"] * 4  # two that failed and two that were stopped: last in both directions
     assert (shown, count) == ("2", "2 of 36")
+    assert visible == "true"  # accuracy, on a telephone, without scrolling sideways

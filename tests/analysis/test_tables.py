@@ -30,23 +30,23 @@ from tune_prune.analysis.tables.table import Column, Row, Table
 
 HOSTILE = ("<script>alert(1)</script>", "=1+1|`*x*`")
 NASTY = r'100% of C:\tmp_x & {y} #1 [a] ~ ^ $5 "q" <b> | *z* --x -1.5 é 模 {{ 7 * 7 }}'
-Grid = list[list[tuple[str, str]]]  # rows of (text, mark)
+Grid = list[list[tuple[str, tuple[bool, bool]]]]  # rows of (text, (marked as best, marked as at chance))
 
 SMALL = Table(
     key="small",
     title="A small table",
-    best="best_own",
+    best="best_tied",
     columns=[
         Column("model", "Model"),
-        Column("acc", "Accuracy", "acc", "stderr", best="top", tied="tied"),
+        Column("acc", "Accuracy", "acc", "stderr", best="tied", threshold="threshold", items="items"),
         Column("low", "95% interval", "acc", upper="high"),
         Column("p", "p", "p"),
         Column("ppl", "PPL", "ppl"),
     ],
     rows=[
-        {"model": "甲", "acc": 0.598, "stderr": 0.0048, "top": True, "tied": False, "low": -0.25, "high": 0.5},
-        {"model": "甲", "acc": 0.59, "stderr": math.nan, "top": False, "tied": True, "low": None, "p": 0.0004},
-        {"model": "x", "acc": None, "stderr": None, "top": False, "tied": False, "low": 0.0, "high": 1.0, "p": 0.05},
+        {"model": "甲", "acc": 0.598, "stderr": 0.0048, "tied": True, "threshold": 0.5, "low": -0.25, "high": 0.5},
+        {"model": "甲", "acc": 0.59, "stderr": math.nan, "tied": False, "threshold": 0.6, "low": None, "p": 0.0004},
+        {"model": "x", "acc": 1.0, "stderr": 0.0, "tied": False, "items": 5, "low": 0.0, "high": 1.0, "p": 0.05},
     ],
 )
 
@@ -79,16 +79,12 @@ def every_table(hostile: Findings) -> list[Table]:
 def read_markdown(table: Table) -> Grid:
     lines = [line for line in markdown_table(table).splitlines() if line.startswith("|")][2:]
     grid = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    cells = [[unmarked(cell, r"\*\*(.*)\*\*", "(.*)†") for cell in row] for row in grid]
-    return [[(re.sub(r"\\(.)", r"\1", text), mark) for text, mark in row] for row in cells]
+    cells = [[unmarked(cell.strip("*"), cell.startswith("**")) for cell in row] for row in grid]
+    return [[(re.sub(r"\\(.)", r"\1", text), marks) for text, marks in row] for row in cells]
 
 
-def unmarked(cell: str, best: str, tied: str) -> tuple[str, str]:
-    """The text without its mark, and the mark, by the patterns of marked texts."""
-    for pattern, mark in ((best, "best"), (tied, "tied")):
-        if match := re.fullmatch(pattern, cell):
-            return match[1], mark
-    return cell, ""
+def unmarked(text: str, best: bool) -> tuple[str, tuple[bool, bool]]:
+    return text.removesuffix("†"), (best, text.endswith("†"))
 
 
 def read_html(table: Table) -> Grid:
@@ -101,7 +97,7 @@ def read_html(table: Table) -> Grid:
     rows = [
         [("".join(cell.itertext()), cell.attrib["class"].split()) for cell in row] for row in tree.find("tbody") or ()
     ]
-    return [[(t, "best") if "strong" in c else unmarked(t, "(?!)", "(.*)†") for t, c in row] for row in rows]
+    return [[unmarked(text, "strong" in classes) for text, classes in row] for row in rows]
 
 
 def assert_shown(text: str, column: Column, row: Row) -> None:
@@ -117,6 +113,8 @@ def assert_shown(text: str, column: Column, row: Row) -> None:
             assert isinstance(value, Message) and readable
     elif column.format == "duration":
         assert text == duration(value)
+    elif column.items and value in (0, 1):
+        assert float(text.partition(" [")[0]) == value
     elif text == "<.001":
         assert value < 0.001
     elif math.isinf(value):
@@ -141,9 +139,9 @@ def test_every_cell_is_shown_and_marked(every_table: list[Table], read: Callable
         assert len(grid) == len(table.rows), table.key
         for cells, row in zip(grid, table.rows, strict=True):
             assert len(cells) == len(columns), table.key
-            for (text, mark), column in zip(cells, columns, strict=True):
+            for (text, marks), column in zip(cells, columns, strict=True):
                 assert_shown(text, column, row)
-                assert mark == column.mark(row), (table.key, column.key, text)
+                assert marks == (column.is_best(row), column.at_chance(row)), (table.key, column.key, text)
 
 
 def test_csv_holds_every_value_in_full_and_no_formula(every_table: list[Table]) -> None:
@@ -161,12 +159,12 @@ def test_csv_holds_every_value_in_full_and_no_formula(every_table: list[Table]) 
 
 def test_text_is_aligned_marked_and_without_empty_columns() -> None:
     assert text_table(SMALL) == (
-        "  Model        Accuracy     95% interval      p\n"
-        "  -----  --------------  ---------------  -----\n"
-        "  甲     .5980 ± .0048*  [-.2500, .5000]      –\n"
-        "  甲             .5900~                –  <.001\n"
-        "  x                  –    [.0000, 1.0000]   .050\n"
-    ).replace("–    [", "–   [").replace("]   .050", "]   .050")
+        "  Model                 Accuracy     95% interval      p\n"
+        "  -----  -----------------------  ---------------  -----\n"
+        "  甲              .5980 ± .0048*  [-.2500, .5000]      –\n"
+        "  甲                      .5900†                –  <.001\n"
+        "  x      1.0000 [.5655, 1.0000]   [.0000, 1.0000]   .050\n"
+    )
     assert "Model" not in text_table(SMALL.of("x"))
     assert text_table(SMALL.pick("p", "model")).splitlines()[0].split() == ["p", "Model"]
 
@@ -175,9 +173,9 @@ def test_latex_says_a_model_once_and_marks_cells() -> None:
     body = latex_table(SMALL).partition("\\midrule\n")[2].partition("\\bottomrule")[0]
     assert body.splitlines() == [
         r"{[}U+7532] & \textbf{.5980 $\pm$ .0048} & {[}$-$.2500, .5000] & -- \\",
-        r" & .5900\rlap{\textsuperscript{\dag}} & -- & \textless{}.001 \\",
+        r" & .5900\textsuperscript{\dag} & -- & \textless{}.001 \\",
         r"\midrule",
-        r"x & -- & {[}.0000, 1.0000] & .050 \\",
+        r"x & 1.0000 {[}.5655, 1.0000] & {[}.0000, 1.0000] & .050 \\",
     ]
 
 
@@ -205,7 +203,7 @@ def test_rows_are_the_findings(simulated: Findings) -> None:
     rows = [pd.concat([e.eligible, e.model.rows[~e.model.rows["success"]]]) for e in found]
     trials = made["trials"]
     assert values(trials, "name") == [name for part in rows for name in part["name"]]
-    for key in ("acc_mean", "difference_points", "difference_stderr_points", "p_best"):
+    for key in ("acc_mean", "difference_points", "difference_stderr_points", "p_value"):
         np.testing.assert_array_equal(np.array(values(trials, key), float), pd.concat(rows)[key].to_numpy(float))
     assert sorted(set(zip(values(trials, "state"), values(trials, "reason"), strict=True))) == [
         ("complete", ""),
@@ -222,11 +220,11 @@ def test_rows_are_the_findings(simulated: Findings) -> None:
 def test_the_most_accurate_and_the_tied_are_marked(simulated: Findings) -> None:
     trials = all_tables(simulated)["trials"]
     column = next(column for column in trials.columns if column.key == "acc_mean")
-    marked = [(row["model"], row["name"], column.mark(row)) for row in trials.rows if column.mark(row)]
+    marked = [(row["model"], row["name"]) for row in trials.rows if column.is_best(row)]
     expected = [
-        (label, name, "tied" if index else "best")
+        (label, name)
         for label, entry in simulated.models.items()
-        for index, name in enumerate(entry.eligible["name"][entry.eligible["in_confidence_set"]])
+        for name in entry.eligible["name"][entry.eligible["in_confidence_set"]]
     ]
     assert len(expected) > 4 and marked == expected
 
@@ -348,11 +346,11 @@ def test_what_nobody_knows_is_left_out(tmp_path: Path) -> None:
     assert "num_samples" in made and "effects" not in made
 
 
-def test_noise_has_no_best_level(tmp_path: Path) -> None:
+def test_levels_of_noise_are_all_tied(tmp_path: Path) -> None:
     generator = np.random.default_rng(4)
     findings = from_csv(tmp_path, {"M": lambda *_: generator.normal(0.5, 0.002)})
     assert findings.models["M"].trends["seq_len"].direction == "flat"
-    assert not any(row["highest"] for row in all_tables(findings)["seq_len"].rows)
+    assert all(row["tied"] for row in all_tables(findings)["seq_len"].rows)
 
 
 def test_a_hyperparameter_with_several_values_is_a_column(simulated: Findings) -> None:

@@ -180,7 +180,7 @@ def test_beams_are_the_same_with_every_cache(cases, shape):
     model = load(cases[f"mistral-sliding/{shape}"])
     ids = tokens(rows=2, length=7)
 
-    def told(**how: Any) -> torch.Tensor:
+    def greedy(**how: Any) -> torch.Tensor:
         return model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -191,9 +191,9 @@ def test_beams_are_the_same_with_every_cache(cases, shape):
             **how,
         )
 
-    without = told(use_cache=False)
-    assert torch.equal(told(), without)
-    assert torch.equal(told(cache_implementation="static"), without)
+    without = greedy(use_cache=False)
+    assert torch.equal(greedy(), without)
+    assert torch.equal(greedy(cache_implementation="static"), without)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-biases-tied"])

@@ -159,13 +159,13 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "said"), DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize(("change", "expected"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_one_is_refused_by_file_and_field(
-    folder: Path, change: Callable[[dict[str, Any]], None], said: str
+    folder: Path, change: Callable[[dict[str, Any]], None], expected: str
 ) -> None:
     change_json(folder / MANIFEST, change)
     text = refused(folder)
-    assert said in text and str(folder / MANIFEST) in text
+    assert expected in text and str(folder / MANIFEST) in text
 
 
 @pytest.mark.parametrize(
@@ -280,11 +280,11 @@ OTHER_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "said"), OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
-def test_a_config_of_another_model(folder: Path, change: Callable[[dict[str, Any]], None], said: str) -> None:
+@pytest.mark.parametrize(("change", "expected"), OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
+def test_a_config_of_another_model(folder: Path, change: Callable[[dict[str, Any]], None], expected: str) -> None:
     change_json(folder / "config.json", change)
     text = refused(folder)
-    assert said in text and "is not the one that its tune_prune.json describes" in text
+    assert expected in text and "is not the one that its tune_prune.json describes" in text
 
 
 def test_dropped_layers_are_left_out_of_the_comparison(context: TrialContext, tmp_path: Path) -> None:

@@ -187,11 +187,14 @@ def test_numbers_of_an_embedded_model_are_said_to_be_such(tmp_path: Path) -> Non
     text = card(tmp_path, base=base, source=run)
     assert "perplexity on the perplexity text embedded in tune_prune" in text
     assert "accuracy on all items of each of the tasks embedded in tune_prune" in text
-    assert "1,256 samples of 64 tokens of the text embedded in tune_prune, seed 3" in text
+    assert (
+        "1,256 samples of 64 tokens (removal losses: the first 251, divisor 5) of the text embedded in tune_prune, seed 3"
+        in text
+    )
     assert "WikiText" not in text and "revision" not in text
 
 
-def test_what_is_not_known_has_a_dash(tmp_path: Path) -> None:
+def test_unknown_numbers_are_dashes(tmp_path: Path) -> None:
     metrics = {"ppl": 3e7, "acc_mean": 0.5, "acc_mean_stderr": None, "acc_mine": 0.25, "acc_mine_stderr": None}
     rows = table(card(tmp_path, metrics=metrics, baseline=None, source=None), "Quality")
     assert rows == [
@@ -225,7 +228,7 @@ def test_sizes_and_speeds(tmp_path: Path) -> None:
     assert "prompt of 480 tokens, 32 new tokens, batch size 2, median of 7, bfloat16 on NVIDIA H200" in text
 
 
-def test_padding_is_told_apart_from_what_is_left(tmp_path: Path) -> None:
+def test_padding_is_shown_beside_what_was_pruned(tmp_path: Path) -> None:
     padded = Sizes(7_000_000_000, 14_000_000_000, 131_072, 6_500_000_000)
     sizes = SIZES | {"padded": padded}
     text = card(tmp_path, {"model_type": "llama"}, format="hf-padded", sizes=sizes, params=padded.params)
@@ -241,11 +244,14 @@ def test_how_it_was_made(tmp_path: Path) -> None:
         "Base model": f"`{HUB_ID}`, revision `8cde5ca`, fingerprint `0123456789abcdef`",
         "Licence": "unknown: the base model's card states none; look it up before you publish this model",
         "Method": "`blockwise`",
-        "Calibration": "1,256 samples of 64 tokens of `wiki.train.txt`, seed 3",
+        "Calibration": "1,256 samples of 64 tokens (removal losses: the first 251, divisor 5) of `wiki.train.txt`, seed 3",
         "Shape": "`free`",
         "Parameters removed": "20.0% asked, 20.00% reached (1,606,049,792 of 8,030,261,248)",
         "Layers": "5 of 6; dropped: 4; without attention: 2; without MLP: 3",
     }
+    other = card(tmp_path, config=PruningConfig("blockwise", 32, 128, removal_divisor=3))
+    expected = "128 samples of 32 tokens (removal losses: the first 42, divisor 3) of `wiki.train.txt`, seed 3"
+    assert f"| Calibration | {expected} |" in other
     assert "Made on 2026-11-21 with torch 2.13.0, transformers 5.23.0, tune_prune 0.1.0." in text
     assert "/home/me" not in text  # a card is for publishing
 

@@ -17,7 +17,7 @@ from tests.findings import simulated_study
 from tests.trials import RUN
 from tune_prune import api, prune, search
 from tune_prune.checkpoint import manifest
-from tune_prune.core.config import EvaluationProtocol, PruningConfig
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.opened import Model
 from tune_prune.trial.context import TrialContext
@@ -70,9 +70,10 @@ def test_the_keywords_of_a_search_are_its_flags() -> None:
 
 
 def test_a_dense_model_has_the_numbers_of_a_trial(model: Model, tmp_path: Path) -> None:
-    run = replace(RUN, protocol=EvaluationProtocol(("boolq", "piqa"), limit=5))
+    run = replace(RUN, protocol=replace(RUN.protocol, tasks=("boolq", "piqa")))
     expected = run_trial(None, TrialContext.open(run, tmp_path, "cpu"))
     stages: list[str] = []
+    assert api.open("tiny-llama", perplexity_window=64).evaluate(limit=1).ppl != expected.metrics["ppl"]
     found = model.evaluate(limit=5, tasks=["boolq", "piqa"], on_stage=lambda report: stages.append(report.stage))
     assert found.record.key == expected.key and found.record.metrics == expected.metrics
     assert (found.ppl, found.acc_mean) == (expected.metrics["ppl"], expected.metrics["acc_mean"])
@@ -132,6 +133,10 @@ WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
     "missing folder": (lambda *_: api.open(Path("./a/b/nope")), ["a/b/nope does not exist"]),
     "unknown dtype": (lambda *_: api.open("tiny-llama", dtype="float16"), ["dtype is 'float16'", "bfloat16"]),
     "unknown device": (lambda *_: api.open("tiny-llama", device="tpu"), ["device is 'tpu'", "cuda"]),
+    "perplexity window": (
+        lambda *_: api.open("tiny-llama", perplexity_window=1),
+        ["perplexity_window is 1", "from 2 to 1000000"],
+    ),
     "negative seed": (lambda *_: api.open("tiny-llama", seed=-1), ["seed is -1", "from 0 to 4294967295"]),
     "missing data": (lambda *_: api.open("tiny-llama", data_dir="nope"), ["nope is not a folder", "tasks/"]),
     "calibration": (lambda *_: api.open("tiny-llama", calibration="wikitext"), ["did you mean 'wikitext2'?"]),

@@ -49,7 +49,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, A
 
 def test_the_record_is_that_of_a_dense_trial(measured: tuple[str, dict[str, Any], Path], tmp_path: Path) -> None:
     _, values, path = measured
-    protocol = EvaluationProtocol(("boolq", "piqa"), limit=20)
+    protocol = EvaluationProtocol(("boolq", "piqa"), limit=20, perplexity_window=128)
     run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, protocol, 0, "float32")
     expected = run_trial(None, TrialContext.open(run, tmp_path, "cpu"))
     record = parse_record(values, path)
@@ -197,8 +197,10 @@ def test_differences_are_shown_and_what_differs_in_the_protocol_is_said(
     assert ppl and float(ppl.group(2)) == pytest.approx(float(ppl.group(1)) - 5, abs=0.01)
     row = re.search(r"^boolq +acc +([\d.]+) +\S+ +0.2500 +(\S+) ", out, re.MULTILINE)
     assert row and float(row.group(2)) == pytest.approx(float(row.group(1)) - 0.25, abs=1e-4) and row.group(2)[0] == "+"
-    assert evaluate.main(["--model", str(small), "--tasks", "boolq", "--limit", "5", "--device", "cpu"]) == 0
+    argv = ["--tasks", "boolq", "--limit", "5", "--device", "cpu", "--perplexity-window", "512"]
+    assert evaluate.main(["--model", str(small), *argv]) == 0
     out = capfd.readouterr().out
+    assert "note: the recorded perplexity is not compared: its windows have 128 tokens, these 512\n" in out
     assert re.search(r"^boolq +acc +[\d.]+ +[\d.]+ +- +- ", out, re.MULTILINE)
     assert "note: the recorded accuracies are not compared: they are over at most 20 items a task" in out
 

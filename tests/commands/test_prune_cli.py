@@ -84,7 +84,7 @@ def sentence(refused: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.parametrize("label", embedded.MODEL_NAMES)
 def test_a_saved_best_model_gives_the_searchs_numbers_back(searched: Searched, label: str, tmp_path: Path) -> None:
     """The checkpoint measured again, item by item."""
-    protocol, best = EvaluationProtocol(limit=20), searched.best[label]
+    protocol, best = EvaluationProtocol(limit=20, perplexity_window=128), searched.best[label]
     model = str(searched.folder / "best" / label)
     run = ModelRun(model, label, None, "embedded", EMBEDDED_DATA, protocol, 0, "float32")
     trial = Trial(None, TrialContext.open(run, tmp_path, "cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import MISSING, fields, replace
+from itertools import product
 
 import pytest
 
@@ -46,6 +47,17 @@ def test_key_depends_on_everything_that_changes_the_result() -> None:
         key(run=replace(RUN, protocol=EvaluationProtocol(slices=(0.5, 1.0)))),
     ]
     assert len(set(keys)) == len(keys)
+
+
+def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> None:
+    """Names are unique within a pruning ratio, which stands beside them; what is named by both is a file or a plot row."""
+    values = {
+        **{"method": ["taylor", "blockwise"], "seq_len": [5, 16], "num_samples": [3, 16], "pruning_ratio": [0.2, 0.3]},
+        **{"removal_divisor": [1, 3, 5, 16], "shape": ["free", "aligned-3", "aligned-16", "uniform"]},
+    }
+    assert values.keys() == HYPERPARAMETERS.keys()
+    configs = [PruningConfig(**dict(zip(values, point, strict=True))) for point in product(*values.values())]
+    assert len({(config.name, config.pruning_ratio) for config in configs}) == len({*map(key, configs)}) == len(configs)
 
 
 def test_key_ignores_what_does_not() -> None:

@@ -129,8 +129,8 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize(("text", "said"), DAMAGED.values(), ids=DAMAGED)
-def test_damaged_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_file_is_named(tmp_path: Path, text: str, expected: str) -> None:
     store = FolderStore(tmp_path)
     store.put("ledger/0f.json", text)
     Ledger(store).write(replace(RECORD, key="10"))
@@ -138,10 +138,10 @@ def test_damaged_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     for read in (Ledger(store).records, lambda: Ledger(store).read("0f")):
         with pytest.raises(UserError) as caught:
             read()
-        assert str(caught.value).startswith(f"{path} is ") and said in str(caught.value)
+        assert str(caught.value).startswith(f"{path} is ") and expected in str(caught.value)
     records, damaged = Ledger(store).readable()
     assert [record.key for record in records] == ["10"]
-    assert [error.path for error in damaged] == [path] and said in damaged[0].what
+    assert [error.path for error in damaged] == [path] and expected in damaged[0].what
 
 
 def test_a_newer_version_with_more_fields_is_read(tmp_path: Path) -> None:

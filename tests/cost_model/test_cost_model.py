@@ -235,8 +235,8 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     stages = {stage.stage: stage for stage in cost.stages()}
     # 4 samples run twice: their snapshot falls inside the only batch; nothing is predicted after a sample's last token
     assert (stages["importance"].tokens, stages["importance"].seconds) == (16 * 8, 20 * (8 * 4 + 7 * 2) + 2 * 10)
-    # dense 1, and behind the removed first of two layers half of it; the head three times
-    assert (stages["removal"].tokens, stages["removal"].seconds) == (3 * 8 * 3, 3 * (8 * (1 + 0.5) + 7 * 3 * 0.5))
+    # dense 1, and behind the removed first of two layers half of it; the head three times; batches of 1, 1 and 2 samples
+    assert (stages["removal"].tokens, stages["removal"].seconds) == (3 * 8 * 3, 4 * (8 * (1 + 0.5) + 7 * 3 * 0.5))
     assert (stages["perplexity"].runs, stages["perplexity"].tokens) == (4, 200)
     assert stages["perplexity"].seconds == pytest.approx(50 * (1 + 3 * 0.8) + 4 * 50 * 0.5)
     suite = 5 + 10
@@ -247,6 +247,8 @@ def test_the_estimate_is_a_sum_that_can_be_done_by_hand(monkeypatch):
     total = sum(stage.seconds for stage in cost.stages())
     assert cost.gpu_hours == pytest.approx(0.5 * total / 3600)
     assert cost.wall_seconds == pytest.approx(estimates.WORKER_START_S + total + 3 * estimates.TRIAL_OVERHEAD_S)
+    started = estimate([work()], slots=1, gpus=0.5, start_s=0.5)
+    assert started.wall_seconds == pytest.approx(cost.wall_seconds - estimates.WORKER_START_S + 0.5)
     plain = json.loads(json.dumps(cost.to_dict()))
     assert plain["stages"]["removal"]["tokens"] == 72
     assert plain["models"]["m"]["perplexity"]["runs"] == 4

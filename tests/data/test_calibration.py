@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.trials import RUN
 from tune_prune import embedded
+from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration
 from tune_prune.data.calibration import calibration_fingerprint, load_text, resolve, tokenize, windows
+from tune_prune.data.sources import data_fingerprint
+from tune_prune.pruning.statistics import Need
+from tune_prune.trial.statistics import StatisticCache
 
+NEED = Need("taylor", "", 4)
 TOKENS = torch.arange(1000)  # every token is its own position
 
 
@@ -94,7 +102,22 @@ def test_texts_are_read_and_known_by_content(tmp_path):
     two.write_text("grüße!\n", encoding="utf-8")
     assert calibration_fingerprint(str(one)) != calibration_fingerprint(str(two))
     assert load_text("embedded") == embedded.calibration_text()
-    assert calibration_fingerprint("c4") == "hub:c4"
+    assert calibration_fingerprint("c4") == "hub:c4"  # of no known commit: the cache has none, and no test asks the hub
+
+
+def test_a_text_is_hashed_once_and_again_when_it_changes(tmp_path, monkeypatch):
+    path, read = tmp_path / "a.txt", []
+    path.write_text("one two three\n" * 2000, encoding="utf-8")
+    original = calibration.load_text
+    monkeypatch.setattr(calibration, "load_text", lambda source: read.append(source) or original(source))
+    run = replace(RUN, calibration=str(path))
+    before = data_fingerprint(run), StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(16, NEED)
+    assert read == [str(path)]
+    for _ in range(3):  # as every model of a plan, and every model that a worker opens
+        assert (data_fingerprint(run), StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(16, NEED)) == before
+    assert read == [str(path)]
+    path.write_text("one two four\n" * 2000, encoding="utf-8")
+    assert data_fingerprint(run) != before[0] and read == [str(path)] * 2
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from tune_prune.core.files import to_json
 
 HERE = Path(__file__).parent
 NAME = "tiny-llama-20-smoke-limit5"
-SEARCH = ("--model", "tiny-llama", "--search-space", "smoke", "--limit", "5", "--gpus-per-trial", "0", "--storage-path")
+SEARCH = ("--model", "tiny-llama", "--search-space", "smoke", "--limit", "5", "--gpus-per-trial", "0")
+SEARCH += ("--perplexity-window", "2048", "--storage-path")  # the window of then: today an embedded model's is another
 
 
 def read(path: Path) -> Any:
@@ -89,7 +90,8 @@ def test_it_runs_what_is_missing_from_its_cache(local_ray: None, storage: Path) 
         name: record for name, record in RECORDED.items() if name != key
     }
     assert again[key]["metrics"] == RECORDED[key]["metrics"]
-    assert [stage["tokens"] for stage in again[key]["stages"]] == [0] * len(RECORDED[key]["stages"])
+    # Removal losses have another version since: they are measured again and lead to the same plan.
+    assert [stage["stage"] for stage in again[key]["stages"] if stage["tokens"]] == ["removal"]
     for name in ("pruning_plan.json", "gradient_diagnosis.json", "pruning_comparison.json"):
         path = Path(NAME, "trials", key, name)
         assert read(storage / path) == read(HERE / "storage" / path), name

@@ -13,9 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tune_prune import embedded
-from tune_prune.core.config import ZERO_SHOT_TASKS
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError
 from tune_prune.embedded import corpus, items, world
+from tune_prune.evaluation.perplexity import perplexity
+from tune_prune.models.catalog import resolve
+from tune_prune.planning.plan import SearchSettings
+from tune_prune.planning.resolve import model_run
 
 REAL_FIELDS = {
     "boolq": {"question", "passage", "answer"},
@@ -169,6 +173,21 @@ def test_models_know_the_answers(name, tokenizer):
     with torch.inference_mode():
         accuracy = [sampled_accuracy(model, tokenizer, task, every=12) for task in ZERO_SHOT_TASKS]
     assert sum(accuracy) / len(accuracy) > 0.75
+
+
+@pytest.mark.parametrize("name", embedded.MODEL_NAMES)
+def test_perplexity_is_measured_at_a_length_that_the_models_were_trained_on(name, tokenizer):
+    """Beyond it they extrapolate: what a pruned model loses there says little about pruning."""
+    run = model_run(SearchSettings((name,)), name, resolve(name), "float32")
+    window = run.protocol.perplexity_window
+    assert window == 128
+    asked = model_run(SearchSettings((name,), perplexity_window=64), name, resolve(name), "float32")
+    assert asked.protocol.perplexity_window == 64
+    assert EvaluationProtocol().perplexity_window == 2048  # of all others
+    tokens = torch.tensor(tokenizer(embedded.perplexity_text(), add_special_tokens=False)["input_ids"][:4096])
+    model = AutoModelForCausalLM.from_pretrained(embedded.model_dir(name)).eval()
+    trained, beyond = (perplexity(model, tokens, length).ppl for length in (window, 512))
+    assert trained < 4 and beyond > 1.5 * trained
 
 
 def test_models_share_one_tokenizer_and_differ_in_shape():

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.conftest import VARIANTS
 from tune_prune.core.errors import UserError
+from tune_prune.models import unsupported
 from tune_prune.models.families import FAMILIES, Family, check_structure, decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.loading import config_geometry
 from tune_prune.models.registration import STEMS
+from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.selection import budget
+from tune_prune.pruning.surgery import prune
 
 TINY = {
     "vocab_size": 32,
@@ -70,6 +76,16 @@ def test_a_row_describes_a_real_model_of_its_type(model_type):
         assert parameters == set(family.projections().values()) | norms  # nothing else has weights
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_is_tested_with_its_switches_off_their_defaults(model_type):
+    """A row that fits the default config alone may be wrong for every real model of the family."""
+    usual = AutoConfig.for_model(model_type)
+    switched = [
+        (name, value) for kind, fields in VARIANTS.values() if kind == model_type for name, value in fields.items()
+    ]
+    assert switched and all(getattr(usual, name) != value for name, value in switched), switched
+
+
 def test_geometry_from_the_config_alone_is_that_of_the_real_model(tiny, variant):
     model = tiny(variant)
     family, from_meta = config_geometry(model.config)
@@ -120,17 +136,83 @@ def test_published_models_have_their_published_sizes(model_type, sizes, total, g
         assert share == pytest.approx(0.230, abs=5e-4)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "phi3", "mixtral", "qwen"])
-def test_a_family_without_a_row_is_refused(model_type):
+def test_a_model_type_that_transformers_does_not_know_is_taken_for_a_typo():
+    with pytest.raises(UserError, match=r"model type 'qwen' is not supported; did you mean 'qwen3'") as error:
+        family_of("qwen")
+    one_sentence(error)
+
+
+# What is said of the families that transformers has and the table has not, from meta-device models with two layers.
+FITTING = {
+    "smollm3": "Family('smollm3')",
+    "seed_oss": "Family('seed_oss')",
+    "granite": "Family('granite')",
+    "gemma": "Family('gemma')",
+    "olmo": "Family('olmo')",
+    "helium": "Family('helium')",
+    "cohere": "Family('cohere', layer_norms=('input_layernorm',))",  # attention and MLP in parallel
+}
+NOT_FITTING = {
+    "phi3": "have fused projections (self_attn.qkv_proj, mlp.gate_up_proj)",
+    "glm": "have fused projections (mlp.gate_up_proj)",
+    "falcon": "(transformer.h) have fused projections (self_attention.query_key_value)",
+    "gpt2": "(transformer.h) have fused projections (attn.c_attn)",
+    "gpt_neox": "(gpt_neox.layers) have fused projections (attention.query_key_value)",
+    "gemma2": "have extra norms (pre_feedforward_layernorm, post_feedforward_layernorm)",
+    "gemma3_text": "have extra norms (pre_feedforward_layernorm, post_feedforward_layernorm)",
+    "olmo2": "have extra norms (self_attn.q_norm, self_attn.k_norm, post_feedforward_layernorm)",
+    "exaone4": "have extra norms (post_feedforward_layernorm)",
+    "bitnet": "have extra norms (self_attn.attn_sub_norm, mlp.ffn_sub_norm)",
+    "mixtral": "are mixtures of experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)",
+    "qwen3_moe": "are mixtures of experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)",
+    "phi": "have self_attn.dense, mlp.fc1, mlp.fc2 but no mlp.down_proj, mlp.gate_proj, mlp.up_proj, self_attn.o_proj",
+    "starcoder2": "have mlp.c_fc, mlp.c_proj but no mlp.down_proj, mlp.gate_proj, mlp.up_proj",
+    "arcee": "(model.layers) have no mlp.gate_proj;",
+    "mamba": "(backbone.layers) have",
+}
+
+
+def refused(model_type: str, **fields: Any) -> str:
+    config = AutoConfig.for_model(model_type, **{"num_hidden_layers": 2} | fields)
     with pytest.raises(UserError) as error:
-        family_of(model_type)
-    text = one_sentence(error)
-    assert repr(model_type) in text and all(name in text for name in FAMILIES)
+        config_geometry(config)
+    return one_sentence(error)
 
 
-def test_an_unknown_family_is_refused_from_its_config():
-    with pytest.raises(UserError, match="'gpt2' is not supported"):
-        config_geometry(AutoConfig.for_model("gpt2"))
+@pytest.mark.parametrize(("model_type", "row"), FITTING.items())
+def test_a_family_that_fits_is_refused_with_its_row(model_type, row, monkeypatch):
+    """And the row is right: by it a model is pruned to what the dense one is with the groups' columns at zero."""
+    text = refused(model_type)
+    assert f"model type {model_type!r} is not supported yet, but its layers fit: add {row} to FAMILIES" in text
+    assert str(Path("models") / "families.py") in text and "CONTRIBUTING.md" in text
+    monkeypatch.setitem(FAMILIES, model_type, family := eval(row, {"Family": Family}))
+    torch.manual_seed(0)
+    model = from_config(model_type, **TINY, **HEADS, head_dim=4, pad_token_id=0).double().eval().requires_grad_(False)
+    geometry = read_geometry(model, family)
+    groups, channels = ((0,), (0, 1)), (tuple(range(0, 24, 2)), tuple(range(5)))
+    small = prune(model, family, PruningPlan(groups, channels, 0, 0, geometry.total_params))
+    for layer, kept, wide in zip(decoder_layers(model, family), groups, channels, strict=True):
+        part = family.linears(layer)
+        group = part["output"].in_features // 2
+        for index in {0, 1} - set(kept):
+            part["output"].weight[:, index * group : (index + 1) * group] = 0
+        part["down"].weight[:, [index for index in range(24) if index not in wide]] = 0
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(small(tokens).logits, model(tokens).logits, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(("model_type", "says"), NOT_FITTING.items())
+def test_a_family_that_does_not_fit_is_refused_with_the_reason(model_type, says):
+    text = refused(model_type)
+    assert f"model type {model_type!r} is not supported: its layers (" in text and says in text
+    assert "did you mean" not in text and text.endswith(
+        "; choose a model of a supported family: llama, mistral, qwen2, qwen3"
+    )
+
+
+def test_the_row_of_every_family_is_found_in_its_model(variant, tiny):
+    model = tiny(variant)
+    assert unsupported.fitting_row(model) == FAMILIES[model.config.model_type]
 
 
 def test_fused_projections_are_refused():

@@ -1,4 +1,4 @@
-"""Models of the hub as transformers finds them in its cache: a search of one from start to end, without a network."""
+"""Models and data sets of the hub as the libraries find them in their cache: commits in keys, a search without a network."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.search_folders import data_folder
+from tune_prune.core.config import EvaluationProtocol, ModelRun
+from tune_prune.core.errors import UserError
+from tune_prune.data import calibration, perplexity_text
+from tune_prune.data.sources import data_fingerprint, hub_datasets, measured_on, task_source
 from tune_prune.embedded import model_dir
+from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.models import hub, loading
 from tune_prune.models.catalog import resolve
 
@@ -40,6 +48,78 @@ def test_a_hub_model_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     first = resolve("acme/tiny", COMMITS[0])
     assert loading.model_fingerprint(first, loading.load_config(first)) in seen
     assert hub.commit("acme/other") is None
+
+
+def cached_dataset(home: Path, repo: str, commit: str) -> Path:
+    """A data set in the hub's cache below `home`, as the datasets library leaves it; gives its README.md."""
+    folder = home / "hub" / f"datasets--{repo.replace('/', '--')}"
+    card = folder / "snapshots" / commit / "README.md"
+    card.parent.mkdir(parents=True)
+    card.touch()
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs" / "main").write_text(commit, encoding="utf-8")
+    return card
+
+
+HUB_RUN = ModelRun("acme/tiny", "tiny", None, "wikitext2", None, EvaluationProtocol(), 0, "float32")
+
+
+def test_keys_name_the_commits_of_hub_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repos = hub_datasets(HUB_RUN)
+    assert len(repos) == 7 and {"Salesforce/wikitext", "allenai/ai2_arc"} < set(repos)  # ARC has two of the tasks
+    seen, measured = {data_fingerprint(HUB_RUN)}, {repr(measured_on(HUB_RUN))}
+    for repo in repos:
+        for commit in COMMITS:
+            cached_dataset(tmp_path, repo, commit)
+            assert hub.dataset_commit(repo) == commit
+            seen.add(data_fingerprint(HUB_RUN))
+            measured.add(repr(measured_on(HUB_RUN)))
+    assert len(seen) == len(measured) == 1 + 2 * 7
+    assert hub_datasets(replace(HUB_RUN, model="tiny-llama", calibration="embedded")) == []
+    assert hub_datasets(replace(HUB_RUN, data_dir=str(tmp_path), calibration="c4")) == ["allenai/c4"]
+
+
+def test_hub_data_are_read_at_the_commit_that_keys_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for repo in ("Salesforce/wikitext", "allenai/ai2_arc"):
+        cached_dataset(tmp_path, repo, COMMITS[0])
+    asked = []
+
+    def load_dataset(path: str, *_: object, **keywords: Any) -> dict[str, list[str]]:
+        asked.append((path, keywords["revision"]))
+        if path.startswith("allenai"):
+            raise ConnectionError("offline")
+        return {"text": ["one", "two"]}
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert calibration.load_text("wikitext2") == perplexity_text.load_text(None, False) == "one\n\ntwo"
+    tokenizer = AutoTokenizer.from_pretrained(model_dir("tiny-llama"))
+    with pytest.raises(UserError, match="'arc_challenge' could not be loaded"):
+        build_suite(tokenizer, EvaluationProtocol(("arc_challenge",)), task_source(HUB_RUN), 512)
+    assert asked == [("Salesforce/wikitext", COMMITS[0])] * 2 + [("allenai/ai2_arc", COMMITS[0])]
+
+
+def test_the_hub_is_asked_once_for_a_commit_that_no_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert hub.dataset_commit("allenai/c4") is None  # no test asks the hub
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    asked = []
+
+    def answer(repo: str, file: str, repo_type: str) -> str:
+        asked.append((repo, file, repo_type))
+        return str(cached_dataset(tmp_path, repo, COMMITS[1]))
+
+    def silence(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", silence)
+    with pytest.raises(UserError, match=r"data set allenai/c4 .* cannot be reached \(no route\).*--data-dir DIR"):
+        hub.dataset_commit("allenai/c4")
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: None)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", answer)
+    assert {hub.dataset_commit("allenai/c4") for _ in range(3)} == {COMMITS[1]}
+    assert asked == [("allenai/c4", "README.md", "dataset")]
 
 
 @pytest.mark.slow

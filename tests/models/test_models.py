@@ -85,7 +85,7 @@ def test_folders_become_absolute(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("lama", "unknown model 'lama'; did you mean 'llama'"),
         ("Mistral", "did you mean 'mistral'"),
@@ -97,11 +97,11 @@ def test_folders_become_absolute(folder, monkeypatch):
         ("~/no-such-folder-here", "does not exist"),
     ],
 )
-def test_names_that_mean_nothing(name, said):
+def test_names_that_mean_nothing(name, expected):
     with pytest.raises(UserError) as error:
         resolve(name)
     text = one_sentence(error)
-    assert said in text and "tiny-llama" in text  # what is known is listed
+    assert expected in text and "tiny-llama" in text  # what is known is listed
 
 
 def test_paths_that_are_no_model_folder(tmp_path):
@@ -149,6 +149,19 @@ def test_tied_embeddings_are_not_missing(tiny, complete, tmp_path):
     loaded = load(tmp_path)
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     assert loaded.geometry.total_params == sum(p.numel() for p in tiny("llama-tied").parameters())
+
+
+def test_tied_embeddings_may_be_stored_under_the_name_of_the_head(tiny, complete, tmp_path):
+    model = tiny("llama-tied", torch.float32)
+    model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(complete / name, tmp_path)
+    edit_weights(tmp_path, lambda weights: weights.update({"lm_head.weight": weights.pop("model.embed_tokens.weight")}))
+    weight_files.check_weights(tmp_path, loading.meta_model(load_config(resolve(str(tmp_path)))))
+    assert torch.equal(load(tmp_path).model.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    edit_weights(tmp_path, lambda weights: weights.pop("lm_head.weight"))
+    with pytest.raises(UserError, match=r"1 tensors .* model\.embed_tokens\.weight is missing"):
+        weight_files.check_weights(tmp_path, loading.meta_model(load_config(resolve(str(tmp_path)))))
 
 
 def edit_weights(folder: Path, change) -> None:

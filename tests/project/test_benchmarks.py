@@ -173,16 +173,18 @@ def test_overhead(bench: Callable[..., dict[str, Any]]) -> None:
     memory = values["memory"]
     assert [int(trial) for trial in memory["resident_bytes"]] == [10, 12]
     assert memory["tensor_bytes"]["largest"] == memory["tensor_bytes"]["first"]  # trials leave no tensor behind
-    assert values["through_ray"] == []
+    assert values["commands"] == []
 
 
 @pytest.mark.slow
 def test_overhead_of_a_search(bench: Callable[..., dict[str, Any]]) -> None:
     argv = ["--model", "tiny-llama", "--trials", "0", "--limit", "3", "--tasks", "boolq", "--memory-trials", "0"]
-    (search,) = bench("overhead", *argv, "--threads", "1")["through_ray"]
-    assert search["trials"] == 6
-    assert 0 < search["stage_seconds"] < search["wall"] * search["slots"]
-    assert 0 < search["outside_share"] < 1
+    searches = bench("overhead", *argv, "--threads", "1")["commands"]
+    assert [search["way"] for search in searches] == ["Ray", "--inline"]
+    for search in searches:
+        assert search["trials"] == 6
+        assert 0 < search["stage_seconds"] < search["wall"] * search["slots"]
+        assert 0 < search["start"] < search["wall"] and 0 < search["outside_share"] < 1
 
 
 @pytest.mark.slow

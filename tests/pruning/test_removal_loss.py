@@ -85,6 +85,48 @@ def test_batching_does_not_matter(tiny, monkeypatch):
         np.testing.assert_allclose(batched.removed[kind], whole.removed[kind], atol=1e-12)
 
 
+def test_batches_hold_the_same_samples_whatever_their_number():
+    for step in (1, 4, 64):
+        longest = list(batches.growing_batches(200, step))
+        assert [start for start, _ in longest] == [sum(size for _, size in longest[:i]) for i in range(len(longest))]
+        assert all(size <= max(1, min(start, step)) for start, size in longest)
+        for samples in range(1, 200):
+            found = list(batches.growing_batches(samples, step))
+            assert found == longest[: len(found)] and found[-1][0] < samples <= sum(found[-1])
+            assert sum(size for _, size in found) < 2 * samples  # what fills the last one is bounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_samples_give_the_bits_of_many(tiny, dtype):
+    """With two tokens a sample, products of a batch of few samples have other kernels than those of many."""
+    model = tiny("llama", dtype)
+    samples = torch.randint(0, 64, (40, 2), generator=torch.Generator().manual_seed(0))
+    many = removal_losses(model, FAMILIES["llama"], samples, ("mlp",))
+    for count in (1, 2, 3, 4, 7, 20):
+        few = removal_losses(model, FAMILIES["llama"], samples[:count], ("mlp",))
+        np.testing.assert_array_equal(few.dense, many.dense[:count])
+        np.testing.assert_array_equal(few.removed["mlp"], many.removed["mlp"][:, :count])
+
+
+def test_a_sample_runs_in_a_batch_of_one_size_in_every_pass(tiny, monkeypatch):
+    """The last bits of a loss depend on the size of its batch, on some machines: where one does, two passes must not differ."""
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+    model, original, seen = tiny("llama"), NextTokenLosses.__call__, []
+
+    def record(losses: NextTokenLosses, batch: torch.Tensor) -> torch.Tensor:
+        seen.extend([len(batch)] * len(batch))
+        return original(losses, batch)
+
+    monkeypatch.setattr(NextTokenLosses, "__call__", record)
+    sizes = {}
+    for count in range(1, 14):
+        seen.clear()
+        found = removal_losses(model, FAMILIES["llama"], windows(count), ())
+        sizes[count] = seen[:count]
+        assert len(found.dense) == count
+    assert all(sizes[count] == sizes[13][:count] for count in sizes) and set(sizes[13]) == {1, 2, 4}
+
+
 def test_only_the_kinds_asked_for_are_computed_once_each(tiny):
     found = removal_losses(tiny("llama"), FAMILIES["llama"], windows(2), ("mlp", "mlp"))
     assert list(found.removed) == ["mlp"]
@@ -125,7 +167,7 @@ def test_the_model_is_restored(tiny, monkeypatch, failing_call):
     monkeypatch.setattr(NextTokenLosses, "__call__", fail_at_last)
     if failing_call is None:
         removal_losses(model, FAMILIES["qwen3"], windows(), KINDS)
-        assert len(calls) == 1 + 3 * 4
+        assert len(calls) == 3 * (1 + 3 * 4)  # in batches of 1, 1 and 2
     else:
         with pytest.raises(RuntimeError, match="out of memory"):
             removal_losses(model, FAMILIES["qwen3"], windows(), KINDS)

@@ -48,7 +48,7 @@ class TestEveryStatistic:
         """Bit for bit, where samples end inside a batch, at its end, and in a ragged last one."""
         monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
         model, samples, statistic = tiny("llama", dtype), windows(11), load_statistic(name)
-        counts = (4, 8, 11) if name == "block_removal" else (1, 3, 4, 6, 8, 11)  # kept per sample: ends of batches
+        counts = (1, 3, 4, 6, 8, 11)
         (wanted,) = by_statistic(needs_of(name, *counts)).values()
         together = statistic.collect(model, family_of(model), samples, wanted)
         for need in needs_of(name, *counts):

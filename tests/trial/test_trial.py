@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
-from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, PruningConfig
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
 from tune_prune.pruning.groups import GroupScores, PruningPlan
@@ -189,7 +189,7 @@ def test_keys_tell_configurations_models_data_and_protocols_apart(context, tmp_p
     runs = [
         RUN,
         replace(RUN, seed=1),
-        replace(RUN, protocol=EvaluationProtocol(limit=6)),
+        replace(RUN, protocol=replace(RUN.protocol, limit=6)),
         replace(RUN, dtype="bfloat16"),
     ]
     text = tmp_path / "text.txt"
@@ -212,7 +212,7 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
-run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(limit=5), 0, "float32")
+run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(limit=5, perplexity_window=128), 0, "float32")
 trial = Trial(PruningConfig("blockwise", 16, 10, 0.2), TrialContext.open(run, sys.argv[1], device="cpu"))
 for report in trial.stages():
     if report.stage == "perplexity":

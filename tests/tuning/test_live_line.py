@@ -150,7 +150,7 @@ def test_finished_trials_of_an_earlier_start_are_not_waited_for():
     recorded = [TrialRecord("k0", "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
     search = Search(recorded=recorded, jobs=[])
     search.line.on_begin()
-    eta = clock(WORKER_START_S + 3 * (30 + TRIAL_OVERHEAD_S))
+    eta = clock(COST.start_s + 3 * (30 + TRIAL_OVERHEAD_S))
     assert search.screen.getvalue() == f"[1/4] running 0, failed 0, best acc .8421 taylor-s16-n8, ETA {eta}\n"
 
 

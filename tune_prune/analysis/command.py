@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")  # rules.RULES, without its imports
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
-_REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md")
+_REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,12 +42,22 @@ def parser() -> argparse.ArgumentParser:
         help="a results file (all_methods_results.csv, or one like it) of a model; give it again for more",
     )  # fmt: skip
     p.add_argument(
+        "--baseline", type=_labelled_accuracy, action="append", default=[], metavar="MODEL=ACCURACY",
+        help="accuracy of a dense model that is not in its results file, as a fraction or in percent (Llama=0.651, Llama=65.1), "
+        "for accuracy retained; give it again for more",
+    )  # fmt: skip
+    p.add_argument(
         "--output", type=_path, default=Path("results"), metavar="DIR", help="where to write (default: %(default)s)"
     )
     p.add_argument(
         "--rule", choices=RULES, default="accuracy",
         help="how the best is chosen: highest accuracy, lowest perplexity, cheapest within one standard error of the most "
         "accurate, or most accurate of the Pareto set (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--percent", action="store_true",
+        help="accuracies as 59.80 instead of .5980 on the screen and page, in reports, LaTeX and Markdown; CSV and JSON keep "
+        "fractions",
     )  # fmt: skip
     p.add_argument("--lang", choices=LANGUAGES, default="en", help="of the text report (default: %(default)s)")
     p.add_argument(
@@ -67,6 +77,21 @@ def _labelled_path(text: str) -> tuple[str, Path]:
     if not (label.strip() and equals and path.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=PATH, e.g. Llama=all_methods_results.csv")
     return label.strip(), _path(path.strip())
+
+
+def _labelled_accuracy(text: str) -> tuple[str, float]:
+    label, _, written = text.rpartition("=")
+    try:
+        accuracy = float(written.removesuffix("%"))
+    except ValueError:
+        accuracy = 0.0
+    if written.endswith("%") or accuracy > 1:
+        accuracy /= 100
+    if not label.strip() or not 0 < accuracy <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not MODEL=ACCURACY with a fraction above 0 or a percentage, e.g. Llama=0.651 or Llama=65.1"
+        )
+    return label.strip(), accuracy
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,6 +120,7 @@ def _main(argv: list[str]) -> None:
     from tune_prune.analysis.figures.figures import draw_all
     from tune_prune.analysis.input.reading import read_study
     from tune_prune.analysis.layout import write_layout
+    from tune_prune.analysis.render.messages import accuracies_in_percent
     from tune_prune.analysis.render.page import write_page
     from tune_prune.analysis.render.paragraphs import write_paragraphs
     from tune_prune.analysis.render.report import write_report
@@ -102,7 +128,7 @@ def _main(argv: list[str]) -> None:
     from tune_prune.analysis.tables.all_tables import write_tables
 
     done("imports")
-    study = read_study(args.folders, args.csv)
+    study = read_study(args.folders, args.csv, args.baseline)
     done("reading")
     findings = find(study, args.rule, args.seed)
     if not findings.models:
@@ -113,15 +139,17 @@ def _main(argv: list[str]) -> None:
     done("layout")
     figures = draw_all(findings, output / "figures")
     done("figures")
-    files += [*figures, *write_tables(findings, output / "tables")]
-    page, report, paragraphs = (output / name for name in _REPORTS)
-    write_paragraphs(findings, paragraphs)
-    write_report(findings, report, args.lang)
-    write_page(findings, figures, page)
+    page, report, paragraphs, _ = (output / name for name in _REPORTS)
+    with accuracies_in_percent(args.percent):
+        files += [*figures, *write_tables(findings, output / "tables")]
+        write_paragraphs(findings, paragraphs)
+        write_report(findings, report, args.lang)
+        write_page(findings, figures, page)
+        description = describe(findings)
     done("tables and reports")
     counts = Counter(path.relative_to(output).parts[0] for path in files)
     others = [f"{name}/ ({n})" if (output / name).is_dir() else name for name, n in counts.items()]
-    print(f"{describe(findings)}\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
+    print(f"{description}\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
     steps = ", ".join(f"{step} {duration:.1f}" for step, duration in seconds.items())
     print(f"took         {time.monotonic() - started:.1f} s ({steps})")
 
@@ -147,11 +175,13 @@ def _why_nothing(study: Study) -> str:
     models = study.models.values()
     if any(model.rows["success"].any() for model in models):
         return "no complete trial has a finite acc_mean, so nothing can be compared; look at the rows' acc_mean"
+    count, names = sum(len(model.rows) for model in models), ", ".join(study.models)
+    if not count:
+        return f"{names} has no finished trial yet; run the search first"
     problems = [problem for model in models for problem in model.problems]
     problems.sort(key=lambda problem: problem.kind in ("note", "missing"))  # what trials ended with first
     why = f"e.g. {problems[0].what} ({problems[0].where})" if problems else "none has ended"
-    count = sum(len(model.rows) for model in models)
-    return f"none of the {count} trials of {', '.join(study.models)} is complete ({why}); run the search until one is"
+    return f"none of the {count} trials of {names} is complete ({why}); run the search until one is"
 
 
 def describe(findings: Findings) -> str:
@@ -170,10 +200,12 @@ def describe(findings: Findings) -> str:
     problems = sorted(distinct.values(), key=lambda p: p.kind == "stopped_early")  # as the search meant it: last
     for problem in problems[:_SHOWN_PROBLEMS]:
         text = ": ".join(filter(None, (problem.model, problem.where, problem.what)))
-        lines.append(f"problem      {one_line(text, _WIDTH)}")
+        lines.append(f"{'note' if problem.kind == 'note' else 'problem':13}{one_line(text, _WIDTH)}")
     if len(problems) > _SHOWN_PROBLEMS:
         lines.append(f"             and {len(problems) - _SHOWN_PROBLEMS} more, all in report.html")
-    best = best_configurations(findings).pick("model", "name", "acc_mean", "ppl", "cross_fitted", "share_of_runs")
+    best = best_configurations(findings).pick(
+        "model", "name", "acc_mean", "retained", "ppl", "cross_fitted", "share_of_runs"
+    )
     lines += ["", best.title, text_table(best), *note_sentences(best), ""]
     warnings: dict[str, list[str]] = {}
     for label, found in findings.models.items():

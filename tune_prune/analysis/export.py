@@ -16,13 +16,14 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import CALIBRATION, config_of, frame, plain_value, plain_values
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
-from tune_prune.analysis.tables.configurations import ratio
 from tune_prune.core.files import to_json
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_COMPARISON, RESULTS, FolderStore
 
 # 2: within_noise is a confidence set, within_noise_basis one word; the analysis adds `selection` and `command`
-SCHEMA_VERSION = 2
+# 3: `baseline` has all metrics of the dense model; edges' `hyperparameter` was `knob`, selection's `p_value` was `p_best`;
+#    methods have their `differences`
+SCHEMA_VERSION = 3
 
 
 def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Findings) -> list[Path]:
@@ -47,7 +48,12 @@ def views(
         "models_without_complete_trial": sorted(set(labels) - set(best)),
     }
     methods = {label: _methods(findings, label) for label in labels if not findings.study.models[label].rows.empty}
-    comparison = {"schema_version": SCHEMA_VERSION, "metric": "acc_mean", "models": methods}
+    differences = {
+        label: [plain_values(pair, *pair) for pair in found.method_pairs.reset_index().to_dict("records")]
+        for label, found in findings.models.items()
+        if label in labels
+    }
+    comparison = {"schema_version": SCHEMA_VERSION, "metric": "acc_mean", "models": methods, "differences": differences}
     rows = rows.assign(output_dir=[relative(name, folder) for name in rows["output_dir"]])
     return {
         RESULTS: rows.to_csv(index=False, lineterminator="\n"),
@@ -66,7 +72,6 @@ def relative(folder: str | None, base: Path) -> str | None:
 def best_entry(found: ModelFindings, folder: Path) -> dict[str, Any]:
     """The best configuration of a model as one that can be run again, with the evidence for it, in a file of `folder`."""
     best, dense = found.best, found.model.baseline
-    baseline = plain_values(dense, "acc_mean", "acc_mean_stderr", "ppl")
     return {
         **asdict(config_of(best)),
         "source": None if found.model.source is None else dict(found.model.source),
@@ -77,12 +82,13 @@ def best_entry(found: ModelFindings, folder: Path) -> dict[str, Any]:
             for task in found.model.tasks
             if not pd.isna(best[f"acc_{task}"])
         },
-        "baseline": baseline | {"params": plain_value(dense.get("params_count"))} if dense else None,
-        "retained_accuracy": ratio(best["acc_mean"], dense.get("acc_mean")),
+        "baseline": plain_values(dense, *dense) or None,
+        "perplexity_window": found.model.window,
+        "retained_accuracy": found.retained(best["acc_mean"]),
         "num_complete_trials": len(found.eligible),
         "within_noise": [name for name in found.tied if name != best["name"]],
         "within_noise_basis": found.basis,
-        "edges": [{"knob": factor, "value": value, "edge": side} for factor, value, side in found.edges],
+        "edges": [{"hyperparameter": factor, "value": value, "edge": side} for factor, value, side in found.edges],
     }
 
 

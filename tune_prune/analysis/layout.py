@@ -63,12 +63,12 @@ def folder_name(model: Model, taken: set[str]) -> str:
 
 def _evidence(found: ModelFindings) -> dict[str, Any]:
     """What stands behind a model's best configuration, and the command that runs it again."""
-    p_values = map(plain_value, found.eligible["p_best"])
+    p_values = map(plain_value, found.eligible["p_value"])
     selection = {
         "rule": found.rule,
         "chosen": found.chosen,
         "confidence_set": found.tied,
-        "p_best": dict(zip(found.eligible["name"], p_values, strict=True)),
+        "p_value": dict(zip(found.eligible["name"], p_values, strict=True)),
         "basis": found.basis,
         "cross_fit": None if found.cross_fit is None else asdict(found.cross_fit),
     }

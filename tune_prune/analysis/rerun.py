@@ -24,7 +24,18 @@ def command(model: Model, row: Mapping[str, Any]) -> str | None:
     lines = " ".join(shlex.quote(f"{name}: {value}") for name, value in space.items())
     protocol = source["protocol"]
     values = {**protocol, **source, "search_space": f"{config.name}.yaml", "tasks": ",".join(protocol["tasks"])}
-    names = ("model", "revision", "search_space", "calibration", "data_dir", "tasks", "limit", "dtype", "seed")
+    names = (
+        "model",
+        "revision",
+        "search_space",
+        "calibration",
+        "data_dir",
+        "tasks",
+        "limit",
+        "perplexity_window",
+        "dtype",
+        "seed",
+    )
     flags = " ".join(
         f"--{name.replace('_', '-')} {shlex.quote(str(values[name]))}" for name in names if values[name] is not None
     )

@@ -14,7 +14,8 @@ from tune_prune.core.errors import exit_code, whole_number
 
 
 def add_measurement_flags(group: argparse._ActionsContainer) -> None:
-    """--data-dir, --tasks, --limit and --dtype: what a model is measured on, the same for every command that measures."""
+    """--data-dir, --tasks, --limit, --perplexity-window and --dtype: what a model is measured on, the same for every command
+    that measures."""
     group.add_argument(
         "--data-dir",
         type=text,
@@ -29,6 +30,13 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
         type=whole_number(1, 10**9),
         metavar="N",
         help="at most N items per task, the first ones (default: all)",
+    )
+    group.add_argument(
+        "--perplexity-window",
+        type=whole_number(2, 10**6),
+        metavar="TOKENS",
+        help="of a window of the perplexity text, at most the model's limit (default: 2048; for an embedded model 128, the "
+        "length it was trained on; for a pruned checkpoint as recorded)",
     )
     group.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on GPUs, else float32)"

@@ -138,6 +138,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         data_dir=args.data_dir,
         tasks=args.tasks,
         limit=args.limit,
+        perplexity_window=args.perplexity_window,
         seed=args.seed,
         dtype=args.dtype,
         scheduler=args.scheduler,

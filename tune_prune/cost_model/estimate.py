@@ -24,6 +24,7 @@ from tune_prune.pruning.statistics import Need, by_statistic, load_statistic
 
 # Measured on a two-core machine without a GPU.
 WORKER_START_S = 10.0  # Ray, a worker's imports and its model's configuration
+INLINE_START_S = 1.0  # without Ray: what the plan has not imported
 DISK_BYTES_PER_S = 1e9  # weights, from a local disk or its cache
 SUITE_S = 3.0  # importing lm-eval
 SUITE_S_PER_ITEM = 0.8e-3  # rendering and tokenising
@@ -31,8 +32,9 @@ TRIAL_OVERHEAD_S = 0.15  # of each trial outside of its stages: Ray's scheduling
 PRUNING_S = 0.005  # the choice of what is kept
 PRUNING_BYTES_PER_S = 5e8  # slicing the weights
 
-# Wall time over prediction in validation searches: idle machines at the low end, at the high end what is left beside the load.
-FASTER, SLOWER = 0.8, 1.4
+# What the rates and constants may be off by. Searches of the embedded models took 0.65 to 1.47 of the predicted wall time on
+# an otherwise idle two-core machine; beside a load of 4, 0.76 at least, and at most 0.96 of what that load makes of it.
+FASTER, SLOWER = 0.65, 1.5
 
 Seconds = dict[str, float]  # by stage
 
@@ -88,6 +90,7 @@ class CostEstimate:
     notes: tuple[str, ...] = ()
     load: Load | None = None  # of the machine when its speed was measured
     slowdown: tuple[float, float] = (1.0, 1.0)  # what the seconds are to be multiplied by, at least and at most
+    start_s: float = WORKER_START_S  # before the first stage
 
     @property
     def wall_range(self) -> tuple[float, float]:
@@ -135,21 +138,22 @@ def estimate(
     statistics_in_trials: bool = False,
     notes: Sequence[str] = (),
     cpus: float = 1.0,
+    start_s: float = WORKER_START_S,
 ) -> CostEstimate:
-    """The cost of `works` on `slots` workers with `gpus` and `cpus` each. `statistics_in_trials`: passes are made by the first
-    trial that needs them instead of by jobs before."""
+    """The cost of `works` on `slots` workers with `gpus` and `cpus` each, which take `start_s` to start.
+    `statistics_in_trials`: passes are made by the first trial that needs them instead of by jobs before."""
     works = list(works)
     models = tuple(_model(work, statistics_in_trials) for work in works)
     durations: list[float] = []
     for model in models:
         durations += [sum(job.values()) for job in model.jobs.values()]
         durations += [sum(model.trial.values()) + TRIAL_OVERHEAD_S] * model.trials
-    wall = WORKER_START_S + _dealt_out(durations, slots) if durations else 0.0
+    wall = start_s + _dealt_out(durations, slots) if durations else 0.0
     work = sum(stage.seconds for model in models for stage in model.stages)
     speeds = [work.speed for work in works]
     load = max((speed.load for speed in speeds), key=lambda load: load.average, default=None)
     most = max((_slowdown(speed, slots, cpus, gpus) for speed in speeds), default=1.0)
-    return CostEstimate(models, slots, wall, work * gpus / 3600, tuple(notes), load, (FASTER, most))
+    return CostEstimate(models, slots, wall, work * gpus / 3600, tuple(notes), load, (FASTER, most), start_s)
 
 
 def _slowdown(speed: DeviceSpeed, slots: int, cpus: float, gpus: float) -> float:

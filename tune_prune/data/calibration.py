@@ -7,6 +7,7 @@ seed, so that the first n samples are the same whatever n is asked for. Never th
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,12 @@ import torch
 from tune_prune import embedded
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
+from tune_prune.models import hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HUB_TEXTS = ("wikitext2", "c4")
+HUB_TEXTS = {"wikitext2": "Salesforce/wikitext", "c4": "allenai/c4"}  # name -> repository
 C4_DOCUMENTS = 4000  # first documents of C4's train split: about 2M tokens, enough for 512 windows of 2048
 
 
@@ -65,12 +67,14 @@ def load_text(source: str) -> str:
         if not text.strip():
             raise UserError(f"calibration text {source} is empty; give a text file with enough tokens for the search")
         return text
+    repo = HUB_TEXTS[source]
+    commit = hub.dataset_commit(repo)
     import datasets  # only here: half a second, and not needed for local texts
 
     try:
         if source == "wikitext2":
-            return "\n\n".join(datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="train")["text"])
-        stream = datasets.load_dataset("allenai/c4", "en", split="train", streaming=True)
+            return "\n\n".join(datasets.load_dataset(repo, "wikitext-2-raw-v1", split="train", revision=commit)["text"])
+        stream = datasets.load_dataset(repo, "en", split="train", streaming=True, revision=commit)
         return "\n\n".join(row["text"] for row in stream.take(C4_DOCUMENTS))
     except Exception as error:  # datasets, huggingface_hub and the network libraries each raise their own kinds
         raise UserError(
@@ -80,9 +84,17 @@ def load_text(source: str) -> str:
 
 
 def calibration_fingerprint(source: str) -> str:
-    """What the calibration text is, by content; for hub texts by name."""
+    """What the calibration text is, by content; for hub texts by name and commit. A text is read for it once per process,
+    unless its file changes."""
     if source in HUB_TEXTS:
-        return f"hub:{source}"
+        return hub.dataset_identity(f"hub:{source}", HUB_TEXTS[source])
+    path = Path(source)
+    found = path.stat() if path.is_file() else None  # "embedded" is no path
+    return _digest(source, None if found is None else (found.st_size, found.st_mtime_ns, found.st_ino))
+
+
+@lru_cache(maxsize=8)
+def _digest(source: str, file_state: tuple[int, int, int] | None) -> str:
     return hashlib.sha256(load_text(source).encode()).hexdigest()[:16]
 
 

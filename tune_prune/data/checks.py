@@ -11,7 +11,7 @@ import yaml
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration, perplexity_text, task_files
-from tune_prune.data.sources import task_source, uses_embedded_data
+from tune_prune.data.sources import hub_datasets, task_source, uses_embedded_data
 from tune_prune.models import hub
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PretrainedConfig
 
     from tune_prune.models.catalog import ModelSource
-
-PERPLEXITY_REPO = "Salesforce/wikitext"  # stands for every data set of the hub when it is asked whether it answers
 
 
 def data_dir(asked: str | None) -> str | None:
@@ -45,14 +43,8 @@ def check_data(run: ModelRun) -> None:
             except (yaml.YAMLError, UnicodeDecodeError) as error:
                 cause = " ".join(str(error).split())
                 raise UserError(f"{task.definition} is not valid YAML ({cause}); correct the definition") from error
-    if run.calibration in calibration.HUB_TEXTS or source.kind == "hub":
-        try:
-            hub.probe(PERPLEXITY_REPO, "README.md", repo_type="dataset")
-        except Exception as error:  # no network, a proxy, a hub that is down: each of its own kind
-            raise UserError(
-                f"the data sets of the Hugging Face hub cannot be reached ({' '.join(str(error).split())}); check the network, or "
-                "use local files: --data-dir DIR (docs/data.md), --calibration FILE"
-            ) from error
+    for repo in hub_datasets(run):
+        hub.dataset_commit(repo)
     if run.data_dir is not None and source.kind == "folder":
         path = Path(run.data_dir) / perplexity_text.TEXT_FILE
         try:

@@ -6,7 +6,9 @@ import hashlib
 from pathlib import Path
 
 from tune_prune.core.errors import UserError
+from tune_prune.models import hub
 
+HUB_TEXT = "Salesforce/wikitext"  # repository
 TEXT_FILE = Path("text") / "wikitext2-raw.test.txt"
 
 
@@ -29,10 +31,11 @@ def load_text(data_dir: str | None, embedded: bool) -> str:
         with path.open(encoding="utf-8") as file:
             return "\n\n".join(line if line.strip() else "" for line in file)
 
+    commit = hub.dataset_commit(HUB_TEXT)
     from datasets import load_dataset
 
     try:
-        rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+        rows = load_dataset(HUB_TEXT, "wikitext-2-raw-v1", split="test", revision=commit)
     except Exception as error:  # the hub client has no common class for "offline", "no such file" and "no connection"
         raise UserError(
             f"WikiText-2 could not be loaded from the hub ({type(error).__name__}); put its raw test split at "
@@ -42,7 +45,7 @@ def load_text(data_dir: str | None, embedded: bool) -> str:
 
 
 def perplexity_fingerprint(data_dir: str | None, embedded: bool) -> str:
-    """What the perplexity text is, by content; the hub's by name. Raises UserError where a local text is missing."""
+    """What the perplexity text is, by content; the hub's by name and commit. Raises UserError where a local text is missing."""
     if data_dir is None and not embedded:
-        return "hub:wikitext-2-raw-v1"
+        return hub.dataset_identity("hub:wikitext-2-raw-v1", HUB_TEXT)
     return hashlib.sha256(load_text(data_dir, embedded).encode()).hexdigest()[:16]

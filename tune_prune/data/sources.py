@@ -24,6 +24,14 @@ def task_source(run: ModelRun) -> task_files.TaskSource:
     return task_files.TaskSource.of(run.data_dir, uses_embedded_data(run))
 
 
+def hub_datasets(run: ModelRun) -> list[str]:
+    """The repositories of the hub that the texts and tasks of `run` come from, as far as they are known without asking it."""
+    repos = [calibration.HUB_TEXTS[run.calibration]] if run.calibration in calibration.HUB_TEXTS else []
+    if task_source(run).kind == "hub":
+        repos += [perplexity_text.HUB_TEXT, *(filter(None, map(task_files.hub_dataset, run.protocol.tasks)))]
+    return list(dict.fromkeys(repos))
+
+
 @dataclass(frozen=True)
 class MeasuredOn:
     """Fingerprints of what models are measured on, part by part."""

@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ import yaml
 
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.embedded import tasks_dir
+from tune_prune.models import hub
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -121,10 +123,13 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
 
 
 def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
-    """What the tasks ask, without building them: the files' content, hub tasks by name, and lm-eval's version, whose
-    definitions render them. Raises UserError as `check_tasks` does."""
+    """What the tasks ask, without building them: the files' content, hub tasks by name and, the seven, by commit, and lm-eval's
+    version, whose definitions render them. Raises UserError as `check_tasks` does."""
     parts = [importlib.metadata.version("lm_eval"), *task_names]
-    if source.kind != "hub":
+    if source.kind == "hub":
+        repos = {name: repo for name in task_names if (repo := hub_dataset(name)) is not None}
+        parts[1:] = [hub.dataset_identity(name, repos[name]) if name in repos else name for name in task_names]
+    else:
         for task in task_files(source, task_names):
             parts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in (task.definition, task.items)]
     return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
@@ -198,6 +203,33 @@ def _to_dataset(path: Path, items: list[dict[str, Any]]) -> Dataset:
         raise UserError(
             f"{path}: a field has values of different types ({error}); give every item the same types"
         ) from error
+
+
+def hub_dataset(name: str) -> str | None:
+    """The repository that lm-eval's definition of one of `STOCK_TASKS` names; None for another task."""
+    if name not in STOCK_TASKS:
+        return None
+    path, found = stock_definition(name), None
+    while found is None:  # a definition may include another one
+        text = path.read_text(encoding="utf-8")
+        found = re.search(r"^dataset_path: *(\S+)", text, re.MULTILINE)
+        included = re.search(r"^include: *(\S+)", text, re.MULTILINE)
+        if found is None and included is None:
+            return None
+        path = path if included is None else path.parent / included[1]
+    return found[1]
+
+
+def pinned_definition(name: str, folder: Path) -> Path:
+    """lm-eval's definition of one of `STOCK_TASKS`, in `folder`, to be read from the commit that `tasks_fingerprint` names."""
+    repo = hub_dataset(name)
+    commit = None if repo is None else hub.dataset_commit(repo)
+    if commit is None:
+        return stock_definition(name)
+    definition = {"include": str(stock_definition(name)), "task": name, "dataset_kwargs": {"revision": commit}}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(definition), encoding="utf-8")
+    return path
 
 
 def stock_definition(name: str) -> Path:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.errors import UserError
-from tune_prune.data.task_files import STOCK_TASKS, TaskSource, stock_definition, task_files, write_definition
+from tune_prune.data.task_files import STOCK_TASKS, TaskSource, pinned_definition, task_files, write_definition
 from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.evaluation.lm_adapter import encode
@@ -76,11 +76,11 @@ def _judged_by_lm_eval(
 
 def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Task]:
     """The protocol's tasks, each with its requests built."""
-    if source.kind == "hub":
-        for name in dict.fromkeys(protocol.tasks):
-            yield _load_from_hub(name, protocol.limit)
-        return
     with tempfile.TemporaryDirectory(prefix="tune_prune_tasks_") as folder:
+        if source.kind == "hub":
+            for name in dict.fromkeys(protocol.tasks):
+                yield _load_from_hub(name, protocol.limit, Path(folder))
+            return
         for file in task_files(source, protocol.tasks):
             try:
                 task = _load(TaskManager(include_defaults=False), str(write_definition(file, Path(folder))))
@@ -96,9 +96,9 @@ def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Ta
             yield task
 
 
-def _load_from_hub(name: str, limit: int | None) -> Task:
+def _load_from_hub(name: str, limit: int | None, folder: Path) -> Task:
     if name in STOCK_TASKS:
-        spec, manager = str(stock_definition(name)), TaskManager(include_defaults=False)
+        spec, manager = str(pinned_definition(name, folder)), TaskManager(include_defaults=False)
     else:
         spec, manager = name, TaskManager()  # reads every definition that lm-eval has: seconds
         if name not in manager.all_subtasks:

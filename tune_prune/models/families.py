@@ -78,13 +78,10 @@ PRUNED_PREFIX = "tune_prune_"
 
 def family_of(model_type: str) -> Family:
     """The row for transformers' `config.model_type`, also of a pruned checkpoint of the family. Raises UserError for a family
-    that is not in the table."""
+    that is not in the table; why a model of it cannot be pruned, `unsupported.reason` says."""
     model_type = model_type.removeprefix(PRUNED_PREFIX)
     if model_type not in FAMILIES:
-        raise UserError(
-            f"model type {model_type!r} is not supported ({did_you_mean(model_type, FAMILIES)}); "
-            "CONTRIBUTING.md says how to add a family"
-        )
+        raise UserError(f"model type {model_type!r} is not supported; {did_you_mean(model_type, FAMILIES)}")
     return FAMILIES[model_type]
 
 

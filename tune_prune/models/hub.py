@@ -1,4 +1,4 @@
-"""Ask the Hugging Face hub once whether it answers.
+"""Ask the Hugging Face hub once whether it answers, and which commit of a model or data set is used.
 
 The hub client tries a file that it has not cached six times, which takes half a minute where there is no network; one
 request with its normal time limit is enough to know.
@@ -10,6 +10,10 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants
+
+from tune_prune.core.errors import UserError
+
+_CARD = "README.md"  # of a data set: the file of its repository that the datasets library reads first
 
 
 def probe(repo: str, file: str, revision: str | None = None, repo_type: str = "model") -> None:
@@ -31,3 +35,27 @@ def commit(repo: str, revision: str | None = None) -> str | None:
     From the cache's layout, snapshots/<commit>/: newer transformers no longer tell it."""
     cached = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
     return Path(cached).parent.name if isinstance(cached, str) else None
+
+
+def dataset_commit(repo: str) -> str | None:
+    """The commit of data set `repo` that is read: the cache's main branch, else the newest one, which is then the cache's. None
+    offline where the cache has no such repository. Raises UserError where the hub does not answer."""
+    cached = huggingface_hub.try_to_load_from_cache(repo, _CARD, repo_type="dataset")
+    if not isinstance(cached, str):
+        if constants.HF_HUB_OFFLINE:
+            return None
+        try:
+            probe(repo, _CARD, repo_type="dataset")
+            cached = huggingface_hub.hf_hub_download(repo, _CARD, repo_type="dataset")
+        except Exception as error:  # no network, a proxy, a hub that is down: each of its own kind
+            raise UserError(
+                f"data set {repo} of the Hugging Face hub cannot be reached ({' '.join(str(error).split())}); check the network, "
+                "or use local files: --data-dir DIR (docs/data.md), --calibration FILE"
+            ) from error
+    return Path(cached).parent.name
+
+
+def dataset_identity(name: str, repo: str) -> str:
+    """What keys say of a data set: its name and, where that is known, its commit."""
+    commit = dataset_commit(repo)
+    return f"{name}@{commit}" if commit else name

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,9 +26,9 @@ from transformers.utils import logging as transformers_logging
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.models import hub, registration
+from tune_prune.models import hub, registration, unsupported
 from tune_prune.models.catalog import ModelSource
-from tune_prune.models.families import Family, family_of
+from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
 
 # A weight file up to this size is hashed whole; of a larger one, evenly spaced pieces (seconds instead of minutes).
@@ -90,16 +91,18 @@ def load_config(source: ModelSource) -> PretrainedConfig:
                 raise ValueError(f"it is not a valid JSON file: {error}") from error
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
-        family = family_of(values["model_type"])  # before transformers looks for code to run for an unknown one
+        if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
+            family_of(values["model_type"])
         if values["model_type"].startswith(registration.PREFIX):
             registration.register()  # ours, so that none of the code in the folder is run
         elif values.get("per_layer_config"):
             raise UserError(
-                f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers does "
-                f"not follow in {family.model_type} models; it was pruned by another tool: give the dense model, or a checkpoint "
-                "that tune_prune has written"
+                f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers "
+                f"does not follow in {values['model_type']} models; it was pruned by another tool: give the dense model, or a "
+                "checkpoint that tune_prune has written"
             )
         config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+        family = _family(config)
     except UserError:
         raise
     except Exception as error:  # transformers, its validation of fields and the hub client each raise their own kinds
@@ -113,6 +116,13 @@ def load_config(source: ModelSource) -> PretrainedConfig:
                 "of at least 1; download the model again or correct it"
             )
     return config
+
+
+def _family(config: PretrainedConfig) -> Family:
+    """The row of the config's family. Raises UserError, with the reason, for a family that has none."""
+    if config.model_type in FAMILIES or config.model_type.startswith(registration.PREFIX):
+        return family_of(config.model_type)
+    raise UserError(unsupported.reason(meta_model(config)))
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -151,7 +161,7 @@ def _tokenizer_class(source: ModelSource) -> Any:
 
 def config_geometry(config: PretrainedConfig) -> tuple[Family, Geometry]:
     """Family and geometry from a config alone. Raises UserError for a config that describes no such model."""
-    family = family_of(config.model_type)
+    family = _family(config)
     return family, read_geometry(meta_model(config), family)
 
 

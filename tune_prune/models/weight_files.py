@@ -36,12 +36,16 @@ def check_weights(folder: Path, model: nn.Module) -> None:
             cause = " ".join(str(error).split())
             size = path.stat().st_size
             raise UserError(f"weight file {path} is damaged or cut off ({size:,} bytes; {cause}); {_AGAIN}") from error
+    names: dict[nn.Parameter, list[str]] = {}  # tied weights have several, and are stored under any of them
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
     wrong = []
-    for name, parameter in model.named_parameters():  # tied weights come once
-        stored = shapes.get(name, shapes.get(name.removeprefix("model.")))  # some files leave the first name out
+    for parameter, known_as in names.items():
+        spelt = [spelling for name in known_as for spelling in (name, name.removeprefix("model."))]  # some leave it out
+        stored = next((shapes[name] for name in spelt if name in shapes), None)
         if stored != tuple(parameter.shape):
             text = "missing" if stored is None else f"{list(stored)} instead of {list(parameter.shape)}"
-            wrong.append(f"{name} is {text}")
+            wrong.append(f"{known_as[0]} is {text}")
     if wrong:
         raise UserError(
             f"the weights of {folder} do not fit its config.json: {len(wrong)} tensors are missing or of another shape, e.g. "

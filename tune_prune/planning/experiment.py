@@ -115,6 +115,7 @@ def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
             "run": model.run.to_dict(),
             "meaning": model.identity(),
             "geometry": asdict(model.geometry),
+            "perplexity_window": model.workload.perplexity_window,
             "target_params": one_or_list(model.targets.values()),
             "trial_keys": {key: config.name for config, key in model.trials},
         }

@@ -32,6 +32,7 @@ class SearchSettings:
     data_dir: str | None = None
     tasks: tuple[str, ...] | None = None
     limit: int | None = None
+    perplexity_window: int | None = None  # tokens; None: as suits the model
     seed: int = 0
     dtype: str | None = None
     scheduler: Literal["none", "race", "asha"] = "none"

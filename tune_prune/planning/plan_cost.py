@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.store import BASELINES, FolderStore
 from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, measure
-from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
+from tune_prune.cost_model.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.workload import passes_to_make
 from tune_prune.tuning.ray_cluster.resources import TrialResources
@@ -59,7 +59,8 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     elif plan.space.search == "optuna":
         notes.append("an upper bound: trials at the same seq_len share their passes")
     adaptive = plan.space.search == "optuna"
-    return estimate(works, plan.slots, plan.resources.gpus, adaptive, notes, plan.resources.cpus)
+    start_s = INLINE_START_S if settings.inline else WORKER_START_S
+    return estimate(works, plan.slots, plan.resources.gpus, adaptive, notes, plan.resources.cpus, start_s)
 
 
 def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> DeviceSpeed | None:

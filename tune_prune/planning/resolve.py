@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
+from tune_prune import embedded
 from tune_prune.checkpoint import origin
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.errors import UserError
@@ -20,51 +21,51 @@ from tune_prune.pruning import shapes
 
 
 def space(settings: SearchSettings) -> SearchSpace:
-    """The search space with what the flags say put into it. Raises UserError where they do not fit together."""
-    found = search_space.load(settings.search_space)
-    ratio, ratios = settings.pruning_ratio, found.values["pruning_ratio"]
-    if ratio is not None and "pruning_ratio" in found.given and ratios != (ratio,):
+    """The search space with the values of the flags. Raises UserError where they do not fit together."""
+    loaded = search_space.load(settings.search_space)
+    ratio, ratios = settings.pruning_ratio, loaded.values["pruning_ratio"]
+    if ratio is not None and "pruning_ratio" in loaded.given and ratios != (ratio,):
         says = ", ".join(map(str, ratios))
-        raise UserError(f"--pruning-ratio is {ratio}, but {found.path} says {says}; leave one of them out")
-    asked = {
+        raise UserError(f"--pruning-ratio is {ratio}, but {loaded.path} says {says}; leave one of them out")
+    from_flags = {
         "pruning_ratio": ratios if ratio is None else (ratio,),
-        "shape": aligned(found.values["shape"] if settings.shape is None else (settings.shape,), settings.align),
+        "shape": aligned(loaded.values["shape"] if settings.shape is None else (settings.shape,), settings.align),
     }
-    search = settings.search or found.search
-    found = replace(found, search=search, values=found.values | asked)
-    return replace(found, num_trials=_num_trials(settings, found))
+    search = settings.search or loaded.search
+    loaded = replace(loaded, search=search, values=loaded.values | from_flags)
+    return replace(loaded, num_trials=_num_trials(settings, loaded))
 
 
-def aligned(asked: tuple[str, ...], align: int | None) -> tuple[str, ...]:
+def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
     """The shapes asked for, with the N of --align, where one is given, for aligned ones."""
     if align is None:
-        return asked
-    if not any(shape.startswith("aligned") for shape in asked):
+        return names
+    if not any(shape.startswith("aligned") for shape in names):
         raise UserError(
-            f"--align {align} is for --shape aligned, but the shape is {', '.join(asked)}; leave it out or add --shape aligned"
+            f"--align {align} is for --shape aligned, but the shape is {', '.join(names)}; leave it out or add --shape aligned"
         )
     return tuple(
-        dict.fromkeys(shapes.resolve("aligned", align, 0) if shape.startswith("aligned") else shape for shape in asked)
+        dict.fromkeys(shapes.resolve("aligned", align, 0) if shape.startswith("aligned") else shape for shape in names)
     )
 
 
-def _num_trials(settings: SearchSettings, found: SearchSpace) -> int | None:
+def _num_trials(settings: SearchSettings, searched: SearchSpace) -> int | None:
     """How many configurations optuna tries of each model at each pruning ratio; None for a grid."""
-    asked, size = settings.num_trials, found.size
-    if found.search == "grid":
+    asked, size = settings.num_trials, searched.size
+    if searched.search == "grid":
         if asked is not None:
             raise UserError(
                 f"--num-trials {asked} is for --search optuna, but a grid runs all {size} configurations; leave it out or use "
                 "--search optuna"
             )
         return None
-    wanted = asked or found.num_trials or min(20, size)
-    if wanted > size:
+    num_trials = asked or searched.num_trials or min(20, size)
+    if num_trials > size:
         raise UserError(
-            f"--num-trials is {wanted}, but search space {found.name} has only {size} configurations; ask for at most {size}, or "
-            "leave it out and use --search grid"
+            f"--num-trials is {num_trials}, but search space {searched.name} has only {size} configurations; ask for at most "
+            f"{size}, or leave it out and use --search grid"
         )
-    return wanted
+    return num_trials
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
     protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
     if settings.tasks is not None:
         protocol = replace(protocol, tasks=settings.tasks)
+    window = settings.perplexity_window or (embedded.TRAINED_TOKENS if source.kind == "embedded" else None)
+    if window is not None:
+        protocol = replace(protocol, perplexity_window=window)
     return ModelRun(
         model=source.location if source.kind == "folder" else name,
         label=source.label,

@@ -101,10 +101,10 @@ def _find(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if path.is_file():
         return path
-    known = f"{did_you_mean(path.stem, names())}, or the path of a YAML file"
+    choices = f"{did_you_mean(path.stem, names())}, or the path of a YAML file"
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise UserError(f"search space file {name_or_path!r} does not exist; {known}")
-    raise UserError(f"search space {name_or_path!r} is unknown; {known}")
+        raise UserError(f"search space file {name_or_path!r} does not exist; {choices}")
+    raise UserError(f"search space {name_or_path!r} is unknown; {choices}")
 
 
 class _Reader:
@@ -151,8 +151,8 @@ class _Reader:
             self.problems.append((1, 1, f"not valid YAML: {' '.join(str(error).split())}"))
             raise self._error() from error
         if not isinstance(root, yaml.MappingNode):
-            what = "is empty" if root is None else "is not a mapping"
-            self.problems.append((1, 1, f"the file {what}; write one `key: value` per line: {', '.join(_EXAMPLES)}"))
+            problem = "is empty" if root is None else "is not a mapping"
+            self.problems.append((1, 1, f"the file {problem}; write one `key: value` per line: {', '.join(_EXAMPLES)}"))
             raise self._error()
         nodes: dict[str, yaml.Node] = {}
         first_line: dict[str, int] = {}

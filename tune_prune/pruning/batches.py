@@ -39,6 +39,20 @@ def batches(wanted: Sequence[int], step: int) -> Iterator[tuple[int, list[int], 
         yield start, [n for n in wanted if start < n < end], end if end <= wanted[-1] else None
 
 
+def growing_batches(samples: int, step: int) -> Iterator[tuple[int, int]]:
+    """Batches in which each of the first `samples` samples lies, whatever their number: (start, size).
+
+    They hold 1, 1, 2, 4, ... up to `step` samples (a power of two), then `step` each, so that few samples do not cost a
+    whole batch. The last one may reach beyond `samples`: it is run at its full size all the same, as the last bits of a
+    sample's numbers depend on the size of its batch.
+    """
+    start, size = 0, 1
+    while start < samples:
+        yield start, size
+        start += size
+        size = min(start, step)
+
+
 def samples_run(wanted: Sequence[int], step: int) -> int:
     """Samples that such a pass runs, counting those that it runs again."""
     parts = batches(sorted(wanted), step)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TextIO
 
 from tune_prune.core.records import TrialRecord
-from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, Seconds
+from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
@@ -114,7 +114,8 @@ class LiveLine(Observer):
         for record in recorded:
             self._count(record.key, record.status, record.metrics)
         self._left = self._time_left(cost, recorded, slots) if cost is not None else None
-        self._slowdown = cost.slowdown if cost is not None else (1.0, 1.0)  # until something is measured
+        # Until something is measured:
+        self._slowdown, self._start_s = (cost.slowdown, cost.start_s) if cost is not None else ((1.0, 1.0), 0.0)
         self._shown = self._changed = clock()
 
     def _time_left(self, cost: CostEstimate, recorded: list[TrialRecord], slots: int) -> TimeLeft:
@@ -220,7 +221,7 @@ class LiveLine(Observer):
             return ""
         seconds, ends = self._left.seconds(), (1.0, 1.0)
         if not self._left.measured:
-            seconds, ends = seconds + WORKER_START_S, self._slowdown
+            seconds, ends = seconds + self._start_s, self._slowdown
         passed = self._clock() - self._changed
         return f", ETA {' to '.join(dict.fromkeys(_clock_text(seconds * end - passed) for end in ends))}"
 

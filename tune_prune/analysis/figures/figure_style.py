@@ -83,7 +83,7 @@ def style() -> Iterator[None]:
         yield
 
 
-def looks(names: Iterable[str], first: Sequence[str] = _FIRST) -> dict[str, dict[str, Any]]:
+def styles(names: Iterable[str], first: Sequence[str] = _FIRST) -> dict[str, dict[str, Any]]:
     """`color` and `marker` of each name, in the order in which they are drawn; those of `first` are theirs alone."""
     named = set(names)
     order = [*first, *sorted(named.difference(first))]

@@ -74,27 +74,27 @@ def methods(models: Mapping[str, ModelFindings]) -> Figure:
 
     The points of a bar are its configurations by seq_len, then num_samples, from left to right.
     """
-    looks = _looks(models)
-    wide = len(models) > 2 or len(models) * len(looks) > 8  # so that each label and mean has room
-    columns = max(1, min(PANELS_PER_ROW, 20 // len(looks)))
+    styles = _styles(models)
+    wide = len(models) > 2 or len(models) * len(styles) > 8  # so that each label and mean has room
+    columns = max(1, min(PANELS_PER_ROW, 20 // len(styles)))
     figure, grid = figure_style.panels(len(models), 1.9, wide, columns, sharey=True)
     error: dict[str, Any] = {"fmt": "none", "ecolor": BLACK, "elinewidth": 1, "capthick": 1, "zorder": 3}
     for axes, (label, model) in zip(grid, models.items(), strict=True):
-        for place, (method, look) in enumerate(looks.items()):
+        for place, (method, style) in enumerate(styles.items()):
             accuracies = _of(model, method).sort_values(list(CALIBRATION))["acc_mean"]
             places = place + np.linspace(-0.4, 0.4, len(accuracies) + 2)[1:-1]
-            axes.plot(places, accuracies, linestyle="none", markersize=3, label=method, **look)
+            axes.plot(places, accuracies, linestyle="none", markersize=3, label=method, **style)
             if accuracies.empty:
                 continue
             mean, spread = model.methods.loc[method, ["mean", "std"]]
-            tint = 0.65 + 0.35 * np.array(to_rgb(look["color"]))
-            axes.bar(place, mean, 0.9, color=tint, edgecolor=look["color"])
+            tint = 0.65 + 0.35 * np.array(to_rgb(style["color"]))
+            axes.bar(place, mean, 0.9, color=tint, edgecolor=style["color"])
             text = f"{mean:.3f}".removeprefix("0")
             axes.text(place, 0.02 * mean, text, fontsize=SMALL, ha="center", va="bottom")
             if math.isfinite(spread):  # of one configuration there is none
                 axes.errorbar(place, mean, spread, label="mean ± std over configurations", **error)
-        axes.set_xticks([(len(looks) - 1) / 2], [figure_style.wrapped(label)])
-        axes.set_xlim(-0.55, len(looks) - 0.45)
+        axes.set_xticks([(len(styles) - 1) / 2], [figure_style.wrapped(label)])
+        axes.set_xlim(-0.55, len(styles) - 0.45)
         axes.tick_params(axis="x", length=0)
         axes.grid(axis="x", visible=False)
     figure.supylabel(ACCURACY)
@@ -106,22 +106,22 @@ def curves(models: Mapping[str, ModelFindings], factor: str) -> Figure:
     """acc_mean against the levels of `factor`, a panel per model: each method's mean over the other hyperparameters with its
     standard error over those configurations (none where there is one), and the mean over all of them
     (`ModelFindings.levels`). A method that does not read `factor` is a level line."""
-    looks = _looks(models)
+    styles = _styles(models)
     models = {label: model for label, model in models.items() if len(model.levels.get(factor, ()))}
     figure, grid = _panels(models, 1.9, HYPERPARAMETERS[factor].label)
     for axes, model in zip(grid, models.values(), strict=True):
-        for method, look in looks.items():
+        for method, style in styles.items():
             rows = _of(model, method)
             if method not in methods_reading(model.model.rows, factor):
-                axes.axhline(rows["acc_mean"].mean(), linewidth=1, clip_on=False, label=method, **look)
+                axes.axhline(rows["acc_mean"].mean(), linewidth=1, clip_on=False, label=method, **style)
                 continue
             by_level = rows.groupby(factor)["acc_mean"].agg(["mean", "sem"])
             levels, mean, error = by_level.index.astype("int64"), by_level["mean"], by_level["sem"].fillna(0)
-            axes.fill_between(levels, mean - error, mean + error, color=look["color"], alpha=0.18, linewidth=0)
-            axes.plot(levels, mean, label=method, **look)
+            axes.fill_between(levels, mean - error, mean + error, color=style["color"], alpha=0.18, linewidth=0)
+            axes.plot(levels, mean, label=method, **style)
         table = model.levels[factor]
         levels = table.index.astype("int64")
-        if len(looks) > 1:
+        if len(styles) > 1:
             axes.plot(levels, table["mean"], color=BLACK, linestyle="--", linewidth=1, label="all methods")
         axes.plot([], [], color=GREY, alpha=0.25, linewidth=5, label="± standard error")
         figure_style.level_axis(axes.xaxis, levels.tolist())
@@ -133,7 +133,7 @@ def ppl_accuracy(models: Mapping[str, ModelFindings]) -> Figure:
     """Perplexity against acc_mean, a panel per model, with the dense model where it is known."""
     figure, grid = _panels(models, 2.0, "Perplexity")
     for axes, model in zip(grid, models.values(), strict=True):
-        _scatter(axes, model, model.eligible["ppl"], _looks(models))
+        _scatter(axes, model, model.eligible["ppl"], _styles(models))
         dense = [model.model.baseline.get(name, math.nan) for name in ("ppl", "acc_mean")]
         if all(map(math.isfinite, dense)):
             axes.plot(*dense, **_DENSE, color=BLACK, label="dense model")
@@ -149,7 +149,7 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
     for axes, model in zip(grid, models.values(), strict=True):
         timed = bool(np.isfinite(model.eligible["elapsed_time"]).all())
         cost = model.eligible["elapsed_time" if timed else "tokens"].astype("float64")
-        _scatter(axes, model, cost, _looks(models))
+        _scatter(axes, model, cost, _styles(models))
         highest = model.eligible["acc_mean"].groupby(cost).max().cummax()
         line: dict[str, Any] = {"drawstyle": "steps-post", "color": GREY, "linewidth": 0.8, "zorder": 1}
         axes.plot(highest.index, highest, **line, label="best at this cost")
@@ -163,14 +163,14 @@ def accuracy_size(sizes: pd.DataFrame) -> Figure:
     """acc_mean and its standard error of each model's best configurations (`Findings.sizes`) against the percentage of parameters
     kept; stars are the dense models."""
     figure, (axes,) = figure_style.panels(1, 2.2, wide=False)
-    looks = figure_style.looks(sizes["model"], first=())
+    styles = figure_style.styles(sizes["model"], first=())
     for label, rows in sizes.groupby("model"):
-        look, dense = looks[str(label)], rows[rows["ratio"] == 0]
+        style, dense = styles[str(label)], rows[rows["ratio"] == 0]
         values = (100 * rows["kept"], rows["acc_mean"], rows["acc_mean_stderr"])
         pruned = (rows["ratio"] > 0).tolist()
         label = figure_style.wrapped(str(label))
-        axes.errorbar(*values, elinewidth=0.8, linewidth=1, markevery=pruned, label=label, **look)
-        axes.plot(100 * dense["kept"], dense["acc_mean"], color=look["color"], **_DENSE)
+        axes.errorbar(*values, elinewidth=0.8, linewidth=1, markevery=pruned, label=label, **style)
+        axes.plot(100 * dense["kept"], dense["acc_mean"], color=style["color"], **_DENSE)
     if (sizes["ratio"] == 0).any():
         axes.plot([], [], color=BLACK, label="dense model", **_DENSE)
     axes.set(xlabel="Parameters kept (%)", ylabel=ACCURACY)
@@ -193,20 +193,20 @@ def _of(model: ModelFindings, method: str) -> pd.DataFrame:
     return model.eligible[model.eligible["method"] == method]
 
 
-def _looks(models: Mapping[str, ModelFindings]) -> dict[str, dict[str, Any]]:
-    return figure_style.looks(method for model in models.values() for method in model.methods.index)
+def _styles(models: Mapping[str, ModelFindings]) -> dict[str, dict[str, Any]]:
+    return figure_style.styles(method for model in models.values() for method in model.methods.index)
 
 
-def _scatter(axes: Axes, model: ModelFindings, x: pd.Series, looks: Mapping[str, dict[str, Any]]) -> None:
-    """The configurations at `x` and acc_mean, the best ringed; what has no finite `x` is counted in the panel. Filled: cannot be
-    told from the most accurate (where that is known)."""
+def _scatter(axes: Axes, model: ModelFindings, x: pd.Series, styles: Mapping[str, dict[str, Any]]) -> None:
+    """The configurations at `x` and acc_mean, the best ringed; what has no finite `x` is counted in the panel. Filled:
+    statistically tied with the most accurate (where that is known)."""
     finite, worse, accuracy = np.isfinite(x), ~model.eligible["in_confidence_set"], model.eligible["acc_mean"]
     hollow: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white", "markeredgewidth": 0.8}
-    for method, look in looks.items():
+    for method, style in styles.items():
         of_method = finite & (model.eligible["method"] == method)
         below, level = of_method & worse, of_method & ~worse
-        axes.plot(x[below], accuracy[below], **look, **hollow, markeredgecolor=look["color"])
-        axes.plot(x[level], accuracy[level], linestyle="none", zorder=3, label=method, **look)
+        axes.plot(x[below], accuracy[below], **style, **hollow, markeredgecolor=style["color"])
+        axes.plot(x[level], accuracy[level], linestyle="none", zorder=3, label=method, **style)
     if finite[model.best.name]:
         axes.plot(x[model.best.name], model.best["acc_mean"], **_RING, clip_on=False, zorder=4, label="best")
     if model.basis != "unknown":
@@ -214,5 +214,5 @@ def _scatter(axes: Axes, model: ModelFindings, x: pd.Series, looks: Mapping[str,
     if not finite.any():
         axes.set_yticks([])
     if not finite.all():
-        says = f"{(~finite).sum()} of {len(x)} not finite, not shown"
-        axes.text(0.98, 0.98, says, transform=axes.transAxes, fontsize=TINY, ha="right", va="top", color=GREY)
+        hidden = f"{(~finite).sum()} of {len(x)} not finite, not shown"
+        axes.text(0.98, 0.98, hidden, transform=axes.transAxes, fontsize=TINY, ha="right", va="top", color=GREY)

@@ -66,8 +66,8 @@ def retention_figure(kept: pd.DataFrame) -> Figure:
     """The kept share of every layer's KV groups and MLP channels, from `layer_shares`."""
     figure, (axes,) = _panels(kept, 1, 2.1)
     axes.set(ylim=(0, 1.02), ylabel="Share kept")
-    for part, label, look in _PARTS:
-        axes.plot(kept[part], label=label, clip_on=False, **look)
+    for part, label, style in _PARTS:
+        axes.plot(kept[part], label=label, clip_on=False, **style)
     axes.axhline(0.5, color=GREY, linewidth=0.6, linestyle=":", zorder=1, label="half")
     figure_style.legend_above(figure)
     return figure
@@ -77,8 +77,8 @@ def pruning_figure(kept: pd.DataFrame) -> Figure:
     """The removed share of every layer's KV groups and MLP channels as bars, and of its parameters as a line."""
     figure, (axes,) = _panels(kept, 1, 2.1)
     axes.set(ylim=(0, 1.02), ylabel="Share removed")
-    for side, (part, label, look) in zip((-0.21, 0.21), _PARTS, strict=True):
-        bar: dict[str, Any] = {"color": look["color"], "edgecolor": BLACK, "linewidth": 0.3}
+    for side, (part, label, style) in zip((-0.21, 0.21), _PARTS, strict=True):
+        bar: dict[str, Any] = {"color": style["color"], "edgecolor": BLACK, "linewidth": 0.3}
         axes.bar(kept.index + side, 1 - kept[part], 0.42, label=label, **bar)
     line: dict[str, Any] = {"fmt": "none", "ecolor": BLACK, "elinewidth": 1.4, "capsize": 0}
     axes.errorbar(kept.index, 1 - kept["params"], xerr=0.3, label="whole layer", **line)
@@ -90,15 +90,15 @@ def gradient_figure(gradients: pd.DataFrame) -> Figure:
     """Mean |G| and ||G|| of every layer, on logarithmic scales, with the ratio of the largest to the smallest."""
     figure, grid = _panels(gradients, 2, 1.45)
     shown = (("grad_mean", "Mean |G|", _CIRCLE), ("grad_norm", "Norm ‖G‖", _SQUARE))
-    for axes, (column, label, look) in zip(grid, shown, strict=True):
+    for axes, (column, label, style) in zip(grid, shown, strict=True):
         values = gradients[column]
         positive = values[np.isfinite(values) & (values > 0)]
-        axes.plot(positive, **look)
+        axes.plot(positive, **style)
         axes.set_ylabel(label)
         figure_style.spread_axis(axes.yaxis)
         hidden = len(values) - len(positive)
-        says = f"{hidden} zero or not finite" if hidden else f"largest / smallest: {values.max() / values.min():.3g}"
-        axes.set_title(says, fontsize=SMALL, loc="right", color=GREY, pad=2)
+        title = f"{hidden} zero or not finite" if hidden else f"largest / smallest: {values.max() / values.min():.3g}"
+        axes.set_title(title, fontsize=SMALL, loc="right", color=GREY, pad=2)
     figure.align_ylabels()
     return figure
 

@@ -33,7 +33,7 @@ def heatmap(model: ModelFindings) -> Figure:
     seq_lens, samples = (sorted(rows[factor].dropna().astype(int).unique()) for factor in CALIBRATION)
     size = (len(samples), len(seq_lens))
     reading = set.union(*(methods_reading(rows, factor) for factor in CALIBRATION))
-    names = list(figure_style.looks(rows["method"]))
+    names = list(figure_style.styles(rows["method"]))
     wide = min(len(names), PANELS_PER_ROW) * len(samples) > 9
     height = 0.9 + 0.27 * min(11, max(3, len(seq_lens)))
     figure, grid = figure_style.panels(len(names), height, wide, sharex=True, sharey=True)

@@ -22,7 +22,7 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, FolderStore
 from tune_prune.core.validation import validated
 
-_TELLS = {
+_MISSED = {
     EXPERIMENT: "what was planned, and how it was measured,",
     BASELINES: "what the dense model scores",
 }
@@ -67,8 +67,8 @@ def model_rows(
 ) -> list[ModelRows]:
     """The `rows` (`rows.frame`) of each model of the experiment in `folder`, with what its experiment.json (`about`) and the
     dense models' records by label tell, and what was `lost` of it."""
-    known = about.get("models")
-    models = {k: entry for k, entry in known.items() if isinstance(entry, dict)} if isinstance(known, dict) else {}
+    listed = about.get("models")
+    models = {k: entry for k, entry in listed.items() if isinstance(entry, dict)} if isinstance(listed, dict) else {}
     found = []
     for label in dict.fromkeys([*models, *rows["model"], *baselines]):
         entry, dense = models.get(label, {}), baselines.get(label)
@@ -84,9 +84,10 @@ def model_rows(
             measured = trial_key(None, meaning["model"], meaning["data"], run)
         problems = [*lost, *_missing(folder, own, about, entry)]
         if dense is None and (folder / BASELINES).is_file():
-            problems.append(Problem(str(folder), f"{BASELINES} has no dense model: nothing says what pruning has cost"))
+            problems.append(Problem(str(folder), f"{BASELINES} has no dense model: accuracy retained is unknown"))
         metrics, source = dense.metrics if dense else {}, run.to_dict() if run else None
-        found.append(ModelRows(label, measured, own, folder, metrics, source, problems))
+        window = entry.get("perplexity_window")
+        found.append(ModelRows(label, measured, own, folder, metrics, source, window, problems))
     return found
 
 
@@ -101,8 +102,8 @@ def _object(store: FolderStore, name: str, lost: list[Problem]) -> dict[str, Any
     except DamagedFile as error:
         lost.append(_damaged(error))
         return {}
-    if values is None and name in _TELLS:
-        lost.append(Problem(str(store.path(name)), f"it is missing: {_TELLS[name]} is unknown"))
+    if values is None and name in _MISSED:
+        lost.append(Problem(str(store.path(name)), f"it is missing: {_MISSED[name]} is unknown"))
     return values or {}
 
 

@@ -1,6 +1,6 @@
 """Reads everything an analysis is given into one `Study`: experiment folders in any state, published results files.
 
-Nothing is dropped silently: what does not compete, what is missing and what was merged is a `Problem` of its model. A
+Nothing is dropped silently: what is not eligible, what is missing and what was merged is a `Problem` of its model. A
 model that was measured in two ways (other items, other seed, another ratio or shape) is two models here, named apart.
 """
 
@@ -21,10 +21,12 @@ from tune_prune.analysis.input.experiment_reader import is_experiment, model_row
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, config_of, frame
 from tune_prune.analysis.input.study import Model, ModelRows, Problem, Study
-from tune_prune.core.config import PruningConfig, group_labels
-from tune_prune.core.errors import UserError
+from tune_prune.core.config import ModelRun, PruningConfig, group_labels
+from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.files import number, parse_json
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, RESULTS
+from tune_prune.core.store import BASELINES, BEST_CONFIG, EXPERIMENT, LEDGER, RESULTS
+from tune_prune.core.validation import validated
 
 _CHECKED = [name for name in PUBLISHED_COLUMNS if name not in (*TEXTS, "success")]
 _CONSOLIDATED = re.compile(r"consolidated_(.+)_[\d.]+")
@@ -41,14 +43,17 @@ class _Key(NamedTuple):
     shape: str | None
 
 
-def read_study(folders: Sequence[Path], csvs: Sequence[tuple[str, Path]]) -> Study:
-    """The study of experiment folders, folders of results files and (label, results file) pairs, in that order.
+def read_study(
+    folders: Sequence[Path], csvs: Sequence[tuple[str, Path]], baselines: Sequence[tuple[str, float]] = ()
+) -> Study:
+    """The study of experiment folders, folders of results files and (label, results file) pairs, in that order. `baselines`: label
+    and accuracy of dense models that were not measured here.
 
     A folder is an experiment (whatever is left of it), a consolidated_<Model>_<percent>/ with a results file, or the
     parent of several of either. Configurations that are there twice count once: the first complete one.
 
-    UserError for a folder that is none of these and for a results file that cannot be read. What is damaged within an
-    experiment is a Problem.
+    UserError for a folder that is none of these, for a results file that cannot be read and for a baseline of no model or of one
+    that was measured. What is damaged within an experiment is a Problem.
     """
     parts: list[ModelRows] = []
     experiments: dict[Path, Mapping[str, Any]] = {}
@@ -60,13 +65,13 @@ def read_study(folders: Sequence[Path], csvs: Sequence[tuple[str, Path]]) -> Stu
         once.setdefault((label, path.resolve()), path)
     for (label, _), path in once.items():
         if label is not None:
-            parts.append(read_results_csv(path, label))
+            parts.append(_with_best_config(read_results_csv(path, label)))
             continue
         found, about, cost = read_experiment(path)
         parts += found
         experiments |= {path: about} if about else {}
         costs |= {path: cost} if cost else {}
-    return Study(_models(parts), experiments, costs)
+    return Study(_with_baselines(_models(parts), baselines), experiments, costs)
 
 
 def study_of_search(
@@ -98,13 +103,54 @@ def _places(folder: Path) -> list[tuple[str | None, Path]]:
     )
 
 
+def _with_best_config(part: ModelRows) -> ModelRows:
+    """The same with the dense model and what it takes to run it again, from the best configuration that an analysis or a search
+    has written beside the results file, where there is one."""
+    path = part.origin.with_name(BEST_CONFIG)
+    if not path.is_file():
+        return part
+    try:
+        models = parse_json(path)["models"]
+        entry = (
+            models.get(part.label) or next(iter(models.values())) if part.label in models or len(models) == 1 else {}
+        )
+        dense = {
+            {"params": "params_count"}.get(name, name): number(value)
+            for name, value in (entry.get("baseline") or {}).items()
+            if value is not None
+        }
+        source = validated(ModelRun, entry["source"]).to_dict() if entry.get("source") else None
+    except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = Problem(str(path), f"it cannot be read ({error}): the dense model is unknown")
+        return replace(part, problems=[*part.problems, problem])
+    return replace(part, baseline=part.baseline or dense, source=source, window=entry.get("perplexity_window"))
+
+
+def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, float]]) -> dict[str, Model]:
+    """The same with the accuracies of their dense models, of all pruning ratios."""
+    for name, accuracy in baselines:
+        labels = [label for label, model in models.items() if name in (label, model.base)]
+        if not labels:
+            raise UserError(f"--baseline names {name!r}, which is no model read here; {did_you_mean(name, models)}")
+        for label in labels:
+            model = models[label]
+            if "acc_mean" in model.baseline:
+                raise UserError(
+                    f"--baseline {name}={accuracy:g} is for a dense model that was not measured, and that of {label} has an "
+                    f"accuracy of {model.baseline['acc_mean']:.4f}; leave it out"
+                )
+            given = Problem("--baseline", f"the dense model's accuracy is {accuracy:g}, as given", "note", label)
+            models[label] = replace(model, baseline={"acc_mean": accuracy}, problems=(*model.problems, given))
+    return models
+
+
 def _models(parts: list[ModelRows]) -> dict[str, Model]:
     """Rows that may be compared with each other, merged; and each such group with a name of its own."""
     groups: dict[_Key, list[ModelRows]] = {}
     for part in sorted(parts, key=lambda part: part.rows.empty):
         # Where it is lost how it was measured, it is taken for like the others of its label
-        known = (other.measured for other in parts if other.label == part.label and other.measured)
-        measured = part.measured or next(known, "unknown")
+        keys = (other.measured for other in parts if other.label == part.label and other.measured)
+        measured = part.measured or next(keys, "unknown")
         for index, (ratio, rows) in enumerate(part.rows.groupby("pruning_ratio")):
             divisors = rows["removal_divisor"].fillna(PruningConfig.removal_divisor).unique()
             shapes = rows["shape"].unique()
@@ -157,6 +203,7 @@ def _merged(base: str, label: str, parts: list[ModelRows], notes: list[Problem])
         rows=rows.drop(columns="where"),
         baseline=next((part.baseline for part in parts if part.baseline), {}),
         source=next((part.source for part in parts if part.source), None),
+        window=next((part.window for part in parts if part.window), None),
         origins=tuple(dict.fromkeys(part.origin for part in parts)),
         problems=tuple(replace(problem, model=label) for problem in problems),
         kind="published" if all(part.published for part in parts) else "experiment",
@@ -196,6 +243,6 @@ def _of_rows(rows: pd.DataFrame) -> list[Problem]:
         values = row[_CHECKED].drop(ignored).astype("float64")
         if len(wrong := values[~np.isfinite(values)]):
             what = ", ".join(f"{name} is {value}" for name, value in wrong.items())
-            out = ": it does not compete" if "acc_mean" in wrong else ""
+            out = ": it is not eligible" if "acc_mean" in wrong else ""
             problems.append(Problem(row["where"], f"{row['name']}: {what}{out}", "not_finite"))
     return problems

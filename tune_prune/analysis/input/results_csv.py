@@ -28,7 +28,7 @@ _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
 _SUCCESS = (
     dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False) | {"": None}
 )
-_OPTIONAL = ("model", "success", "method", *CALIBRATION, "output_dir", "pruning_ratio")  # told otherwise, too
+_OPTIONAL = ("model", "success", "method", *CALIBRATION, "output_dir", "pruning_ratio")  # known otherwise, too
 _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the last that a folder names
 _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
 
@@ -131,7 +131,7 @@ def _values(path: Path, cells: pd.Series) -> pd.Series:
     name = str(cells.name)
     if name in TEXTS:
         return cells.where(cells != "", None).astype("str")
-    known = name in COLUMNS or name.startswith("acc_")
+    numeric = name in COLUMNS or name.startswith("acc_")
     values: list[float | bool | None] = []
     for line, cell in cells.items():
         if name == "success":
@@ -142,7 +142,7 @@ def _values(path: Path, cells: pd.Series) -> pd.Series:
         try:
             value = math.nan if cell.lower() in _MISSING else float(cell)
         except ValueError:
-            if not known:
+            if not numeric:
                 return cells.astype("str")
             raise _wrong(path, line, name, f"{cell!r} is not a number") from None
         if name in INTEGERS and not (math.isnan(value) or value.is_integer()):

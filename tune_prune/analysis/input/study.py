@@ -1,6 +1,6 @@
 """What an analysis has read: models, their trials and what is wrong with them, wherever it came from.
 
-`Study` is the only input of everything below it. It holds every row that was found, also those that do not compete, and
+`Study` is the only input of everything below it. It holds every row that was found, also those that are not eligible, and
 names each of these in a `Problem`.
 """
 
@@ -19,7 +19,7 @@ from tune_prune.core.config import PruningConfig
 
 @dataclass(frozen=True)
 class Problem:
-    """A row that does not compete, or anything else about the input that a reader must know."""
+    """A row that is not eligible, or anything else about the input that a reader must know."""
 
     where: str  # "line 12 of PATH", "trial 0123abcd of FOLDER", "PATH"
     what: str  # "failed: out of memory", "acc_mean is nan", "taylor-s16-n128, as line 3 of PATH, which counts"
@@ -37,6 +37,7 @@ class ModelRows:
     origin: Path
     baseline: Mapping[str, float]
     source: Mapping[str, Any] | None = None
+    window: int | None = None
     problems: list[Problem] = field(default_factory=list)
     published: bool = False
 
@@ -50,6 +51,7 @@ class Model:
     rows: pd.DataFrame
     baseline: Mapping[str, float] = field(default_factory=dict)  # metrics of the dense model; empty where unknown
     source: Mapping[str, Any] | None = None  # ModelRun.to_dict(), where known: what it takes to run a trial again
+    window: int | None = None  # tokens of a window of the perplexity text, as used; None: not recorded
     origins: tuple[Path, ...] = ()  # experiment folders and CSV files that the rows are from
     problems: tuple[Problem, ...] = ()
     kind: Literal["experiment", "published"] = "experiment"

@@ -7,6 +7,7 @@ would read as a command is escaped, and a letter that its fonts do not have is w
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 
@@ -54,8 +55,8 @@ def escape(text: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    known = character.isascii() or _LETTERS.match(character)
-    return _COMMANDS.get(character, character if known else f"{{[}}U+{ord(character):04X}]")
+    printable = character.isascii() or _LETTERS.match(character)
+    return _COMMANDS.get(character, character if printable else f"{{[}}U+{ord(character):04X}]")
 
 
 # Size commands and the mean width of a character in points, largest first; the text of an A4 page with 2 cm margins is 483
@@ -64,13 +65,14 @@ _SIZES = ((r"\small", 4.7), (r"\footnotesize", 4.25), (r"\scriptsize", 3.75), (r
 _TEXT_WIDTH = 475.0
 _COLUMN_SEPARATION = 4.0
 _WRAPPED = 0.2  # of the line
+_HEAD = 12  # characters of a line of a column's head, which has several where its label has several words
 
 
 def latex_table(table: Table) -> str:
     """The table as an environment to \\input: `table`, or `longtable` where it may break across pages."""
     columns = table.printed
     aligns = "".join("r" if c.format else rf"p{{{_WRAPPED}\linewidth}}" if c.wrap else "l" for c in columns)
-    header = " & ".join(escape(column.label) for column in columns) + r" \\"
+    header = " & ".join(_head(column) for column in columns) + r" \\"
     caption = rf"\caption{{{escape(table.title)}}}\label{{tab:{table.key.replace('_', '-')}}}"
     style = rf"{_size(table)}\setlength{{\tabcolsep}}{{{_COLUMN_SEPARATION:g}pt}}"
     note = escape(" ".join(note_sentences(table)))
@@ -97,11 +99,21 @@ def latex_table(table: Table) -> str:
     return "\n".join([*lines, ""])
 
 
+def _lines(column: Column) -> list[str]:
+    return textwrap.wrap(column.label, _HEAD, break_long_words=False) or [""]
+
+
+def _head(column: Column) -> str:
+    first, *others = map(escape, _lines(column))
+    side = "r" if column.format else "l"
+    return rf"\shortstack[{side}]{{" + r" \\ ".join([first, *others]) + "}" if others else first
+
+
 def _size(table: Table) -> str:
     """The largest size at which the table is as wide as the page at most; the smallest if none is."""
     columns = table.printed
     own = [column for column in columns if not column.wrap]
-    characters = sum(max(len(c.label), *(len(cell_text(c, row)) for row in table.rows)) for c in own)
+    characters = sum(max(map(len, (*_lines(c), *(cell_text(c, row) for row in table.rows)))) for c in own)
     wrapped = _TEXT_WIDTH * _WRAPPED * (len(columns) - len(own))
     for command, width in _SIZES:
         if characters * width + wrapped + 2 * _COLUMN_SEPARATION * (len(columns) - 1) <= _TEXT_WIDTH:
@@ -126,9 +138,8 @@ def _rows(table: Table) -> list[str]:
 
 
 def _cell(column: Column, row: Row) -> str:
-    value, mark = escape(one_line(cell_text(column, row))), column.mark(row)
-    dagger = r"\rlap{\textsuperscript{\dag}}"  # out of the way of the digits
-    return rf"\textbf{{{value}}}" if mark == "best" else value + dagger if mark == "tied" else value
+    value = escape(one_line(cell_text(column, row)))
+    return rf"\textbf{{{value}}}" if column.is_best(row) else value
 
 
 def document(tables: Sequence[Table]) -> str:

@@ -23,8 +23,8 @@ def markdown_table(table: Table) -> str:
 
 
 def _cell(column: Column, row: Row) -> str:
-    text, mark = _escaped(one_line(cell_text(column, row))), column.mark(row)
-    return f"**{text}**" if mark == "best" else f"{text}†" if mark == "tied" else text
+    text = _escaped(one_line(cell_text(column, row)))
+    return f"**{text}**" if column.is_best(row) else text
 
 
 def _escaped(text: str) -> str:

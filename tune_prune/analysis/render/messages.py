@@ -11,7 +11,9 @@ import math
 import re
 import string
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,13 @@ MISSING = "–"
 CATALOGUE = tomllib.loads((Path(__file__).parent / "templates" / "messages.toml").read_text(encoding="utf-8"))
 TRANSLATIONS = {"en": {}} | CATALOGUE.pop("translations")
 _LISTED = 4  # names of a list that a sentence spells out
+_Z = 1.959964  # of the normal distribution, for 95%
+_IN_PERCENT: ContextVar[bool] = ContextVar("accuracies in percent", default=False)
+_ACCURACIES = ("acc", "acc3")
 _FORMS = {
     "acc": ".4f",  # a fraction without its leading zero, as accuracies were published: .5980, -.7972, 1.0000
     "acc3": ".3f",
+    "r": ".4f",  # a coefficient of correlation
     "p": ".3f",  # <.001 below
     "points": ".2f",  # percentage points, or any number
     "ppl": ".2f",  # 3 significant digits where a model is broken and it is huge
@@ -55,20 +61,39 @@ def say(text: str, language: str = "en", **values: Any) -> str:
     return _Sentence(language).vformat(label(text, language), (), values)
 
 
-def note_sentences(table: Table, language: str = "en", best: str = "Bold", tied: str = "†") -> list[str]:
-    """The notes of a table, and what its marks mean, which a renderer shows as `best` and `tied`."""
-    marks = {column.mark(row) for column in table.shown for row in table.rows}
+def note_sentences(table: Table, language: str = "en", best: str = "Bold") -> list[str]:
+    """The notes of a table, and what its marks mean; a renderer shows that of the best as `best`."""
+    cells = [(column, row) for column in table.shown for row in table.rows]
     notes = list(table.notes)
-    if "best" in marks:
+    if any(column.is_best(row) for column, row in cells):
         notes.append(Message("mark_best", {"mark": best, "meaning": Message(table.best)}))
-    if "tied" in marks:
-        notes.append(Message("mark_tied", {"mark": tied}))
+    if any(column.at_chance(row) for column, row in cells):
+        notes.append(Message("mark_at_chance"))
+    if any(_interval(column, row) for column, row in cells):
+        notes.append(Message("mark_interval"))
+    if in_percent() and any(row.get("_format", column.format) in _ACCURACIES for column, row in cells):
+        notes.append(Message("mark_percent"))
     return [format_message(note, language) for note in notes]
 
 
+@contextmanager
+def accuracies_in_percent(percent: bool = True) -> Iterator[None]:
+    """Inside, accuracies are printed in percent: 59.80 instead of .5980."""
+    token = _IN_PERCENT.set(percent)
+    try:
+        yield
+    finally:
+        _IN_PERCENT.reset(token)
+
+
+def in_percent() -> bool:
+    """Whether accuracies are printed in percent."""
+    return _IN_PERCENT.get()
+
+
 def cell_text(column: Column, row: Row, language: str = "en") -> str:
-    """What a table shows of a row in a column: `value`, `value ± stderr` or `[lower, upper]`; an en dash for a number that is
-    not known, nothing for such a text."""
+    """What a table shows of a row in a column: `value`, `value ± stderr` or `[lower, upper]`, with a dagger behind an accuracy that
+    is not distinguishable from guessing; an en dash for a number that is not known, nothing for such a text."""
     value = row.get(column.key)
     if isinstance(value, Message):
         return format_message(value, language)
@@ -77,7 +102,19 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
     form = row.get("_format", column.format)
     if column.upper:
         return f"[{printed(value, form)}, {printed(row[column.upper], form)}]"
-    return pm(value, row.get(column.stderr), form)
+    text = pm(value, row.get(column.stderr), form)
+    if (interval := _interval(column, row)) is not None:
+        text += f" [{printed(interval[0], form)}, {printed(interval[1], form)}]"
+    return text + ("†" if column.at_chance(row) else "")
+
+
+def _interval(column: Column, row: Row) -> tuple[float, float] | None:
+    """Wilson's 95% interval (1927) of an accuracy of 0 or 1, whose standard error by the usual formula would be 0."""
+    value, items = row.get(column.key), row.get(column.items)
+    if column.format not in _ACCURACIES or items is None or missing(items) or missing(value) or value not in (0, 1):
+        return None
+    width = _Z * _Z / (items + _Z * _Z)
+    return (0.0, width) if value == 0 else (1 - width, 1.0)
 
 
 def names(items: Iterable[Any], language: str = "en", most: int = _LISTED) -> str:
@@ -124,19 +161,23 @@ def printed(value: Any, form: str) -> str:
     if form == "p" and value < 0.001:
         return "<.001"
     spec = _FORMS[form]
+    if form in _ACCURACIES and in_percent():
+        return format(100 * value, ".2f" if form == "acc" else ".1f")
     if form == "ppl" and abs(value) >= 100_000:
         spec = ".3g"
     if form == "number" and value == int(value):
         spec = ",.0f" if abs(value) >= 10_000 else ".0f"
     text = format(value, spec)
     text = text if text.strip("-0.,%") else text.removeprefix("-")
-    return re.sub(r"^(-?)0\.", r"\1.", text) if form in ("acc", "acc3", "p") else text
+    return re.sub(r"^(-?)0\.", r"\1.", text) if form in ("acc", "acc3", "r", "p") else text
 
 
 def pm(value: Any, stderr: Any, form: str = "acc") -> str:
-    """`value ± stderr`, both by the same one of _FORMS; the value alone where there is no standard error."""
+    """`value ± stderr`, both by the same one of _FORMS; the value alone where there is no standard error, as of an accuracy of 0
+    or 1."""
     text = printed(value, form)
-    return text if missing(value) or missing(stderr) else f"{text} ± {printed(stderr, form)}"
+    alone = missing(value) or missing(stderr) or (form in _ACCURACIES and value in (0, 1))
+    return text if alone else f"{text} ± {printed(stderr, form)}"
 
 
 NUMBERS = {form: partial(printed, form=form) for form in _FORMS}

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import shlex
 import struct
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def render(findings: Findings, figures: Sequence[Path]) -> str:
     models = findings.study.models.values()
     statuses = pd.concat([model.rows["status"] for model in models])
     counts = {word: (statuses == status).sum() for status, word in trial_tables.STATUS_WORDS.items()}
-    # The statistically tied stand on the cards by themselves; what holds for every one of several models is said once.
+    # The statistically tied stand on the cards by themselves; what holds for every one of several models stands there once.
     warnings = {
         label: [messages.format_message(warning) for warning in found.warnings if warning.kind != "within_noise"]
         for label, found in findings.models.items()
@@ -68,7 +67,7 @@ def render(findings: Findings, figures: Sequence[Path]) -> str:
         shared_warnings=[text for text in first if others and all(text in own for own in others)],
         images=[_image(figure) for figure in figures if figure.suffix == ".png"],
         problems=trial_tables.problems(findings),
-        problem_kinds=Counter(problem.kind.replace("_", " ") for model in models for problem in model.problems),
+        problem_counts=trial_tables.problem_counts(problem for model in models for problem in model.problems),
         costs=trial_tables.costs(findings),
         Message=Message,
         rank_plot=rank_plot,
@@ -82,11 +81,11 @@ def _image(path: Path) -> dict[str, Any]:
     """A figure of the page; width and height in CSS pixels."""
     content = path.read_bytes()
     width, height = struct.unpack(">II", content[16:24])  # of the IHDR chunk, which is the first of every PNG
-    known = next((name for name in _CAPTIONS if path.stem == name or path.stem.startswith(f"{name}_")), None)
-    of = path.stem.removeprefix(known).removeprefix("_") if known else ""
+    figure = next((name for name in _CAPTIONS if path.stem == name or path.stem.startswith(f"{name}_")), None)
+    model = path.stem.removeprefix(figure).removeprefix("_") if figure else ""
     return {
         "uri": "data:image/png;base64," + base64.b64encode(content).decode(),
-        "caption": (_CAPTIONS[known] if known else path.stem.replace("_", " ")) + (f": {of}" if of else ""),
+        "caption": (_CAPTIONS[figure] if figure else path.stem.replace("_", " ")) + (f": {model}" if model else ""),
         "name": path.stem,
         "width": round(_CSS_PIXELS_PER_DOT * width),
         "height": round(_CSS_PIXELS_PER_DOT * height),

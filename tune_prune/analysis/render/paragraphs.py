@@ -1,38 +1,50 @@
 """paragraphs.md: draft text for the set-up, results and findings of a paper. Every number in it is computed.
 
-A sentence that claims something is written where a test carries it: that a configuration is worse, where it is outside the
-confidence set of the best; a trend where `effects.trend` found one; a difference between methods where the analysis of
-variance did; a correlation where its interval leaves out zero. Elsewhere it says that the data do not show it.
+A sentence states something where a test carries it: that a configuration is worse, where it is outside the
+confidence set of the best; a trend where `effects.trend` found one; a difference of two methods where `method_pairs` did; a
+correlation where its interval leaves out zero. Elsewhere it says that the data do not show it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.render.templating import environment
+from tune_prune.analysis.render.templating import TEMPLATES, environment
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.tables.configurations import ratio
 from tune_prune.analysis.tables.hyperparameters import trend_message
 from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.tables.trial_tables import statistics
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_text
 
-_METHODS = {
-    "taylor": "taylor (first-order Taylor importance)",
-    "layerwise": "layerwise (Taylor importance weighted by the loss increase without the whole layer)",
-    "blockwise": "blockwise (Taylor importance weighted by the loss increase without the attention or MLP block)",
-    "wanda_sp": "wanda_sp (absolute weights times the norms of their inputs)",
-    "magnitude": "magnitude (mean absolute weight)",
+_METHODS = {  # with keys of templates/references.bib, as pandoc reads them
+    "taylor": "taylor (first-order Taylor importance [@molchanov2019importance; @ma2023llmpruner])",
+    "layerwise": "layerwise (Taylor importance weighted by the loss increase without the whole layer, a removal test as in "
+    "[@men2024shortgpt; @song2024sleb])",
+    "blockwise": "blockwise (Taylor importance weighted by the loss increase without the attention or MLP block, compare "
+    "[@zhang2024finercut])",
+    "wanda_sp": "wanda_sp (absolute weights times the norms of their inputs [@an2024flap; @sun2024wanda])",
+    "magnitude": "magnitude (mean absolute weight [@li2017pruning])",
     "random": "random (control)",
+}
+_ASKED = {"calibration", "data_dir", "dtype", "model", "protocol", "revision", "seed"}  # of a run
+_TASKS = {
+    "boolq": "clark2019boolq",
+    "piqa": "bisk2020piqa",
+    "hellaswag": "zellers2019hellaswag",
+    "winogrande": "sakaguchi2020winogrande",
+    "arc_easy": "clark2018arc",
+    "arc_challenge": "clark2018arc",
+    "openbookqa": "mihaylov2018openbookqa",
 }
 
 
 def write_paragraphs(findings: Findings, path: Path) -> None:
-    """Write the draft to `path` (Markdown)."""
+    """Write the draft to `path` (Markdown, with references as `[@key]`), and beside it references.bib with what it refers to."""
     table = statistics(findings)
     last = table.columns[-1].key  # stands for all
     totals = {row["statistic"]: row[last] for row in table.rows if not missing(row[last])}
@@ -42,20 +54,30 @@ def write_paragraphs(findings: Findings, path: Path) -> None:
         totals=totals,
         setup=_setup(findings),
         metrics=ZERO_SHOT_METRIC,
-        ratio=ratio,
+        task_references=_TASKS,
         trend_message=trend_message,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(path, text)
+    entries = (TEMPLATES / "references.bib").read_text(encoding="utf-8").split("\n\n")
+    cited = [entry for entry in entries if f"@{entry.partition('{')[2].partition(',')[0]}" in text]
+    atomic_write_text(path.with_name("references.bib"), "\n\n".join(entry.strip() for entry in cited) + "\n")
 
 
 def _setup(findings: Findings) -> dict[str, Any]:
     """What was searched and how it was measured, over all models."""
     models = [found.model for found in findings.models.values()]
     eligible = pd.concat([found.eligible for found in findings.models.values()])
-    told = [model.source for model in models if model.source]
-    sources = [source for source in told if {"calibration", "dtype", "seed", "protocol"} <= set(source)]
+    sources = [source for model in models if (source := model.source) and set(source) >= _ASKED]
+    about = list(findings.study.experiments.values())
+    versions = {f"{name} {version}" for entry in about for name, version in entry.get("versions", {}).items()}
     return {
+        "embedded": [_is_embedded(source) for source in sources],
+        "on_ray": [entry for entry in about if not (entry.get("settings") or {}).get("inline")],
+        "adaptive": any(entry.get("search") == "optuna" for entry in about),
+        "devices": sorted(set(eligible["device_name"]) - {""}),
+        "machines": eligible.loc[eligible["host"] != "", "host"].nunique(),
+        "versions": sorted(versions | {f"torch {version}" for version in eligible["torch_version"] if version}),
         "ratios": sorted({model.ratio for model in models}),
         "shapes": sorted({model.shape for model in models}),
         "kinds": {model.kind for model in models},
@@ -68,5 +90,11 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "calibration": sorted({Path(source["calibration"]).name for source in sources}),
         "dtype": sorted({source["dtype"] for source in sources}),
         "seed": sorted({str(source["seed"]) for source in sources}),
-        "windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),
+        "windows": sorted({model.window for model in models if model.window}),
+        "most_windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),
     }
+
+
+def _is_embedded(source: Mapping[str, Any]) -> bool:
+    """Whether a run read the texts and tasks embedded in tune_prune: one of a model that is neither of the hub nor a folder."""
+    return not source["data_dir"] and not source["revision"] and "/" not in source["model"]

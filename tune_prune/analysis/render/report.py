@@ -6,7 +6,6 @@ templates/report.txt.j2 says it in English; the catalogue of messages has the ot
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 from tune_prune.analysis.render.messages import LANGUAGES, note_sentences, printed
@@ -16,6 +15,7 @@ from tune_prune.analysis.statistics.cross_fit import CrossFit
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.table import Table
+from tune_prune.analysis.tables.trial_tables import problem_counts
 from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text
@@ -34,12 +34,12 @@ def report(findings: Findings, language: str = "en") -> str:
         raise UserError(f"the report's language is {language!r}; it must be one of {', '.join(LANGUAGES)}")
 
     def show(table: Table, notes: bool = True) -> str:
-        """The table, if it has rows, and what is to be said of it."""
-        said = note_sentences(table, language, best="*", tied="~") if notes else []
-        return (text_table(table, language) if table.rows else "") + ("\n  " + " ".join(said) + "\n" if said else "")
+        """The table, if it has rows, and its notes."""
+        sentences = " ".join(note_sentences(table, language, best="*") if notes else [])
+        return (text_table(table, language) if table.rows else "") + (f"\n  {sentences}\n" if sentences else "")
 
     problems = {label: _problems(found) for label, found in findings.models.items()}
-    kinds = {label: Counter(p.kind for p in found.model.problems) for label, found in findings.models.items()}
+    kinds = {label: problem_counts(found.model.problems) for label, found in findings.models.items()}
     template = environment(language).get_template("report.txt.j2")
     text = template.render(
         findings=findings,
@@ -65,7 +65,7 @@ def _shares(fit: CrossFit) -> list[str]:
 
 
 def _problems(found: ModelFindings) -> list[str]:
-    """What is to be said of each place, in the order in which they were found."""
+    """The problems of each place, in the order in which they were found."""
     by_place: dict[str, list[str]] = {}
     for problem in found.model.problems:
         by_place.setdefault(problem.where, []).append(problem.what)

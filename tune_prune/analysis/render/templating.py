@@ -31,6 +31,7 @@ def environment(language: str = "en") -> jinja2.Environment:
     environment.filters.update(messages.NUMBERS | {"pm": messages.pm, "say": say, "names": messages.names})
     environment.globals.update(
         cell_text=messages.cell_text,
+        in_percent=messages.in_percent,
         note_sentences=messages.note_sentences,
         say=partial(messages.say, language=language),
     )

@@ -15,7 +15,6 @@ from tune_prune.analysis.tables.table import Table
 
 COLUMNS = 100
 _GAP = "  "
-_MARKS = {"best": "*", "tied": "~", "": " "}
 _CELL = 48  # columns; two such cells fill a line
 
 
@@ -47,14 +46,13 @@ def fold(line: str, columns: int = COLUMNS) -> str:
 
 
 def text_table(table: Table, language: str = "en", columns: int = COLUMNS) -> str:
-    """The table as `aligned` does it, without title and notes: numbers flush right, `*` behind the best, `~` behind a tied one."""
+    """The table as `aligned` does it, without title and notes: numbers flush right, `*` behind the best and its ties."""
     shown = table.shown
     rows = [[cell_text(column, row, language) for column in shown] for row in table.rows]
     for index, column in enumerate(shown):
-        marks = [column.mark(row) for row in table.rows]
-        if any(marks):
-            for row, mark in zip(rows, marks, strict=True):
-                row[index] += _MARKS[mark]
+        marks = [column.is_best(row) + column.at_chance(row) for row in table.rows]
+        for cells, row, count in zip(rows, table.rows, marks, strict=True):  # digits stay below each other
+            cells[index] += "*" * column.is_best(row) + " " * (max(marks) - count)
     align = "".join("r" if column.format else "l" for column in shown)
     return aligned([label(column.label, language) for column in shown], rows, align, columns)
 

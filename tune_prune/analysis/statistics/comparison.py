@@ -86,12 +86,14 @@ class Comparison:
 
     basis: str  # "paired" (all on the same items), "unpaired", "unknown" (no standard errors)
     stderr: np.ndarray  # [K, K] of the difference of two acc_mean; NaN where unknown
-    p_best: np.ndarray  # [K] see `compare`; NaN where unknown
+    p_value: np.ndarray  # [K] see `compare`; NaN where unknown
+    covariance: np.ndarray  # [K, K] of the acc_mean; NaN where unknown
+    errors: np.ndarray  # [draws, K] of the acc_mean: what other items would add
 
     @property
     def in_confidence_set(self) -> np.ndarray:
-        """Which cannot be told from the best, at 95% for all together; one of unknown error never can."""
-        return ~(self.p_best <= 0.05)
+        """Which are statistically tied with the best, at 95% for all together; one of unknown error always is."""
+        return ~(self.p_value <= 0.05)
 
 
 def compare(
@@ -103,11 +105,11 @@ def compare(
 ) -> Comparison:
     """Tests for each configuration k that none is better, by the largest studentised difference max_j (acc_j - acc_k) / se_jk.
 
-    p_best[k] is the chance of one at least as large if all were equal, over bootstrap draws of the items within tasks (paired)
+    p_value[k] is the chance of one at least as large if all were equal, over bootstrap draws of the items within tasks (paired)
     or of normal errors, (1 + draws that reach it) / (1 + draws). Those above 0.05 are a confidence set that contains the truly
     best with 95%, however many configurations there are: comparisons with the best (Hsu, Annals of Statistics 1984) in the
     studentised-maximum form of Mogstad, Romano, Shaikh and Wilhelm (Review of Economic Studies 2024). Where se_jk is 0 two
-    configurations of the same accuracy are equal and others are told apart. `accuracies`, `stderrs`: [K]; a NaN is unknown.
+    configurations of the same accuracy are equal and others differ. `accuracies`, `stderrs`: [K]; a NaN is unknown.
 
     The 95% are for many items: in simulated grids of 45 equal configurations, the hardest case, the set holds a given one in 92%
     with 100 items in all, 93 to 95% with 200 and 95% with 1,700. It speaks of the rows it is given, not of trials stopped early.
@@ -123,14 +125,15 @@ def compare(
     variance = own[:, None] + own[None, :] - 2 * np.where(np.eye(len(own), dtype=bool), own[:, None], covariance)
     variance[variance < _ROUNDING * (own[:, None] + own[None, :])] = 0.0
     stderr = np.sqrt(variance)
-    known = np.flatnonzero(np.isfinite(own))
+    finite = np.flatnonzero(np.isfinite(own))
     errors = generator.standard_normal((draws, len(own))) * np.sqrt(own)
     if outcomes is not None:
         errors[:, outcomes.rows] = _bootstrap(outcomes, generator, draws)
-    p_best = np.full(len(own), np.nan)
-    p_best[known] = _p_best(accuracies[known], errors[:, known], stderr[np.ix_(known, known)])
+    p_value = np.full(len(own), np.nan)
+    p_value[finite] = _p_values(accuracies[finite], errors[:, finite], stderr[np.ix_(finite, finite)])
     all_paired = outcomes is not None and len(outcomes.rows) == len(own)
-    return Comparison("paired" if all_paired else "unpaired" if len(known) else "unknown", stderr, p_best)
+    basis = "paired" if all_paired else "unpaired" if len(finite) else "unknown"
+    return Comparison(basis, stderr, p_value, covariance, errors)
 
 
 def _bootstrap(outcomes: PairedScores, generator: np.random.Generator, draws: int) -> np.ndarray:
@@ -149,7 +152,7 @@ def _bootstrap(outcomes: PairedScores, generator: np.random.Generator, draws: in
     return errors / len(outcomes.by_task)
 
 
-def _p_best(accuracies: np.ndarray, errors: np.ndarray, stderr: np.ndarray) -> np.ndarray:
+def _p_values(accuracies: np.ndarray, errors: np.ndarray, stderr: np.ndarray) -> np.ndarray:
     draws = len(errors)
     values = np.empty(len(accuracies))
     for k in range(len(accuracies)):

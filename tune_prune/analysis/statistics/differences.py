@@ -6,31 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.rows import config_of, plain_value, plain_values
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.errors import UserError
-from tune_prune.core.store import ITEMS
 
 Items = Callable[[str], "pd.Series | None"]  # `read_items`, or one that remembers
-
-
-def read_items(output_dir: str) -> pd.Series | None:
-    """The score of every zero-shot item of a trial, indexed by (task, doc_id); None if none were kept."""
-    path = Path(output_dir) / ITEMS
-    if not output_dir or not path.is_file():
-        return None
-    try:
-        items = pd.read_parquet(path, columns=["task", "doc_id", "score"])
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); delete it to compare that trial without its items"
-        ) from error
-    return items.set_index(["task", "doc_id"])["score"].astype("float64").sort_index()
 
 
 def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float] | None:

@@ -41,6 +41,7 @@ class Trend:
     spread_points: float  # highest less lowest level mean
     stderr_points: float  # of that difference
     best_level: int
+    tied_levels: tuple[int, ...]  # that do not differ from it, itself among them
     spearman: float  # rank correlation of level and acc_mean over the rows
     spearman_p: float
 
@@ -109,12 +110,15 @@ def trend(eligible: pd.DataFrame, factor: str) -> Trend:
     acc, spearman, spearman_p = eligible["acc_mean"], math.nan, math.nan
     if acc.nunique() > 1 and len(acc) > 2:
         spearman, spearman_p = map(float, spearmanr(eligible[factor].to_numpy("float64"), acc.to_numpy("float64")))
+    direction = _direction(means, stderr, p)
+    lower = means[highest] - means > 2 * stderr[highest] + np.abs(means).max() * _ROUNDING
     return Trend(
         factor,
-        _direction(means, stderr, p),
+        direction,
         100 * float(means[highest] - means[lowest]),
         100 * float(stderr[highest, lowest]),
         int(levels[highest]),
+        tuple(map(int, levels if direction in ("flat", "unknown") else levels[~lower])),
         spearman,
         spearman_p,
     )

@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.rows import CALIBRATION, TASK_ITEMS, plain_values, ranked
+from tune_prune.analysis.input.items import guessing, read_items
+from tune_prune.analysis.input.rows import CALIBRATION, plain_values, ranked
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics import effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
-from tune_prune.analysis.statistics.differences import Items, Transfer, read_items, transfer
+from tune_prune.analysis.statistics.differences import Items, Transfer, transfer
 from tune_prune.analysis.statistics.effects import Correlation, Trend
 from tune_prune.analysis.statistics.factors import FACTORS, NUMERIC, methods_reading, varied
 from tune_prune.analysis.statistics.message import Message
+from tune_prune.analysis.statistics.method_pairs import method_pairs
 from tune_prune.analysis.statistics.rules import RULES
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
@@ -44,8 +46,8 @@ class ModelFindings:
     model: Model
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
     # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own
-    # minus the most accurate's, 0 for itself), p_best (chance of a gap to the best as large as this if this were the best;
-    # corrected for all configurations), in_confidence_set (p_best above 0.05 or unknown: statistically tied with the best)
+    # minus the most accurate's, 0 for itself), p_value (chance of a gap to the best as large as this if this were the
+    # best; corrected for all configurations), in_confidence_set (p_value above 0.05 or unknown: statistically tied with the best)
     eligible: pd.DataFrame
     comparison: Comparison
     scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
@@ -99,12 +101,21 @@ class ModelFindings:
 
     @cached_property
     def methods(self) -> pd.DataFrame:
-        """`effects.method_table`: index method; columns n, mean, std (n - 1), std_n (over n), min, median, max, best (name)."""
-        return effects.method_table(self.eligible)
+        """`effects.method_table`: index method, highest mean first; columns n, mean, std (n - 1), std_n (over n), min, median, max,
+        best (name); and tied: not distinguishable from the highest mean by `method_pairs`."""
+        table = effects.method_table(self.eligible)
+        gaps = self.method_pairs["p_value"].get(table.index[0], pd.Series(dtype="float64"))
+        return table.assign(tied=[not gaps.get(method, 1.0) <= 0.05 for method in table.index])
+
+    @cached_property
+    def method_pairs(self) -> pd.DataFrame:
+        """`method_pairs.method_pairs`: index first, second; columns n, points, stderr_points, p_value (corrected for all pairs)."""
+        generator = np.random.default_rng(seed_for(self.seed, f"methods of {self.model.label}"))
+        return method_pairs(self.model.rows, self.eligible, self.comparison, generator)
 
     @cached_property
     def levels(self) -> Mapping[str, pd.DataFrame]:
-        """Knob -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
+        """Hyperparameter -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
         shown = [factor for factor in NUMERIC if factor in CALIBRATION or factor in varied(self.eligible)]
         return {factor: effects.level_table(self.reading(factor), factor) for factor in shown}
 
@@ -136,22 +147,33 @@ class ModelFindings:
 
     @cached_property
     def tasks(self) -> pd.DataFrame:
-        """The tasks of `best`: acc, stderr, dense, retained (acc / dense), items; NaN what is not known."""
+        """The tasks of `best`: acc, stderr, dense, retained, and the columns of `guessing`; NaN what is not known."""
         best, dense = self.best, self.model.baseline
-        scores = self.items(best["output_dir"])
-        sizes: Mapping[str, int] = TASK_ITEMS if self.model.kind == "published" else {}
-        if scores is not None:
-            sizes = scores.groupby(level="task").size()
         tasks = [task for task in self.model.tasks if not pd.isna(best[f"acc_{task}"])]
         columns = {
             "acc": [best[f"acc_{task}"] for task in tasks],
             "stderr": [best.get(f"acc_{task}_stderr", math.nan) for task in tasks],
             "dense": [dense.get(f"acc_{task}", math.nan) for task in tasks],
-            "items": [sizes.get(task, math.nan) for task in tasks],
+            "retained": [self.retained(best[f"acc_{task}"], task) for task in tasks],
         }
-        table = pd.DataFrame(columns, pd.Index(tasks, name="task"), dtype="float64")
-        table.insert(3, "retained", table["acc"] / table["dense"].where(table["dense"] > 0))
-        return table
+        return pd.DataFrame(columns, pd.Index(tasks, name="task"), dtype="float64").join(self.guessing)
+
+    @cached_property
+    def guessing(self) -> pd.DataFrame:
+        """`items.guessing`: index the tasks and "mean"; columns chance, majority, items, threshold."""
+        model = self.model
+        return guessing(model.tasks, self.best["output_dir"], model.source, model.kind == "published")
+
+    def at_chance(self, accuracy: Any, task: str = "mean") -> bool:
+        """Whether an accuracy may come from guessing; what is not known does not."""
+        return accuracy is not None and bool(accuracy < self.guessing.loc[task, "threshold"])
+
+    def retained(self, accuracy: Any, task: str = "mean") -> float | None:
+        """`accuracy` over the dense model's; None where that is not known, or may itself come from guessing."""
+        dense = self.model.baseline.get(f"acc_{task}", math.nan)
+        return (
+            float(accuracy / dense) if accuracy is not None and dense > 0 and not self.at_chance(dense, task) else None
+        )
 
     @cached_property
     def statistics(self) -> Mapping[str, float]:
@@ -176,10 +198,16 @@ class ModelFindings:
 
     def _warnings(self) -> Iterator[Message]:
         rows, eligible, fit = self.model.rows, self.eligible, self.cross_fit
-        if not math.isfinite(self.model.baseline.get("acc_mean", math.nan)):
+        dense, guess = (
+            self.model.baseline.get("acc_mean", math.nan),
+            self.guessing.loc["mean", ["chance", "majority"]].max(),
+        )
+        if not math.isfinite(dense):
             yield Message("dense_unknown")
-        elif warning := at_chance(self.model.baseline):
-            yield warning
+        if self.at_chance(dense):
+            yield Message("dense_at_chance", {"dense": dense, "guess": guess})
+        elif self.at_chance(self.best["acc_mean"]):
+            yield Message("best_at_chance", {"acc": self.best["acc_mean"], "guess": guess})
         for factor, value, side in self.edges:
             yield Message(f"edge_{side}", {"factor": factor, "value": value})
         first = eligible["name"].iloc[0]
@@ -191,9 +219,8 @@ class ModelFindings:
             yield Message("selection_bias", {"naive": fit.naive, "corrected": fit.corrected})
         if self.chosen["perplexity"] and self.chosen["perplexity"][0] != first:
             yield Message("ppl_disagrees", {"best": first, "best_ppl": self.chosen["perplexity"][0]})
-        by_mean = self.methods.index.tolist()
-        by_max = self.methods.sort_values("max", ascending=False, kind="stable").index.tolist()
-        if by_mean != by_max:
+        by_mean, by_max = self.methods.index[0], eligible["method"].iloc[0]
+        if not self.methods.loc[by_max, "tied"] and self.methods.loc[by_mean, "best"] not in self.tied:
             yield Message("rank_disagrees", {"by_mean": by_mean, "by_max": by_max})
         expected = _grid_size(rows)
         if len(eligible) < expected:
@@ -203,7 +230,7 @@ class ModelFindings:
         if len(eligible) > 1:
             if self.scores_message is not None:
                 yield self.scores_message
-            if unknown := eligible.loc[eligible["p_best"].isna(), "name"].tolist():
+            if unknown := eligible.loc[eligible["p_value"].isna(), "name"].tolist():
                 yield Message("stderr_unknown", {"names": unknown})
         if eligible["name"].is_unique:
             yield Message("seeds_one")
@@ -281,7 +308,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
             gradient_pass_s=_gradient_pass_s(eligible, model, study.costs),
             difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
             difference_stderr_points=100 * comparison.stderr[:, 0],
-            p_best=comparison.p_best,
+            p_value=comparison.p_value,
             in_confidence_set=comparison.in_confidence_set,
         )
         chosen = {name: choose(eligible) for name, choose in RULES.items()}
@@ -291,12 +318,6 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
             )
         models[label] = ModelFindings(model, rule, eligible, comparison, scores, message, chosen, items, seed)
     return Findings(study, rule, models, tuple(label for label in study.models if label not in models), items)
-
-
-def at_chance(dense: Mapping[str, float]) -> Message | None:
-    """The warning that a dense model with these metrics is less than two standard errors above picking blindly."""
-    acc, chance, stderr = (dense.get(name, math.nan) for name in ("acc_mean", "chance_acc_mean", "acc_mean_stderr"))
-    return Message("at_chance", {"dense": acc, "chance": chance}) if acc - chance < 2 * stderr else None
 
 
 def _grid_size(rows: pd.DataFrame) -> int:

@@ -1,4 +1,4 @@
-"""Selection rules: which configuration is chosen, from the rows that compete.
+"""Selection rules: which configuration is chosen, from the rows that are eligible.
 
 Rows are `ModelFindings.eligible`, the most accurate first, with the columns name, acc_mean, ppl, tokens (seq_len x samples),
 difference_points and difference_stderr_points (own minus the most accurate's), gradient_pass_s (NaN where not measured).
@@ -19,8 +19,8 @@ def accuracy(rows: pd.DataFrame) -> list[str]:
 
 def perplexity(rows: pd.DataFrame) -> list[str]:
     """The lowest finite perplexity; of equal ones the more accurate. Empty if none is known."""
-    known = rows[np.isfinite(_numbers(rows["ppl"]))]
-    return known.sort_values("ppl", kind="stable")["name"].head(1).tolist()
+    finite = rows[np.isfinite(_numbers(rows["ppl"]))]
+    return finite.sort_values("ppl", kind="stable")["name"].head(1).tolist()
 
 
 def one_standard_error(rows: pd.DataFrame) -> list[str]:
@@ -54,8 +54,8 @@ def pareto(rows: pd.DataFrame) -> list[str]:
     """
     names = ["ppl", *(name for name in rows.columns if "latency" in name and not name.endswith("_stderr"))]
     columns = [-_numbers(rows["acc_mean"]), *(_numbers(rows[name]) for name in names)]
-    known = [np.where(np.isfinite(values), values, np.inf) for values in columns if np.isfinite(values).any()]
-    costs = np.column_stack(known)  # lower is better
+    measured = [np.where(np.isfinite(values), values, np.inf) for values in columns if np.isfinite(values).any()]
+    costs = np.column_stack(measured)  # lower is better
     size = np.nan_to_num(_numbers(rows["params_count"]), nan=np.inf)
     kept = []
     for k, cost in enumerate(costs):

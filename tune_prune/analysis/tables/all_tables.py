@@ -20,6 +20,7 @@ def all_tables(findings: Findings) -> dict[str, Table]:
         configurations.selection_rules(findings),
         configurations.task_accuracies(findings),
         hyperparameters.methods(findings),
+        hyperparameters.method_pairs(findings),
         *hyperparameters.levels(findings),
         hyperparameters.effects(findings),
         hyperparameters.correlations(findings),

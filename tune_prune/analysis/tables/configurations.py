@@ -16,23 +16,27 @@ from tune_prune.core.config import HYPERPARAMETERS
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
 _LOSS = ("loss_points", "loss_points_stderr")
 
-MODEL = Column("model", "Model")
+MODEL = Column("model", "Model", style="model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
 CONFIG = Column("config", "Configuration", style="name")
 RUNS = Column("n", "Runs", "int")
-ACCURACY = Column("acc_mean", "Accuracy", "acc", "acc_mean_stderr", hint="mean over the tasks ± standard error")
-MARKED_ACCURACY = replace(ACCURACY, best="most_accurate", tied="not_told_apart")
+ACCURACY = Column(
+    "acc_mean", "Accuracy", "acc", "acc_mean_stderr", threshold="_threshold_mean", items="_items_mean",
+    hint="mean over the tasks ± standard error",
+)  # fmt: skip
+MARKED_ACCURACY = replace(ACCURACY, best="tied")
+DENSE_ACCURACY = replace(ACCURACY, key="dense_acc", label="Dense", stderr="dense_acc_stderr", hint="")
 PARAMETERS = Column("params_count", "Parameters", "int")
 PERPLEXITY = Column("ppl", "Perplexity", "ppl")
 TOKENS = Column("tokens", "Tokens", "int", hint="calibration samples times their length", detail=True)
-RETAINED = Column("retained", "Retained", "percent", hint="accuracy, of the dense model's")
+RETAINED = Column("retained", "Accuracy retained", "percent", hint="of the dense model's accuracy")
 
 
 def hyperparameter_columns(findings: Findings) -> list[Column]:
     """The method, and every hyperparameter with several values (the ratio is in the model's label)."""
     rows = pd.concat([model.rows for model in findings.study.models.values()])
-    return [Column("method", "Method")] + [
-        Column(name, row.name, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "")
+    return [Column("method", "Method", style="setting")] + [
+        Column(name, row.name, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "", style="setting")
         for name, row in HYPERPARAMETERS.items()
         if name in rows and name not in ("method", "pruning_ratio") and (row.required or rows[name].nunique() > 1)
     ]
@@ -41,7 +45,7 @@ def hyperparameter_columns(findings: Findings) -> list[Column]:
 def best_configurations(findings: Findings) -> Table:
     """The chosen configuration of each model, with what it keeps and how certain the choice is."""
     rows = []
-    for label, found in findings.models.items():
+    for found in findings.models.values():
         dense, cross_fit, tied = found.model.baseline, found.cross_fit, len(found.tied)
         values = {
             "cross_fitted": cross_fit.corrected if cross_fit else None,
@@ -50,17 +54,17 @@ def best_configurations(findings: Findings) -> Table:
             "dense_acc": dense.get("acc_mean"),
             "dense_acc_stderr": dense.get("acc_mean_stderr"),
             "dense_ppl": dense.get("ppl"),
-            "retained": ratio(found.best["acc_mean"], dense.get("acc_mean")),
+            "retained": found.retained(found.best["acc_mean"]),
             "confidence_set": tied,
             "complete": len(found.eligible),
             "share_of_runs": None if found.basis == "unknown" else f"{tied - 1} of {len(found.eligible) - 1}",
         }
-        rows.append(configuration(label, found.best) | values)
+        rows.append(configuration(found, found.best) | values)
     columns = [
         *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), ACCURACY),
-        Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr"),
+        Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr", threshold="_threshold_mean"),
         PERPLEXITY,
-        Column("dense_acc", "Dense", "acc", "dense_acc_stderr"),
+        DENSE_ACCURACY,
         Column("dense_ppl", "Dense ppl", "ppl"),
         RETAINED,
         Column("share_of_runs", "Tied", hint="others that are statistically tied with the most accurate (95%)"),
@@ -71,7 +75,7 @@ def best_configurations(findings: Findings) -> Table:
     ]
     if any(found.cross_fit for found in findings.models.values()):
         notes.append(Message("note_cross_fitted"))
-    notes.append(Message("note_confidence_set"))
+    notes += [Message("note_confidence_set"), *window_notes(findings)]
     ratios = {found.model.ratio for found in findings.models.values()}
     shapes = {found.model.shape for found in findings.models.values()}
     title = "Best configurations"
@@ -97,11 +101,11 @@ def accuracy_by_size(findings: Findings) -> Table | None:
 def selection_rules(findings: Findings) -> Table:
     """What each rule chooses."""
     rows = []
-    for label, found in findings.models.items():
+    for found in findings.models.values():
         for rule, names in found.chosen.items():
             for row in map(found.named, names):
                 values = {"rule": rule, "params_count": row["params_count"], "tokens": row["tokens"]}
-                rows.append(configuration(label, row) | values | marks(found, row))
+                rows.append(configuration(found, row) | values)
     columns = [
         *(MODEL, Column("rule", "Rule"), CONFIGURATION, *hyperparameter_columns(findings)),
         *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
@@ -109,24 +113,28 @@ def selection_rules(findings: Findings) -> Table:
     rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
     notes = [Message("note_rule", {"rule": rule, "meaning": Message(f"rule_{rule}")}) for rule in rules]
     title = "Configurations chosen by each rule"
-    return Table("selection_rules", title, columns, rows, notes, best="best_most_accurate")
+    return Table("selection_rules", title, columns, rows, notes, best="best_tied")
 
 
 def task_accuracies(findings: Findings) -> Table:
     """Per-task accuracies of the best configuration, and the dense model's."""
     rows = []
     for label, found in findings.models.items():
-        dense, best, tasks = found.model.baseline, found.best, found.tasks.reset_index(names="task")
+        dense, best = found.model.baseline, found.best
         mean = {"task": "mean", "acc": best["acc_mean"], "stderr": best["acc_mean_stderr"]}
-        mean |= {"dense": dense.get("acc_mean"), "retained": ratio(best["acc_mean"], dense.get("acc_mean"))}
-        mean |= {"items": tasks["items"].sum(skipna=False)}
-        for row in [*tasks.to_dict("records"), mean]:
+        mean |= {
+            "dense": dense.get("acc_mean"),
+            "retained": found.retained(best["acc_mean"]),
+            **found.guessing.loc["mean"],
+        }
+        for row in [*found.tasks.reset_index(names="task").to_dict("records"), mean]:
             dense_stderr = dense.get(f"acc_{row['task']}_stderr")
             rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": best["name"]})
     columns = [
         *(MODEL, CONFIG, Column("task", "Task"), Column("items", "Items", "int")),
-        Column("acc", "Pruned", "acc", "stderr"),
-        *(Column("dense", "Dense", "acc", "dense_stderr"), RETAINED),
+        Column("acc", "Pruned", "acc", "stderr", threshold="threshold", items="items"),
+        Column("dense", "Dense", "acc", "dense_stderr", threshold="threshold", items="items"),
+        *(RETAINED, Column("chance", "Chance", "acc"), Column("majority", "Majority answer", "acc")),
     ]
     title = "Zero-shot accuracy of the best configurations by task"
     return Table("task_accuracies", title, columns, rows, [*accuracy_notes(findings), Message("note_retained")])
@@ -136,8 +144,8 @@ def architecture(findings: Findings) -> Table:
     """Gradient ratios of each model beside what it is pruned best with."""
     ratios = {f"grad_{name}_ratio": f"{name.capitalize()} ratio" for name in ("mean", "norm", "std", "max")}
     rows = []
-    for label, found in findings.models.items():
-        row = configuration(label, found.best) | _geometry(findings, found)
+    for found in findings.models.values():
+        row = configuration(found, found.best) | _geometry(findings, found)
         rows.append(row | {name: found.best.get(name) for name in (*ratios, "extreme_pruning_layers")})
     columns = [
         *(MODEL, Column("layers", "Layers", "int"), Column("total_params", "Parameters", "int")),
@@ -162,7 +170,7 @@ def transfer(findings: Findings) -> Table | None:
             points = loss.get("loss_points")
             row |= {f"{other}": points, f"{other}_stderr": loss.get("loss_points_stderr") or None}
             row |= {
-                f"{other}_percent": ratio(points, found.best["acc_mean"]),
+                f"{other}_percent": None if points is None else points / found.best["acc_mean"],
                 f"_{other}": max(0.0, points or 0.0) / worst,
             }
         rows.append(row)
@@ -179,21 +187,23 @@ def configuration_impact(findings: Findings) -> Table | None:
     """What the choice of configuration is worth: minimal, another model's, for all, own; and the dense model."""
     rows = []
     for label, found in findings.models.items():
-        own, dense = found.best["acc_mean"], found.model.baseline.get("acc_mean")
         for setting, config, values in _settings(findings, label, found):
-            row = {"model": label, "setting": setting, "config": config, "own": setting == "own optimum"}
-            known: dict[str, Any] = {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
-            loss = None if missing(known["loss_points"]) else known["loss_points"] / 100 / own
-            rows.append(row | known | {"loss": loss, "retained": ratio(known["acc_mean"], dense)})
+            metrics: dict[str, Any] = {
+                name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)
+            }
+            accuracy, loss = metrics["acc_mean"], metrics["loss_points"]
+            row = {"model": label, "setting": setting, "config": config} | metrics | limits(found)
+            row["loss"] = None if missing(loss) else loss / 100 / found.best["acc_mean"]
+            row["retained"] = None if missing(accuracy) else found.retained(accuracy)
+            rows.append(row)
     if len(rows) == len(findings.models):  # nothing beside the own optimum
         return None
     columns = [
-        *(MODEL, Column("setting", "Setting"), CONFIG, replace(ACCURACY, best="own")),
+        *(MODEL, Column("setting", "Setting"), CONFIG, ACCURACY),
         Column("loss_points", "Points lost", "points", "loss_points_stderr"),
         *(Column("loss", "Loss", "percent"), RETAINED, PERPLEXITY),
     ]
-    notes = [Message("note_impact")]
-    return Table("configuration_impact", "Impact of the configuration", columns, rows, notes, best="best_own")
+    return Table("configuration_impact", "Impact of the configuration", columns, rows, [Message("note_impact")])
 
 
 def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -213,27 +223,29 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
     yield "own optimum", best["name"], {**best, "loss_points": 0.0}
 
 
-def configuration(label: str, row: Any) -> dict[str, Any]:
+def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
     """What every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
-    return {"model": label, **{name: row[name] for name in names}}
+    tied = row["name"] in found.tied
+    return {"model": found.model.label, **{name: row[name] for name in names}, "tied": tied} | limits(found)
 
 
-def marks(found: ModelFindings, row: Any) -> dict[str, bool]:
-    """Whether the row is the model's most accurate, or else statistically tied with it."""
-    top = row["name"] == found.eligible["name"].iloc[0]
-    return {"most_accurate": top, "not_told_apart": not top and row["name"] in found.tied}
-
-
-def ratio(value: Any, whole: Any) -> float | None:
-    """value / whole; None where either is not known."""
-    return None if missing(value) or missing(whole) or whole <= 0 else float(value / whole)
+def limits(found: ModelFindings) -> dict[str, float]:
+    """What columns of accuracies name as `threshold` and `items`, of each task and of the mean."""
+    columns = found.guessing[["threshold", "items"]].to_dict()
+    return {f"_{column}_{task}": value for column, values in columns.items() for task, value in values.items()}
 
 
 def accuracy_notes(findings: Findings) -> list[Message]:
     """What accuracies and their standard errors are."""
     kinds = {found.model.kind for found in findings.models.values()}
     return [Message(f"note_accuracy_{kind}") for kind in sorted(kinds)]
+
+
+def window_notes(findings: Findings) -> list[Message]:
+    """In what windows perplexity was measured, where that is recorded."""
+    windows = {label: model.window for label, model in findings.study.models.items() if model.window}
+    return [Message("note_window", {"model": label, "window": window}) for label, window in windows.items()]
 
 
 def _geometry(findings: Findings, found: ModelFindings) -> dict[str, Any]:

@@ -7,14 +7,15 @@ from dataclasses import replace
 from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
 from tune_prune.analysis.statistics.factors import methods_reading
-from tune_prune.analysis.statistics.findings import Findings, Message, at_chance
+from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
     PARAMETERS,
     RETAINED,
     accuracy_notes,
     hyperparameter_columns,
-    ratio,
+    limits,
     transfer,
+    window_notes,
 )
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.analysis.tables.trial_tables import counts, trials
@@ -30,12 +31,12 @@ def final_table(findings: Findings, top: int = 5) -> str:
         block = f"{table.title}\n" + (text_table(table) if table.rows else "")
         if label not in findings.models:
             block += "  no complete trial\n"
-        if (warning := at_chance(findings.study.models[label].baseline)) is not None:
-            block += f"  ! {format_message(warning)}\n"
+        warnings = findings.models[label].warnings if label in findings.models else ()
+        block += "".join(f"  ! {format_message(m)}\n" for m in warnings if m.kind.endswith("_at_chance"))
         blocks.append(block)
     if (across := _across(findings)) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")
-    notes = [note for table in tables.values() for note in note_sentences(table, best="*", tied="~")]
+    notes = [note for table in tables.values() for note in note_sentences(table, best="*")]
     text = "\n".join([*blocks, " ".join(dict.fromkeys(notes))])
     return "\n".join(map(fold, text.splitlines()))
 
@@ -51,12 +52,14 @@ def _best_trials(findings: Findings, label: str, table: Table, top: int) -> Tabl
         title += f"; the best of each method and the {top} best"
     names = [column.key for column in hyperparameter_columns(findings)]
     reading = {name: methods_reading(model.rows, name) for name in names}
-    rows = [{"method": "dense", **dense, "retained": 1.0 if "acc_mean" in dense else None}] if dense else []
+    rows = [{"method": "dense", **dense}] if dense else []
     for row in shown:
         unread = [name for name, methods in reading.items() if row["method"] not in methods]
-        rows.append({**row, "retained": ratio(row["acc_mean"], dense.get("acc_mean")), **dict.fromkeys(unread)})
+        rows.append({**row, **dict.fromkeys(unread)})
+    if (found := findings.models.get(label)) is not None:
+        rows = [{**row, "retained": found.retained(row.get("acc_mean")), **limits(found)} for row in rows]
     columns = [*table.pick(*names, "ppl", "acc_mean").columns, RETAINED, PARAMETERS]
-    notes = [*accuracy_notes(findings), Message("note_retained")]
+    notes = [*accuracy_notes(findings), Message("note_retained"), *window_notes(findings)]
     return replace(table, title=title, columns=columns, rows=rows, notes=notes)
 
 

@@ -3,11 +3,14 @@ correlations."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pandas as pd
 
 from tune_prune.analysis.statistics.findings import Findings, Message, Trend
-from tune_prune.analysis.tables.configurations import MODEL, RUNS, marks
-from tune_prune.analysis.tables.table import Column, Table
+from tune_prune.analysis.tables.configurations import MODEL, RUNS, limits
+from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.config import HYPERPARAMETERS
 
 
@@ -19,18 +22,45 @@ def methods(findings: Findings) -> Table:
             best = found.named(values["best"])
             row = {"model": label, "method": method, **values}
             row |= {"best_acc": best["acc_mean"], "best_acc_stderr": best["acc_mean_stderr"]}
-            row |= {"highest_mean": values["mean"] == found.methods["mean"].max()}
-            row |= {"highest": values["max"] == found.methods["max"].max()}
-            rows.append(row | {"not_told_apart": marks(found, best)["not_told_apart"]})
+            rows.append(row | {"best_tied": best["name"] in found.tied} | limits(found))
     columns = [
         *(MODEL, Column("method", "Method"), RUNS),
-        *(Column("mean", "Mean", "acc", best="highest_mean"), Column("std", "Std", "acc")),
+        *(replace(accuracy("mean"), best="tied"), Column("std", "Std", "acc")),
         Column("std_n", "Std (n)", "acc", hint="divides by n, as published tables do", detail=True),
-        *(Column("min", "Min", "acc"), Column("median", "Median", "acc")),
-        Column("best_acc", "Best", "acc", "best_acc_stderr", best="highest", tied="not_told_apart"),
+        *(accuracy("min"), accuracy("median")),
+        replace(accuracy("best_acc", "Best"), stderr="best_acc_stderr", best="best_tied"),
         Column("best", "Best configuration", style="name"),
     ]
     return Table("methods", "Pruning methods", columns, rows, [Message("note_methods")], best="best_method")
+
+
+def accuracy(key: str, label: str = "") -> Column:
+    """A column of mean accuracies over the tasks."""
+    return Column(key, label or key.capitalize(), "acc", threshold="_threshold_mean")
+
+
+def method_pairs(findings: Findings) -> Table | None:
+    """The mean difference of every two methods, with its error and whether it is distinguishable from 0."""
+    rows = [
+        {"model": label, "first": first, "second": second, **values, "result": _result(first, values)}
+        for label, found in findings.models.items()
+        for (first, second), values in found.method_pairs.iterrows()
+    ]
+    columns = [
+        *(MODEL, Column("first", "Method"), Column("second", "Compared with"), Column("n", "Pairs", "int")),
+        *(
+            Column("points", "Difference", "points", "stderr_points", hint="percentage points"),
+            Column("p_value", "p", "p"),
+        ),
+        Column("result", "Result"),
+    ]
+    return Table("method_pairs", "Methods compared", columns, rows, [Message("note_method_pairs")]) if rows else None
+
+
+def _result(first: str, pair: Any) -> Message:
+    if pair["p_value"] <= 0.05:
+        return Message("pair_differs", {"first": first})
+    return Message("pair_unknown" if missing(pair["p_value"]) else "pair_tied")
 
 
 def levels(findings: Findings) -> list[Table]:
@@ -43,19 +73,19 @@ def _levels(findings: Findings, name: str) -> Table:
     rows, notes = [], [Message("note_levels")]
     for label, found in findings.models.items():
         trend = found.trends.get(name)
-        said = trend_message(trend) if trend is not None else None
+        words = trend_message(trend) if trend is not None else None
         if trend is not None:
-            values = {"model": label, "trend": said, "r": trend.spearman, "p": trend.spearman_p}
+            values = {"model": label, "trend": words, "r": trend.spearman, "p": trend.spearman_p}
             notes.append(Message("note_trend", values))
         for level, values in found.levels.get(name, pd.DataFrame()).iterrows():
-            highest = trend is not None and trend.direction != "flat" and level == trend.best_level
-            rows.append({"model": label, "level": level, **values, "highest": highest, "trend": said})
-    known = HYPERPARAMETERS[name]
+            tied = trend is not None and level in trend.tied_levels
+            rows.append({"model": label, "level": level, **values, "tied": tied, "trend": words} | limits(found))
     columns = [
-        *(MODEL, Column("level", known.name, "int"), RUNS, Column("mean", "Mean", "acc", "stderr", best="highest")),
-        *(Column(key, key.capitalize(), "acc") for key in ("std", "min", "max")),
+        *(MODEL, Column("level", name, "int"), RUNS, replace(accuracy("mean"), stderr="stderr", best="tied")),
+        *(Column("std", "Std", "acc"), accuracy("min"), accuracy("max")),
     ]
-    return Table(known.name, f"Accuracy by {known.label.lower()}", columns, rows, notes, best="best_level")
+    title = f"Accuracy by {HYPERPARAMETERS[name].label.lower()}"
+    return Table(name, title, columns, rows, notes, best="best_level")
 
 
 def trend_message(trend: Trend, words: bool = False) -> Message:
@@ -105,9 +135,9 @@ def correlations(findings: Findings) -> Table | None:
         for item in found.correlations
     ]
     columns = [
-        *(MODEL, Column("measure", "Measure", style="name"), RUNS, Column("r", "r", "acc")),
-        *(Column("passes", "Passes", "int"), Column("r_passes", "r over passes", "acc")),
-        Column("low", "95% interval", "acc", upper="high"),
+        *(MODEL, Column("measure", "Measure", style="name"), RUNS, Column("r", "r", "r")),
+        *(Column("passes", "Passes", "int"), Column("r_passes", "r over passes", "r")),
+        Column("low", "95% interval", "r", upper="high"),
         Column("reason", "Not computable because", wrap=True),
     ]
     notes = [Message("note_correlations")]
@@ -122,12 +152,13 @@ def extreme_layers(findings: Findings) -> Table | None:
     rows = [
         {"model": label, "layers": layers, "n": len(group), "ppl": group["ppl"].mean()}
         | {name: getattr(group["acc_mean"], name)() for name in ("mean", "min", "max")}
+        | limits(found)
         for label, found in findings.models.items()
         for layers, group in found.eligible.dropna(subset="extreme_pruning_layers").groupby("extreme_pruning_layers")
     ]
     columns = [
         *(MODEL, Column("layers", "Extreme layers", "int"), RUNS),
-        *(Column(name, name.capitalize(), "acc") for name in ("mean", "min", "max")),
+        *map(accuracy, ("mean", "min", "max")),
         Column("ppl", "Mean perplexity", "ppl"),
     ]
     title = "Accuracy by extreme pruning layers"

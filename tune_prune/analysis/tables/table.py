@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
@@ -26,8 +26,9 @@ class Column:
     format: str = ""  # one of messages.NUMBERS; "" is a text
     stderr: str = ""  # the standard error, shown behind ±
     upper: str = ""  # the upper end of an interval whose lower end is `key`
-    best: str = ""  # True where the value is marked as the best
-    tied: str = ""  # True where it is marked as statistically tied with the best
+    best: str = ""  # True where the value is marked: it is statistically tied with the best, or is the best itself
+    threshold: str = ""  # an accuracy below it is marked as not distinguishable from guessing
+    items: str = ""  # how many items an accuracy is of: one of 0 or 1 has an interval instead of a standard error
     badge: str = ""  # True where a page sets a "best" behind the text
     weight: str = ""  # from 0 to 1: how strongly a page colours it
     hint: str = ""  # what the values are, for a page
@@ -35,9 +36,14 @@ class Column:
     wrap: bool = False  # a text of many words
     style: str = ""  # how a page sets it: a class of report.css
 
-    def mark(self, row: Row) -> Literal["", "best", "tied"]:
-        """What is to be marked of the row's value."""
-        return "best" if row.get(self.best) else "tied" if row.get(self.tied) else ""
+    def is_best(self, row: Row) -> bool:
+        """Whether the row's value is to be marked as the best or as tied with it."""
+        return bool(row.get(self.best))
+
+    def at_chance(self, row: Row) -> bool:
+        """Whether the row's accuracy is to be marked as not distinguishable from guessing."""
+        value, threshold = row.get(self.key), row.get(self.threshold)
+        return value is not None and threshold is not None and bool(value < threshold)  # NaN is not below anything
 
 
 @dataclass(frozen=True)

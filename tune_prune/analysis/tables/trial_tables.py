@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.study import Model
+from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
     CONFIGURATION,
@@ -17,7 +19,7 @@ from tune_prune.analysis.tables.configurations import (
     PERPLEXITY,
     TOKENS,
     hyperparameter_columns,
-    marks,
+    limits,
 )
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.records import in_order
@@ -43,7 +45,7 @@ def counts(model: Model) -> str:
 
 
 def trials(findings: Findings) -> Table:
-    """Every trial: what competes first, best first; then the others with the reason why they do not."""
+    """Every trial: what is eligible first, best first; then the others with the reason why they do not."""
     rows: list[dict[str, Any]] = []
     for label, model in findings.study.models.items():
         rest = model.rows
@@ -53,13 +55,13 @@ def trials(findings: Findings) -> Table:
             for rank, (row, place) in enumerate(zip(found.eligible.to_dict("records"), places, strict=True), 1):
                 ranks = {"rank": rank, "ppl_rank": None if missing(place) else int(place)}
                 state = {"state": "complete", **ranks, "chosen": row["name"] == found.best["name"]}
-                rows.append(row | state | marks(found, row) | {"model": label})
+                rows.append(row | state | {"model": label, "tied": row["name"] in found.tied} | limits(found))
         for row in rest.to_dict("records"):
             row["state"] = "not finite" if row["success"] else str(row["status"]).replace("_", " ")
             if row["success"]:
                 row["reason"] = row["reason"] or f"acc_mean is {row['acc_mean']}"
-            row |= dict.fromkeys(("difference_points", "difference_stderr_points", "p_best", "rank", "ppl_rank"))
-            rows.append(row | dict.fromkeys(("chosen", "most_accurate", "not_told_apart"), False) | {"model": label})
+            row |= dict.fromkeys(("difference_points", "difference_stderr_points", "p_value", "rank", "ppl_rank"))
+            rows.append(row | {"chosen": False, "tied": False, "model": label})
     for row in rows:
         del row["output_dir"], row["host"]  # of the machine, and no part of a publication
     tasks = dict.fromkeys(task for model in findings.study.models.values() for task in model.tasks)
@@ -68,9 +70,23 @@ def trials(findings: Findings) -> Table:
         *hyperparameter_columns(findings),
         MARKED_ACCURACY,
         Column("difference_points", "To the best", "points", "difference_stderr_points", hint="percentage points"),
-        Column("p_best", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"),
+        Column(
+            "p_value", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"
+        ),
         PERPLEXITY,
-        *(Column(f"acc_{task}", task, "acc", f"acc_{task}_stderr", detail=True, style="task") for task in tasks),
+        *(
+            Column(
+                f"acc_{task}",
+                task,
+                "acc",
+                f"acc_{task}_stderr",
+                threshold=f"_threshold_{task}",
+                items=f"_items_{task}",
+                detail=True,
+                style="task",
+            )
+            for task in tasks
+        ),
         Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
         *(Column("elapsed_time", "Time", "duration"), Column("reason", "Reason", wrap=True), TOKENS),
         *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
@@ -78,19 +94,19 @@ def trials(findings: Findings) -> Table:
     notes = [Message("note_trials")]
     if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
         notes.append(Message("note_stopped_early"))
-    return Table("trials", "All trials", columns, rows, notes, best="best_most_accurate", long=True)
+    return Table("trials", "All trials", columns, rows, notes, best="best_tied", long=True)
 
 
 def trial_tasks(findings: Findings) -> Table:
     """Every complete trial's accuracy on every task."""
-    table, columns = trials(findings), [MODEL, Column("name", "Configuration", tied="not_told_apart")]
+    table, columns = trials(findings), [MODEL, Column("name", "Configuration", best="tied")]
     for task in (column for column in table.shown if column.style == "task"):
         label = task.label.replace("arc_easy", "arc_e").replace("arc_challenge", "arc_c")
-        columns.append(Column(task.key, label, "acc3", task.stderr))
-    kept = ["not_told_apart", *(key for column in columns for key in (column.key, column.stderr) if key)]
-    rows = [{name: row.get(name) for name in kept} for row in table.rows if row["state"] == "complete"]
+        columns.append(replace(task, label=label, format="acc3", detail=False))
+    names = [name for c in columns for name in (c.key, c.stderr, c.best, c.threshold, c.items) if name]
+    rows = [{name: row.get(name) for name in names} for row in table.rows if row["state"] == "complete"]
     title = "Accuracy of all complete trials by task"
-    return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], long=True)
+    return Table("trial_tasks", title, columns, rows, [Message("note_best_first")], best="best_tied", long=True)
 
 
 def statistics(findings: Findings) -> Table:
@@ -115,8 +131,10 @@ def statistics(findings: Findings) -> Table:
     shown |= {"worker_hours": ("Time of workers (h)", "points"), "gpu_hours": ("GPU hours", "points")}
     shown |= {"evaluation_fraction": ("Evaluation's part of that time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
+    thresholds = {f"_{label}": found.guessing.loc["mean", "threshold"] for label, found in findings.models.items()}
     rows = [
         {"statistic": name, "_title": title, "_format": form, **values.loc[name]}
+        | (thresholds if name in _DISTRIBUTION[:-1] else {})
         for name, (title, form) in shown.items()
         if values.loc[name].notna().any()
     ]
@@ -126,7 +144,10 @@ def statistics(findings: Findings) -> Table:
         notes.append(Message("note_duplicates", {"count": kinds.count("duplicate")}))
     if findings.without:
         notes.append(Message("note_without", {"names": findings.without}))
-    columns = [Column("_title", "Statistic"), *(Column(label, label, "number") for label in values)]
+    columns = [
+        Column("_title", "Statistic"),
+        *(Column(label, label, "number", threshold=f"_{label}") for label in values),
+    ]
     return Table("experiment_statistics", "Experiment statistics", columns, rows, notes)
 
 
@@ -164,6 +185,12 @@ def problems(findings: Findings) -> Table | None:
         Column("where", "Where", wrap=True, style="long"),
     ]
     return Table("problems", "Problems of the input", columns, rows) if rows else None
+
+
+def problem_counts(problems: Iterable[Problem]) -> list[Message]:
+    """How many there are of each kind."""
+    kinds = Counter(problem.kind for problem in problems)
+    return [Message(f"problem_{kind}_one" if n == 1 else f"problem_{kind}", {"count": n}) for kind, n in kinds.items()]
 
 
 def costs(findings: Findings) -> Table | None:

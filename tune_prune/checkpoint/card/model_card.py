@@ -252,6 +252,8 @@ def _calibration(manifest: Manifest) -> str:
     if not load_method(config.method).reads:
         return "none: the method reads no data"
     samples = f"{config.num_samples:,} samples of {config.seq_len:,} tokens"
+    if "removal_divisor" in load_method(config.method).reads:
+        samples += f" (removal losses: the first {config.num_removal_samples:,}, divisor {config.removal_divisor:,})"
     return samples + (f" of {_calibration_text(source.calibration)}, seed {source.seed}" if source else "")
 
 

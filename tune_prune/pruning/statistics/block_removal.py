@@ -3,8 +3,9 @@
     D = mean over samples of (loss without the block) - (loss of the dense model), in nats per token
 
 A removed block adds nothing to the residual stream. Losses are kept per sample, so the first n
-rows serve every smaller n. Taking out layer l leaves the inputs of the layers up to l as they were: they are computed
-once per batch and the removed model runs from there.
+rows serve every smaller n, and each sample runs in a batch of the same size in every pass (`growing_batches`). Taking out
+layer l leaves the inputs of the layers up to l as they were: they are computed once per batch and the removed model runs
+from there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
-from tune_prune.pruning.batches import batch_size
+from tune_prune.pruning.batches import batch_size, growing_batches
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
 KINDS = ("layer", "attention", "mlp")
@@ -45,7 +46,7 @@ class RemovalLosses:
 
 
 class BlockRemoval(Statistic):
-    version = 2
+    version = 3  # 3: batches that do not depend on the number of samples
     stage = "removal"
     label = "removal"
     kinds = KINDS
@@ -72,12 +73,14 @@ class BlockRemoval(Statistic):
         # A removed layer leaves those behind it to run, and of its own blocks the other one.
         layers = num_layers + len(kinds) * num_layers * (num_layers - 1) // 2
         runs = 1 + len(kinds) * num_layers
+        sizes = [size for _, size in growing_batches(samples, batch_size(seq_len, device))]
+        run = sum(sizes) * seq_len  # tokens, with those that fill the last batch
         return PassWork(
             tokens=samples * seq_len * runs,
-            attention_tokens=samples * seq_len * (layers + num_layers * kinds.count("mlp")),
-            mlp_tokens=samples * seq_len * (layers + num_layers * kinds.count("attention")),
-            head_positions=samples * (seq_len - 1) * runs,
-            batch_tokens=min(batch_size(seq_len, device), samples) * seq_len,
+            attention_tokens=run * (layers + num_layers * kinds.count("mlp")),
+            mlp_tokens=run * (layers + num_layers * kinds.count("attention")),
+            head_positions=sum(sizes) * (seq_len - 1) * runs,
+            batch_tokens=max(sizes) * seq_len,
         )
 
     def value(self, arrays: Arrays, need: Need) -> np.ndarray:
@@ -110,7 +113,8 @@ class IdentityLayer(nn.Module):
 def removal_losses(
     model: PreTrainedModel, family: Family, windows: torch.Tensor, kinds: Iterable[str]
 ) -> RemovalLosses:
-    """Per-sample losses of the dense model and of every removal of `kinds` (of KINDS) on `windows` [samples, seq_len].
+    """Per-sample losses of the dense model and of every removal of `kinds` (of KINDS) on `windows` [samples, seq_len]; those
+    of the first n are, bit for bit, what n samples give alone.
 
     The model is changed while this runs and restored at the end.
     """
@@ -119,15 +123,20 @@ def removal_losses(
     losses = NextTokenLosses(model)
     dense: list[np.ndarray] = []
     removed: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
-    for batch in windows.split(batch_size(windows.shape[1], model.device.type)):
-        batch = batch.to(model.device)
+    for start, size in growing_batches(len(windows), batch_size(windows.shape[1], model.device.type)):
+        own = windows[start : start + size]
+        batch = own[torch.arange(size) % len(own)].to(model.device)  # filled up with its own samples
+
+        def means(batch: torch.Tensor = batch, count: int = len(own)) -> np.ndarray:
+            return losses(batch)[:count].mean(dim=1).double().cpu().numpy()
+
         with _recorded_inputs(layers) as inputs:
-            dense.append(_means(losses(batch)))
+            dense.append(means())
         for kind in kinds:
             rows = []
             for index in range(len(layers)):
                 with _without(layers, family, index, kind, inputs[index]):
-                    rows.append(_means(losses(batch)))
+                    rows.append(means())
             removed[kind].append(np.stack(rows))
     return RemovalLosses(
         np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()}
@@ -167,11 +176,6 @@ def _without(layers: nn.ModuleList, family: Family, index: int, kind: str, given
             layers[position] = original
         if name is not None:
             setattr(layer, name, block)
-
-
-def _means(losses: torch.Tensor) -> np.ndarray:
-    """Mean loss of each sample, float64 [samples]."""
-    return losses.mean(dim=1).double().cpu().numpy()
 
 
 STATISTIC = BlockRemoval()

@@ -11,7 +11,7 @@ from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.worker import WorkerSettings
 
 
 class LedgerObserver(Observer):
@@ -27,8 +27,10 @@ class LedgerObserver(Observer):
             self.records[message.record.key] = message.record
 
     def on_end(self, work: Work, last: Message | None) -> None:
-        if isinstance(work, TrialSpec) and isinstance(last, TrialMessage) and last.record is None:
-            reason = self._reasons[work.key]
+        if isinstance(work, PrepareJob) or not isinstance(last, TrialMessage) or last.record is not None:
+            return
+        reason = self._reasons.get(work.key)
+        if reason is not None:  # else it has ended with the search, and the next start runs it again
             self._write(last.progress, "stopped_early", reason)
 
     def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:

@@ -1,0 +1,74 @@
+"""The zero-shot items of a trial: their outcomes, and what guessing their answers would give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tune_prune.analysis.input.rows import TASK_ITEMS
+from tune_prune.core.config import ZERO_SHOT_TASKS
+from tune_prune.core.errors import UserError
+from tune_prune.core.store import ITEMS
+
+_TWO_CHOICES = ("boolq", "piqa", "winogrande")  # of the seven tasks; the others have four
+# Tasks whose items all have the same choices, so that always giving the more frequent answer needs no model: its part of the
+# evaluation split, where the items do not tell. In other tasks the place of the right choice is random.
+_MAJORITY = {"boolq": 2033 / 3270}
+
+
+def read_items(output_dir: str) -> pd.Series | None:
+    """The score of every zero-shot item of a trial, indexed by (task, doc_id); None if none were kept."""
+    items = _read(output_dir, ["task", "doc_id", "score"])
+    return None if items is None else items.set_index(["task", "doc_id"])["score"].astype("float64").sort_index()
+
+
+def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None, published: bool) -> pd.DataFrame:
+    """What picking answers without a model gives on the items of the trial in `output_dir`.
+
+    Index: the tasks, then "mean" over them; columns: chance (one over the number of choices), majority (part of the more
+    frequent answer, where all items have the same choices), items, threshold (the larger of both plus two standard errors of an
+    accuracy that is truly that: one below it may come from guessing). Without the trial's items, what holds of the seven tasks, of
+    as many items as `source` (a `ModelRun` as a dict) allows. NaN what is not known.
+    """
+    columns = ["chance", "majority", "items"]
+    table = pd.DataFrame(index=pd.Index(tasks, name="task"), columns=columns, dtype="float64")
+    items = _read(output_dir, ["task", "gold", "loglikelihoods"])
+    limit = ((source or {}).get("protocol") or {}).get("limit") or math.inf
+    counts = pd.Series({task: min(TASK_ITEMS.get(task, math.nan), limit) for task in tasks}, dtype="float64")
+    for task in tasks:
+        if items is not None and len(of_task := items[items["task"] == task]):
+            answers = of_task["gold"].value_counts(normalize=True)
+            majority = answers.max() if task in _MAJORITY else math.nan
+            table.loc[task] = [(1 / of_task["loglikelihoods"].map(len)).mean(), majority, len(of_task)]
+        elif task in ZERO_SHOT_TASKS:
+            table.loc[task] = [1 / 2 if task in _TWO_CHOICES else 1 / 4, _MAJORITY.get(task, math.nan), math.nan]
+    if published:
+        table["items"] = table["items"].fillna(counts)
+    level = table[["chance", "majority"]].max(axis="columns")
+    variance = level * (1 - level) / table["items"].fillna(counts)
+    table["threshold"] = level + 2 * np.sqrt(variance)
+    mean = math.sqrt(variance.sum(skipna=False)) / len(tasks) if tasks else math.nan
+    table.loc["mean"] = {
+        "chance": table["chance"].mean(skipna=False),
+        "majority": level.mean(skipna=False) if table["majority"].notna().any() else math.nan,
+        "items": table["items"].sum(skipna=False),
+        "threshold": level.mean(skipna=False) + 2 * mean,
+    }
+    return table
+
+
+def _read(output_dir: str, columns: list[str]) -> pd.DataFrame | None:
+    path = Path(output_dir) / ITEMS
+    if not output_dir or not path.is_file():
+        return None
+    try:
+        return pd.read_parquet(path, columns=columns)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}); delete it to compare that trial without its items"
+        ) from error

@@ -1,0 +1,130 @@
+"""What is said of a model whose family has no row: the row that it lacks, or what of its layers cannot be pruned.
+
+Both come from the structure of the model itself, built from its config without memory. A row that fits by names and shapes
+still has to pass the tests that CONTRIBUTING.md names: what a family does between its layers shows there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+
+from tune_prune.core.errors import UserError
+from tune_prune.models import families
+from tune_prune.models.families import FAMILIES, Family, check_structure
+
+_FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|up_gate", re.IGNORECASE)
+_EXPERTS = re.compile(r"expert|router")
+_SHOWN = 4  # names of a list; the rest is counted
+
+
+def reason(model: PreTrainedModel) -> str:
+    """One sentence for the user: which row to add for `model`, or why there can be none."""
+    model_type = model.config.model_type
+    row = fitting_row(model)
+    if row is not None:
+        return (
+            f"model type {model_type!r} is not supported yet, but its layers fit: add {shown(row)} to FAMILIES in "
+            f"{Path(families.__file__)}, and test it as CONTRIBUTING.md says (Recipe: a decoder family)"
+        )
+    supported = ", ".join(FAMILIES)
+    return f"model type {model_type!r} is not supported: {_obstacle(model)}; choose a model of a supported family: {supported}"
+
+
+def fitting_row(model: PreTrainedModel) -> Family | None:
+    """The row by which `check_structure` accepts `model`; None if there is none."""
+    row = Family(model.config.model_type)
+    try:
+        layer = families.decoder_layers(model, row)[0]
+        attention = layer.get_submodule(row.attention)
+        head_dim = row.head_dim(layer)
+    except (AttributeError, IndexError):
+        return None
+    row = replace(
+        row,
+        head_norms=tuple(
+            name for name, part in attention.named_children() if "norm" in name and _size(part) == head_dim
+        ),
+        layer_norms=tuple(name for name in row.layer_norms if hasattr(layer, name)),
+        heads_divide_hidden=_heads_divide_hidden(model.config),
+    )
+    try:
+        check_structure(model, row)
+    except UserError:
+        return None
+    return row
+
+
+def shown(row: Family) -> str:
+    """The row as it is written in the table: without what is at its default."""
+    changed = [f.name for f in fields(Family) if f.name != "model_type" and getattr(row, f.name) != f.default]
+    return f"Family({', '.join([repr(row.model_type), *(f'{name}={getattr(row, name)!r}' for name in changed)])})"
+
+
+def _heads_divide_hidden(config: PretrainedConfig) -> bool:
+    odd = {"hidden_size": 64, "num_attention_heads": 3, "num_key_value_heads": 3}
+    try:
+        type(config).from_dict(config.to_dict() | odd)
+    except (StrictDataclassError, ValueError):
+        return True
+    return False
+
+
+def _obstacle(model: PreTrainedModel) -> str:
+    """What of the layers stands in the way, the most fundamental first."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    if not lists:
+        return "it has no list of decoder layers"
+    path = max(lists, key=lambda name: len(lists[name]))
+    row, known_norms = Family(""), {"input_layernorm", "post_attention_layernorm"}
+    expected = set(row.projections().values())
+    found = {name: None for layer in lists[path] for name in _parts(layer)}
+    where = f"its layers ({path})"
+    for what, pattern in (("are mixtures of experts", _EXPERTS), ("have fused projections", _FUSED)):
+        if matching := [name for name in found if pattern.search(name)]:
+            return f"{where} {what} ({_listed(matching)})"
+    first = lists[path][0]
+    head_dim = getattr(getattr(first, row.attention, None), "head_dim", None)
+    unknown = [name for name in found if name not in expected | known_norms]
+    unknown = [name for name in unknown if "norm" not in name or _size(first, name) != head_dim]
+    missing = sorted(expected - set(found))
+    if unknown and not missing and all("norm" in name for name in unknown):
+        return f"{where} have extra norms ({_listed(unknown)})"
+    if missing:
+        return (
+            f"{where} have {_listed(unknown)} but no {_listed(missing)}"
+            if unknown
+            else f"{where} have no {_listed(missing)}"
+        )
+    if unknown:
+        return f"{where} have {_listed(unknown)}, which no row names"
+    return f"{where} have projections whose shapes do not belong together"
+
+
+def _parts(layer: nn.Module) -> list[str]:
+    """The modules of a layer that hold parameters; of one with parts of its own, the parameters."""
+    names = []
+    for name, _ in layer.named_parameters():
+        module = name.rpartition(".")[0]
+        names.append(name if any(layer.get_submodule(module).children()) else module)
+    return list(dict.fromkeys(names))
+
+
+def _size(module: nn.Module, path: str = "") -> int | None:
+    try:
+        return sum(p.numel() for p in module.get_submodule(path).parameters())
+    except AttributeError:
+        return None
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
