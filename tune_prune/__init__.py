@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 if TYPE_CHECKING:
+    from tune_prune.api import UserError as UserError
     from tune_prune.api import load_results as load_results
     from tune_prune.api import open as open
     from tune_prune.api import search as search
@@ -22,13 +23,13 @@ def __getattr__(name: str) -> Any:
     """The public API, imported when it is first asked for: `import tune_prune` alone imports nothing heavy."""
     if name in ("api", "search"):  # search is the module of the command line, which can be called
         return importlib.import_module(f"tune_prune.{name}")
-    if name in ("load_results", "open"):
+    if name in ("UserError", "load_results", "open"):
         return getattr(importlib.import_module("tune_prune.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "api", "load_results", "open", "search"})
+    return sorted({*globals(), "UserError", "api", "load_results", "open", "search"})
 
 
 @wrapt.when_imported("transformers.models.auto.configuration_auto")

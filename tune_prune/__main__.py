@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from tune_prune.core.errors import did_you_mean
+from tune_prune.core.terminal.parser import versions
 
 COMMANDS = {
     "search": "tune_prune.search",
@@ -22,6 +23,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if argv[0] in ("-h", "--help"):
         print(f"usage: tune-prune COMMAND ...\n\ncommands: {', '.join(COMMANDS)} (each with --help)")
+        return 0
+    if argv[0] == "--version":
+        print(versions())
         return 0
     if argv[0] not in COMMANDS:
         print(f"error: unknown command {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}", file=sys.stderr)

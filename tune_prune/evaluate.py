@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 
 from tune_prune.cli import flags
-from tune_prune.core.errors import Parser, UserError
+from tune_prune.core.errors import UserError
+from tune_prune.core.terminal import progress
+from tune_prune.core.terminal.parser import Parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,12 +49,15 @@ def main(argv: list[str] | None = None) -> int:
     return flags.run(lambda: _main(argv))
 
 
+@progress.shown()
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     output = None if args.output is None else _output(args.output)
 
     from tune_prune import api
+    from tune_prune.cli.names import check_names
 
+    check_names([args.model], args.data_dir, args.tasks, None)
     model = api.open(
         args.model,
         revision=args.revision,

@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS
-from tune_prune.core.errors import Parser, UserError
+from tune_prune.core.errors import UserError
+from tune_prune.core.terminal import progress
+from tune_prune.core.terminal.parser import Parser
 from tune_prune.pruning.methods import load_method
 
 if TYPE_CHECKING:
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from tune_prune.cli.prune_request import PruneRequest
     from tune_prune.opened import Model
 
-FROM_FLAGS = (*(row.name for row in HYPERPARAMETERS.values()), "align", "calibration", "data_dir", "seed")
 CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
 
 
@@ -85,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     return flags.run(lambda: _main(argv))
 
 
+@progress.shown()
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     _check_flags(args)
@@ -98,6 +101,7 @@ def _main(argv: list[str]) -> None:
     check_folder(folder, args.overwrite)
     if args.config is not None:
         request = prune_request.from_config(args.config, args.model, args.base, args.revision)
+        _check_agreement(args, request)
         dense = Model(request.run, args.device)
     else:
         dense = api.open(
@@ -125,7 +129,7 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
         request, lambda stage: print(f"{stage.stage:<12} {stage.tokens:,} tokens, {stage.duration_s:.1f} s", flush=True)
     )
     searched = None if request.plan_file is None else f"as searched ({shown_path(request.plan_file)})"
-    how, plan = searched or f"found here (calibration: {request.run.calibration})", pruned.plan
+    how, plan = searched or f"computed (calibration: {request.run.calibration})", pruned.plan
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters removed ({plan.removed_fraction:.2%})"
     print(f"plan         {how}: {removed}", flush=True)
     return pruned.save(folder, fmt, **options)
@@ -133,23 +137,45 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise UserError for flags that do not go together."""
-    given = [name for name in FROM_FLAGS if getattr(args, name) is not None]
     if args.config is not None:
-        if given:
-            raise UserError(
-                f"{_flag(given[0])} does not go with --config, which says it already; leave one of them out"
-            )
         return
     if args.base is not None:
         raise UserError(f"--base {args.base} is for --config; name the model with --model")
+    from tune_prune.cli.names import check_names
+
+    check_names(filter(None, [args.model]), args.data_dir, None, args.calibration)
     read = HYPERPARAMETERS if args.method is None else load_method(args.method).hyperparameters
     needed = ("model", *(row.name for name, row in HYPERPARAMETERS.items() if row.required and name in read))
     missing = [_flag(name) for name in needed if getattr(args, name) is None]
     if missing:
+        are = "are" if len(missing) > 1 else "is"
         raise UserError(
-            f"{', '.join(missing)} is missing; name a search's result with --config, or give all of "
+            f"{', '.join(missing)} {are} missing; name a search's result with --config, or give all of "
             f"{', '.join(map(_flag, needed))}"
         )
+
+
+def _check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
+    """Raise UserError for a flag that says something else than what was searched. One that repeats it is fine."""
+    from tune_prune.data import calibration, checks
+
+    run = request.source or request.run
+    said = asdict(request.config) | {"calibration": run.calibration, "data_dir": run.data_dir, "seed": run.seed}
+    asked = {name: getattr(args, name) for name in (*said, "align") if getattr(args, name) is not None}
+    if asked.get("shape") == "aligned" and said["shape"].startswith("aligned-"):
+        asked["shape"] = said["shape"]
+    if "align" in asked:
+        asked["shape"] = f"aligned-{asked.pop('align')}"
+    if "data_dir" in asked:
+        asked["data_dir"] = checks.data_dir(asked["data_dir"])
+    if "calibration" in asked:
+        asked["calibration"] = calibration.resolve(asked["calibration"], run.data_dir, model_is_embedded=True)
+    for name, value in asked.items():
+        if value != said[name]:
+            raise UserError(
+                f"{_flag(name)} is {value}, but {args.config} says {said[name]}; leave the flag out, or leave --config out and "
+                "give all flags"
+            )
 
 
 def _flag(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.command import why_nothing, write_analysis
 from tune_prune.analysis.cost import totals, write_cost
 from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study, study_of_search
@@ -17,6 +18,7 @@ from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.store import COST, FolderStore
 from tune_prune.opened import Model, PrunedModel
@@ -71,8 +73,16 @@ class Results:
         request = prune_request.from_config(str(self.folder), model)
         return Model(request.run, device).execute(request)
 
-    def report(self, language: str = "en") -> str:
-        """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model."""
+    def report(self, output: str | Path | None = None, language: str = "en") -> str:
+        """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model.
+
+        With `output`, all that `python -m tune_prune.analysis` writes goes to that folder: report.html, figures/, tables/. Raises
+        UserError where no trial is complete.
+        """
+        if not self.findings.models:
+            raise UserError(why_nothing(self.findings.study))
+        if output is not None:
+            write_analysis(self.findings, Path(output).expanduser(), language)
         return report(self.findings, language)
 
     def __repr__(self) -> str:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import inspect
 import shlex
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tune_prune import api
 from tune_prune.cli import flags
 from tune_prune.cli.search_flags import COMMAND, parser, settings_from
+from tune_prune.core.terminal import progress
 
 if TYPE_CHECKING:
     from tune_prune.results import Results
@@ -48,7 +50,8 @@ def _main(argv: list[str]) -> None:
     from tune_prune.planning.preflight import make_plan
     from tune_prune.results import run
 
-    plan = make_plan(settings)
+    with progress.shown():
+        plan = make_plan(settings)
     print(describe(plan), flush=True)
     if args.dry_run:
         print("\ndry run: nothing was started")
@@ -60,7 +63,8 @@ def _main(argv: list[str]) -> None:
     def at_end(results: Results) -> None:
         print(f"\n{results}\n\n{cost_line(results.cost)}")
         if args.save_best:
-            _save_best(results)
+            with progress.shown():
+                _save_best(results)
 
     try:
         results = run(plan, command, at_end)
@@ -70,13 +74,28 @@ def _main(argv: list[str]) -> None:
     planned = {key for model in plan.models for _, key in model.trials}
     failed = sum(results.trials["key"].isin(planned) & (results.trials["status"] == "failed"))
     print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
-    print(f"view curves  tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}")
-    print(f"report       python -m tune_prune.analysis {shlex.quote(str(folder))}")
+    for name, next_command in next_commands(str(folder), [] if args.save_best else list(results.best.index)):
+        print(f"{name:<12} {shlex.join(next_command)}")
     if failed:
         print(
             f"failed       {failed} trials (reasons in all_methods_results.csv); the same command tries them again:\n"
             f"             {again}"
         )
+
+
+def next_commands(folder: str, labels: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """What can be done with a finished search, by name; `labels`: the models whose best configuration can be saved."""
+    python = ["python", "-m"]
+    commands = [
+        ("view curves", ["tensorboard", "--logdir", f"{folder}/tensorboard"]),
+        ("report", [*python, "tune_prune.analysis", folder]),
+    ]
+    for label in labels:
+        which = ["--model", label] if len(labels) > 1 else []
+        commands.append(
+            ("keep", [*python, "tune_prune.prune", "--config", folder, *which, "--output", f"{label}-pruned"])
+        )
+    return commands
 
 
 def _save_best(results: Results) -> None:

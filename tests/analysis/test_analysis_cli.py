@@ -88,11 +88,11 @@ print(err.getvalue())
         (["--csv", "M=x.csv", "--baseline", "M"], "'M' is not MODEL=ACCURACY"),
         (["--csv", "M=x.csv", "--baseline", "M=0"], "'M=0' is not MODEL=ACCURACY"),
         (["--csv", "M=x.csv", "--baseline", "M=120"], "'M=120' is not MODEL=ACCURACY"),
-        (["x", "--rule", "luck"], "invalid choice: 'luck'"),
+        (["x", "--rule", "luck"], "--rule: unknown value 'luck'; known: accuracy"),
         (["x", "--seed", "-1"], "--seed"),
         (["no-such-folder"], "no-such-folder is no folder"),
         (["--csv", "M=no-such.csv"], "no-such.csv cannot be read"),
-        (["x", "--frob"], "unrecognized arguments: --frob"),
+        (["x", "--frob"], "unknown flag --frob"),
     ],
 )
 def test_bad_command_lines(refusal: Callable[..., str], argv: list[str], expected: str) -> None:

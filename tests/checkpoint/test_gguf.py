@@ -274,18 +274,18 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         r"sliding_window is 5, less than max_position_embeddings \(64\)",
     ),
     "sliding Qwen2": ("qwen2-sliding", "widths", {}, r"sliding_window is 5, .*attend to everything; save .* hf-padded"),
-    "activation": ("llama", "dense", {"hidden_act": "gelu"}, r"hidden_act is 'gelu', its graphs know 'silu' only"),
+    "activation": ("llama", "dense", {"hidden_act": "gelu"}, r"hidden_act is 'gelu', its graphs support only 'silu'"),
     "dynamic rope": (
         "llama",
         "dense",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-        r"rope_type is 'dynamic', its graphs for this family know default, linear, llama3, yarn",
+        r"rope_type is 'dynamic', its graphs for this family support default, linear, llama3, yarn",
     ),
     "yarn with other ramps": (
         "llama",
         "dense",
         {"rope_parameters": YARN | {"beta_fast": 16.0}},
-        r"beta_fast of rope_parameters is 16\.0, its graphs for this family know 32 only",
+        r"beta_fast of rope_parameters is 16\.0, its graphs for this family support only 32",
     ),
     "llama3 rope in Qwen3": (
         "qwen3",
@@ -321,7 +321,7 @@ def test_unknown_parameters_are_refused():
 
 
 def test_other_dtypes_are_refused(words: Path, tmp_path: Path):
-    with pytest.raises(UserError, match=r"GGUF files hold no 'f8' here .*known: bf16, f16, f32"):
+    with pytest.raises(UserError, match=r"the dtype of a GGUF file cannot be 'f8' .*known: bf16, f16, f32"):
         write_gguf(pruned("llama"), FAMILIES["llama"], words, tmp_path / "model.gguf", "f8")
 
 

@@ -219,7 +219,7 @@ def refused_tokenizers() -> dict[str, tuple[Tokenizer, str]]:
         "another frame": (framed, r"frames a text as \['a', '<tool>'\]; llama.cpp can add bos_token"),
         "words apart": (metaspace, r"its pre-tokenizer .*Metaspace.*it knows spaces as ▁ only"),
         "no bytes": (missing, r"no token for 255 of the 256 bytes \(<0x01> first\)"),
-        "merges apart": (sentence_pieces(MERGES), r"its merges of 'and' do not stand together \(ranks 5 and 7\)"),
+        "merges apart": (sentence_pieces(MERGES), r"its merges of 'and' are not consecutive \(ranks 5 and 7\)"),
         "a pair left out": (
             sentence_pieces([("t", "h"), ("th", "e")], more=["he"]),
             "it never merges 'h' and 'e', though 'he' is a token",

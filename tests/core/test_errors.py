@@ -14,15 +14,15 @@ from tune_prune.core.errors import exit_code
 from tune_prune.core.store import FolderStore
 
 SMALL_FILES = """
-import resource, sys
+import resource, sys, traceback
 from tune_prune.core.errors import exit_code
 from tune_prune.core.store import FolderStore
 
 def main():
     try:
         FolderStore(sys.argv[1]).put("ledger/0f.json", "x" * 5000)
-    except OSError as error:
-        raise RuntimeError("the job failed") from error
+    except OSError:
+        raise RuntimeError(traceback.format_exc())  # as Ray does
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 sys.exit(exit_code(main))

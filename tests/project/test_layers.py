@@ -29,6 +29,7 @@ ONLY_IN = {
     "matplotlib": ("analysis.figures", "checkpoint.card"),
     "jinja2": ("analysis.render.templating", "cost_model.tokens", "checkpoint.card"),
     "gguf": ("checkpoint.gguf",),
+    "tqdm": ("core.terminal.progress",),
     "tensorboard": ("tuning.observers.tensorboard",),
     "torch.utils.tensorboard": ("tuning.observers.tensorboard",),
     "lm_eval": ("evaluation.zero_shot", "evaluation.lm_adapter"),
@@ -36,7 +37,7 @@ ONLY_IN = {
 }
 # Everything outside the standard library that a layer may import; layers that are not named may import anything else.
 ALLOWED = {
-    0: {"numpy", "pydantic", "pydantic_core", "filelock"},
+    0: {"numpy", "pydantic", "pydantic_core", "filelock", "tqdm"},
     SIDE: {"numpy", "pandas", "pyarrow", "scipy", "statsmodels", "matplotlib", "jinja2", "optuna"},
 }
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "optuna", "datasets")
@@ -200,12 +201,25 @@ def test_analysis_runs_where_nothing_heavy_is_installed(run_without):
 
 
 @pytest.mark.parametrize("command", ["search", "prune", "evaluate"])
-def test_help_bad_flags_and_misspelt_models_need_nothing_heavy(command, run_without):
+def test_help_versions_and_misspelt_names_need_nothing_heavy(command, run_without, tmp_path):
+    space = tmp_path / "space.yaml"
+    space.write_text("search: grid\nmethod: [taylor, blokwise]\nseq_len: 16\nnum_samples: 8\n", encoding="utf-8")
+    misspelt = {
+        "search": [
+            ["--search-space", "smok"],
+            ["--search-space", str(space)],
+            ["--calibration", "c5"],
+            ["--tasks", "x"],
+        ],
+        "prune": [["--output", "x", "--method", "blokwise"], ["--output", "x", "--calibration", "c5"]],
+        "evaluate": [["--tasks", "bolq"], ["--data-dir", "nowhere"]],
+    }[command]
     code = f"""
 from tune_prune import {command}
 tiny = ["--model", "tiny-llama"]
-wrong = [["--no-such-flag"], ["--model", "mistrall"], [*tiny, "--limit", "0"], [*tiny, "--gpus-per-trial", "0.3"]]
-for arguments in (["--help"], *wrong):
+wrong = [["--no-such-flag"], ["--model", "mistrall", "--output", "x"][: {2 if command == "search" else 4}], [*tiny, "--limit", "0"]]
+wrong += [[*tiny, *flags] for flags in {misspelt}]
+for arguments in (["--help"], ["--version"], *wrong):
     try:
         print("exit", {command}.main(arguments))
     except SystemExit as stop:
@@ -213,4 +227,5 @@ for arguments in (["--help"], *wrong):
 """
     told = run_without((*HEAVY, "pandas", "numpy"), code)
     assert "--model" in told
-    assert re.findall("^exit (.*)$", told, flags=re.MULTILINE) == ["0"] + 4 * ["2"]
+    codes = re.findall("^exit (.*)$", told, flags=re.MULTILINE)
+    assert codes == ["0", "0"] + (3 + len(misspelt)) * ["2"]

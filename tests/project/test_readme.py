@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tune_prune import evaluate, search
-from tune_prune.analysis import command
 from tune_prune.core.config import HYPERPARAMETERS
-from tune_prune.models.catalog import HUB_ALIASES, aliases, resolve
+from tune_prune.models.catalog import HUB_ALIASES, aliases
 from tune_prune.models.families import FAMILIES
 from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^    python -m tune_prune\.search (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
 
 
 def table(header: str) -> list[list[str]]:
@@ -65,29 +58,6 @@ def test_every_hyperparameter_is_named() -> None:
     assert [name for name in HYPERPARAMETERS if f"`{name}`" not in README] == []
 
 
-def test_every_search_command_parses() -> None:
-    assert len(COMMANDS) >= 6
-    for arguments in COMMANDS:
-        args = search.parser().parse_args(shlex.split(arguments))
-        for model in args.model:
-            assert model == "DIR" or resolve(model)
-
-
-def test_every_evaluate_command_parses() -> None:
-    commands = re.findall(r"^    python -m tune_prune\.evaluate (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
-    assert commands
-    for arguments in commands:
-        evaluate.parser().parse_args(shlex.split(arguments))
-
-
-def test_every_analysis_command_parses() -> None:
-    texts = README + (ROOT / "docs" / "analysis.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^    python -m tune_prune\.analysis (.*?)(?:\s+#.*)?$", texts, re.MULTILINE)
-    assert len(commands) >= 4
-    for arguments in commands:
-        command.parser().parse_args(shlex.split(arguments))
-
-
 def test_every_benchmark_named_is_there() -> None:
     named = set(re.findall(r"scripts/(bench_\w+\.py)", README))
     assert named <= {path.name for path in (ROOT / "scripts").glob("bench_*.py")}  # docs/costs.md names all
@@ -96,29 +66,3 @@ def test_every_benchmark_named_is_there() -> None:
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)", README))))
 def test_links_lead_somewhere(target: str) -> None:
     assert (ROOT / target).exists()
-
-
-def test_every_make_target_named_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"(?:`|^    )make (\w+)", README, re.MULTILINE)):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-@pytest.mark.slow
-def test_from_the_search_to_the_model(tmp_path: Path) -> None:
-    """The README's way from a search to a generated text, in a fresh folder and fresh processes."""
-    section = README.partition("## Export a pruned model")[2].partition("\n## ")[0]
-    commands = re.findall(r"^    python (-m tune_prune\..*)$", section, re.MULTILINE)
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(commands) == 2 and code
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    for arguments in [
-        *map(shlex.split, commands),
-        ["-c", f"{code.group(1)}\nimport sys; assert 'tune_prune' not in sys.modules"],
-    ]:
-        command = [sys.executable, *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) > 10

@@ -11,11 +11,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tune_prune.core.errors import Parser, UserError, exit_code, whole_number
+from tune_prune.core.errors import UserError, exit_code, whole_number
 from tune_prune.core.store import EXPERIMENT
+from tune_prune.core.terminal.parser import Parser
 
 if TYPE_CHECKING:
     from tune_prune.analysis.input.study import Problem, Study
@@ -117,41 +119,56 @@ def _main(argv: list[str]) -> None:
         seconds[step] = time.monotonic() - started - sum(seconds.values())
 
     _check_output(output)
-    from tune_prune.analysis.figures.figures import draw_all
     from tune_prune.analysis.input.reading import read_study
-    from tune_prune.analysis.layout import write_layout
     from tune_prune.analysis.render.messages import accuracies_in_percent
-    from tune_prune.analysis.render.page import write_page
-    from tune_prune.analysis.render.paragraphs import write_paragraphs
-    from tune_prune.analysis.render.report import write_report
     from tune_prune.analysis.statistics.findings import find
-    from tune_prune.analysis.tables.all_tables import write_tables
 
     done("imports")
     study = read_study(args.folders, args.csv, args.baseline)
     done("reading")
     findings = find(study, args.rule, args.seed)
     if not findings.models:
-        raise UserError(_why_nothing(study))
+        raise UserError(why_nothing(study))
     done("statistics")
+    files = write_analysis(findings, output, args.lang, args.percent, done)
+    counts = Counter(path.relative_to(output).parts[0] for path in files)
+    others = [f"{name}/ ({n})" if (output / name).is_dir() else name for name, n in counts.items()]
+    with accuracies_in_percent(args.percent):
+        description = describe(findings)
+    print(f"{description}\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
+    steps = ", ".join(f"{step} {duration:.1f}" for step, duration in seconds.items())
+    print(f"took         {time.monotonic() - started:.1f} s ({steps})")
+
+
+def write_analysis(
+    findings: Findings,
+    output: Path,
+    language: str = "en",
+    percent: bool = False,
+    done: Callable[[str], None] = lambda step: None,
+) -> list[Path]:
+    """Write everything about `findings` below `output`; returns the files beside the reports. `done` is called as a step ends."""
+    from tune_prune.analysis.figures.figures import draw_all
+    from tune_prune.analysis.layout import write_layout
+    from tune_prune.analysis.render.messages import accuracies_in_percent
+    from tune_prune.analysis.render.page import write_page
+    from tune_prune.analysis.render.paragraphs import write_paragraphs
+    from tune_prune.analysis.render.report import write_report
+    from tune_prune.analysis.tables.all_tables import write_tables
+
     output.mkdir(parents=True, exist_ok=True)
     files = write_layout(findings, output)
     done("layout")
     figures = draw_all(findings, output / "figures")
     done("figures")
     page, report, paragraphs, _ = (output / name for name in _REPORTS)
-    with accuracies_in_percent(args.percent):
+    with accuracies_in_percent(percent):
         files += [*figures, *write_tables(findings, output / "tables")]
         write_paragraphs(findings, paragraphs)
-        write_report(findings, report, args.lang)
+        write_report(findings, report, language)
         write_page(findings, figures, page)
-        description = describe(findings)
     done("tables and reports")
-    counts = Counter(path.relative_to(output).parts[0] for path in files)
-    others = [f"{name}/ ({n})" if (output / name).is_dir() else name for name, n in counts.items()]
-    print(f"{description}\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
-    steps = ", ".join(f"{step} {duration:.1f}" for step, duration in seconds.items())
-    print(f"took         {time.monotonic() - started:.1f} s ({steps})")
+    return files
 
 
 def _check_output(output: Path) -> None:
@@ -171,7 +188,8 @@ def _check_output(output: Path) -> None:
         )
 
 
-def _why_nothing(study: Study) -> str:
+def why_nothing(study: Study) -> str:
+    """Why there is nothing to decide in a study without an eligible trial, in a sentence."""
     models = study.models.values()
     if any(model.rows["success"].any() for model in models):
         return "no complete trial has a finite acc_mean, so nothing can be compared; look at the rows' acc_mean"

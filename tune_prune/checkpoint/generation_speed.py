@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from tune_prune.checkpoint.sizes import aligned
 from tune_prune.core.errors import UserError
+from tune_prune.core.terminal import progress
 
 SEED = 0  # of the prompt
 
@@ -80,9 +81,11 @@ def measure(
     vocabulary = min(int(model.config.vocab_size) for model in models.values())
     prompt = torch.randint(vocabulary, (batch_size, prompt_tokens), generator=torch.Generator().manual_seed(SEED))
     turns: dict[str, list[_Turn]] = {name: [] for name in models}
-    for round_number in range(1 + repeats):
-        for name, model in models.items():
-            turns[name].append(_turn(model, prompt, new_tokens, warm_up=round_number == 0))
+    with progress.step("speed", lambda: (1 + repeats) * len(models), "turns") as advance:
+        for round_number in range(1 + repeats):
+            for name, model in models.items():
+                turns[name].append(_turn(model, prompt, new_tokens, warm_up=round_number == 0))
+                advance(1)
     return {
         name: GenerationSpeed(
             prefill_tokens_per_s=prompt.numel() / statistics.median(turn.prefill_s for turn in turns[name][1:]),

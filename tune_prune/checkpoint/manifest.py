@@ -98,7 +98,7 @@ class Manifest:
                 f"plan removes {plan.removed_params:,} of {plan.total_params:,} parameters, base.params says {base.params:,}"
             )
         if plan.structure != self.structure:
-            raise ValueError("plan.layers keeps other groups than those whose digest is in structure")
+            raise ValueError("structure is not the digest of the groups that plan.layers keeps")
         for layer in self.dropped_layers:
             if layer >= base.layers:
                 raise ValueError(f"dropped_layers names layer {layer}, base.layers says {base.layers}")
@@ -194,7 +194,7 @@ def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig)
             raise _differs(folder, f"{name} has {size:,} bytes, {recorded.bytes:,} by the manifest")
     for name, recorded in manifest.files.items():
         if weight_file(folder / name) != recorded:
-            raise _differs(folder, f"the content of {name} has changed (its SHA-256 is another one)")
+            raise _differs(folder, f"the content of {name} has changed (its SHA-256 differs)")
 
 
 def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:

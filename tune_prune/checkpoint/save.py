@@ -128,7 +128,7 @@ def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
                 )
         if layer in geometry.cache_layers and not plan.kept_groups[layer]:
             raise UserError(
-                f"the plan removes all attention of layer {layer}; a KV group must stay there, because transformers, vLLM and "
+                f"the plan removes all attention of layer {layer}; a KV group must be kept there, because transformers, vLLM and "
                 "llama.cpp measure the length of the cache in it and decode silently wrong without: keep one"
             )
 

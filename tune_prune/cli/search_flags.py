@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
-from tune_prune.core.errors import Parser
+from tune_prune.core.terminal.parser import Parser
 
 if TYPE_CHECKING:
     from tune_prune.planning.plan import SearchSettings
@@ -114,14 +114,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_from(args: argparse.Namespace) -> SearchSettings:
-    from tune_prune.models import catalog
+    from tune_prune.cli.names import check_names
     from tune_prune.planning import search_space
     from tune_prune.tuning.ray_cluster.resources import parse_amount
 
     gpus_per_trial = parse_amount(args.gpus_per_trial, "--gpus-per-trial", allow_zero=True)
     cpus_per_trial = parse_amount(args.cpus_per_trial, "--cpus-per-trial", allow_zero=False)
-    for name in args.model:
-        catalog.resolve(name)  # what is misspelt is said at once: the plan imports torch, which takes seconds
+    check_names(args.model, args.data_dir, args.tasks, args.calibration)
     search_space.load(args.search_space)
     from tune_prune.planning.plan import SearchSettings
 

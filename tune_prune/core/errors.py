@@ -11,7 +11,6 @@ import difflib
 import errno
 import sys
 from collections.abc import Callable, Iterable
-from typing import NoReturn
 
 _REFUSED = {  # by a file system or a limit, whatever the file is for: what to do about it
     errno.ENOSPC: "free some space",
@@ -30,13 +29,6 @@ class UserError(ValueError):
 
 class MachineError(RuntimeError):
     """What the machine could not do now, though nothing in the command is wrong. The message says what to try."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, so that bad flags end like every other bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
@@ -80,7 +72,7 @@ def _refused(error: BaseException) -> str | None:
         if isinstance(cause, OSError) and cause.errno in _REFUSED:
             name = cause.filename or "a file"
             return f"{name} cannot be used ({cause.strerror}); {_REFUSED[cause.errno]}, then run the same command again"
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__  # Ray raises its own error while it handles ours
     return None
 
 

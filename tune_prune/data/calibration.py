@@ -11,14 +11,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from tune_prune import embedded
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
 from tune_prune.models import hub
 
 if TYPE_CHECKING:
+    import torch  # not above: names are checked before it is imported
     from transformers import PreTrainedTokenizerBase
 
 HUB_TEXTS = {"wikitext2": "Salesforce/wikitext", "c4": "allenai/c4"}  # name -> repository
@@ -100,6 +99,8 @@ def _digest(source: str, file_state: tuple[int, int, int] | None) -> str:
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """All tokens of a text, LongTensor [N], without special tokens."""
+    import torch
+
     ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
 
@@ -107,6 +108,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 def windows(tokens: torch.Tensor, seq_len: int, count: int, seed: int) -> torch.Tensor:
     """The first `count` calibration samples, LongTensor [count, seq_len]: non-overlapping windows of `tokens` [N] in seeded
     order. Raises UserError where the text is too short."""
+    import torch
+
     slots = len(tokens) // seq_len
     if slots < count:
         raise UserError(

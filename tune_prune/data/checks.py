@@ -69,8 +69,8 @@ def check_calibration(
     longest = max(seq_lens)
     if longest > config.max_position_embeddings:
         raise UserError(
-            f"seq_len {longest} is beyond the {config.max_position_embeddings} tokens that {source.label} can read; ask for "
-            "shorter ones"
+            f"seq_len {longest} is longer than the {config.max_position_embeddings} tokens that {source.label} accepts; use "
+            "shorter samples"
         )
     if run.calibration in calibration.HUB_TEXTS:
         return

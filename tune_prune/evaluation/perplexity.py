@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.terminal import progress
 from tune_prune.models.head import NextTokenLosses
 
 # Logits of a batch, where they are all there at once: a window of 2048 tokens at a vocabulary of 131k.
@@ -50,10 +51,12 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batch_size: 
 
     losses = NextTokenLosses(model)
     total, count = 0.0, 0
-    for batch in batches:
-        found = losses(batch.to(model.device))  # [B, W - 1]
-        total += found.double().sum().item()
-        count += found.numel()
+    with progress.step("perplexity", lambda: len(tokens), "tokens") as advance:
+        for batch in batches:
+            found = losses(batch.to(model.device))  # [B, W - 1]
+            total += found.double().sum().item()
+            count += found.numel()
+            advance(batch.numel())
     mean_loss = total / count
     return PerplexityResult(ppl=_exp(mean_loss), mean_loss=mean_loss, num_tokens=count)
 

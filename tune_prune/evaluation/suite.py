@@ -11,13 +11,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.hashing import seed_for
+from tune_prune.core.terminal import progress
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
 from tune_prune.evaluation.engine.rows import Request, RequestScores
 from tune_prune.evaluation.item_scores import ItemScore
@@ -76,7 +77,13 @@ class ZeroShotSuite:
         forward pass (None: by device). `share`: whether the choices of an item share their prefix; a model must be able
         to (`prefix_trees.unsupported_reason`).
         """
-        return score_planned(model, self._slices[slice_index].rows(share), batch_tokens)
+
+        def tokens_before(end: int) -> int:
+            return sum(self.tokens_in_slice(index, share) for index in range(end))
+
+        done, total = (partial(tokens_before, end) for end in (slice_index, self.num_slices))
+        with progress.step("zero-shot", total, "tokens", done) as advance:
+            return score_planned(model, self._slices[slice_index].rows(share), batch_tokens, advance)
 
     def judge(self, slice_index: int, scores: RequestScores) -> list[ItemScore]:
         """The items that this slice adds, with their accuracies."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.errors import UserError
+from tune_prune.core.terminal import progress
 from tune_prune.data.task_files import STOCK_TASKS, TaskSource, pinned_definition, task_files, write_definition
 from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.item_scores import metric_of
@@ -39,7 +40,8 @@ def build_suite(
     log-likelihoods, a gold answer that is none of the choices.
     """
     items: list[Item] = []
-    with _quiet():
+    # The bar is opened outside: whatever is drawn inside is discarded.
+    with progress.step("tasks", lambda: len(set(protocol.tasks)), "tasks") as advance, _quiet():
         for task in _load_tasks(source, protocol):
             _check_task(task)
             encoded = iter(encode(tokenizer, task.instances, max_length))
@@ -49,6 +51,7 @@ def build_suite(
                 documents[instance.doc_id] = instance.doc
                 requests.setdefault(instance.doc_id, []).append(next(encoded))
             items += [_item(task, doc_id, doc, requests[doc_id]) for doc_id, doc in documents.items()]
+            advance(1)
     return ZeroShotSuite(items, protocol)
 
 

@@ -73,7 +73,7 @@ def pick_device(asked: str) -> str:
     """The device that --device means: auto, cpu or cuda. Raises UserError for a GPU that is not there."""
     has_gpu = torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
-        raise UserError("--device is cuda, but torch finds no GPU here; use --device cpu, or leave it out")
+        raise UserError("--device is cuda, but torch finds no GPU on this machine; use --device cpu, or leave it out")
     return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
 
 

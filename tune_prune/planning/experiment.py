@@ -25,11 +25,11 @@ def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Pa
     """The absolute folder of an experiment. Raises UserError where it cannot be written; creates nothing."""
     if name is not None and not re.fullmatch(r"\w[\w .+-]{0,99}", name):
         raise UserError(
-            f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _, e.g. my-search (the "
-            "place is --storage-path)"
+            f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _, e.g. my-search (its "
+            "parent folder is --storage-path)"
         )
     if name == artifact_cache.FOLDER:
-        raise UserError(f"--name {name} is the folder of what experiments share; choose another name")
+        raise UserError(f"--name {name} is reserved for the cache that experiments share; choose another name")
     if "://" in storage_path:
         raise UserError(
             f"--storage-path is {storage_path!r}; results are kept in a folder, so mount that storage and name its folder"

@@ -124,7 +124,8 @@ class _Reader:
         values = {
             name: given.get(name, () if row.required else (row.default,)) for name, row in HYPERPARAMETERS.items()
         }
-        reads = {name: load_method(name).reads for name in values["method"]}
+        # Methods import torch, which takes seconds: not where the file has problems to tell of.
+        reads = {} if self.problems else {name: load_method(name).reads for name in values["method"]}
         space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), reads)
         self._check_num_trials(nodes, space)
         if self.problems:

@@ -108,7 +108,7 @@ def _unsupported(reason: str, first: str = "") -> UserError:
 def _check_config(config: PretrainedConfig) -> None:
     """Raise UserError for what no graph of these architectures computes."""
     if config.hidden_act != "silu":
-        raise _unsupported(f"hidden_act is {config.hidden_act!r}, its graphs know 'silu' only")
+        raise _unsupported(f"hidden_act is {config.hidden_act!r}, its graphs support only 'silu'")
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     if window is not None and slides and window < config.max_position_embeddings:
@@ -120,11 +120,13 @@ def _check_config(config: PretrainedConfig) -> None:
     rope_types = ("default", "linear", "llama3", "yarn")
     if rope["rope_type"] not in rope_types:
         raise _unsupported(
-            f"rope_type is {rope['rope_type']!r}, its graphs for this family know {', '.join(rope_types)}"
+            f"rope_type is {rope['rope_type']!r}, its graphs for this family support {', '.join(rope_types)}"
         )
     for key, value in _FIXED_ROPE.items():
         if rope.get(key) not in (None, value):
-            raise _unsupported(f"{key} of rope_parameters is {rope[key]}, its graphs for this family know {value} only")
+            raise _unsupported(
+                f"{key} of rope_parameters is {rope[key]}, its graphs for this family support only {value}"
+            )
 
 
 def _check_parameters(model: PreTrainedModel, family: Family) -> None:

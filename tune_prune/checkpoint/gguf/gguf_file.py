@@ -79,7 +79,7 @@ class _Tensor:
         values = stacked.to(dtype).contiguous()
         if not torch.isfinite(values).all():
             raise UserError(
-                f"{self.name} has weights up to {stacked.abs().max().item():.3g}, and {dtype} ends at "
+                f"{self.name} has weights up to {stacked.abs().max().item():.3g}, and the largest number of {dtype} is "
                 f"{torch.finfo(dtype).max:.3g}: write the GGUF file in bf16 or f32"
             )
         return values
@@ -101,7 +101,7 @@ def write_gguf(
     that is there is replaced once the new one is complete. Raises UserError for what llama.cpp cannot represent.
     """
     if dtype not in _FLOATS:
-        raise UserError(f"GGUF files hold no {dtype!r} here ({did_you_mean(dtype, _FLOATS)})")
+        raise UserError(f"the dtype of a GGUF file cannot be {dtype!r} ({did_you_mean(dtype, _FLOATS)})")
     torch_dtype, ggml_type, file_type = _FLOATS[dtype]
     architecture = choose_architecture(model, family)
     vocabulary = read_vocabulary(tokenizer_dir, embedding(model).shape[0])

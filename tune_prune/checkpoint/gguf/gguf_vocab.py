@@ -196,7 +196,7 @@ def _pre_tokenizer(folder: Path, state: dict[str, Any]) -> tuple[str, tuple[str,
         )
     normalizer = (state["normalizer"] or {"type": None})["type"]
     if normalizer not in (None, "NFC"):
-        raise _unsupported(folder, f"its normalizer is {normalizer}, and it knows none in front of BPE over bytes")
+        raise _unsupported(folder, f"its normalizer is {normalizer}, and llama.cpp has none before byte-level BPE")
     nfc = ("llama.cpp does not bring text into Unicode's NFC form, as the tokenizer does: give it text in that form",)
     return pre, nfc if normalizer else ()
 
@@ -237,7 +237,7 @@ def _scores(folder: Path, model: dict[str, Any], tokens: list[str]) -> list[floa
         first = rank.setdefault(left + right, index)
         if first != index and pairs[index - 1][0] + pairs[index - 1][1] != left + right:
             raise _unsupported(
-                folder, f"its merges of {left + right!r} do not stand together (ranks {first} and {index})"
+                folder, f"its merges of {left + right!r} are not consecutive (ranks {first} and {index})"
             )
     listed = set(pairs)
     for token in vocabulary:

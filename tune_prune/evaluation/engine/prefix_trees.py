@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tune_prune.core.terminal import progress
 from tune_prune.evaluation.engine.rows import Request, RequestScores, Row, pad, plain_rows, score_rows
 from tune_prune.evaluation.engine.tree_attention import blocked_attention
 
@@ -91,12 +92,14 @@ def score_items(
     return score_planned(model, plan_rows(items, share), batch_tokens)
 
 
-def score_planned(model: PreTrainedModel, rows: Rows, batch_tokens: int | None = None) -> RequestScores:
-    """`score_items` of what was planned before."""
+def score_planned(
+    model: PreTrainedModel, rows: Rows, batch_tokens: int | None = None, advance: progress.Advance = progress.unseen
+) -> RequestScores:
+    """`score_items` of what was planned before; `advance` is told the tokens that are done."""
     scores = RequestScores.blank(rows.num_requests)
-    score_rows(model, rows.plain, scores, batch_tokens)
+    score_rows(model, rows.plain, scores, batch_tokens, advance=advance)
     with blocked_attention(model):
-        score_rows(model, rows.trees, scores, batch_tokens, tree_inputs)
+        score_rows(model, rows.trees, scores, batch_tokens, tree_inputs, advance)
     return scores
 
 

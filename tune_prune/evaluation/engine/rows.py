@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tune_prune.core.terminal import progress
 from tune_prune.evaluation.engine.scored_positions import at_positions
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 
@@ -105,12 +106,13 @@ def score_rows(
     scores: RequestScores,
     batch_tokens: int | None = None,
     extra_inputs: ExtraInputs | None = None,
+    advance: progress.Advance = progress.unseen,
 ) -> None:
     """Write the scores of the requests of `rows` into `scores`, each at its number.
 
     Rows run longest first, which limits padding. `batch_tokens` bounds rows times longest row of one forward pass (a
     single longer row is still run; None: by device). Where that does not fit into memory, it is halved for the rest;
-    raises what the allocator raises where not even one row fits.
+    raises what the allocator raises where not even one row fits. `advance` is told the tokens of every batch that is done.
     """
     rows = sorted(rows, key=lambda row: -len(row.tokens))
     budget = batch_tokens or default_batch_tokens(model.config, model.device.type)
@@ -121,6 +123,7 @@ def score_rows(
             batch = rows[start : _batch_end(rows, start, budget, most_scored)]
             if _fits(model, batch, scores, extra_inputs):
                 start += len(batch)
+                advance(sum(len(row.tokens) for row in batch))
             else:  # tried again out here: in the handler, the exception would keep the failed pass's tensors alive
                 longest = len(batch[0].tokens)
                 log.warning("out of memory with %d rows of %d tokens; going on with half", len(batch), longest)

@@ -119,7 +119,7 @@ def parse(name: str) -> tuple[str, str]:
     statistic, _, kind = name.partition(":")
     kinds = load_statistic(statistic).kinds
     if kind not in kinds:
-        raise UserError(f"statistic {name!r} is of no kind that {statistic} has; {did_you_mean(kind, kinds)}")
+        raise UserError(f"statistic {name!r} has an unknown kind; {did_you_mean(kind, kinds)}")
     return statistic, kind
 
 

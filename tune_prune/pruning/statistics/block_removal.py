@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
@@ -123,21 +124,23 @@ def removal_losses(
     losses = NextTokenLosses(model)
     dense: list[np.ndarray] = []
     removed: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
-    for start, size in growing_batches(len(windows), batch_size(windows.shape[1], model.device.type)):
-        own = windows[start : start + size]
-        batch = own[torch.arange(size) % len(own)].to(model.device)  # filled up with its own samples
+    with progress.step("removals", lambda: len(windows) * len(kinds) * len(layers), "samples") as advance:
+        for start, size in growing_batches(len(windows), batch_size(windows.shape[1], model.device.type)):
+            own = windows[start : start + size]
+            batch = own[torch.arange(size) % len(own)].to(model.device)  # filled up with its own samples
 
-        def means(batch: torch.Tensor = batch, count: int = len(own)) -> np.ndarray:
-            return losses(batch)[:count].mean(dim=1).double().cpu().numpy()
+            def means(batch: torch.Tensor = batch, count: int = len(own)) -> np.ndarray:
+                return losses(batch)[:count].mean(dim=1).double().cpu().numpy()
 
-        with _recorded_inputs(layers) as inputs:
-            dense.append(means())
-        for kind in kinds:
-            rows = []
-            for index in range(len(layers)):
-                with _without(layers, family, index, kind, inputs[index]):
-                    rows.append(means())
-            removed[kind].append(np.stack(rows))
+            with _recorded_inputs(layers) as inputs:
+                dense.append(means())
+            for kind in kinds:
+                rows = []
+                for index in range(len(layers)):
+                    with _without(layers, family, index, kind, inputs[index]):
+                        rows.append(means())
+                    advance(len(own))
+                removed[kind].append(np.stack(rows))
     return RemovalLosses(
         np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()}
     )

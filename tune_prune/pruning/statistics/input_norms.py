@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.pruning.batches import batch_size, batches, check_snapshots, samples_run
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
@@ -40,14 +41,17 @@ class _InputNorms(Statistic):
     ) -> dict[Need, dict[str, np.ndarray]]:
         wanted = check_snapshots([need.num_samples for need in needs], len(windows))
         step = batch_size(windows.shape[1], model.device.type)
-        with _squares(model, family) as squares_of:
+        samples = progress.step("input norms", lambda: samples_run(wanted, step), "samples")
+        with samples as advance, _squares(model, family) as squares_of:
             total: dict[str, torch.Tensor] = {}
             found = {}
             for start, inside, end in batches(wanted, step):
                 for n in inside:
                     found[n] = _sum(total, squares_of(windows[start:n]))
+                    advance(n - start)
                 if end is not None:
                     total = _sum(total, squares_of(windows[start:end]))
+                    advance(end - start)
                     if end in wanted:
                         found[end] = total
         return {need: {name: value.cpu().numpy() for name, value in found[need.num_samples].items()} for need in needs}

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.core.store import GRADIENTS
+from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.pruning.batches import batch_size, batches, check_snapshots, needs_copy, samples_run
@@ -119,17 +120,20 @@ def taylor(
     step = batch_size(windows.shape[1], model.device.type)
     result = {}
     try:
-        for start, inside, end in batches(wanted, step):
-            # The sums are put back only where something follows: a copy is as large as the sums themselves.
-            before = accumulator.copy() if len(inside) > 1 or (inside and end is not None) else {}
-            for n in inside:
-                accumulator.add(windows[start:n])
-                result[n] = accumulator.importance(n)
-                accumulator.restore(before)
-            if end is not None:
-                accumulator.add(windows[start:end])
-                if end in wanted:
-                    result[end] = accumulator.importance(end)
+        with progress.step("gradients", lambda: samples_run(wanted, step), "samples") as advance:
+            for start, inside, end in batches(wanted, step):
+                # The sums are put back only where something follows: a copy is as large as the sums themselves.
+                before = accumulator.copy() if len(inside) > 1 or (inside and end is not None) else {}
+                for n in inside:
+                    accumulator.add(windows[start:n])
+                    advance(n - start)
+                    result[n] = accumulator.importance(n)
+                    accumulator.restore(before)
+                if end is not None:
+                    accumulator.add(windows[start:end])
+                    advance(end - start)
+                    if end in wanted:
+                        result[end] = accumulator.importance(end)
     finally:
         accumulator.close()
     return result

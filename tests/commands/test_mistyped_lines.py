@@ -1,0 +1,99 @@
+"""Command lines as people mistype them, those of other programs among them, and the sentence that each gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import tune_prune.__main__
+from tune_prune import __version__
+
+pytestmark = pytest.mark.usefixtures("nothing_created")
+
+SEE = " (see python -m tune_prune.{command} --help)"
+MISTYPED = {
+    "search --models tiny-llama": f"unknown flag --models, did you mean --model?{SEE}",
+    "search -m tiny-llama": f"unknown flag -m, did you mean --model?{SEE}",
+    "search tiny-llama": f"--model is missing{SEE}",
+    "search --model": f"--model has no value{SEE}",
+    "search --model tiny-llama out": f"unexpected argument out, every value follows its flag{SEE}",
+    "search --model tiny-llama --num_trials 20": f"unknown flag --num_trials, did you mean --num-trials?{SEE}",
+    "search --model tiny-llama --n_trials=20": f"unknown flag --n_trials, did you mean --num-trials?{SEE}",
+    "search --model tiny-llama --sparsity 0.5": f"unknown flag --sparsity, did you mean --pruning-ratio?{SEE}",
+    "search --model tiny-llama --ratio 0.5": f"unknown flag --ratio, did you mean --pruning-ratio?{SEE}",
+    "search --model tiny-llama --output-dir out": f"unknown flag --output-dir, did you mean --storage-path?{SEE}",
+    "search --model tiny-llama --num-gpus 4": f"unknown flag --num-gpus, did you mean --gpus-per-trial?{SEE}",
+    "search --model tiny-llama --n-jobs 4": f"unknown flag --n-jobs, did you mean --cpus-per-trial?{SEE}",
+    "search --model tiny-llama --resume": f"--resume is not needed: the same command goes on{SEE}",
+    "search --model tiny-llama --method taylor": (
+        f"--method is a key of search spaces: write `method: [...]` into a YAML file and name it with --search-space{SEE}"
+    ),
+    "search --model tiny-llama --scheduler racing": (
+        f"--scheduler: unknown value 'racing'; did you mean 'race'? known: asha, none, race{SEE}"
+    ),
+    "search --model tiny-llama --search bayesian": (
+        f"--search: unknown value 'bayesian'; did you mean 'optuna'? known: grid, optuna{SEE}"
+    ),
+    "search --model tiny-llama --search-space papergrid": (
+        "search space 'papergrid' is unknown; did you mean 'paper_grid'? known: adaptive, control, minimal, paper_grid, smoke, "
+        "or the path of a YAML file"
+    ),
+    "search --modle x --sparsity 3": (
+        f"unknown flag --modle, did you mean --model?; unknown flag --sparsity, did you mean --pruning-ratio?{SEE}"
+    ),
+    "evaluate --model tinyllama": (
+        "unknown model 'tinyllama'; did you mean 'tiny-llama'? known: llama, llama-instruct, mistral, mistral-instruct, qwen2, "
+        "qwen2-instruct, qwen2.5, qwen2.5-instruct, tiny-llama, tiny-mistral, tiny-qwen2; or give a hub id such as "
+        "Qwen/Qwen2.5-7B or a folder"
+    ),
+    "evaluate --model tiny-llama --output-dir out": f"unknown flag --output-dir, did you mean --output?{SEE}",
+    "evaluate --model tiny-llama --device gpu": (
+        f"--device: unknown value 'gpu'; did you mean 'cuda'? known: auto, cpu, cuda{SEE}"
+    ),
+    "evaluate --model tiny-llama --gpus 1": f"unknown flag --gpus, did you mean --device?{SEE}",
+    "evaluate --model tiny-llama --batch_size 8": (
+        f"--batch_size is not needed: batches are sized by the device and the model{SEE}"
+    ),
+    "evaluate --model tiny-llama --num_fewshot 5": f"--num_fewshot is not needed: the tasks are zero-shot{SEE}",
+    "prune --model tiny-llama --save out": f"unknown flag --save, did you mean --output?{SEE}",
+    "prune --config x --output out --nsamples 8": f"unknown flag --nsamples, did you mean --num-samples?{SEE}",
+    "prune --config x --output out --evaluate": (
+        "--evaluate is not needed: to measure a model is a command of its own, python -m tune_prune.evaluate --model NAME"
+        f"{SEE}"
+    ),
+    "prune --config x --output out --format safetensors": (
+        f"--format: unknown value 'safetensors'; did you mean 'hf'? known: gguf, hf, hf-padded{SEE}"
+    ),
+    "prune --model tiny-llama --output out --method blokwise": (
+        "unknown pruning method 'blokwise'; did you mean 'blockwise'? known: blockwise, layerwise, magnitude, random, taylor, "
+        "wanda_sp"
+    ),
+    "analysis ray_results/x --model llama": f"unknown flag --model{SEE}",
+    "analysis ray_results/x --rule best": (
+        f"--rule: unknown value 'best'; known: accuracy, one-standard-error, pareto, perplexity{SEE}"
+    ),
+    "serch --model tiny-llama": (
+        "unknown command 'serch'; did you mean 'search'? known: analysis, evaluate, prune, search"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", MISTYPED)
+def test_a_mistyped_line_is_told_what_to_write(line: str, refused: Callable[..., str]) -> None:
+    command, *_ = argv = line.split()
+    told = refused(tune_prune.__main__.main, *argv)
+    assert told == f"error: {MISTYPED[line].format(command=command)}\n"
+
+
+@pytest.mark.parametrize("command", ["", "search", "prune", "evaluate", "analysis"])
+def test_every_command_says_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*command.split(), "--version"]
+    if command:
+        with pytest.raises(SystemExit) as stop:
+            tune_prune.__main__.main(argv)
+        assert stop.value.code == 0
+    else:
+        assert tune_prune.__main__.main(argv) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"tune_prune {__version__} (Python 3.") and ", torch " in out

@@ -1,0 +1,99 @@
+"""Progress bars: nothing is drawn where nobody asked or nobody sees it, and every step of the program ends when its bar is full."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tqdm
+from transformers import PreTrainedModel
+
+from tests.pruning.test_statistics import SEQ_LEN, needs_of, windows
+from tune_prune import evaluate
+from tune_prune.checkpoint import generation_speed
+from tune_prune.core.terminal import progress
+from tune_prune.models.families import family_of
+from tune_prune.pruning import batches
+from tune_prune.pruning.statistics import by_statistic, load_statistic, statistic_names
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal() -> contextlib.redirect_stderr[Terminal]:
+    """In place of standard error; no fixture, as pytest puts its own there after them."""
+    return contextlib.redirect_stderr(Terminal())
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every bar that is drawn from now on."""
+    drawn: list[Any] = []
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if options.get("bar_format"):  # lm-eval and others draw some, too, to where nobody looks
+                drawn.append(self)
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    return drawn
+
+
+def steps(*amounts: int) -> None:
+    with progress.step("walking", lambda: 10, "metres", lambda: 3) as advance:
+        for amount in amounts:
+            advance(amount)
+
+
+def test_a_bar_says_what_is_done_and_goes() -> None:
+    with terminal() as screen, progress.shown():
+        steps(2, 5)
+    first, *_, last = (line for line in screen.getvalue().split("\r") if line)
+    assert first.startswith("walking ") and "30%" in first and "3.00 of 10.0 metres" in first
+    assert last.isspace()  # wiped
+
+
+def test_nothing_is_drawn_unasked_or_unseen(capfd: pytest.CaptureFixture[str]) -> None:
+    with terminal() as screen:
+        steps(2, 5)
+    assert screen.getvalue() == ""
+    with progress.shown():  # the captured standard error is no terminal
+        steps(2, 5)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_every_step_of_an_evaluation_fills_its_bar(bars: list[Any], tmp_path: Path) -> None:
+    argv = ["--model", "tiny-llama", "--limit", "4", "--tasks", "boolq,piqa", "--device", "cpu"]
+    with terminal():
+        assert evaluate.main(argv) == 0
+    assert list(dict.fromkeys(bar.desc for bar in bars)) == ["perplexity", "tasks", "zero-shot"]
+    slices = [bar for bar in bars if bar.desc == "zero-shot"]
+    assert len({bar.total for bar in slices}) == 1 and slices[0].initial == 0 and slices[-1].n == slices[-1].total
+    assert [bar.initial for bar in slices[1:]] == [bar.n for bar in slices[:-1]]  # one goes on where the last one ended
+    assert all(bar.n == bar.total for bar in bars if bar.desc != "zero-shot")
+
+
+@pytest.mark.parametrize("name", statistic_names())
+def test_every_pass_fills_its_bar(
+    name: str, bars: list[Any], tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+    (needs,) = by_statistic(needs_of(name, 3, 4, 11)).values()  # inside a batch, at an end, in a ragged one
+    with terminal(), progress.shown():
+        load_statistic(name).collect(tiny("llama"), family_of("llama"), windows(11), needs)
+    (bar,) = bars
+    assert bar.n == bar.total > 0
+
+
+def test_a_measurement_of_speed_fills_its_bar(bars: list[Any], tiny: Callable[..., PreTrainedModel]) -> None:
+    with terminal(), progress.shown():
+        generation_speed.measure({"dense": tiny("llama"), "pruned": tiny("llama")}, 4, 2, repeats=1)
+    (bar,) = bars
+    assert bar.n == bar.total == 4

@@ -1,0 +1,130 @@
+"""argparse for every command: a mistake on a command line ends in one sentence that says what to write instead."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from tune_prune import __version__
+from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.errors import UserError, did_you_mean
+
+# Flag -> what other programs call it, where that is spelt otherwise. The first flag counts that the command has.
+OTHER_NAMES = {
+    "--model": "checkpoint pretrained",
+    "--pruning-ratio": "amount compression percent ratio sparsity sparsity-ratio",
+    "--method": "algorithm pruner pruner-type sparsity-type",
+    "--num-trials": "budget",
+    "--search": "algorithm sampler strategy",
+    "--search-space": "config grid",
+    "--scheduler": "early-stopping racing",
+    "--gpus-per-trial": "num-gpus",
+    "--cpus-per-trial": "jobs n-jobs num-cpus num-workers workers",
+    "--device": "accelerator cuda gpu gpus",
+    "--calibration": "dataset",
+    "--limit": "max-items max-samples num-items samples",
+    "--dtype": "bf16 fp16 precision",
+    "--storage-path": "out output output-dir output-path results-dir",
+    "--output": "out results-dir save save-dir save-model storage-path",
+    "--name": "experiment",
+    "--overwrite": "force",
+    "--measure": "benchmark speed",
+}
+_EVALUATE = "to measure a model is a command of its own, python -m tune_prune.evaluate --model NAME"
+# What other programs need a flag for and no command here does, and why.
+NOT_NEEDED = {
+    "batch-size": "batches are sized by the device and the model",
+    "cache-dir": "downloads go where the environment variable HF_HOME says",
+    "continue": "the same command goes on",
+    "resume": "the same command goes on",
+    "eval": _EVALUATE,
+    "eval-zero-shot": _EVALUATE,
+    "evaluate": _EVALUATE,
+    "num-fewshot": "the tasks are zero-shot",
+}
+# What other programs call a value -> what it is called here.
+OTHER_VALUES = {"bayesian": "optuna", "gpu": "cuda", "hyperband": "asha", "safetensors": "hf", "tpe": "optuna"}
+
+# argparse's own messages as sentences that begin with the flag.
+_SENTENCES = {
+    "^the following arguments are required: (.*)": r"\1 is missing",
+    "^argument (.*): expected one argument$": r"\1 has no value",
+    "^argument ": "",
+    "^unrecognized arguments: (.*)": r"unexpected argument \1, every value follows its flag",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors, so that bad flags end like every other bad input; with --version."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_argument("--version", action=_PrintVersions, nargs=0, help="print versions and stop")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse; but a misspelt flag is reported before the one that is missing for it."""
+        args = sys.argv[1:] if args is None else list(args)
+        known = self._option_string_actions
+        unknown = [flag for flag in _flags(args) if not any(name.startswith(flag) for name in known)]
+        if unknown:
+            self.error("; ".join(_unknown_flag(flag, known) for flag in dict.fromkeys(unknown)))
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = did_you_mean(OTHER_VALUES.get(value, value), action.choices)
+            raise argparse.ArgumentError(action, f"unknown value {value!r}; {known}")
+
+    def error(self, message: str) -> NoReturn:
+        for pattern, sentence in _SENTENCES.items():
+            message = re.sub(pattern, sentence, message)
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+class _PrintVersions(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(versions())
+        parser.exit()
+
+
+def versions() -> str:
+    """This program's version, and those of what its numbers depend on, which are not imported for it."""
+    others = [f"{name} {_version(name)}" for name in ("torch", "transformers", "ray", "lm_eval")]
+    return f"tune_prune {__version__} (Python {platform.python_version()}, {', '.join(others)})"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # an analysis needs none of them
+        return "not installed"
+
+
+def _flags(arguments: Sequence[str]) -> list[str]:
+    """What argparse takes for flags, without their values."""
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return [text.partition("=")[0] for text in before if re.match(r"--?[^-\d]", text) and " " not in text]
+
+
+def _unknown_flag(flag: str, known: Iterable[str]) -> str:
+    """A clause that says what to write instead."""
+    name = flag.lstrip("-").lower().replace("_", "-")
+    flags = [text for text in known if text.startswith("--") and text not in ("--help", "--version")]
+    if name in NOT_NEEDED:
+        return f"{flag} is not needed: {NOT_NEEDED[name]}"
+    key = name.replace("-", "_")
+    if key in HYPERPARAMETERS and "--search-space" in flags and f"--{name}" not in flags:
+        return (
+            f"{flag} is a key of search spaces: write `{key}: [...]` into a YAML file and name it with --search-space"
+        )
+    close = [text for text in flags if name in OTHER_NAMES.get(text, "").split()][:1]
+    close = close or [text for text in flags if text.startswith(f"--{name}")]  # -m
+    close = close or difflib.get_close_matches(f"--{name}", flags, n=1)
+    hint = f", did you mean {' or '.join(close)}?" if close else ""
+    return f"unknown flag {flag}{hint}"

@@ -1,0 +1,49 @@
+"""Bars for what lasts: how much of a step is done, and how long the rest takes.
+
+A loop opens a `step` and tells it what has been done. That is drawn where a command line has asked for it (`shown`) and standard
+error is a terminal, and nowhere else: a search's workers, tests and programs that import this package draw nothing, and there a
+step costs a function call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_BAR = "{desc:<12} {percentage:3.0f}% |{bar:24}| {n_fmt} of {total_fmt} {unit}, {elapsed} so far, ETA {remaining}"
+
+Advance = Callable[[int], object]  # takes how much has been done since the last call
+
+_shown: ContextVar[bool] = ContextVar("_shown", default=False)
+
+
+@contextmanager
+def shown() -> Iterator[None]:
+    """Steps that begin inside are drawn on standard error, unless that is no terminal."""
+    before = _shown.set(sys.stderr.isatty())
+    try:
+        yield
+    finally:
+        _shown.reset(before)
+
+
+def unseen(amount: int) -> None:
+    """An `Advance` of a step that nobody watches."""
+
+
+@contextmanager
+def step(name: str, total: Callable[[], int], unit: str, done: Callable[[], int] = lambda: 0) -> Iterator[Advance]:
+    """Gives an `Advance` for a step of `total` units, of which `done` are done already. At its end the bar goes.
+
+    Both are functions: they may cost something to find, and are not asked for where nothing is drawn.
+    """
+    if not _shown.get():
+        yield unseen
+        return
+    from tqdm import tqdm
+
+    options = {"unit": unit, "unit_scale": True, "bar_format": _BAR, "leave": False, "dynamic_ncols": True}
+    with tqdm(desc=name, total=total(), initial=done(), smoothing=0.1, **options) as bar:
+        yield bar.update
