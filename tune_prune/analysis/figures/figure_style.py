@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from tune_prune.core.files import atomic_write_bytes
+from tune_prune.core.terminal import progress
 
 SINGLE, DOUBLE = 3.3, 6.9  # inches: width of one column and of both
 SMALL, TINY = 7, 6  # pt; all else is 8
@@ -178,12 +179,14 @@ def save(figures: Mapping[str, Figure], folder: Path, formats: Sequence[str] = (
     """Write each figure under its name once per format, atomically, and return the paths; call it inside `style`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for stem, figure in figures.items():
-        figure.draw_without_rendering()  # lays out; once is enough for all formats
-        figure.set_layout_engine("none")
-        for kind in formats:
-            content = io.BytesIO()
-            figure.savefig(content, format=kind, metadata={"CreationDate": None})
-            paths.append(folder / f"{stem}.{kind}")
-            atomic_write_bytes(paths[-1], content.getvalue())
+    with progress.step("figures", lambda: len(figures), "figures") as advance:
+        for stem, figure in figures.items():
+            figure.draw_without_rendering()  # lays out; once is enough for all formats
+            figure.set_layout_engine("none")
+            for kind in formats:
+                content = io.BytesIO()
+                figure.savefig(content, format=kind, metadata={"CreationDate": None})
+                paths.append(folder / f"{stem}.{kind}")
+                atomic_write_bytes(paths[-1], content.getvalue())
+            advance(1)
     return paths

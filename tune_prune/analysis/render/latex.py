@@ -75,7 +75,7 @@ def latex_table(table: Table) -> str:
     header = " & ".join(_head(column) for column in columns) + r" \\"
     caption = rf"\caption{{{escape(table.title)}}}\label{{tab:{table.key.replace('_', '-')}}}"
     style = rf"{_size(table)}\setlength{{\tabcolsep}}{{{_COLUMN_SEPARATION:g}pt}}"
-    note = escape(" ".join(note_sentences(table)))
+    note = escape(" ".join(note_sentences(table, columns=columns)))
     if not table.long:
         lines = [
             *(r"\begin{table}[htbp]", r"\centering", caption, style),

@@ -18,7 +18,7 @@ def markdown_table(table: Table) -> str:
     rows = [[_escaped(column.label) for column in columns], ["---:" if column.format else "---" for column in columns]]
     rows += [[_cell(column, row) for column in columns] for row in table.rows]
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    note = _escaped(" ".join(note_sentences(table)))
+    note = _escaped(" ".join(note_sentences(table, columns=columns)))
     return "\n".join([f"## {_escaped(table.title)}", "", *lines, "", note, ""])
 
 

@@ -11,7 +11,7 @@ import math
 import re
 import string
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -61,9 +61,11 @@ def say(text: str, language: str = "en", **values: Any) -> str:
     return _Sentence(language).vformat(label(text, language), (), values)
 
 
-def note_sentences(table: Table, language: str = "en", best: str = "Bold") -> list[str]:
-    """The notes of a table, and what its marks mean; a renderer shows that of the best as `best`."""
-    cells = [(column, row) for column in table.shown for row in table.rows]
+def note_sentences(
+    table: Table, language: str = "en", best: str = "Bold", columns: Sequence[Column] | None = None
+) -> list[str]:
+    """The notes of a table, and what the marks in `columns` (None: all shown) mean; a renderer shows that of the best as `best`."""
+    cells = [(column, row) for column in (table.shown if columns is None else columns) for row in table.rows]
     notes = list(table.notes)
     if any(column.is_best(row) for column, row in cells):
         notes.append(Message("mark_best", {"mark": best, "meaning": Message(table.best)}))
