@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray.tune.search import Searcher
 
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
@@ -13,6 +14,8 @@ from tune_prune.pruning.statistics import Need
 from tune_prune.tuning.messages import JobMessage
 from tune_prune.tuning.preparation import Work, prepare_jobs
 from tune_prune.tuning.queue import WorkQueue
+from tune_prune.tuning.ray_cluster.trainable import to_result
+from tune_prune.tuning.ray_cluster.tuner import QueueSearcher
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.worker import TrialSpec
 
@@ -108,3 +111,13 @@ def test_an_adaptive_search_asks_for_the_baseline_first_and_hears_of_trials_only
     trials.append(queue.next())
     assert len({spec.key for spec in trials}) == 3 and inner.remaining == 0
     assert queue.next() is None and queue.empty
+
+
+def test_ray_is_told_to_wait_and_when_nothing_is_left(specs):
+    jobs = prepare_jobs(specs[:1], [])
+    searcher = QueueSearcher(WorkQueue(jobs, specs[:1]), jobs)
+    assert searcher.suggest("a") == {"job": 0}
+    assert searcher.suggest("b") is None
+    searcher.on_trial_complete("a", to_result(DONE))
+    assert searcher.suggest("b") == {"key": specs[0].key}
+    assert searcher.suggest("c") == Searcher.FINISHED

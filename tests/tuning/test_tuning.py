@@ -240,12 +240,14 @@ def test_a_failure_of_the_preparation_keeps_its_own_words(two_cpus, tmp_path):
     assert "1000000" in str(error.value).replace(",", "").replace("_", "")
 
 
-def test_a_local_ray_listens_on_loopback_only_and_its_workers_are_as_nice_as_other_programs(two_cpus):
+def test_a_local_ray_is_for_this_process_alone_and_its_workers_are_as_nice_as_other_programs(two_cpus):
     worker, niceness = ray.get(ray.remote(lambda: (os.getpid(), os.nice(0))).remote())
     processes = psutil.Process().children(recursive=True)
     assert {worker} <= {process.pid for process in processes} and niceness == os.nice(0)
     listening = {c.laddr.ip for process in processes for c in process.net_connections("inet") if c.status == "LISTEN"}
     assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    commands = [" ".join(process.cmdline()) for process in processes]
+    assert not [command for command in commands if "dashboard/dashboard.py" in command or "autoscaler" in command]
 
 
 @pytest.mark.parametrize(

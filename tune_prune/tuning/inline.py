@@ -38,6 +38,7 @@ def run(
                 else:
                     observer.on_error(work, last, error)
             if error is not None:
+                error = None  # with its frames, which hold the model
                 runner = StageRunner(specs, settings)
     finally:
         torch.set_num_threads(threads)
