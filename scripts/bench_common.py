@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from tune_prune import __version__, embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun
 from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.cost_model.machine import cpus
 from tune_prune.data import calibration
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading
@@ -191,9 +192,7 @@ def benchmark_parser(
         help="of each measurement, whose median counts (default: %(default)s)",
     )
     if threads:
-        p.add_argument(
-            "--threads", type=int, default=os.cpu_count(), metavar="N", help="of torch (default: %(default)s)"
-        )
+        p.add_argument("--threads", type=int, default=cpus(), metavar="N", help="of torch (default: %(default)s)")
     p.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON, too")
     return p
 
@@ -239,7 +238,7 @@ def _shown(cell: object) -> str:
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     return {
-        "cpus": os.cpu_count(),
+        "cpus": cpus(),
         "processor": platform.machine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,

@@ -46,6 +46,7 @@ from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
+from tune_prune.cost_model.machine import cpus
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.planning import search_space
@@ -320,7 +321,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         metavar="N",
         help="of HFLM, bench_engine.py finds its best (default: %(default)s)",
     )
-    p.add_argument("--slots", type=int, default=os.cpu_count(), metavar="N", help="processes at once (default: CPUs)")
+    p.add_argument("--slots", type=int, default=cpus(), metavar="N", help="processes at once (default: CPUs)")
     p.add_argument("--published-trial", type=Path, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.published_trial is not None:

@@ -37,6 +37,7 @@ from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.store import ITEMS, PASSES, TRIALS, FolderStore
+from tune_prune.cost_model.machine import cpus
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare, run_trial
@@ -149,7 +150,7 @@ def as_command(subject: Subject, args: argparse.Namespace, work: Path, way: str)
     baselines = read_baselines(store).values()
     passes = sum(values["duration_s"] for values in PassLog(store).read())
     stages = sum(record.elapsed_time_s for record in (*records, *baselines)) + passes
-    slots = 1 if way == "--inline" else os.cpu_count() or 1
+    slots = 1 if way == "--inline" else cpus()
     # What a job writes, it writes when it is done.
     first = [path.stat().st_mtime - parse_json(path)["duration_s"] for path in (folder / PASSES).iterdir()]
     first += [(folder / TRIALS / record.key / ITEMS).stat().st_mtime - record.elapsed_time_s for record in baselines]

@@ -147,6 +147,8 @@ def test_an_output_that_cannot_be(tmp_path: Path, refusal: Callable[..., str]) -
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         assert "is a file" in refusal(tmp_path, "--output", output)
+    (tmp_path / "experiment.json").write_text("{}")
+    assert f"--output {tmp_path} is an experiment" in refusal(tmp_path, "--output", tmp_path)
 
 
 def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

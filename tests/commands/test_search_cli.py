@@ -105,6 +105,10 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "name upwards": ([*TINY, "--name", ".."], ["'..'", "--name"]),
     "long name": ([*TINY, "--name", "x" * 101], ["at most 100"]),
     "long place": ([*TINY, "--storage-path", "x" * 300], ["cannot be written", "--storage-path"]),
+    "storage in a bucket": (
+        [*TINY, "--storage-path", "s3://bucket/x"],
+        ["--storage-path", "'s3://bucket/x'", "mount"],
+    ),
     "storage that is no folder": ([*TINY, "--storage-path", "/dev/null/x"], ["/dev/null is a file", "--storage-path"]),
 }
 
@@ -232,6 +236,12 @@ def test_data_without_tasks_and_without_calibration_text(refusal: Callable[..., 
 def test_unusable_calibration_texts(content: bytes, words: str, refusal: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(content)
     assert words in refusal(*TINY, "--calibration", tmp_path / "text")
+
+
+def test_the_folder_that_experiments_share_must_be_writable_too(refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "artifacts").write_text("no folder")
+    assert f"results cannot be written to {tmp_path}/kept/artifacts" in refusal(*TINY, "--storage-path", "kept")
 
 
 def test_search_spaces_of_the_user(refusal: Callable[..., str], tmp_path: Path) -> None:

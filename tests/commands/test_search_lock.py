@@ -26,11 +26,18 @@ def test_a_second_search_leaves_and_a_dry_run_does_not(tmp_path: Path, capfd: py
     running = [sys.executable, "-c", HOLD, str(store.folder)]
     with subprocess.Popen(running, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None and first.stdout.readline() == b"\n"
+        contents = {
+            "experiment.json": '{"models": {}}',
+            "baseline.json": "{}",
+            "tensorboard/tiny-llama/taylor/events": "of the first",
+        }
+        store.put_all(contents)
         before = sorted(store.folder.rglob("*"))
         assert search.main(argv) == 2
         said = capfd.readouterr().err
         assert said.startswith(f"error: another search runs on experiment {store.folder} (process {first.pid} on ")
         assert said.count("\n") == 1 and "--name" in said
         assert sorted(store.folder.rglob("*")) == before
+        assert {name: store.path(name).read_text() for name in contents} == contents
         assert search.main([*argv, "--dry-run"]) == 0
         first.kill()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.core.errors import UserError, exit_code, whole_number
+from tune_prune.core.store import EXPERIMENT
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.parser import Parser
 
@@ -186,6 +187,11 @@ def _check_output(output: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error
+    if (output / EXPERIMENT).exists():
+        raise UserError(
+            f"--output {output} is an experiment, whose own files a search writes; choose another folder, e.g. "
+            f"{output / 'analysis'}"
+        )
 
 
 def why_nothing(study: Study) -> str:

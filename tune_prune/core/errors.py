@@ -8,8 +8,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import sys
 from collections.abc import Callable, Iterable
+
+_REFUSED = {  # by a file system or a limit, whatever the file is for: what to do about it
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EROFS: "choose a place that can be written to",
+    errno.EACCES: "ask its owner for permission or choose another place",
+    errno.EPERM: "ask its owner for permission or choose another place",
+}
 
 
 class UserError(ValueError):
@@ -45,7 +56,24 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
     except KeyboardInterrupt as interrupt:
         print(": ".join(filter(None, ("\ninterrupted", str(interrupt) or advice))), file=sys.stderr)
         return 130
+    except Exception as error:
+        refused = _refused(error)
+        if refused is None:
+            raise
+        print(f"error: {refused}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _refused(error: BaseException) -> str | None:
+    """What a file system or a limit has refused, where that is behind `error`."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _REFUSED:
+            name = cause.filename or "a file"
+            return f"{name} cannot be used ({cause.strerror}); {_REFUSED[cause.errno]}, then run the same command again"
+        cause = cause.__cause__ or cause.__context__  # Ray raises its own error while it handles ours
+    return None
 
 
 def require(name: str, value: str, known: Iterable[str]) -> None:

@@ -58,7 +58,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path` as `atomic_write_text` does."""
+    """Write `content` to `path` as `atomic_write_text` does. Raises OSError with the name of the file."""
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
         with temporary.open("xb") as file:
@@ -66,6 +66,8 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:  # a write's does not say the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)

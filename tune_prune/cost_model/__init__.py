@@ -4,5 +4,6 @@ tokens        what is forwarded                    counted where that is cheap, 
 flops         what that takes in arithmetic        formulas
 device_speed  how fast this machine does it        measured on one decoder layer of the model's own shapes
 memory        what has to fit                      formulas
+machine       what this process may use            affinity, control groups, load average
 estimate      all of it together, and what is left of it while the search runs
 """

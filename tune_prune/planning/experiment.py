@@ -30,18 +30,23 @@ def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Pa
         )
     if name == artifact_cache.FOLDER:
         raise UserError(f"--name {name} is reserved for the cache that experiments share; choose another name")
-    folder = Path(storage_path).expanduser().absolute() / (name or default_name)
-    try:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if not existing.is_dir():
-            raise NotADirectoryError(f"{existing} is a file")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
+    if "://" in storage_path:
         raise UserError(
-            f"results cannot be written to {folder} ({error.strerror or error}); choose another place with --storage-path, or "
-            "another --name"
-        ) from error
+            f"--storage-path is {storage_path!r}; results are kept in a folder, so mount that storage and name its folder"
+        )
+    storage = Path(storage_path).expanduser().absolute()
+    for folder in (storage / artifact_cache.FOLDER, storage / (name or default_name)):
+        try:
+            existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+            if not existing.is_dir():
+                raise NotADirectoryError(f"{existing} is a file")
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"results cannot be written to {folder} ({error.strerror or error}); choose another place with --storage-path, "
+                "or another --name"
+            ) from error
     return folder
 
 

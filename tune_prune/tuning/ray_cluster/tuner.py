@@ -157,7 +157,10 @@ class _ObserverCallback(Callback):
         self._observer.on_end(self._work(trial), message_in(trial.last_result))
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        self._observer.on_error(self._work(trial), message_in(trial.last_result), trial.get_error())
+        error = trial.get_error()
+        if error is not None and not isinstance(error, BaseException):  # its text, where its file could not be written
+            error = RuntimeError(error)
+        self._observer.on_error(self._work(trial), message_in(trial.last_result), error)
 
     def on_experiment_end(self, trials: list[RayTrial], **info: Any) -> None:
         self._observer.on_finish()

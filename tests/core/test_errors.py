@@ -1,0 +1,76 @@
+"""What a file system or a limit refuses ends a command with one sentence; a defect keeps its traceback."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tune_prune.core.errors import exit_code
+from tune_prune.core.store import FolderStore
+
+SMALL_FILES = """
+import resource, sys, traceback
+from tune_prune.core.errors import exit_code
+from tune_prune.core.store import FolderStore
+
+def main():
+    try:
+        FolderStore(sys.argv[1]).put("ledger/0f.json", "x" * 5000)
+    except OSError:
+        raise RuntimeError(traceback.format_exc())  # as Ray does
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+sys.exit(exit_code(main))
+"""
+
+
+def test_a_file_that_may_not_be_written_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    """In a process that may write files of 1,000 bytes at most, as a full disk would have it."""
+    done = subprocess.run([sys.executable, "-c", SMALL_FILES, str(tmp_path)], capture_output=True, text=True)
+    name = tmp_path / "ledger" / "0f.json"
+    assert done.stderr == (
+        f"error: {name} cannot be used (File too large); raise the limit on the size of files (ulimit -f), then run the same "
+        "command again\n"
+    )
+    assert done.returncode == 1 and list((tmp_path / "ledger").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.ENOSPC, "free some space"), (errno.EACCES, "its owner"), (errno.EROFS, "written"), (errno.EMFILE, "-n")],
+)
+def test_what_is_refused_says_what_to_do(number: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise OSError(number, "no", "/some/file")
+
+    assert exit_code(main) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: /some/file cannot be used (no); ") and words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "no", "/x"), ZeroDivisionError(), OSError("odd")])
+def test_a_defect_keeps_its_traceback(error: Exception) -> None:
+    def main() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        exit_code(main)
+
+
+def test_open_files_run_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def main() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            FolderStore(tmp_path).put("a", "b")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert exit_code(main) == 1
+    assert f"{tmp_path}/a cannot be used (Too many open files)" in capsys.readouterr().err
