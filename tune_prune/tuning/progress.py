@@ -217,7 +217,8 @@ class LiveLine(Observer):
             for label, (accuracy, name) in self._best.items()
         )
         jobs = f"prepared {self._prepared}/{len(self._jobs)}, " if self._prepared < len(self._jobs) else ""
-        return f"[{self._done}/{self._total}] {jobs}running {running}, failed {self._failed}{', ' if best else ''}{best}{self._eta()}"
+        counts = f"[{self._done}/{self._total}] {jobs}running {running}, failed {self._failed}"
+        return f"{counts}{', ' if best else ''}{best}{self._eta()}"
 
     def _eta(self) -> str:
         if self._left is None or self._done >= self._total:
