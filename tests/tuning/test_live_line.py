@@ -110,7 +110,7 @@ def test_the_first_line_has_an_eta():
     search = Search()
     search.line.on_begin()
     everything = WORKER_START_S + 30 + 40 + 4 * 30 + 6 * TRIAL_OVERHEAD_S
-    assert search.screen.getvalue() == f"[0/4] running 0, failed 0, ETA {clock(everything)}\n"
+    assert search.screen.getvalue() == f"[0/4] prepared 0/2, running 0, failed 0, ETA {clock(everything)}\n"
     assert search.shown(wait=11).endswith(f"ETA {clock(everything - 11)}")  # it counts down while nothing happens
 
 
@@ -128,6 +128,8 @@ def test_the_eta_follows_jobs_stages_and_slices():
     trial = pace * 1 + 2 * 9 + 20
     overhead = TRIAL_OVERHEAD_S
     assert search.shown().endswith(f"ETA {clock(pace * 40 + 4 * trial + 5 * overhead - 10)}")
+
+    assert "[0/4] prepared 1/2, running 0, " in search.shown(wait=10)
 
     search.start(JOBS[1])
     search.done(JOBS[1], JobMessage((StageReport("importance", 30.0, tokens=7),)))
@@ -167,7 +169,7 @@ def test_before_anything_is_measured_the_eta_is_a_range():
 def test_without_a_prediction_there_is_no_eta():
     search = Search(cost=None)
     search.start(SPECS["k0"])
-    assert search.shown() == "[0/4] running 0, failed 0"
+    assert search.shown() == "[0/4] prepared 0/2, running 0, failed 0"
 
 
 def test_hours_are_shown_as_such():

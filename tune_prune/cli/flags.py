@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -82,8 +83,10 @@ def _hyperparameter(row: Hyperparameter) -> Callable[[str], Any]:
 
 def run(main: Callable[[], None]) -> int:
     """Call `main` and return the exit code."""
-    # Set before transformers or datasets are imported: their progress bars and warnings would cut through our lines.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Set before transformers or datasets are imported: their progress bars and warnings would cut through our lines. Who sits at a
+    # terminal sees the hub's downloads, which may last longer than all the rest.
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -83,7 +83,8 @@ def _kind(work: Work) -> Hashable:
 
 
 class LiveLine(Observer):
-    """One line on the screen: `[12/45] running 2, failed 0, best acc .8421 blockwise-s64-n128, ETA 01:40`.
+    """One line on the screen: `[12/45] running 2, failed 0, best acc .8421 blockwise-s64-n128, ETA 01:40`;
+    while what trials share is being prepared, with `prepared 1/6` in front.
 
     On a terminal the line is rewritten; elsewhere a new line is written every ten seconds and at the end. `total` counts
     trials, those in `recorded` included. Without a `cost` there is no ETA.
@@ -109,7 +110,7 @@ class LiveLine(Observer):
         self._jobs = list(jobs)
         self._clock = clock
         self._scored: dict[str, int] = {}  # zero-shot items by trial
-        self._done = self._failed = self._width = 0
+        self._done = self._failed = self._prepared = self._width = 0
         recorded = list(recorded)
         for record in recorded:
             self._count(record.key, record.status, record.metrics)
@@ -196,6 +197,7 @@ class LiveLine(Observer):
         self.say(self._text(0))
 
     def _end(self, work: Work) -> None:
+        self._prepared += isinstance(work, PrepareJob)
         if self._left is not None:
             self._left.end(work)
             self._changed = self._clock()
@@ -214,7 +216,9 @@ class LiveLine(Observer):
             f"best acc {accuracy:.4f}".replace(" 0.", " .") + f" {label + ' ' if several else ''}{name}"
             for label, (accuracy, name) in self._best.items()
         )
-        return f"[{self._done}/{self._total}] running {running}, failed {self._failed}{', ' if best else ''}{best}{self._eta()}"
+        jobs = f"prepared {self._prepared}/{len(self._jobs)}, " if self._prepared < len(self._jobs) else ""
+        counts = f"[{self._done}/{self._total}] {jobs}running {running}, failed {self._failed}"
+        return f"{counts}{', ' if best else ''}{best}{self._eta()}"
 
     def _eta(self) -> str:
         if self._left is None or self._done >= self._total:
