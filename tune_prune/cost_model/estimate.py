@@ -32,8 +32,8 @@ TRIAL_OVERHEAD_S = 0.15  # of each trial outside of its stages: Ray's scheduling
 PRUNING_S = 0.005  # the choice of what is kept
 PRUNING_BYTES_PER_S = 5e8  # slicing the weights
 
-# What the rates and constants may be off by. Searches of the embedded models took 0.65 to 1.47 of the predicted wall time on
-# an otherwise idle two-core machine; beside a load of 4, 0.76 at least, and at most 0.96 of what that load makes of it.
+# What the rates and constants may be off by: searches of the embedded models on two-core machines took 0.65 to 1.47 of the
+# predicted wall time.
 FASTER, SLOWER = 0.65, 1.5
 
 Seconds = dict[str, float]  # by stage
