@@ -166,7 +166,7 @@ class Reader:
         words = [places.get((name, word), word) for word in words]
         if self.searches:
             searched = self.searches[0]
-            words = [re.sub(r"^ray_results/(NAME|A|B)$", str(searched), word) for word in words]
+            words = [re.sub(r"^ray_results/(NAME|A|B|tiny-llama-20-paper_grid)$", str(searched), word) for word in words]
             words = [word.replace("=all_methods", f"={searched}/all_methods") for word in words]
         return words
 

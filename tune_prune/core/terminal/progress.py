@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from shutil import get_terminal_size
 
 _BAR = "{desc:<12} {percentage:3.0f}% |{bar:24}| {n_fmt} of {total_fmt} {unit}, {elapsed} so far, ETA {remaining}"
 
@@ -44,6 +45,7 @@ def step(name: str, total: Callable[[], int], unit: str, done: Callable[[], int]
         return
     from tqdm import tqdm
 
-    options = {"unit": unit, "unit_scale": True, "bar_format": _BAR, "leave": False, "dynamic_ncols": True}
+    # Not tqdm's own width, which is 0, so that no bar is drawn, where a terminal does not tell its size.
+    options = {"unit": unit, "unit_scale": True, "bar_format": _BAR, "leave": False, "ncols": get_terminal_size().columns}
     with tqdm(desc=name, total=total(), initial=done(), smoothing=0.1, **options) as bar:
         yield bar.update
