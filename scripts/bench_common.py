@@ -111,6 +111,8 @@ class Subject:
     data: str | None  # None: the embedded tasks and texts
 
     def run(self, tasks: tuple[str, ...] = ZERO_SHOT_TASKS, limit: int | None = None, **protocol: Any) -> ModelRun:
+        if self.data is None:
+            protocol = {"perplexity_window": embedded.TRAINED_TOKENS} | protocol
         return ModelRun(
             model=self.location,
             label=self.name,

@@ -3,6 +3,7 @@ the cache saves."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
@@ -98,7 +99,7 @@ def test_a_trial_that_dies_while_it_writes_leaves_no_half_file(first, context, t
 
     def die(source: Path, target: Path) -> None:
         if target.name == "items.parquet":
-            raise OSError("no space left")
+            raise OSError(errno.ENOSPC, "no space left")
         replace_file(source, target)
 
     monkeypatch.setattr(os, "replace", die)

@@ -46,6 +46,12 @@ def step(name: str, total: Callable[[], int], unit: str, done: Callable[[], int]
     from tqdm import tqdm
 
     # Not tqdm's own width, which is 0, so that no bar is drawn, where a terminal does not tell its size.
-    options = {"unit": unit, "unit_scale": True, "bar_format": _BAR, "leave": False, "ncols": get_terminal_size().columns}
+    options = {
+        "unit": unit,
+        "unit_scale": True,
+        "bar_format": _BAR,
+        "leave": False,
+        "ncols": get_terminal_size().columns,
+    }
     with tqdm(desc=name, total=total(), initial=done(), smoothing=0.1, **options) as bar:
         yield bar.update
