@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.utils import read_ray_address
 from ray._private.node import Node
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -95,8 +96,21 @@ def _for_this_process() -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def _announced() -> str:
+    """What "auto" stands for: RAY_ADDRESS, else the address of the last `ray start` on this machine. Without either Ray would go on
+    to join whatever Ray runs here, such as another search's own, and wait for minutes for one that is ending."""
+    address = os.environ.get("RAY_ADDRESS") or read_ray_address()
+    if not address:
+        raise UserError(
+            "--address is auto, but no Ray cluster was started on this machine; start one with `ray start --head`, name its "
+            "HOST:PORT, or leave --address out to use this machine alone"
+        )
+    return address
+
+
 def _join(address: str, options: dict[str, Any]) -> None:
     """Join the cluster at `address`. Raises UserError where none answers."""
+    address = _announced() if address == "auto" else address
     address_check.check(address)
     options |= {"address": address, "runtime_env": {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}}
     try:
