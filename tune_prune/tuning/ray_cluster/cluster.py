@@ -13,8 +13,8 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray._private.utils import read_ray_address
 from ray._private.node import Node
+from ray._private.utils import read_ray_address
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
