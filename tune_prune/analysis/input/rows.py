@@ -36,29 +36,18 @@ PUBLISHED_COLUMNS = (
     *("grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "elapsed_time", "success"),
 )
 _OWN = tuple(name for name in HYPERPARAMETERS if name not in PUBLISHED_COLUMNS)
+_OF_RECORD = ("status", "reason", "key", "started_at", "host", "device_name", "torch_version")  # texts, as its fields
 COLUMNS = (
     *PUBLISHED_COLUMNS,
     *(*_OWN, "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
-    *("status", "reason", "key", "started_at", "host", "device_name", "torch_version", "peak_memory_bytes"),
+    *(*_OF_RECORD, "peak_memory_bytes"),
 )
 INTEGERS = (
     *(name for name, row in HYPERPARAMETERS.items() if isinstance(row.kind, Whole)),
     *("params_count", "extreme_pruning_layers", "peak_memory_bytes"),
 )
 _OWN_TEXTS = tuple(name for name in _OWN if HYPERPARAMETERS[name].kind.is_text)
-TEXTS = (
-    "model",
-    "method",
-    "output_dir",
-    *_OWN_TEXTS,
-    "status",
-    "reason",
-    "key",
-    "started_at",
-    "host",
-    "device_name",
-    "torch_version",
-)
+TEXTS = ("model", "method", "output_dir", *_OWN_TEXTS, *_OF_RECORD)
 
 
 def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
@@ -74,17 +63,7 @@ def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
     durations: dict[str, float] = defaultdict(float)
     for stage in record.stages:  # zero_shot is there once per slice
         durations[f"{stage['stage']}_duration_s"] += stage["duration_s"]
-    own = (
-        "model",
-        "status",
-        "reason",
-        "key",
-        "started_at",
-        "host",
-        "device_name",
-        "torch_version",
-        "peak_memory_bytes",
-    )
+    own = ("model", *_OF_RECORD, "peak_memory_bytes")
     return {
         **durations,
         **record.metrics,
