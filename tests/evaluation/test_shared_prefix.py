@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.residencies import in_way
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.engine.prefix_trees import (
     attention_windows,
@@ -290,21 +291,39 @@ def test_unknown_types_of_layers_are_refused(tiny):
         attention_windows(model.config)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", [True, False], ids=["trees", "plain rows"])
+@pytest.mark.parametrize("way", ["streamed", "streamed in blocks", "spilled"])
+def test_scores_are_those_of_the_whole_model_wherever_its_weights_are(variant, tiny, way, share, dtype, tmp_path):
+    """Bit for bit, in batches of few rows."""
+    model = tiny(variant, dtype)
+    expected = score_items(model, assorted_items(), 64, share)
+    held, residency = in_way(model, way, tmp_path)
+    found = score_items(held, assorted_items(), 64, share, residency)
+    np.testing.assert_array_equal(found.loglikelihoods, expected.loglikelihoods)
+    np.testing.assert_array_equal(found.greedy, expected.greedy)
+    assert model.config._attn_implementation == held.config._attn_implementation == "sdpa"
+
+
+def test_the_probe_runs_where_the_weights_are_elsewhere(tiny):
+    assert unsupported_reason(*in_way(tiny("mistral-sliding"), "streamed")) is None
+
+
 def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
     """The probe of `unsupported_reason` sees what it is there for: masks and positions that are not the tree's."""
     right = prefix_trees.tree_inputs
     model = tiny("mistral-sliding")
 
-    def no_window(model, trees, width):
-        inputs = right(model, trees, width)
-        windowless = right(tiny("llama"), trees, width)
+    def no_window(model, *rest):
+        inputs = right(model, *rest)
+        windowless = right(tiny("llama"), *rest)
         return inputs | {"attention_mask": windowless["attention_mask"]}
 
-    def no_positions(model, trees, width):
-        return {"attention_mask": right(model, trees, width)["attention_mask"]}
+    def no_positions(model, *rest):
+        return {"attention_mask": right(model, *rest)["attention_mask"]}
 
-    def no_branches(model, trees, width):
-        return {"position_ids": right(model, trees, width)["position_ids"]}
+    def no_branches(model, *rest):
+        return {"position_ids": right(model, *rest)["position_ids"]}
 
     for wrong in (no_window, no_positions, no_branches):
         monkeypatch.setattr(prefix_trees, "tree_inputs", wrong)

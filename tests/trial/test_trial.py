@@ -157,6 +157,21 @@ def test_a_trial_that_holds_less_at_once_has_the_same_numbers(first, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
 
 
+@pytest.mark.parametrize("method", ["blockwise", "wanda_sp", "magnitude"])
+def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(method, context, tmp_path):
+    config = replace(BLOCKWISE, method=method)
+    expected = run_trial(config, context)
+    other = TrialContext.open(RUN, tmp_path, "cpu", from_files=True)
+    trial = Trial(config, other)
+    for _ in trial.stages():
+        pass
+    record = trial.progress.record("complete")
+    assert (record.key, record.metrics, record.notes) == (expected.key, expected.metrics, expected.notes)
+    assert {p.device.type for p in other.loaded.model.parameters()} == {"meta"}
+    dense = run_trial(None, other)
+    assert dense.metrics == run_trial(None, context).metrics
+
+
 def test_a_trial_leaves_the_dense_model_as_it_was(context, fresh):
     before = {name: p.clone() for name, p in context.loaded.model.named_parameters()}
     for _ in zip(Trial(BLOCKWISE, fresh).stages(), range(4), strict=False):

@@ -180,9 +180,10 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         ) from error
 
 
-def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedModel:
-    """Load weights and tokenizer. Raises UserError where the model is not available, its weights do not fit its config
-    (never leaves a tensor at random values), or its family is not supported."""
+def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: Residency = RESIDENT) -> LoadedModel:
+    """Load weights and tokenizer. `residency` is how passes over the model hold what else they need. Raises UserError where the
+    model is not available, its weights do not fit its config (never leaves a tensor at random values), or its family is not
+    supported."""
     config = load_config(source)
     family = family_of(config.model_type)
     revision = source.revision or "main"
@@ -223,7 +224,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
         )
     model.eval().requires_grad_(False)
     _align(model)
-    return LoadedModel(source, model, tokenizer, family, read_geometry(model, family))
+    return LoadedModel(source, model, tokenizer, family, read_geometry(model, family), residency)
 
 
 def _align(model: PreTrainedModel) -> None:

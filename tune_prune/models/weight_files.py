@@ -1,4 +1,4 @@
-"""Checks that the weights of a model folder are complete, from the headers of its files, before anything is loaded."""
+"""Where the weights of a model folder are, and whether they are complete, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,38 @@ from tune_prune.core.errors import UserError
 _AGAIN = "download the model again or point --model at a complete folder"
 
 
+# Where a tensor is: its file, and its name there.
+Place = tuple[Path, str]
+
+
 def check_weights(folder: Path, model: nn.Module) -> None:
     """Raise UserError unless the weight files of `folder` are undamaged and hold every parameter of `model` (on the meta
     device) in its shape. Of weights that are pickled (.bin) only the existence is checked."""
+    if files(folder) or not _pickled(folder):
+        _places(folder, model)
+
+
+def stored_tensors(folder: Path, model: nn.Module) -> dict[str, Place]:
+    """Where every parameter of `model` (on the meta device) is in the safetensors files of `folder`; tied ones stand under each of
+    their names. Raises UserError as `check_weights` does, where weights are pickled, and where some are left over: without them it
+    would be another model."""
+    if not files(folder) and _pickled(folder):
+        raise UserError(
+            f"the weights of {folder} are pickled (.bin), and a tensor of a pickle cannot be read alone; save the model with "
+            "save_pretrained, which writes safetensors"
+        )
+    places, unused = _places(folder, model)
+    if unused:
+        raise UserError(
+            f"the weights of {folder} do not fit its config.json: {unused[0]} is not used, and {len(unused) - 1} more such "
+            f"tensors; {_AGAIN}"
+        )
+    return places
+
+
+def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]]:
+    """Where the parameters are, and the names of weights and biases that are none of them."""
     found = files(folder)
-    if not found and any(folder.glob("pytorch_model*.bin")):
-        return
     if not found:
         only = ", only a GGUF file for llama.cpp" if any(folder.glob("*.gguf")) else ""
         raise UserError(f"model folder {folder} has no weights (model.safetensors){only}; {_AGAIN}")
@@ -28,29 +54,43 @@ def check_weights(folder: Path, model: nn.Module) -> None:
             f"model folder {folder} lacks {len(absent)} of {len(found)} weight files, e.g. {absent[0]}; {_AGAIN}"
         )
     shapes: dict[str, tuple[int, ...]] = {}
+    paths: dict[str, Path] = {}
     for path in found:
         try:
             with safe_open(path, framework="pt") as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                own = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             cause = " ".join(str(error).split())
             size = path.stat().st_size
             raise UserError(f"weight file {path} is damaged or cut off ({size:,} bytes; {cause}); {_AGAIN}") from error
+        shapes |= own
+        paths |= dict.fromkeys(own, path)
     names: dict[nn.Parameter, list[str]] = {}  # tied weights have several, and are stored under any of them
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     wrong = []
+    places: dict[str, Place] = {}
+    unused = {name for name in shapes if name.endswith((".weight", ".bias"))}
     for parameter, known_as in names.items():
         spelt = [spelling for name in known_as for spelling in (name, name.removeprefix("model."))]  # some leave it out
-        stored = next((shapes[name] for name in spelt if name in shapes), None)
-        if stored != tuple(parameter.shape):
-            text = "missing" if stored is None else f"{list(stored)} instead of {list(parameter.shape)}"
-            wrong.append(f"{known_as[0]} is {text}")
+        unused -= {*spelt}
+        stored = next((name for name in spelt if name in shapes), None)
+        if stored is None:
+            wrong.append(f"{known_as[0]} is missing")
+        elif shapes[stored] != tuple(parameter.shape):
+            wrong.append(f"{known_as[0]} is {list(shapes[stored])} instead of {list(parameter.shape)}")
+        else:
+            places |= dict.fromkeys(known_as, (paths[stored], stored))
     if wrong:
         raise UserError(
             f"the weights of {folder} do not fit its config.json: {len(wrong)} tensors are missing or of another shape, e.g. "
             f"{wrong[0]}; {_AGAIN}"
         )
+    return places, sorted(unused)
+
+
+def _pickled(folder: Path) -> bool:
+    return any(folder.glob("pytorch_model*.bin"))
 
 
 def files(folder: Path) -> list[Path]:

@@ -1,12 +1,14 @@
 """Make the smaller model: real smaller matrices, no masks.
 
 The pruned copy shares every untouched tensor (embeddings, norms, head) with the dense model, so it costs only the sliced
-projections; the dense model is left as it was.
+projections; the dense model is left as it was. Of a model whose weights are elsewhere the copy is as empty as the model, and
+its weights are cut one by one.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -19,59 +21,90 @@ from tune_prune.pruning.groups import PruningPlan
 
 def prune(model: PreTrainedModel, family: Family, plan: PruningPlan) -> PreTrainedModel:
     """A copy of `model` without the groups that `plan` drops. Raises ValueError if the plan is for another model."""
-    layers = decoder_layers(model, family)
-    if len(layers) != len(plan.kept_groups):
-        raise ValueError(f"the plan is for {len(plan.kept_groups)} layers, the model has {len(layers)}")
     # deepcopy takes whatever the memo already holds, so the copy is built from shared parameters and sliced modules.
     memo: dict[int, object] = {id(p): p for p in model.parameters()}
-    for layer, groups, channels in zip(layers, plan.kept_groups, plan.kept_channels, strict=True):
-        _replace_attention(layer, family, groups, memo)
-        _replace_mlp(layer, family, channels, memo)
+    for layer, groups, channels in _planned(model, family, plan):
+        parts = family.linears(layer)
+        for role, kept in _kept(layer, family, groups, channels).items():
+            memo[id(parts[role])] = _cut(parts[role], role, kept)
+        if not groups:
+            attention = layer.get_submodule(family.attention)
+            memo[id(attention)] = RemovedBlock("attention", parts["output"].bias)
+        if not channels:
+            memo[id(layer.get_submodule(family.mlp))] = RemovedBlock("mlp", parts["down"].bias)
     return copy.deepcopy(model, memo)
 
 
-def _replace_attention(layer: nn.Module, family: Family, groups: tuple[int, ...], memo: dict[int, object]) -> None:
-    parts = family.linears(layer)
-    d = family.head_dim(layer)
-    kv_heads = parts["key"].out_features // d
-    if len(groups) == kv_heads:
-        return
-    if not groups:
-        memo[id(layer.get_submodule(family.attention))] = RemovedBlock("attention", parts["output"].bias)
-        return
-    kv_rows = _members(groups, d)
-    q_rows = _members(groups, parts["query"].out_features // kv_heads)
-    for role, rows in (("query", q_rows), ("key", kv_rows), ("value", kv_rows)):
-        memo[id(parts[role])] = _keep_rows(parts[role], rows)
-    memo[id(parts["output"])] = _keep_columns(parts["output"], q_rows)
+class PrunedWeights(Mapping[str, torch.Tensor]):
+    """The weights of `prune(model, family, plan)` from those of `model`, by parameter name, each cut when it is asked for; `model`
+    itself may be on the meta device. Raises ValueError if the plan is for another model."""
+
+    def __init__(
+        self, model: PreTrainedModel, family: Family, plan: PruningPlan, weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._weights = weights
+        self._kept: dict[str, tuple[int, torch.Tensor]] = {}  # of what is cut: along which dimension, and what stays
+        for index, (layer, groups, channels) in enumerate(_planned(model, family, plan)):
+            for role, kept in _kept(layer, family, groups, channels).items():
+                path = f"{family.layers}.{index}.{family.projections()[role]}"
+                self._kept[f"{path}.weight"] = _dimension(role), kept
+                if _dimension(role) == 0:
+                    self._kept[f"{path}.bias"] = 0, kept
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        whole = self._weights[name]
+        return whole.index_select(*self._kept[name]) if name in self._kept else whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
-def _replace_mlp(layer: nn.Module, family: Family, channels: tuple[int, ...], memo: dict[int, object]) -> None:
+def _planned(
+    model: PreTrainedModel, family: Family, plan: PruningPlan
+) -> Iterator[tuple[nn.Module, tuple[int, ...], tuple[int, ...]]]:
+    """Each layer with the KV groups and the channels that it keeps."""
+    layers = decoder_layers(model, family)
+    if len(layers) != len(plan.kept_groups):
+        raise ValueError(f"the plan is for {len(plan.kept_groups)} layers, the model has {len(layers)}")
+    return zip(layers, plan.kept_groups, plan.kept_channels, strict=True)
+
+
+def _kept(
+    layer: nn.Module, family: Family, groups: tuple[int, ...], channels: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
+    """What the projections of a layer keep, by role: rows, or columns of output and down. Those that keep all are left out."""
     parts = family.linears(layer)
-    if len(channels) == parts["gate"].out_features:
-        return
-    if not channels:
-        memo[id(layer.get_submodule(family.mlp))] = RemovedBlock("mlp", parts["down"].bias)
-        return
-    kept = torch.tensor(channels, dtype=torch.long)
-    for role in ("gate", "up"):
-        memo[id(parts[role])] = _keep_rows(parts[role], kept)
-    memo[id(parts["down"])] = _keep_columns(parts["down"], kept)
+    kept = {}
+    if "key" in parts:  # a pruned checkpoint may have lost it
+        d = family.head_dim(layer)
+        kv_heads = parts["key"].out_features // d
+        if len(groups) < kv_heads:
+            kept["query"] = kept["output"] = _members(groups, parts["query"].out_features // kv_heads)
+            kept["key"] = kept["value"] = _members(groups, d)
+    if "gate" in parts and len(channels) < parts["gate"].out_features:
+        kept["gate"] = kept["up"] = kept["down"] = torch.tensor(channels, dtype=torch.long)
+    return kept
 
 
 def _members(groups: tuple[int, ...], width: int) -> torch.Tensor:
     """Row numbers of the groups when every group is `width` consecutive rows."""
-    return (torch.tensor(groups).unsqueeze(1) * width + torch.arange(width)).flatten()
+    return (torch.tensor(groups, dtype=torch.long).unsqueeze(1) * width + torch.arange(width)).flatten()
 
 
-def _keep_rows(linear: nn.Linear, rows: torch.Tensor) -> nn.Linear:
-    rows = rows.to(linear.weight.device)
-    bias = None if linear.bias is None else linear.bias.detach()[rows]
-    return _linear(linear.weight.detach()[rows], bias)
+def _dimension(role: str) -> int:
+    """Of its weight, along which groups lie."""
+    return 1 if role in ("output", "down") else 0
 
 
-def _keep_columns(linear: nn.Linear, columns: torch.Tensor) -> nn.Linear:
-    return _linear(linear.weight.detach()[:, columns.to(linear.weight.device)], linear.bias)
+def _cut(linear: nn.Linear, role: str, kept: torch.Tensor) -> nn.Linear:
+    kept = kept.to(linear.weight.device)
+    weight = linear.weight.detach().index_select(_dimension(role), kept)
+    if linear.bias is None or _dimension(role) == 1:
+        return _linear(weight, linear.bias)
+    return _linear(weight, linear.bias.detach()[kept])
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:

@@ -26,8 +26,11 @@ from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner import mapped_model
 from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
+from tune_prune.pruning.surgery import PrunedWeights
 from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
@@ -47,13 +50,19 @@ class TrialContext:
 
     @classmethod
     def open(
-        cls, run: ModelRun, artifact_dir: str | Path, device: str = "auto", residency: Residency = RESIDENT
+        cls,
+        run: ModelRun,
+        artifact_dir: str | Path,
+        device: str = "auto",
+        residency: Residency = RESIDENT,
+        from_files: bool = False,
     ) -> TrialContext:
-        """Load the model of `run`. `residency` says how much of a pass is in memory at once. Raises UserError where the model is
-        not available."""
-        source = catalog.resolve(run.model, run.revision)
-        loaded = loading.load_model(source, getattr(torch, run.dtype), loading.pick_device(device))
-        return cls(run, replace(loaded, residency=residency), ArtifactStore(artifact_dir))
+        """Load the model of `run`; `from_files`: leave its weights in their files, and bring one layer at a time. `residency` says
+        what else of a pass is in memory at once. Raises UserError where the model is not available."""
+        source, dtype = catalog.resolve(run.model, run.revision), getattr(torch, run.dtype)
+        opened = mapped_model.map_model if from_files else loading.load_model
+        loaded = opened(source, dtype, loading.pick_device(device), residency)
+        return cls(run, loaded, ArtifactStore(artifact_dir))
 
     def key(self, config: PruningConfig | None) -> str:
         return trial_key(config, self.model_fingerprint, self.data_fingerprint, self.run)
@@ -106,7 +115,7 @@ class TrialContext:
     @cached_property
     def _sharing_unsupported(self) -> str | None:
         """Why the choices of an item are scored one by one on this model; None: they share their prefix."""
-        return prefix_trees.unsupported_reason(self.loaded.model)
+        return prefix_trees.unsupported_reason(self.loaded.model, self.loaded.residency)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -114,28 +123,35 @@ class TrialContext:
         refused = self._sharing_unsupported
         return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
 
-    def measure_perplexity(self, model: PreTrainedModel, structure: str) -> tuple[PerplexityResult, int]:
-        """The perplexity of `model`, which keeps `structure`, and the tokens forwarded to get it (0: it was cached)."""
-        key = self._measurement(structure, text=self._text_fingerprint, window=self.perplexity_window)
+    def measure_perplexity(self, model: PreTrainedModel, plan: PruningPlan) -> tuple[PerplexityResult, int]:
+        """The perplexity of `model`, which keeps what `plan` says, and the tokens forwarded to get it (0: it was cached)."""
+        key = self._measurement(plan.structure, text=self._text_fingerprint, window=self.perplexity_window)
         stored = self.artifacts.get("perplexity", key)
         if stored is not None:
             return PerplexityResult(float(stored["ppl"]), float(stored["mean_loss"]), int(stored["num_tokens"])), 0
-        residency = self.loaded.residency
+        residency = self._residency_of(plan)
         result = perplexity.perplexity(model, self.perplexity_tokens, self.perplexity_window, residency=residency)
         self.artifacts.put("perplexity", key, {name: np.array(value) for name, value in asdict(result).items()})
         return result, result.num_tokens
 
-    def item_scores(self, model: PreTrainedModel, structure: str, index: int) -> tuple[list[ItemScore], int]:
+    def item_scores(self, model: PreTrainedModel, plan: PruningPlan, index: int) -> tuple[list[ItemScore], int]:
         """The scores of the items that slice `index` adds, and the tokens forwarded to get them (0: they were cached)."""
         protocol = asdict(self.run.protocol) | {"perplexity_window": None}
-        key = self._measurement(structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
+        key = self._measurement(plan.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
         stored = self.artifacts.get("zero_shot", key)
         if stored is not None:
             return self.suite.judge(index, RequestScores(stored["loglikelihoods"], stored["greedy"])), 0
         share = self._sharing_unsupported is None
-        scores = self.suite.request_scores(model, index, share=share)
+        scores = self.suite.request_scores(model, index, share=share, residency=self._residency_of(plan))
         self.artifacts.put("zero_shot", key, {"loglikelihoods": scores.loglikelihoods, "greedy": scores.greedy})
         return self.suite.judge(index, scores), self.suite.tokens_in_slice(index, share)
+
+    def _residency_of(self, plan: PruningPlan) -> Residency:
+        """Of the model that keeps what `plan` says: weights that are elsewhere are cut when they are brought."""
+        dense = self.loaded
+        if dense.residency.weights is None:
+            return dense.residency
+        return replace(dense.residency, weights=PrunedWeights(dense.model, dense.family, plan, dense.residency.weights))
 
     def windows(self, seq_len: int, count: int) -> torch.Tensor:
         return calibration.windows(self.calibration_tokens, seq_len, count, self.run.seed)

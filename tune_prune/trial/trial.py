@@ -150,9 +150,9 @@ class Trial:
 
     def measure(self, model: PreTrainedModel, plan: PruningPlan) -> Iterator[StageReport]:
         """The stages after pruning, of `model`, which keeps what `plan` says."""
-        context, structure = self.context, plan.structure
+        context = self.context
         with self._stage("perplexity") as report:
-            result, report.tokens = context.measure_perplexity(model, structure)
+            result, report.tokens = context.measure_perplexity(model, plan)
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
@@ -161,7 +161,7 @@ class Trial:
 
         for index in range(len(context.run.protocol.slices)):
             with self._stage("zero_shot") as report:
-                added, report.tokens = context.item_scores(model, structure, index)
+                added, report.tokens = context.item_scores(model, plan, index)
                 self.items += added
                 report.metrics, report.outcomes = summarize(self.items), outcomes_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.terminal import progress
-from tune_prune.evaluation.engine.scored_positions import at_positions
+from tune_prune.evaluation.engine.scored_positions import at_positions, head_at_positions, layer_at_positions
+from tune_prune.models.families import family_of
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.residency import RESIDENT, Residency
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +69,7 @@ class RequestScores:
 
 
 # What the forward pass of some rows, padded to a width, needs besides their tokens.
-ExtraInputs = Callable[[PreTrainedModel, Sequence[Row], int], dict[str, Any]]
+ExtraInputs = Callable[[PreTrainedModel, Sequence[Row], int, torch.device], dict[str, Any]]
 
 
 def default_batch_tokens(config: PretrainedConfig, device: str) -> int:
@@ -107,18 +111,30 @@ def score_rows(
     batch_tokens: int | None = None,
     extra_inputs: ExtraInputs | None = None,
     advance: progress.Advance = progress.unseen,
+    residency: Residency = RESIDENT,
 ) -> None:
     """Write the scores of the requests of `rows` into `scores`, each at its number.
 
     Rows run longest first, which limits padding. `batch_tokens` bounds rows times longest row of one forward pass (a
     single longer row is still run; None: by device). Where that does not fit into memory, it is halved for the rest;
     raises what the allocator raises where not even one row fits. `advance` is told the tokens of every batch that is done.
+
+    A model whose weights `residency` has elsewhere takes many batches through its layers together.
     """
     rows = sorted(rows, key=lambda row: -len(row.tokens))
-    budget = batch_tokens or default_batch_tokens(model.config, model.device.type)
-    most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if model.device.type == "cpu" else budget
-    start = 0
+    device = residency.device or model.device
+    budget = batch_tokens or default_batch_tokens(model.config, device.type)
+    most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if device.type == "cpu" else budget
     with torch.inference_mode():
+        if residency.weights is not None:
+            batches = []
+            while rows:
+                end = _batch_end(rows, 0, budget, most_scored)
+                batches.append(_Batch(model, rows[:end], extra_inputs, device))
+                rows = rows[end:]
+            _score_by_layer(LayerRunner(model, family_of(model.config.model_type), residency), batches, scores, advance)
+            return
+        start = 0
         while start < len(rows):
             batch = rows[start : _batch_end(rows, start, budget, most_scored)]
             if _fits(model, batch, scores, extra_inputs):
@@ -155,29 +171,62 @@ def _fits(
     return True
 
 
+class _Batch:
+    """Rows that are run together, and where their continuations are scored: at P positions of R rows of T tokens."""
+
+    def __init__(
+        self, model: PreTrainedModel, rows: Sequence[Row], extra_inputs: ExtraInputs | None, device: torch.device
+    ) -> None:
+        self.rows = rows
+        width = len(rows[0].tokens)
+        if extra_inputs is not None and device.type == "cuda":
+            width = -(-width // 8) * 8  # the memory-efficient kernels want masks whose rows are aligned
+        self.input_ids = torch.from_numpy(pad((row.tokens for row in rows), len(rows), width, 0)).to(device)  # [R, T]
+        scored = np.concatenate([index * width + row.scored for index, row in enumerate(rows)])
+        positions, where = np.unique(scored, return_inverse=True)  # [P]: the choices of an item begin at the same one
+        self.positions = torch.from_numpy(positions).to(device)
+        self._where = torch.from_numpy(where).to(device)
+        self._targets = torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)).to(device)
+        # Plain rows need no mask: padding stands right of every real token, where causal attention never looks.
+        self.extra = lambda: extra_inputs(model, rows, width, device) if extra_inputs else {}
+
+    def write(self, logits: Tensor, scores: RequestScores) -> None:
+        """The scores that follow from `logits` [P, V]."""
+        chosen, exact = token_log_probs(logits, self._targets, self._where)
+        lengths = [length for row in self.rows for length in row.lengths]
+        indices = [index for row in self.rows for index in row.requests]
+        # Each sum is taken as HFLM takes it, in the softmax's precision: of a thousand nats, its rounding is 1e-4.
+        scores.loglikelihoods[indices] = [part.sum().item() for part in chosen.cpu().split(lengths)]
+        scores.greedy[indices] = [part.all().item() for part in exact.cpu().split(lengths)]
+
+
 def _score_batch(
-    model: PreTrainedModel, batch: Sequence[Row], scores: RequestScores, extra_inputs: ExtraInputs | None
+    model: PreTrainedModel, rows: Sequence[Row], scores: RequestScores, extra_inputs: ExtraInputs | None
 ) -> None:
-    device = model.device
-    width = len(batch[0].tokens)
-    if extra_inputs is not None and device.type == "cuda":
-        width = -(-width // 8) * 8  # the memory-efficient kernels want masks whose rows are aligned
-    input_ids = pad((row.tokens for row in batch), len(batch), width, 0)  # [R, T]
-    scored = np.concatenate([index * width + row.scored for index, row in enumerate(batch)])
-    positions, where = np.unique(scored, return_inverse=True)  # [P]: the choices of an item begin at the same one
-    targets = np.concatenate([row.targets for row in batch])
-    # Plain rows need no mask: padding stands right of every real token, where causal attention never looks.
-    extra = extra_inputs(model, batch, width) if extra_inputs else {}
-    with at_positions(model, torch.from_numpy(positions).to(device)):
-        logits = model(input_ids=torch.from_numpy(input_ids).to(device), use_cache=False, **extra).logits[0]  # [P, V]
-    chosen, exact = token_log_probs(
-        logits, torch.from_numpy(targets.astype(np.int64)).to(device), torch.from_numpy(where).to(device)
-    )
-    lengths = [length for row in batch for length in row.lengths]
-    indices = [index for row in batch for index in row.requests]
-    # Each sum is taken as HFLM takes it, in the softmax's precision: of a thousand nats, its rounding is 1e-4.
-    scores.loglikelihoods[indices] = [part.sum().item() for part in chosen.cpu().split(lengths)]
-    scores.greedy[indices] = [part.all().item() for part in exact.cpu().split(lengths)]
+    batch = _Batch(model, rows, extra_inputs, model.device)
+    with at_positions(model, batch.positions):
+        batch.write(model(input_ids=batch.input_ids, use_cache=False, **batch.extra()).logits[0], scores)
+
+
+def _score_by_layer(
+    runner: LayerRunner, batches: Sequence[_Batch], scores: RequestScores, advance: progress.Advance
+) -> None:
+    """The same of many batches, each layer brought once for a block of them."""
+    for block in runner.blocks({number: batch.input_ids for number, batch in enumerate(batches)}):
+        carried = runner.embedded(block, lambda number: batches[number].extra())
+        states = carried.states
+        for index, layer in runner.layers():
+            for number in block:
+                with ExitStack() as hooks:
+                    if index == runner.num_layers - 1:
+                        hooks.enter_context(layer_at_positions(layer, runner.family, batches[number].positions))
+                    states[number] = carried.run(layer, index, number, states[number])
+        with runner.tail() as losses:
+            for number in block:
+                batch = batches[number]
+                with head_at_positions(losses.model, batch.positions):
+                    batch.write(losses.forward(states.pop(number)).logits[0], scores)
+                advance(sum(len(row.tokens) for row in batch.rows))
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

@@ -9,12 +9,12 @@ Legend: R rows of T tokens, P scored positions, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tune_prune.models.families import decoder_layers, known_family
+from tune_prune.models.families import Family, decoder_layers, known_family
 from tune_prune.models.head import head_input
 
 
@@ -22,21 +22,26 @@ from tune_prune.models.head import head_input
 def at_positions(model: PreTrainedModel, positions: Tensor) -> Iterator[None]:
     """Within it `model` gives logits [1, P, V] at the flat `positions` [P] of its rows. Of a family that is not in the table
     only the head is spared."""
-    with ExitStack() as hooks:
-        hooks.enter_context(head_input(model, lambda hidden: _at(hidden, positions)))
-        for block in _position_wise(model):
-            hooks.enter_context(_sparse(block, positions))
+    family = known_family(model)
+    with head_at_positions(model, positions), ExitStack() as hooks:
+        if family is not None:
+            hooks.enter_context(layer_at_positions(decoder_layers(model, family)[-1], family, positions))
         yield
 
 
-def _position_wise(model: PreTrainedModel) -> list[nn.Module]:
-    """Of the last layer, what works on each position by itself."""
-    family = known_family(model)
-    if family is None:
-        return []
-    last = decoder_layers(model, family)[-1]
+def head_at_positions(model: PreTrainedModel, positions: Tensor) -> AbstractContextManager[None]:
+    """Within it the head runs at `positions`."""
+    return head_input(model, lambda hidden: _at(hidden, positions))
+
+
+@contextmanager
+def layer_at_positions(last: nn.Module, family: Family, positions: Tensor) -> Iterator[None]:
+    """Within it the last layer runs what works on each position by itself at `positions`."""
     output = family.linears(last).get("output")  # gone where the layer has lost its attention
-    return [*([output] if output is not None else []), last.get_submodule(family.mlp)]
+    with ExitStack() as hooks:
+        for block in [*([output] if output is not None else []), last.get_submodule(family.mlp)]:
+            hooks.enter_context(_sparse(block, positions))
+        yield
 
 
 @contextmanager

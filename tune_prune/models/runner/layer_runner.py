@@ -17,7 +17,6 @@ what the last layer gave, for what stands behind the layers. So numbers are thos
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -33,11 +32,16 @@ from tune_prune.models.runner.hidden_states import KeptStates, SpilledStates
 from tune_prune.models.runner.layer_weights import layers_in_turn, on_device, shared
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
+# Hidden states that are carried together where every layer has to be brought: 2 GB at a hidden size of 4,096 in bfloat16.
+BLOCK_TOKENS = 2**18
+
 Key = TypeVar("Key", bound=Hashable)
 
 
 # What the model gives a layer besides the hidden states.
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+# Tokens and further inputs -> their embedding, and what every layer is given.
+_Start = Callable[[Tensor, dict[str, Any]], tuple[Tensor, list[_Call]]]
 
 
 class _AllRecorded(Exception):
@@ -96,15 +100,16 @@ class LayerRunner:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def blocks(self, batches: Mapping[Key, Tensor]) -> Iterator[dict[Key, Tensor]]:
-        """The `batches` (key -> tokens [B, T]) in their order, in groups that go through the layers together."""
-        limit: float | None = self.residency.block_tokens
+    def blocks(self, batches: Mapping[Key, Tensor], states: int = 1) -> Iterator[dict[Key, Tensor]]:
+        """The `batches` (key -> tokens [B, T]) in their order, in groups that go through the layers together; so many hidden
+        `states` are carried for each of their tokens."""
+        limit = self.residency.block_tokens
         if limit is None:
-            limit = 0 if self.residency.weights is None else math.inf
+            limit = 0 if self.residency.weights is None else BLOCK_TOKENS
         block: dict[Key, Tensor] = {}
         tokens = 0
         for key, samples in batches.items():
-            if block and tokens + samples.numel() > limit:
+            if block and states * (tokens + samples.numel()) > limit:
                 yield block
                 block, tokens = {}, 0
             block[key] = samples
@@ -118,12 +123,14 @@ class LayerRunner:
             return SpilledStates(self.device, self.residency.spill_folder)
         return KeptStates(self.device, self.device if self.residency.states == "device" else torch.device("cpu"))
 
-    def embedded(self, batches: Mapping[Key, Tensor]) -> Carried:
-        """The batches in front of layer 0."""
+    def embedded(
+        self, batches: Mapping[Key, Tensor], inputs: Callable[[Key], dict[str, Any]] = lambda _: {}
+    ) -> Carried:
+        """The batches in front of layer 0; `inputs`: what the model gets of a batch besides its tokens, by its key."""
         carried = Carried(self.states())
         with self._start() as start:
             for key, samples in batches.items():
-                carried.add(key, *start(samples.to(self.device)))
+                carried.add(key, *start(samples.to(self.device), inputs(key)))
         return carried
 
     def layers(self, order: Sequence[int] | None = None) -> Iterator[tuple[int, nn.Module]]:
@@ -153,8 +160,7 @@ class LayerRunner:
                 yield self._make_tail(parameters)
 
     @contextmanager
-    def _start(self) -> Iterator[Callable[[Tensor], tuple[Tensor, list[_Call]]]]:
-        """A function: samples -> their embedding, and what every layer is given."""
+    def _start(self) -> Iterator[_Start]:
         if self.residency.weights is None:
             yield self._resident_start
         else:
@@ -162,14 +168,14 @@ class LayerRunner:
                 yield self._make_start(parameters)
 
     @cached_property
-    def _resident_start(self) -> Callable[[Tensor], tuple[Tensor, list[_Call]]]:
+    def _resident_start(self) -> _Start:
         return self._make_start({})
 
     @cached_property
     def _resident_tail(self) -> NextTokenLosses:
         return self._make_tail({})
 
-    def _make_start(self, parameters: Mapping[int, nn.Parameter]) -> Callable[[Tensor], tuple[Tensor, list[_Call]]]:
+    def _make_start(self, parameters: Mapping[int, nn.Parameter]) -> _Start:
         inputs: list[Tensor] = []
         calls: list[_Call] = []
 
@@ -182,9 +188,9 @@ class LayerRunner:
 
         shell = self._shell(parameters, record)
 
-        def start(samples: Tensor) -> tuple[Tensor, list[_Call]]:
+        def start(samples: Tensor, more: dict[str, Any]) -> tuple[Tensor, list[_Call]]:
             with suppress(_AllRecorded):
-                shell(input_ids=samples, use_cache=False)
+                shell(input_ids=samples, use_cache=False, **more)
             found = inputs[0], [*calls]
             inputs.clear()
             calls.clear()

@@ -15,18 +15,15 @@ if TYPE_CHECKING:
 class Residency:
     """Where weights and hidden states are, and how much is there at once. No number depends on it."""
 
-    weights: Mapping[str, torch.Tensor] | None = (
-        None  # by parameter name, in host memory or files; None: the model's own, on the device
-    )
+    # By parameter name, in host memory or files, for layers that are brought one at a time; None: the model's own, on the device.
+    weights: Mapping[str, torch.Tensor] | None = None
     device: torch.device | None = None  # on which layers run; None: the model's own
     states: Literal["device", "host", "file"] = "device"  # where hidden states wait for their next layer
     spill_folder: Path | None = None  # of that file; None: the system's folder for temporary files
-    gradients_by_layer: bool = (
-        False  # although the weights are on the device; else the sums of all layers are there at once
-    )
-    block_tokens: int | None = (
-        None  # taken through the layers together; None: a batch, or all where weights are elsewhere
-    )
+    # With weights on the device: one layer's gradients at a time, or those of the whole model, whose sums are all there at once.
+    gradients_by_layer: bool = False
+    # Hidden states that go through the layers together; None: those of a batch, or 2**18 where layers are brought.
+    block_tokens: int | None = None
 
     @property
     def by_layer(self) -> bool:

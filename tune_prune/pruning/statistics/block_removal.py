@@ -129,7 +129,7 @@ def removal_losses(
     removed: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
     total = len(windows) * len(kinds) * runner.num_layers
     with progress.step("removals", lambda: total, "samples") as advance:
-        for block in runner.blocks(batches):
+        for block in runner.blocks(batches, 1 + len(kinds) * runner.num_layers):
             carried = runner.embedded(block)
             for index, layer in runner.layers():
                 for start in block:

@@ -1,0 +1,156 @@
+"""Models whose weights stay in their files: the same numbers as loaded ones, and what is said of files that will not do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from tune_prune.core.errors import UserError
+from tune_prune.models.catalog import ModelSource, resolve
+from tune_prune.models.head import NextTokenLosses
+from tune_prune.models.loading import LoadedModel, load_model
+from tune_prune.models.runner import mapped_model
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.mapped_model import map_model
+
+SAMPLES = torch.randint(64, (3, 11), generator=torch.Generator().manual_seed(1))
+
+
+def saved(model, folder: Path) -> Path:
+    """In three files and more, so that a layer lies in two."""
+    model.save_pretrained(folder, max_shard_size=sum(p.nbytes for p in model.parameters()) // 3)
+    assert len([*folder.glob("*.safetensors")]) >= 3
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tiny, tmp_path) -> Path:
+    return saved(tiny("qwen2", torch.float32), tmp_path / "model")
+
+
+def mapped(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return map_model(resolve(str(folder)), dtype, "cpu")
+
+
+@torch.inference_mode()
+def losses(loaded: LoadedModel) -> torch.Tensor:
+    runner = LayerRunner(loaded.model, loaded.family, loaded.residency)
+    states = runner.forward({0: SAMPLES})
+    with runner.tail() as tail:
+        return tail(SAMPLES, states[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_computes_what_the_loaded_model_computes(tiny, variant, dtype, tmp_path):
+    """Stored in float32, opened in either type."""
+    folder = saved(tiny(variant, torch.float32), tmp_path / "model")
+    loaded, found = load_model(resolve(str(folder)), dtype, "cpu"), mapped(folder, dtype)
+    assert torch.equal(losses(found), NextTokenLosses(loaded.model)(SAMPLES))
+    assert (found.geometry, found.family, found.device) == (loaded.geometry, loaded.family, loaded.device)
+    assert found.model.dtype == dtype and {p.device.type for p in found.model.parameters()} == {"meta"}
+    buffers = dict(loaded.model.named_buffers())  # rotary frequencies, which are in no file
+    assert buffers and {name for name, _ in found.model.named_buffers()} == buffers.keys()
+    assert all(torch.equal(value, buffers[name]) for name, value in found.model.named_buffers())
+    assert found.model.generation_config.to_dict() == loaded.model.generation_config.to_dict()
+
+
+@pytest.mark.parametrize("shift", [8, 16, 40])
+def test_where_a_tensor_begins_in_its_file_changes_nothing(folder, shift):
+    """Products add up in another order on memory that begins elsewhere."""
+    expected = losses(mapped(folder))
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        header = content[8 : 8 + length] + b" " * shift
+        path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
+    assert torch.equal(losses(mapped(folder)), expected)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "incomplete"),
+    ],
+    ids=["gone", "cut off"],
+)
+def test_a_file_that_cannot_be_read_in_the_middle_of_a_pass_is_a_sentence(folder, damage, says):
+    loaded = mapped(folder)
+    runner = LayerRunner(loaded.model, loaded.family, loaded.residency)
+    last = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][
+        "model.layers.3.mlp.up_proj.weight"
+    ]
+    with pytest.raises(UserError) as error:  # noqa: PT012
+        for index, _ in runner.layers():
+            if index == 1:
+                damage(folder / last)
+    text = str(error.value)
+    assert (
+        "model.layers.3" in text
+        and last in text
+        and says in text.replace("Incomplete", "incomplete")
+        and "\n" not in text
+    )
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_runs(folder):
+    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    whole = {}
+    for path in folder.glob("*.safetensors"):
+        whole |= load_file(path)
+        path.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(whole | {"model.layers.0.mlp.extra.weight": torch.zeros(3)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.extra\.weight is not used"):
+        mapped(folder)
+    del whole["model.norm.weight"]
+    save_file(whole, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.norm\.weight is missing"):
+        mapped(folder)
+    assert set(names) - set(whole) == {"model.norm.weight"}
+    (folder / "model.safetensors").unlink()
+    torch.save(whole, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pickled \(\.bin\).*save_pretrained, which writes safetensors"):
+        mapped(folder)
+
+
+def test_tied_weights_may_be_stored_under_either_name(tiny, tmp_path):
+    model = tiny("llama-tied", torch.float32)
+    folder = saved(model, tmp_path / "model")
+    whole = {}
+    for path in folder.glob("*.safetensors"):
+        whole |= load_file(path)
+        path.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    whole["lm_head.weight"] = whole.pop("model.embed_tokens.weight")
+    save_file(whole, folder / "model.safetensors")
+    assert torch.equal(losses(mapped(folder)), NextTokenLosses(model)(SAMPLES))
+
+
+def test_a_model_of_the_hub_is_read_where_it_was_downloaded_to(folder, tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot(location: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((location, revision, allow_patterns))
+        return str(shutil.copytree(folder, tmp_path / "snapshot"))
+
+    monkeypatch.setattr(mapped_model, "snapshot_download", snapshot)
+    assert mapped_model._folder(ModelSource("m", "some/model", "hub", "abc")) == tmp_path / "snapshot"
+    assert asked == [("some/model", "abc", ["*.safetensors", "*.json"])]
+
+    def offline(*_: object, **__: object) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(mapped_model, "snapshot_download", offline)
+    with pytest.raises(UserError, match=r"some/model could not be downloaded .*no network"):
+        mapped_model._folder(ModelSource("m", "some/model", "hub", "abc"))
