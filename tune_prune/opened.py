@@ -139,8 +139,8 @@ class Model:
         found = loading.model_fingerprint(self._source, self._config)
         if request.fingerprint is not None and found != request.fingerprint:
             raise UserError(
-                f"{self._source.location} is not the model that was searched (its files have another content); give that one with "
-                "--base, or search again"
+                f"{self._source.location} is not the model that was searched (the contents of its files differ); name that one "
+                "with --base, or search again"
             )
         plan = request.plan
         if plan is None:
@@ -193,8 +193,8 @@ class Model:
         largest, vocab_size = int(context.perplexity_tokens.max()), context.loaded.model.config.vocab_size
         if largest >= vocab_size:
             raise UserError(
-                f"the tokenizer of {self.label} makes token {largest}, but vocab_size in its config.json is {vocab_size}; use the "
-                "model's own tokenizer files"
+                f"the tokenizer of {self.label} gives the token id {largest}, but vocab_size in its config.json is {vocab_size}; "
+                "use the model's own tokenizer files"
             )
         trial = Trial(config, context)
         for report in stages(trial):
@@ -265,7 +265,7 @@ class PrunedModel:
         format     hf: layers as they are; hf-padded: zeros up to the widest layer, the family's own class; gguf: for llama.cpp
         dtype      of the saved weights: float32, bfloat16 or float16; None: the base model's own
         shard_gb   largest weight file, in gigabytes (10**9 bytes)
-        overwrite  replace an earlier checkpoint of this program
+        overwrite  replace an earlier checkpoint of tune_prune
         measure    measure tokens per second and memory, dense beside pruned, and record them
 
         The weights are those of the base model, cut. Raises UserError where `folder` exists or cannot be written, or where the

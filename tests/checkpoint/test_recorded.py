@@ -54,7 +54,10 @@ def test_each_difference_takes_out_what_it_touches_and_is_said(about: Manifest) 
     fewer = compared(about, tasks={"boolq": "b"})
     assert (fewer.accuracies, fewer.acc_mean) == ({"boolq": 0.6}, None) and "over boolq, piqa" in fewer.notes[0]
     more = compared(about, tasks=MEASURED_ON.tasks | {"arc_easy": "a"})
-    assert (more.accuracies, more.acc_mean) == (boolq_piqa, None) and "arc_easy was not recorded" in more.notes[0]
+    assert (more.accuracies, more.acc_mean) == (
+        boolq_piqa,
+        None,
+    ) and "arc_easy is not compared: it was not recorded" in more.notes[0]
     dtype = compared(about, replace(RUN, dtype="bfloat16"))
     assert (dtype.ppl, dtype.acc_mean) == (9.0, 0.5) and "recorded in float32, measured in bfloat16" in dtype.notes[0]
 

@@ -313,7 +313,7 @@ def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("all I have", encoding="utf-8")
-    assert "is no checkpoint of this program" in sentence(
+    assert "is not a checkpoint of tune_prune" in sentence(
         "--model", "tiny-llama", *FLAGS, "--overwrite", "--output", mine
     )
 
@@ -361,8 +361,8 @@ def test_wrong_input_is_one_sentence(
     ("text", "word"),
     {
         "no JSON": ("{", "JSON"),
-        "another file": ('{"a": 1}', "names no configuration"),
-        "half an entry": ('{"models": {"m": {"method": "taylor"}}}', "names no configuration"),
+        "another file": ('{"a": 1}', "does not name a configuration"),
+        "half an entry": ('{"models": {"m": {"method": "taylor"}}}', "does not name a configuration"),
         "no model": ('{"models": {}}', "no"),
         "of a results file": (
             '{"models": {"m": {"method": "taylor", "seq_len": 16, "num_samples": 8, "source": null}}}',

@@ -215,8 +215,8 @@ SHAPES = {
     ),
     "number": ("", ("--shape", "aligned", "--align", "16"), "aligned-16", "aligned: MLP widths in multiples of 16, "),
     "number of the space": ("aligned-32", (), "aligned-32", "aligned: MLP widths in multiples of 32, "),
-    "the flag wins": ("aligned-32", ("--align", "8"), "aligned-8", "aligned: MLP widths in multiples of 8, "),
-    "the flag wins for free": ("uniform", ("--shape", "free"), "free", ""),
+    "number for the space": ("aligned", ("--align", "8"), "aligned-8", "aligned: MLP widths in multiples of 8, "),
+    "flag and space agree": ("uniform", ("--shape", "uniform"), "uniform", "uniform: "),
     "free": ("", (), "free", ""),
 }
 
