@@ -67,7 +67,7 @@ def parser() -> Parser:
         "--data-dir",
         type=flags.text,
         metavar="DIR",
-        help="folder of text files, for machines without a hub (its layout: docs/data.md)",
+        help="folder of text files, laid out as in docs/data.md (default: none)",
     )
     what.add_argument(
         "--seed",

@@ -30,7 +30,7 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
         "--data-dir",
         type=text,
         metavar="DIR",
-        help="folder of task and text files, for machines without a hub (its layout: docs/data.md)",
+        help="folder of task and text files, laid out as in docs/data.md (default: those of the hub; embedded models have theirs)",
     )
     group.add_argument(
         "--tasks",
