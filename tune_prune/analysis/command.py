@@ -207,7 +207,7 @@ def why_nothing(study: Study) -> str:
     """Why there is nothing to decide in a study without an eligible trial, in a sentence."""
     models = study.models.values()
     if any(model.rows["success"].any() for model in models):
-        return "no complete trial has a finite acc_mean, so nothing can be compared; look at the rows' acc_mean"
+        return "no complete trial has a finite acc_mean, so nothing can be compared; look at the column acc_mean of the results"
     count, names = sum(len(model.rows) for model in models), ", ".join(study.models)
     if not count:
         return f"{names} has no finished trial yet; run the search first"

@@ -139,7 +139,9 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         raise UserError(f"--output {folder} exists and is not a folder; name one that does not exist yet")
     parent = next(path for path in folder.parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"--output {folder} cannot be made: {parent} is not a folder that can be written to")
+        raise UserError(
+            f"--output {folder} cannot be made: {parent} is not a folder that can be written to; name another place"
+        )
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:

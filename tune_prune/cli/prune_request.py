@@ -88,9 +88,11 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
 def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
     if label is None and len(entries) == 1:
         return next(iter(entries.values()))
+    if not entries:
+        raise UserError(f"{path} names no configuration, as no trial is complete; run the search until one is")
     if label is None or label not in entries:
         what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} results"
-        raise UserError(f"{what}; choose one with --model: {', '.join(entries) or 'it has none with a complete trial'}")
+        raise UserError(f"{what}; choose one with --model: {', '.join(entries)}")
     return entries[label]
 
 

@@ -27,7 +27,7 @@ from tune_prune.core.records import in_order
 STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 _ALL = "All models"
 _COUNTS = {
-    "runs": "Runs",
+    "runs": "Trials",
     "complete": "Complete",
     "failed": "Failed",
     "stopped_early": "Stopped early",
