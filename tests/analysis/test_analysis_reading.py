@@ -240,7 +240,7 @@ def test_an_experiment(tmp_path: Path) -> None:
     [
         ("experiment.json", None, "{file} | it is missing", 3),
         ("baseline.json", None, "{file} | it is missing", 3),
-        ("trials", None, "no trial has its items.parquet", 3),
+        ("trials", None, "no trial has an items.parquet", 3),
         ("trials/key-taylor-s16-n8", None, "trial key-taylor-s16-n8 of {folder} | its items.parquet is missing", 3),
         ("ledger/key-taylor-s16-n8.json", None, "1 of 3 configurations have no record yet: taylor-s16-n8", 2),
         ("ledger", None, "3 of 3 configurations have no record yet", 0),

@@ -124,4 +124,4 @@ def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
     findings = from_csv(tmp_path, {"M": lambda *key: one.get(key, math.nan), "lost": lambda *_: math.nan})
     text = written(findings, tmp_path)
     assert not re.search(rf"{CLAIMS}|\bnan\b|\bNone\b", text)
-    assert "No run of lost is complete." in text
+    assert "No trial of lost is complete." in text

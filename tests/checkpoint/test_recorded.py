@@ -66,8 +66,8 @@ def test_where_nothing_can_be_compared(about: Manifest) -> None:
     empty = (None, {}, None)
     for changed, run_changes, said in (
         (replace(about, metrics=None), {}, "no recorded numbers"),
-        (replace(about, source=None), {}, "how the recorded numbers were measured is not recorded"),
-        (replace(about, measured_on=None), {}, "how the recorded numbers were measured is not recorded"),
+        (replace(about, source=None), {}, "it is not recorded how they were measured"),
+        (replace(about, measured_on=None), {}, "it is not recorded how they were measured"),
         (about, {"protocol": 3}, "version 2 of the protocol, these by 3"),
     ):
         found = compared(changed, **run_changes)

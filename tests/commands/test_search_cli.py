@@ -64,7 +64,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "before aligned": (
         [*TINY, "--shape", "aligned", "--align", "30", "--pruning-ratio", "0.01"],
-        ["shape aligned-30 alone removes 3,840", "a multiple of 30", "at least 0.0241"],
+        ["shape aligned-30 alone removes 3,840", "beyond multiples of 30", "at least 0.0241"],
     ),
     "less than aligned": ([*TINY, "--shape", "aligned", "--pruning-ratio", "0.01"], ["a KV group, 3,072", "0.0193"]),
     "less than uniform": (

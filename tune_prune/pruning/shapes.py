@@ -178,7 +178,7 @@ def uniform(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept,
         tuple(np.argsort(values, kind="stable") for values in part) for part in (scores.attention, scores.mlp)
     )
 
-    def importance(k: int, m: int) -> float:
+    def kept_importance(k: int, m: int) -> float:
         kept = [
             (values[ascending[len(ascending) - count :]] * cost).tolist()
             for part, order, costs, count in (
@@ -189,7 +189,7 @@ def uniform(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept,
         ]
         return math.fsum(value for layer in kept for value in layer)
 
-    _, k, m = max((importance(k, m), k, m) for missing, k, m in pairs if missing < max(step, nearest + 1))
+    _, k, m = max((kept_importance(k, m), k, m) for missing, k, m in pairs if missing < max(step, nearest + 1))
     return _best(groups, k), _best(channels, m)
 
 

@@ -50,7 +50,7 @@ def layer_table(path: Path, columns: list[str]) -> pd.DataFrame | None:
     except (KeyError, TypeError, ValueError) as error:
         names = ", ".join(columns)
         raise UserError(
-            f"{path} has no layers with {names} ({error!r}); restore it from a copy, or move it away to leave its figures out"
+            f"{path} has no layers with {names}; restore it from a copy, or move it away to leave its figures out"
         ) from error
 
 
