@@ -29,12 +29,8 @@ from tune_prune.core.files import to_json
 HERE = Path(__file__).parent
 NAME = "tiny-llama-20-smoke-limit5"
 SEARCH = ("--model", "tiny-llama", "--search-space", "smoke", "--limit", "5", "--gpus-per-trial", "0")
-SEARCH += (
-    "--inline",
-    "--perplexity-window",
-    "2048",
-    "--storage-path",
-)  # the window of then: today an embedded model's is another
+# The window of then: today an embedded model's is another.
+SEARCH += ("--inline", "--perplexity-window", "2048", "--storage-path")
 
 
 def read(path: Path) -> Any:
