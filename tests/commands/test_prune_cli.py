@@ -54,12 +54,12 @@ def write_space(folder: Path, **values: Any) -> Path:
 def run_search(storage: Path, *argv: str | Path) -> Searched:
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
-        assert search.main([*map(str, argv), "--storage-path", str(storage), "--name", "s"]) == 0
+        assert search.main([*map(str, argv), "--inline", "--storage-path", str(storage), "--name", "s"]) == 0
     return Searched(storage / "s", told.getvalue())
 
 
 @pytest.fixture(scope="module")
-def searched(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Searched:
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
     """The three embedded models, two trials each, and their best checkpoints."""
     storage = tmp_path_factory.mktemp("prune")
     models = [flag for name in embedded.MODEL_NAMES for flag in ("--model", name)]
@@ -169,7 +169,7 @@ def test_without_its_trial_the_plan_is_found_again(
 
 @pytest.mark.slow
 def test_each_ratio_of_a_search_has_its_best_model(
-    local_ray: None, printed: Callable[..., str], sentence: Callable[..., str], tmp_path: Path
+    printed: Callable[..., str], sentence: Callable[..., str], tmp_path: Path
 ) -> None:
     """One search over two ratios and two shapes: the passes and the dense baseline are made once, and each ratio is compared
     in itself."""
