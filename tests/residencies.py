@@ -21,6 +21,7 @@ def in_way(model: PreTrainedModel, way: str, folder: Path | None = None) -> tupl
         return model, replace(RESIDENT, gradients_by_layer=True, states="host")
     with init_empty_weights(include_buffers=False):
         empty = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+    empty.tie_weights()
     residency = Residency(dict(model.state_dict()), model.device)
     if way == "spilled":
         residency = replace(residency, states="file", spill_folder=folder)

@@ -19,7 +19,7 @@ from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import select
-from tune_prune.pruning.surgery import PrunedWeights, prune
+from tune_prune.pruning.surgery import prune, pruned_weights
 
 LAYERS, GROUPS, CHANNELS, HEAD_DIM, QUERIES_PER_KV = 4, 4, 40, 6, 2
 TOLERANCE = 1e-10
@@ -234,7 +234,7 @@ def test_weights_that_are_cut_when_they_are_asked_for_are_those_of_the_pruned_mo
     plan = plan_of(model, family, *keep)
     held, residency = in_way(model, "streamed")
     assert residency.weights is not None
-    weights = PrunedWeights(held, family, plan, residency.weights)
+    weights = pruned_weights(held, family, plan, residency.weights)
     pruned, empty = prune(model, family, plan), prune(held, family, plan)
     parameters = dict(pruned.named_parameters())
     assert parameters.keys() == dict(empty.named_parameters()).keys() <= set(weights)

@@ -7,7 +7,7 @@ biases of its last projections remain, which it still adds.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,11 +16,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.loading import LoadedModel
 from tune_prune.models.pruned import modeling_tune_prune
 from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, RemovedBlock
 from tune_prune.models.registration import STEMS, auto_map, register
+from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.surgery import prune
+from tune_prune.pruning.surgery import prune, pruned_weights
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,20 @@ def compact(model: PreTrainedModel, family: Family, plan: PruningPlan) -> tuple[
         if kinds is not None:
             pruned.config.layer_types = [kinds[index] for index in kept]
     return pruned, dropped
+
+
+def compact_weights(dense: LoadedModel, plan: PruningPlan, dropped: Sequence[int]) -> Mapping[str, torch.Tensor] | None:
+    """The weights of `compact`'s copy, whose layers `dropped` are gone, where `dense` has its own elsewhere; each is cut when it is
+    asked for. None: the copy itself has them."""
+    if dense.residency.weights is None:
+        return None
+    weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
+    kept = [index for index in range(dense.geometry.num_layers) if index not in dropped]
+    old = {name: name for name in weights if not name.startswith(f"{dense.family.layers}.")}
+    for number, index in enumerate(kept):
+        before, after = (f"{dense.family.layers}.{place}." for place in (index, number))
+        old |= {after + name.removeprefix(before): name for name in weights if name.startswith(before)}
+    return LazyWeights(old, lambda name: weights[old[name]])
 
 
 def _outputs(layer: nn.Module, family: Family) -> Sequence[nn.Parameter]:

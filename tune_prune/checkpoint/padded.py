@@ -6,7 +6,7 @@ the same. What is lost is part of the smaller size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune.checkpoint.layers import LayerWidths, stock_config, take_buffers, widths
 from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.runner.layer_weights import LazyWeights
 
 
 def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], head_dim: int) -> PreTrainedModel:
@@ -28,13 +29,8 @@ def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], h
     config = stock_config(model.config, LayerWidths(kv_heads * per_kv, kv_heads, channels), head_dim)
     with torch.device("meta"):
         padded = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    weights = model.state_dict()
-    state = {}
-    norms = {f"{family.attention}.{norm}" for norm in family.head_norms}
-    for name, parameter in padded.state_dict().items():
-        filler = 1.0 if any(f"{norm}." in name for norm in norms) else 0.0  # norms of no head: any value
-        state[name] = _padded(weights.get(name), parameter, filler, model.device)
-    padded.load_state_dict(state, strict=True, assign=True)
+    state = padded_weights(padded, family, model.state_dict(), model.device)
+    padded.load_state_dict(dict(state), strict=True, assign=True)
     take_buffers(padded, model)
     padded.tie_weights()
     padded.generation_config = model.generation_config
@@ -42,14 +38,25 @@ def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], h
     return padded.eval()
 
 
-def _padded(found: torch.Tensor | None, like: torch.Tensor, filler: float, device: torch.device) -> torch.Tensor:
-    """`found`, filled up to the shape of `like`."""
-    if found is not None and found.shape == like.shape:
-        return found
-    full = torch.full(like.shape, filler, dtype=like.dtype, device=device)
-    if found is not None:
-        full[tuple(slice(size) for size in found.shape)] = found
-    return full
+def padded_weights(
+    padded: nn.Module, family: Family, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> LazyWeights:
+    """`weights` on `device` by name, each filled up to the shape that it has in `padded` (on the meta device) when it is asked
+    for."""
+    norms = {f"{family.attention}.{norm}" for norm in family.head_norms}
+    places = padded.state_dict()
+
+    def find(name: str) -> torch.Tensor:
+        found, like = weights.get(name), places[name]
+        if found is not None and found.shape == like.shape:
+            return found
+        filler = 1.0 if any(f"{norm}." in name for norm in norms) else 0.0  # norms of no head: any value
+        full = torch.full(like.shape, filler, dtype=like.dtype, device=device)
+        if found is not None:
+            full[tuple(slice(size) for size in found.shape)] = found
+        return full
+
+    return LazyWeights(places, find)
 
 
 def _check_nothing_lost(model: PreTrainedModel, padded: nn.Module, family: Family) -> None:

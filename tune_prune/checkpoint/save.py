@@ -67,13 +67,20 @@ def save_checkpoint(
 
     Everything is written to a folder beside it, which is renamed at the end. Raises UserError where `folder` exists (with
     `overwrite`: unless it is a checkpoint of tune_prune), where the plan is for another model, or where the format cannot
-    hold the model.
+    hold the model. Of a model whose weights are elsewhere one tensor is in memory at a time.
     """
     check_folder(folder, overwrite)
+    if dense.residency.weights is not None and (fmt == "gguf" or measure_speed):
+        what = "a GGUF file is written from" if fmt == "gguf" else "speed is measured on"
+        raise UserError(
+            f"{what} a model that is in memory, but the weights of {dense.source.label} were left in their files; leave that out "
+            "(a checkpoint of format hf can be converted later), or load the model"
+        )
     geometry, family = dense.geometry, dense.family
     _check_plan(plan, dense)
     pruned, dropped = layers.compact(dense.model, family, plan)
     rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
+    weights = layers.compact_weights(dense, plan, dropped)
     with _renamed_at_the_end(folder) as work:
         notes: tuple[str, ...] = ()
         if fmt == "gguf":
@@ -81,7 +88,7 @@ def save_checkpoint(
             notes = _write_gguf(dense, pruned, work)
         else:
             model = as_saved(dense.model, pruned, family, geometry, fmt)
-            _write_hf(dense, model, work, shard_bytes)
+            _write_hf(dense, model, weights, work, shard_bytes)
             if fmt == "hf-padded":
                 rows["padded"] = sizes(model, family)
         measured = generation_speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
@@ -188,8 +195,20 @@ def as_saved(
     return layers.build(layers.pruned_class(family.model_type), config, pruned)
 
 
-def _write_hf(dense: loading.LoadedModel, model: PreTrainedModel, folder: Path, shard_bytes: int) -> None:
-    model.save_pretrained(folder, max_shard_size=shard_bytes)  # takes the class files along where there are any
+def _write_hf(
+    dense: loading.LoadedModel,
+    model: PreTrainedModel,
+    weights: Mapping[str, torch.Tensor] | None,
+    folder: Path,
+    shard_bytes: int,
+) -> None:
+    """`weights`: of the pruned model, where `model` itself has none; None: it has them."""
+    if weights is None:
+        model.save_pretrained(folder, max_shard_size=shard_bytes)  # takes the class files along where there are any
+    else:
+        model.save_pretrained(folder, state_dict={})  # all else
+        filled = padded.padded_weights(model, dense.family, weights, torch.device("cpu"))
+        weight_files.write_weights(folder, model, filled, shard_bytes)
     if type(model) is type(dense.model):
         _add_older_names(folder / "config.json")
     for path in folder.glob("*.safetensors"):

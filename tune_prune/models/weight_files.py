@@ -1,17 +1,31 @@
-"""Where the weights of a model folder are, and whether they are complete, from the headers of its files."""
+"""Weight files of a model folder: where each tensor is and whether all are complete, from the files' headers; and writing them a
+tensor at a time."""
 
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import PreTrainedModel
 
 from tune_prune.core.errors import UserError
 
 _AGAIN = "download the model again or point --model at a complete folder"
 
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}  # in safetensors' words
 
 # Where a tensor is: its file, and its name there.
 Place = tuple[Path, str]
@@ -104,3 +118,32 @@ def files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} does not say which files hold the weights (no weight_map); {_AGAIN}") from error
+
+
+def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
+    """Write `weights` for the parameters of `model` (on the meta device) to `folder`, in files of `shard_bytes` at most: byte for
+    byte what transformers' save_pretrained writes of that model in memory. Takes the memory of one tensor, where safetensors'
+    own functions want all of a file; its format: github.com/huggingface/safetensors."""
+    split = split_torch_state_dict_into_shards(
+        dict(model.named_parameters()), max_shard_size=shard_bytes, filename_pattern="model{suffix}.safetensors"
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in sorted(names):
+            p = model.get_parameter(name)
+            header[name] = {"dtype": _DTYPES[p.dtype], "shape": [*p.shape], "data_offsets": [end, end + p.nbytes]}
+            end += p.nbytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file_name).open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for name in sorted(names):
+                tensor = weights[name].to("cpu").contiguous()
+                assert (tensor.shape, tensor.dtype) == (model.get_parameter(name).shape, model.dtype), name
+                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+    if split.is_sharded:
+        about = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": about, "weight_map": split.tensor_to_filename}
+        text_of_index = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text_of_index, encoding="utf-8")

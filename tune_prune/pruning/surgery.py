@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
+from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.groups import PruningPlan
 
 
@@ -35,31 +36,23 @@ def prune(model: PreTrainedModel, family: Family, plan: PruningPlan) -> PreTrain
     return copy.deepcopy(model, memo)
 
 
-class PrunedWeights(Mapping[str, torch.Tensor]):
+def pruned_weights(
+    model: PreTrainedModel, family: Family, plan: PruningPlan, weights: Mapping[str, torch.Tensor]
+) -> LazyWeights:
     """The weights of `prune(model, family, plan)` from those of `model`, by parameter name, each cut when it is asked for; `model`
     itself may be on the meta device. Raises ValueError if the plan is for another model."""
+    cuts: dict[str, tuple[int, torch.Tensor]] = {}  # along which dimension, and what stays
+    for index, (layer, groups, channels) in enumerate(_planned(model, family, plan)):
+        for role, kept in _kept(layer, family, groups, channels).items():
+            path = f"{family.layers}.{index}.{family.projections()[role]}"
+            cuts[f"{path}.weight"] = _dimension(role), kept
+            if _dimension(role) == 0:
+                cuts[f"{path}.bias"] = 0, kept
 
-    def __init__(
-        self, model: PreTrainedModel, family: Family, plan: PruningPlan, weights: Mapping[str, torch.Tensor]
-    ) -> None:
-        self._weights = weights
-        self._kept: dict[str, tuple[int, torch.Tensor]] = {}  # of what is cut: along which dimension, and what stays
-        for index, (layer, groups, channels) in enumerate(_planned(model, family, plan)):
-            for role, kept in _kept(layer, family, groups, channels).items():
-                path = f"{family.layers}.{index}.{family.projections()[role]}"
-                self._kept[f"{path}.weight"] = _dimension(role), kept
-                if _dimension(role) == 0:
-                    self._kept[f"{path}.bias"] = 0, kept
+    def find(name: str) -> torch.Tensor:
+        return weights[name].index_select(*cuts[name]) if name in cuts else weights[name]
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        whole = self._weights[name]
-        return whole.index_select(*self._kept[name]) if name in self._kept else whole
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+    return LazyWeights(weights, find)
 
 
 def _planned(

@@ -26,11 +26,10 @@ from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
-from tune_prune.models.runner import mapped_model
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
-from tune_prune.pruning.surgery import PrunedWeights
+from tune_prune.pruning.surgery import pruned_weights
 from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
@@ -60,9 +59,12 @@ class TrialContext:
         """Load the model of `run`; `from_files`: leave its weights in their files, and bring one layer at a time. `residency` says
         what else of a pass is in memory at once. Raises UserError where the model is not available."""
         source, dtype = catalog.resolve(run.model, run.revision), getattr(torch, run.dtype)
-        opened = mapped_model.map_model if from_files else loading.load_model
-        loaded = opened(source, dtype, loading.pick_device(device), residency)
-        return cls(run, loaded, ArtifactStore(artifact_dir))
+        where = loading.pick_device(device)
+        if from_files:
+            from tune_prune.models.runner.mapped_model import map_model  # imports accelerate
+
+            return cls(run, map_model(source, dtype, where, residency), ArtifactStore(artifact_dir))
+        return cls(run, loading.load_model(source, dtype, where, residency), ArtifactStore(artifact_dir))
 
     def key(self, config: PruningConfig | None) -> str:
         return trial_key(config, self.model_fingerprint, self.data_fingerprint, self.run)
@@ -151,7 +153,9 @@ class TrialContext:
         dense = self.loaded
         if dense.residency.weights is None:
             return dense.residency
-        return replace(dense.residency, weights=PrunedWeights(dense.model, dense.family, plan, dense.residency.weights))
+        return replace(
+            dense.residency, weights=pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
+        )
 
     def windows(self, seq_len: int, count: int) -> torch.Tensor:
         return calibration.windows(self.calibration_tokens, seq_len, count, self.run.seed)

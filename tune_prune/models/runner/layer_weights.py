@@ -1,61 +1,39 @@
-"""Weights of a model that is not in memory as a whole, by the names of its parameters.
+"""Weights that are elsewhere, by the names of a model's parameters, and layers that have theirs while their turn lasts.
 
-accelerate's `OffloadedWeightsLoader` finds a tensor in a state dict or, in place, in a safetensors file (memory-mapped), and
-gives it in the type that is asked for; any other mapping will do. Its hooks, which bring a module's weights for a forward pass,
-are not used: they drop them before a backward pass can come, and bring nothing ahead. So `layers_in_turn` is our own: it reads
-the next layer in a thread, and its layers are modules like any others.
+accelerate's hooks, which bring a module's weights for a forward pass, are not used: they drop them before a backward pass can
+come, and bring nothing ahead. So `layers_in_turn` is our own: it reads the next layer in a thread, and its layers are modules
+like any others.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
-from accelerate.utils import OffloadedWeightsLoader
-from safetensors import SafetensorError
 from torch import Tensor, nn
-
-from tune_prune.core.errors import UserError
 
 Weights = Mapping[str, Tensor]
 
 
-class CheckpointWeights(Mapping[str, Tensor]):
-    """Parameters of a model in the safetensors files of its checkpoint, as `dtype`.
+class LazyWeights(Mapping[str, Tensor]):
+    """The weights of `names`, each found by `find` whenever it is asked for."""
 
-    `stored`: where each is, by the parameter's name: file and name there (`weight_files.stored_tensors`). A file is opened
-    for every tensor, so that none stays mapped. Raises UserError where one cannot be read any more.
-    """
-
-    def __init__(self, stored: Mapping[str, tuple[Path, str]], dtype: torch.dtype) -> None:
-        self._stored = stored
-        kind = str(dtype).removeprefix("torch.")
-        self._loader = OffloadedWeightsLoader(
-            index={
-                name: {"safetensors_file": str(path), "weight_name": spelling, "dtype": kind}
-                for name, (path, spelling) in stored.items()
-            }
-        )
+    def __init__(self, names: Collection[str], find: Callable[[str], Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._find = find
 
     def __getitem__(self, name: str) -> Tensor:
-        try:
-            tensor: Tensor = self._loader[name]
-        except (OSError, SafetensorError) as error:
-            path, spelling = self._stored[name]
-            cause = " ".join(str(error).split())
-            raise UserError(
-                f"{spelling} cannot be read from weight file {path} any more ({cause}); restore the file, then start again"
-            ) from error
-        return tensor
+        if name not in self._names:
+            raise KeyError(name)
+        return self._find(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._names)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> nn.Parameter:

@@ -1,22 +1,30 @@
 """A model whose weights stay in the files of its checkpoint: what it is made of is there, and its layers are read when their turn
-comes (layer_runner)."""
+comes (layer_runner).
+
+accelerate's `OffloadedWeightsLoader` reads a tensor from a safetensors file in place (memory-mapped), in the type that is
+asked for, and its `init_empty_weights` builds models that have buffers and no parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from accelerate.utils import OffloadedWeightsLoader
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tune_prune.core.errors import UserError
 from tune_prune.models import loading, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.loading import LoadedModel
-from tune_prune.models.runner.layer_weights import CheckpointWeights
+from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 
@@ -28,17 +36,42 @@ def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: R
     family = family_of(config.model_type)
     tokenizer = loading.load_tokenizer(source)
     folder = _folder(source)
-    # Its buffers are in no file (rotary frequencies): they are made on the CPU, and the parameters are not.
+    # Its buffers are in no file (rotary frequencies): they are made on the CPU, and its parameters nowhere.
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
+    model.tie_weights()  # what was tied has become two parameters
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.eval().requires_grad_(False)
     places = weight_files.stored_tensors(folder, model)
-    residency = replace(residency, weights=CheckpointWeights(places, dtype), device=torch.device(device))
+    residency = replace(residency, weights=_stored_weights(places, dtype), device=torch.device(device))
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family), residency)
+
+
+def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype) -> LazyWeights:
+    """Parameters as `dtype`; `places`: where each is. A file is opened for every tensor, so that none stays mapped. A tensor that
+    cannot be read any more is a UserError."""
+    kind = str(dtype).removeprefix("torch.")
+    index = {
+        name: {"safetensors_file": str(path), "weight_name": stored, "dtype": kind}
+        for name, (path, stored) in places.items()
+    }
+    loader = OffloadedWeightsLoader(index=index)
+
+    def find(name: str) -> torch.Tensor:
+        try:
+            tensor: torch.Tensor = loader[name]
+        except (OSError, SafetensorError) as error:
+            path, stored = places[name]
+            cause = " ".join(str(error).split())
+            raise UserError(
+                f"{stored} cannot be read from weight file {path} any more ({cause}); restore the file, then start again"
+            ) from error
+        return tensor
+
+    return LazyWeights(places, find)
 
 
 def _folder(source: ModelSource) -> Path:

@@ -1,0 +1,60 @@
+"""Checkpoints of models whose weights stay in their files: byte for byte those of loaded ones, a tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, LAYERS, plan_of
+from tune_prune.checkpoint.manifest import Format
+from tune_prune.checkpoint.save import Origin, save_checkpoint
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.models.catalog import resolve
+from tune_prune.models.loading import LoadedModel, load_model
+from tune_prune.models.runner.mapped_model import map_model
+
+ORIGIN = Origin(PruningConfig("random", 0, 0, 0.2), None, None, None, None)
+PLANS = {name: KEEP_SETS[name] for name in ("different in every layer", "both of a middle layer", "all but one group")}
+PLANS |= {"alike": ((ALL_GROUPS,) * LAYERS, (ALL_CHANNELS[3:],) * LAYERS)}
+
+
+@pytest.fixture
+def folder(tiny, variant, tmp_path) -> Path:
+    tiny(variant, torch.float32).save_pretrained(tmp_path / "model")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def written(dense: LoadedModel, keep: tuple, folder: Path, fmt: Format, shard_bytes: int) -> Mapping[str, bytes]:
+    plan = plan_of(dense.model, dense.family, *keep)
+    save_checkpoint(dense, plan, ORIGIN, folder, fmt, shard_bytes=shard_bytes)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("fmt", "dtype"), [("hf", torch.bfloat16), ("hf-padded", torch.float32)])
+def test_every_file_is_the_one_of_a_loaded_model(folder, plan, fmt, dtype, tmp_path):
+    loaded, mapped = (make(resolve(str(folder)), dtype, "cpu") for make in (load_model, map_model))
+    for number, shard_bytes in enumerate((10**9, 8000)):
+        expected = written(loaded, PLANS[plan], tmp_path / f"loaded-{number}", fmt, shard_bytes)
+        found = written(mapped, PLANS[plan], tmp_path / f"mapped-{number}", fmt, shard_bytes)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if found[name] != expected[name]] == []
+        assert ("model.safetensors" in found) == (number == 0)
+
+
+@pytest.mark.parametrize("variant", ["llama"])
+def test_what_needs_the_model_in_memory_is_refused(folder, tmp_path):
+    mapped = map_model(resolve(str(folder)), torch.float32, "cpu")
+    plan = plan_of(mapped.model, mapped.family, *PLANS["alike"])
+    for options, says in (({"fmt": "gguf"}, "GGUF"), ({"measure_speed": True}, "speed")):
+        with pytest.raises(UserError, match=rf"{says}.* weights of model were left in their files"):
+            save_checkpoint(mapped, plan, ORIGIN, tmp_path / "small", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
