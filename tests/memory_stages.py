@@ -54,7 +54,7 @@ def build(name: str) -> Stage:
     return Stage(plan, lambda: taylor(model, family, windows, snapshots))
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
     """Bytes of this process that the system tells under `name`."""
     return 1024 * int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
 
@@ -62,7 +62,7 @@ def _resident(name: str) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     stage = build(sys.argv[1])
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
     stage.run()
-    print(_resident("VmHWM") - before)
+    print(resident("VmHWM") - before)

@@ -54,10 +54,16 @@ class Model:
     """
 
     def __init__(
-        self, run: ModelRun, device: str = "auto", calibration: str | None = None, perplexity_window: int | None = None
+        self,
+        run: ModelRun,
+        device: str = "auto",
+        calibration: str | None = None,
+        perplexity_window: int | None = None,
+        from_files: bool = False,
     ) -> None:
         """`calibration`: as `data.calibration.resolve` gives it; None: what suits the model, once it is needed.
-        `perplexity_window`: None: as recorded of a checkpoint, else the run's."""
+        `perplexity_window`: None: as recorded of a checkpoint, else the run's. `from_files`: leave weights in their
+        files and bring one layer at a time; a torch module that `model` gives is then on the meta device."""
         self.device = loading.pick_device(device)
         self._source = catalog.resolve(run.model, run.revision)
         self._config = loading.load_config(self._source)
@@ -76,6 +82,7 @@ class Model:
             weight_files.check_weights(Path(self._source.location), loading.meta_model(self._config))
         self._calibration = calibration
         self._loaded: LoadedModel | None = None
+        self._from_files = from_files
         # What was computed for this model, and is found again; what a search has measured is not asked for.
         self._folder = tempfile.mkdtemp(prefix="tune_prune_")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -212,7 +219,12 @@ class Model:
         dtype = dtype or getattr(torch, self.run.dtype)
         if self._loaded is None or self._loaded.model.dtype != dtype:
             self._loaded = None  # before the weights are loaded again
-            self._loaded = loading.load_model(self._source, dtype, self.device)
+            if self._from_files:
+                from tune_prune.models.runner.mapped_model import map_model  # imports accelerate
+
+                self._loaded = map_model(self._source, dtype, self.device)
+            else:
+                self._loaded = loading.load_model(self._source, dtype, self.device)
         return self._loaded
 
 

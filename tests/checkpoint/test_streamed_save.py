@@ -19,7 +19,7 @@ from tune_prune.models.catalog import resolve
 from tune_prune.models.loading import LoadedModel, load_model
 from tune_prune.models.runner.mapped_model import map_model
 
-ORIGIN = Origin(PruningConfig("random", 0, 0, 0.2), None, None, None, None)
+ORIGIN = Origin(PruningConfig("random", 16, 8, 0.2), None, None, None, None)
 PLANS = {name: KEEP_SETS[name] for name in ("different in every layer", "both of a middle layer", "all but one group")}
 PLANS |= {"alike": ((ALL_GROUPS,) * LAYERS, (ALL_CHANNELS[3:],) * LAYERS)}
 

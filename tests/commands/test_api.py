@@ -37,6 +37,19 @@ def pruned(model: Model) -> Any:
     return model.prune("layerwise", ratio=0.3, seq_len=16, num_samples=10)
 
 
+def test_weights_that_stay_in_their_files_make_the_same_pruned_model(model: Model, pruned: Any, tmp_path: Path) -> None:
+    mapped = Model(model.run, "cpu", from_files=True)
+    other = mapped.prune("layerwise", ratio=0.3, seq_len=16, num_samples=10)
+    assert other.plan == pruned.plan and {p.device.type for p in other.model.parameters()} == {"meta"}
+    found, expected = (one.evaluate(limit=3, tasks="boolq,piqa") for one in (other, pruned))
+    assert found.record.metrics == expected.record.metrics and found.items == expected.items
+    for one, name in ((other, "mapped"), (pruned, "loaded")):
+        one.save(tmp_path / name)
+    files = {path.name for path in (tmp_path / "loaded").iterdir()}
+    assert files == {path.name for path in (tmp_path / "mapped").iterdir()} and "model.safetensors" in files
+    assert [n for n in files if (tmp_path / "loaded" / n).read_bytes() != (tmp_path / "mapped" / n).read_bytes()] == []
+
+
 def test_the_package_is_light_and_search_is_a_function_whatever_was_imported(
     run_without: Callable[..., str], tmp_path: Path
 ) -> None:

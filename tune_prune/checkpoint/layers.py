@@ -60,18 +60,24 @@ def compact(model: PreTrainedModel, family: Family, plan: PruningPlan) -> tuple[
     return pruned, dropped
 
 
-def compact_weights(dense: LoadedModel, plan: PruningPlan, dropped: Sequence[int]) -> Mapping[str, torch.Tensor] | None:
-    """The weights of `compact`'s copy, whose layers `dropped` are gone, where `dense` has its own elsewhere; each is cut when it is
-    asked for. None: the copy itself has them."""
+def compact_weights(
+    dense: LoadedModel, plan: PruningPlan, pruned: PreTrainedModel, dropped: Sequence[int]
+) -> Mapping[str, torch.Tensor] | None:
+    """The weights of `pruned`, `compact`'s copy, where those of `dense` are elsewhere; each is cut when it is asked for. None: the
+    copy itself has them."""
     if dense.residency.weights is None:
         return None
     weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
     kept = [index for index in range(dense.geometry.num_layers) if index not in dropped]
-    old = {name: name for name in weights if not name.startswith(f"{dense.family.layers}.")}
-    for number, index in enumerate(kept):
-        before, after = (f"{dense.family.layers}.{place}." for place in (index, number))
-        old |= {after + name.removeprefix(before): name for name in weights if name.startswith(before)}
-    return LazyWeights(old, lambda name: weights[old[name]])
+    layers = f"{dense.family.layers}."
+
+    def find(name: str) -> torch.Tensor:
+        if name.startswith(layers):
+            number, _, rest = name.removeprefix(layers).partition(".")
+            name = f"{layers}{kept[int(number)]}.{rest}"
+        return weights[name]
+
+    return LazyWeights(pruned.state_dict(), find)
 
 
 def _outputs(layer: nn.Module, family: Family) -> Sequence[nn.Parameter]:

@@ -80,7 +80,7 @@ def save_checkpoint(
     _check_plan(plan, dense)
     pruned, dropped = layers.compact(dense.model, family, plan)
     rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
-    weights = layers.compact_weights(dense, plan, dropped)
+    weights = layers.compact_weights(dense, plan, pruned, dropped)
     with _renamed_at_the_end(folder) as work:
         notes: tuple[str, ...] = ()
         if fmt == "gguf":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -124,8 +124,14 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, to
     """Write `weights` for the parameters of `model` (on the meta device) to `folder`, in files of `shard_bytes` at most: byte for
     byte what transformers' save_pretrained writes of that model in memory. Takes the memory of one tensor, where safetensors'
     own functions want all of a file; its format: github.com/huggingface/safetensors."""
-    split = split_torch_state_dict_into_shards(
-        dict(model.named_parameters()), max_shard_size=shard_bytes, filename_pattern="model{suffix}.safetensors"
+    split = split_state_dict_into_shards_factory(
+        dict(model.named_parameters()),
+        get_storage_size=lambda p: p.nbytes,
+        get_storage_id=lambda p: (
+            None if p.numel() else ""
+        ),  # what has no elements goes to the file of the first of that kind
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
     )
     for file_name, names in split.filename_to_tensors.items():
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -68,12 +68,13 @@ class Carried:
     def __init__(self, states: MutableMapping[Hashable, Tensor]) -> None:
         self.states = states
         self._calls: dict[Hashable, list[_Call]] = {}  # a batch's key -> of every layer
+        self._latest: dict[torch.Size, list[_Call]] = {}
 
     def add(self, key: Hashable, hidden: Tensor, calls: list[_Call]) -> None:
         self.states[key] = hidden
         # Batches of one shape are mostly given the same: masks and rotary embeddings are kept once.
-        known = next((one for one in self._calls.values() if _equal(one, calls)), calls)
-        self._calls[key] = known
+        known = self._latest.get(hidden.shape)
+        self._calls[key] = self._latest[hidden.shape] = known if known is not None and _equal(known, calls) else calls
 
     def run(self, layer: nn.Module, index: int, key: Hashable, hidden: Tensor) -> Tensor:
         """What `layer`, number `index`, makes of `hidden` as a state of the batch `key`."""

@@ -17,6 +17,7 @@ from accelerate.utils import OffloadedWeightsLoader
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from tune_prune.core.errors import UserError
 from tune_prune.models import loading, weight_files
@@ -32,6 +33,7 @@ def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: R
     """`loading.load_model` without memory for weights: they are read from safetensors files, as `dtype`, when they are needed on
     `device`. `residency` says where hidden states are. Raises UserError as `load_model` does, from the files' headers alone, and
     for weights that are pickled."""
+    transformers_logging.disable_progress_bar()
     config = loading.load_config(source)
     family = family_of(config.model_type)
     tokenizer = loading.load_tokenizer(source)
