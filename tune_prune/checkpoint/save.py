@@ -203,10 +203,9 @@ def _write_hf(
     shard_bytes: int,
 ) -> None:
     """`weights`: of the pruned model, where `model` itself has none; None: it has them."""
-    if weights is None:
-        model.save_pretrained(folder, max_shard_size=shard_bytes)  # takes the class files along where there are any
-    else:
-        model.save_pretrained(folder, state_dict={})  # all else
+    with loading.bars_as("writing", "files"):  # takes the class files along where there are any
+        model.save_pretrained(folder, max_shard_size=shard_bytes, state_dict=None if weights is None else {})
+    if weights is not None:
         filled = padded.padded_weights(model, dense.family, weights, torch.device("cpu"))
         weight_files.write_weights(folder, model, filled, shard_bytes)
     if type(model) is type(dense.model):

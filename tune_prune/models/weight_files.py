@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.terminal import progress
 
 _AGAIN = "download the model again or point --model at a complete folder"
 
@@ -144,7 +145,7 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Mapping[str, to
         text += b" " * (-len(text) % 8)
         with (folder / file_name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            for name in sorted(names):
+            for name in progress.over(sorted(names), f"writing {file_name}", "tensors"):
                 tensor = weights[name].to("cpu").contiguous()
                 assert (tensor.shape, tensor.dtype) == (model.get_parameter(name).shape, model.dtype), name
                 file.write(tensor.view(-1).view(torch.uint8).numpy().data)
