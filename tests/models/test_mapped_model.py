@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from tune_prune.core.errors import UserError
 from tune_prune.models.catalog import ModelSource, resolve
 from tune_prune.models.head import NextTokenLosses
-from tune_prune.models.loading import LoadedModel, load_model
+from tune_prune.models.loading import ALIGNMENT, LoadedModel, load_model
 from tune_prune.models.runner import mapped_model
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.mapped_model import map_model
@@ -73,7 +73,12 @@ def test_where_a_tensor_begins_in_its_file_changes_nothing(folder, shift):
         (length,) = struct.unpack("<Q", content[:8])
         header = content[8 : 8 + length] + b" " * shift
         path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
-    assert torch.equal(losses(mapped(folder)), expected)
+    loaded = mapped(folder)
+    stored = [loaded.residency.weights[name] for name, _ in loaded.model.named_parameters()]
+    assert any(tensor.data_ptr() % ALIGNMENT for tensor in stored)
+    runner = LayerRunner(loaded.model, loaded.family, loaded.residency)
+    assert not any(p.data_ptr() % ALIGNMENT for _, layer in runner.layers() for p in layer.parameters())
+    assert torch.equal(losses(loaded), expected)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@
             losses(block[key], states[key])                     [B, T - 1]
 
 One way for the arithmetic: with everything on the device, a block is one batch and the layers are the model's own, and a pass
-costs what the model's forward pass costs. With weights elsewhere a block is all batches, and each layer comes once.
+costs what the model's forward pass costs. With weights elsewhere a block is many batches, and each layer comes once for them.
 
 What a family does around and between its layers is the model's own doing: its forward pass runs on the tokens with stubs in the
 layers' places, which record what each layer is given besides the hidden states (masks, rotary embeddings); and once more on
@@ -36,7 +36,6 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 BLOCK_TOKENS = 2**18
 
 Key = TypeVar("Key", bound=Hashable)
-
 
 # What the model gives a layer besides the hidden states.
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
