@@ -107,9 +107,9 @@ def run(
     at_end: Callable[[Results], None] | None = None,
     local_ray: LocalRay | None = None,
 ) -> Results:
-    """Run a plan to its end and write every view of its results; `command` is recorded with them. `at_end` is called while no
-    other search can change them. `local_ray` has begun to start. Raises UserError (also where another search runs on the experiment), KeyboardInterrupt (the
-    ledger stays whole) or what stopped the preparation."""
+    """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start.
+    `at_end` is called while no other search can change them. Raises UserError (also where another search runs on the experiment),
+    KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
     store = FolderStore(plan.experiment_dir)
     with store.lock():
         results = _run(plan, store, command, local_ray)

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 from ray._private.utils import read_ray_address
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

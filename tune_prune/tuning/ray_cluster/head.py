@@ -77,9 +77,10 @@ def _prestart(num_cpus: int) -> None:
 
     Not on GPUs: a worker must be told which one is its own before anything asks for them, as an import may.
     """
-    from ray._private.accelerators import get_accelerator_manager_for_resource as manager
+    from ray._private.accelerators import get_accelerator_manager_for_resource
 
-    if not manager("GPU").get_current_node_num_accelerators():
+    gpus = get_accelerator_manager_for_resource("GPU")
+    if gpus is None or not gpus.get_current_node_num_accelerators():
         os.environ.setdefault("RAY_preload_python_modules", "tune_prune.tuning.ray_cluster.trainable")
     os.environ.setdefault("RAY_prestart_worker_first_driver", str(num_cpus <= MOST_PRESTARTED).lower())
 

@@ -14,9 +14,7 @@ from types import TracebackType
 from tune_prune.core.errors import MachineError, UserError
 from tune_prune.cost_model import machine
 
-INSTEAD = (
-    "try again when the machine is less busy, or add --inline, which runs the trials in this process without Ray"
-)
+INSTEAD = "try again when the machine is less busy, or add --inline, which runs the trials in this process without Ray"
 _HEAD = "tune_prune.tuning.ray_cluster.head"
 
 
@@ -27,7 +25,9 @@ class LocalRay:
     def __init__(self, num_cpus: int | None = None) -> None:
         # Both processes have to agree on it, before either imports ray; it is what Ray chooses for a Ray of its own.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # Ray and its workers import what this one does
+        path = os.pathsep.join(
+            entry or os.getcwd() for entry in sys.path
+        )  # Ray and its workers import what this one does
         self._process = subprocess.Popen(
             [sys.executable, "-m", _HEAD, str(num_cpus or machine.cpus())],
             stdin=subprocess.PIPE,
@@ -42,7 +42,9 @@ class LocalRay:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise MachineError(f"Ray ended while it started (exit code {self._process.wait()}; {machine.load()}); {INSTEAD}")
+            raise MachineError(
+                f"Ray ended while it started (exit code {self._process.wait()}; {machine.load()}); {INSTEAD}"
+            )
         said = json.loads(line)
         if "address" not in said:
             raise (UserError if "user_error" in said else MachineError)(*said.values())
