@@ -124,7 +124,10 @@ def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Those whose command names it, as those of a Ray do."""
-    return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(process.info["cmdline"])]
+    found = psutil.process_iter(["cmdline"])
+    return [
+        process for process in found if str(folder) in " ".join(process.info["cmdline"] or ())
+    ]  # None: it has ended
 
 
 @pytest.mark.slow
