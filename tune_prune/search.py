@@ -85,7 +85,7 @@ def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | Non
         print(f"{name:<12} {shlex.join(next_command)}")
     if failed:
         print(
-            f"failed       {failed} trials (reasons in all_methods_results.csv); the same command tries them again:\n"
+            f"failed       {failed} of {len(planned)} trials (see all_methods_results.csv); the same command tries them again:\n"
             f"             {again}"
         )
 
