@@ -147,7 +147,8 @@ def test_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         else:
             monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
-        code = "import os, sys\nfrom tune_prune.cli.flags import run\nrun(lambda: print('torch' in sys.modules, os.getenv('OMP_WAIT_POLICY')))"
+        show = "lambda: print('torch' in sys.modules, os.getenv('OMP_WAIT_POLICY'))"
+        code = f"import os, sys; from tune_prune.cli.flags import run; run({show})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout == f"False {policy}\n"  # read by OpenMP when torch is imported
 
