@@ -33,6 +33,7 @@ from tune_prune.models import hub, registration, unsupported
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.runner.residency import RESIDENT, Residency
 
 # A weight file up to this size is hashed whole; of a larger one, evenly spaced pieces (seconds instead of minutes).
 WHOLE_HASH_BYTES = 256 * 2**20
@@ -61,10 +62,12 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     family: Family
     geometry: Geometry
+    residency: Residency = RESIDENT  # where its weights are; with weights elsewhere `model` is on the meta device
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        """Where it is run."""
+        return self.residency.device or self.model.device
 
     @property
     def max_length(self) -> int:
