@@ -25,6 +25,8 @@ from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
 if TYPE_CHECKING:
     from tune_prune.results import Results
 
+_BESIDE_THE_LINE_S = 0.5  # a stage that is shorter has no bar
+
 
 class _Callable(ModuleType):
     """This module, which can be called: it has the name of a function of the API, and `tune_prune.search(...)` must not depend on
@@ -74,7 +76,10 @@ def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | Non
                 _save_best(results)
 
     try:
-        results = run(plan, command, at_end, local_ray)
+        with progress.shown(
+            _BESIDE_THE_LINE_S
+        ):  # of trials in this process, in the place of the line that says how far all are
+            results = run(plan, command, at_end, local_ray)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
     folder = shown_path(plan.experiment_dir)

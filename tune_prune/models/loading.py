@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,12 @@ from transformers.utils import logging as transformers_logging
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
+from tune_prune.core.terminal import progress
 from tune_prune.models import hub, registration, unsupported
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.runner.residency import RESIDENT, Residency
 
 # A weight file up to this size is hashed whole; of a larger one, evenly spaced pieces (seconds instead of minutes).
 WHOLE_HASH_BYTES = 256 * 2**20
@@ -58,10 +62,12 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     family: Family
     geometry: Geometry
+    residency: Residency = RESIDENT  # where its weights are; with weights elsewhere `model` is on the meta device
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        """Where it is run."""
+        return self.residency.device or self.model.device
 
     @property
     def max_length(self) -> int:
@@ -188,16 +194,17 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
     transformers_logging.set_verbosity_error()  # its load report is turned into our sentence below
     transformers_logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.location,
-            revision=revision,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=False,
-            output_loading_info=True,
-            device_map={"": device},  # straight to the device, a tensor at a time: several workers load at once
-            ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
-        )
+        with bars_as("weights", "tensors"):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.location,
+                revision=revision,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=False,
+                output_loading_info=True,
+                device_map={"": device},  # straight to the device, a tensor at a time: several workers load at once
+                ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
+            )
         model, report = loaded
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -221,6 +228,20 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
     model.eval().requires_grad_(False)
     _align(model)
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family))
+
+
+@contextmanager
+def bars_as(name: str, unit: str) -> Iterator[None]:
+    """Loops of transformers that have a bar are steps of ours inside (core.terminal.progress), of that name and unit."""
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return progress.over(args[0], name, unit) if args else factory(**options)
+
+    before = transformers_logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
 
 
 def _align(model: PreTrainedModel) -> None:
