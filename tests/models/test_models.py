@@ -351,20 +351,50 @@ def test_a_changed_tokenizer_or_config_is_another_model(complete, folder):
     assert len({mark(complete), one, mark(folder)}) == 3
 
 
-def test_large_files_are_hashed_from_first_to_last_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "WHOLE_HASH_BYTES", 2**20)
+def test_large_pickles_are_hashed_from_first_to_last_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
     path = tmp_path / "large.bin"
     raw = bytearray(3 * 2**20 + 5)
     path.write_bytes(raw)
-    marks = {loading._file_hash(path)}
+    marks = {weight_files.content_hash(path)}
     for position in (0, 3 * 2**19, len(raw) - 1):
         changed = bytearray(raw)
         changed[position] = 1
         path.write_bytes(changed)
-        marks.add(loading._file_hash(path))
+        marks.add(weight_files.content_hash(path))
     path.write_bytes(raw + b"\0")
-    marks.add(loading._file_hash(path))
+    marks.add(weight_files.content_hash(path))
     assert len(marks) == 5
+
+
+def test_of_large_weight_files_every_tensor_counts(folder, monkeypatch):
+    """Where a file is large, as where it is small: a change of any tensor, in its first, middle or last values, is another model."""
+    sizes = {"first.weight": 3, "second.weight": 40_000, "third.weight": 1_000_000}
+    weights = {name: torch.zeros(size) for name, size in sizes.items()}
+    save_file(weights, folder / "model.safetensors")
+    small = mark(folder)
+    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
+    marks = {small, mark(folder)}
+    for name, size in sizes.items():
+        for position in {0, size // 2 // 1024 * 1024, size - 1} if size > 3 else range(size):
+            weights[name][position] = 1
+            save_file(weights, folder / "model.safetensors")
+            marks.add(mark(folder))
+    assert len(marks) == 2 + 3 + 3 + 3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})  # the header
+    assert mark(folder) not in marks
+
+
+def test_a_model_is_found_again_by_the_fingerprint_of_older_versions(folder, complete, monkeypatch):
+    """It read 64 MiB of a large file, so that what was recorded says less, but it is still what was recorded."""
+    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 100)
+    source = resolve(str(folder))
+    config = load_config(source)
+    older = loading._folder_fingerprint(folder, weight_files.pieces_hash)
+    assert older != mark(folder)
+    assert loading.is_model_of(older, source, config) and loading.is_model_of(mark(folder), source, config)
+    edit_weights(folder, lambda weights: weights["model.norm.weight"].__setitem__(0, 9.0))
+    assert not loading.is_model_of(older, source, config)
 
 
 def test_a_folder_keeps_its_own_tokenizer_whatever_its_family(tmp_path):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,10 @@ from transformers.utils import logging as transformers_logging
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.models import hub, registration, unsupported
+from tune_prune.models import hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
-
-# A weight file up to this size is hashed whole; of a larger one, evenly spaced pieces (seconds instead of minutes).
-WHOLE_HASH_BYTES = 256 * 2**20
-HASHED_PIECES = 64
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
@@ -242,27 +238,24 @@ def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
     commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
     if commit:
         return digest({"hub": source.location, "commit": commit})
-    folder = Path(source.location)
+    return _folder_fingerprint(Path(source.location), weight_files.content_hash)
+
+
+def is_model_of(fingerprint: str, source: ModelSource, config: PretrainedConfig) -> bool:
+    """Whether a recorded fingerprint is that of the model; those up to version 0.2.0 read less of weight files above 256 MiB."""
+    return fingerprint == model_fingerprint(source, config) or (
+        source.kind != "hub" and fingerprint == _folder_fingerprint(Path(source.location), weight_files.pieces_hash)
+    )
+
+
+def _folder_fingerprint(folder: Path, file_hash: Callable[[Path], str]) -> str:
     names = sorted(
         path.name
         for path in folder.iterdir()
         if path.name in {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
         or path.suffix in {".safetensors", ".bin"}
     )
-    return digest({name: _file_hash(folder / name) for name in names})
-
-
-def _file_hash(path: Path) -> str:
-    size = path.stat().st_size
-    state = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= WHOLE_HASH_BYTES:
-            state.update(file.read())
-        else:
-            for piece in range(HASHED_PIECES):
-                file.seek((size - 2**20) * piece // (HASHED_PIECES - 1))
-                state.update(file.read(2**20))
-    return state.hexdigest()
+    return digest({name: file_hash(folder / name) for name in names})
 
 
 def _cause(error: Exception) -> str:
