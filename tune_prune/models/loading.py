@@ -73,6 +73,26 @@ def pick_device(asked: str) -> str:
     return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
 
 
+def usual_dtype(device: str) -> str:
+    """In which weights are where no --dtype says otherwise: bfloat16 on a GPU that computes in it, else float32."""
+    return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+
+
+def device_key(device: torch.device) -> str:
+    """What keys say of a device: "cpu", or the GPU's name, as another GPU has other kernels."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def set_up_gpu() -> None:
+    """Settings of this process for computing on a GPU; before its first use, as torch's allocator reads them once."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+        os.environ.setdefault(
+            "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+        )  # batches differ in size: less is lost between
+    torch.backends.cuda.enable_cudnn_sdp(False)  # makes a plan for every new shape, and zero-shot rows have hundreds
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of products stay in float32
+
+
 def load_config(source: ModelSource) -> PretrainedConfig:
     """The model's config. Raises UserError, also for a family that is not supported."""
     where = {"pretrained_model_name_or_path": source.location, "revision": source.revision or "main"}
@@ -179,6 +199,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
     config = load_config(source)
     family = family_of(config.model_type)
     revision = source.revision or "main"
+    if device == "cuda":
+        set_up_gpu()
     tokenizer = load_tokenizer(source)
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its load report is turned into our sentence below

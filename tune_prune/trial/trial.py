@@ -172,12 +172,15 @@ class Trial:
     def _stage(self, name: str) -> Iterator[StageReport]:
         report = StageReport(name, 0.0)
         started = time.perf_counter()
+        device = self.context.loaded.device
         try:
             yield report
+            if device.type == "cuda":  # what was asked of it may not be done: the next stage must not pay for this one
+                torch.cuda.synchronize(device)
             report.duration_s = time.perf_counter() - started
             self.progress = replace(self.progress, reports=(*self.progress.reports, replace(report, outcomes={})))
         finally:  # what a failed stage has taken is recorded too
-            peak = peak_memory_bytes(self.context.loaded.device)
+            peak = peak_memory_bytes(device)
             self.progress = replace(self.progress, peak_memory_bytes=peak)
 
     def write_files(self, store: FolderStore) -> None:
