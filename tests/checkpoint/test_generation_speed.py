@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.conftest import VARIANTS
 from tune_prune.checkpoint import generation_speed
 from tune_prune.checkpoint.generation_speed import GenerationSpeed, measure, speed_table
 from tune_prune.checkpoint.sizes import sizes
@@ -75,6 +78,42 @@ def test_decoding_is_that_of_generate(
             pad_token_id=0,
         )
         assert torch.cat(fed[name], dim=1).tolist() == alone.tolist()
+
+
+def test_steps_with_a_static_cache_decode_the_same_tokens(
+    models: dict[str, PreTrainedModel], calls: list[tuple[str, torch.Tensor]]
+) -> None:
+    """What a CUDA graph replays: the step has the same tensors every time, and its cache where no layer has lost its attention
+    and where one has."""
+    prompt = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(0))
+
+    def captured(step: Callable[[], object]) -> Callable[[], object]:
+        step()
+        return step
+
+    for name, model in models.items():
+        seconds = generation_speed._static_seconds(model, prompt, 5, captured)
+        assert min(seconds) > 0
+        fed = [ids for caller, ids in calls if caller == name]
+        alone = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=6,
+            min_new_tokens=6,
+            pad_token_id=0,
+        )
+        assert torch.cat(fed[:7], dim=1).tolist() == alone.tolist()
+
+
+def test_only_gpus_decode_by_graphs_and_only_without_sliding_windows(tiny: Callable[..., PreTrainedModel]) -> None:
+    def on_gpu(variant: str) -> Any:
+        return SimpleNamespace(config=tiny(variant).config, device=torch.device("cuda"))
+
+    assert not generation_speed._graphed(tiny("llama"))
+    graphed = {variant: generation_speed._graphed(on_gpu(variant)) for variant in VARIANTS}
+    assert graphed == {variant: "sliding" not in variant for variant in VARIANTS} | {"mistral": False}
+    assert tiny("mistral").config.sliding_window  # its config's default
 
 
 def test_a_result_is_the_median_without_the_warm_up(
@@ -160,6 +199,8 @@ OTHER = GenerationSpeed(30_640.4, 76.9, 13_225_688_978, 512, 64, 1, 5, "bfloat16
 
 
 def test_table() -> None:
+    graphed = speed_table({"dense": replace(ONE, graph=True)}).splitlines()[-1]
+    assert graphed.endswith("bfloat16 on NVIDIA H200, decoded by CUDA graphs")
     assert speed_table({"dense": ONE, "pruned": OTHER}).splitlines() == [
         "        prefill tokens/s         decode tokens/s         peak memory bytes",
         "dense             24,512  1.00x             61.5  1.00x     16,532,111,222  1.00x",

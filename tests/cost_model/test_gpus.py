@@ -6,11 +6,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.cost_model.test_cost_model import SPEED, work
+from tune_prune import prune
+from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import MachineError, UserError
 from tune_prune.cost_model import device_speed, machine, own_process
@@ -23,6 +26,7 @@ from tune_prune.models import catalog, loading
 from tune_prune.planning import plan_cost
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import make_plan
+from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial import trial
 from tune_prune.tuning.ray_cluster import resources
 
@@ -203,7 +207,13 @@ def test_the_first_call_of_a_shape_is_not_timed(monkeypatch: pytest.MonkeyPatch)
 def test_trials_that_fill_a_gpu_take_turns_on_it() -> None:
     """Four shares of one GPU take as long as the GPU alone, where one trial fills it; of a small model they run side by side."""
     weights = int(estimates.FILLS_GPU)
-    large = work(arithmetic=Arithmetic(2, weights // 2, weights // 2, 0, 100, 0), device="cuda", passes={}, trials=40)
+    large = work(
+        arithmetic=Arithmetic(2, weights // 2, weights // 2, 0, 100, 0),
+        device="cuda",
+        passes={},
+        trials=40,
+        baseline=False,
+    )
     small = replace(large, arithmetic=Arithmetic(2, weights // 8, weights // 8, 0, 100, 0))
 
     def seconds(of, slots: int, share: float) -> float:
@@ -246,6 +256,15 @@ def test_a_stage_ends_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> N
     with one._stage("pruning") as report:
         now[0] += 1.0
     assert report.duration_s == one.progress.reports[0].duration_s == 6.0
+
+
+def test_to_cut_by_a_plan_takes_no_gpu() -> None:
+    config: Any = PruningConfig("random", 8, 8)
+    plan = PruningPlan(((0,),), ((0,),), 0, 0, 1)
+    known, unknown = (PruneRequest(None, config, plan=found) for found in (plan, None))
+    assert prune.device_of(known) == prune.device_of(known, "cpu") == "cpu"
+    assert prune.device_of(known, "auto", measure=True) == prune.device_of(unknown) == "auto"
+    assert prune.device_of(known, "cuda") == "cuda"
 
 
 def test_keys_name_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

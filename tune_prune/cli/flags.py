@@ -40,7 +40,9 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
         "length it was trained on; for a pruned checkpoint as recorded)",
     )
     group.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on GPUs, else float32)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the weights (default: bfloat16 on GPUs that have it, else float32)",
     )
 
 

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tune_prune.core.errors import MachineError
 
@@ -35,15 +35,16 @@ def call(function: Callable[..., Result], *arguments: Any) -> Result:
     result, error = pickle.loads(done.stdout)
     if error is not None:
         raise error
-    return result  # type: ignore[no-any-return]
+    return cast(Result, result)
 
 
 def _serve() -> None:
     """The other side: the call comes in on standard input, what it gives or raises goes out on standard output, alone."""
     answer, sys.stdout = sys.stdout.buffer, sys.stderr
     function, arguments = pickle.load(sys.stdin.buffer)
+    result: tuple[Any, Exception | None]
     try:
-        found = function(*arguments), None
+        result = function(*arguments), None
     except Exception as error:  # noqa: BLE001  # raised again on the side that called
-        found = None, error
-    answer.write(pickle.dumps(found))
+        result = None, error
+    answer.write(pickle.dumps(result))

@@ -193,6 +193,15 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         ) from error
 
 
+def fetch_weights(source: ModelSource) -> None:
+    """Download the weights of a hub model that this machine's cache lacks. Raises UserError."""
+    if source.kind == "hub":
+        try:
+            hub.fetch_weights(source.location, source.revision)
+        except Exception as error:  # the hub client and the network libraries each raise their own kinds
+            raise unavailable(source, error, "weights") from error
+
+
 def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedModel:
     """Load weights and tokenizer. Raises UserError where the model is not available, its weights do not fit its config
     (never leaves a tensor at random values), or its family is not supported."""
