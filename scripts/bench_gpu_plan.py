@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,9 +169,9 @@ class Bench:
             torch.randint(self.model.config.vocab_size, (1, 64)).to(self.device),
             8 if self.args.tiny else 64,
         )
-        ways = {"eager": generation_speed._seconds}
+        ways: dict[str, Callable[..., tuple[float, float]]] = {"eager": generation_speed._seconds}
         if generation_speed._graphed(self.model):
-            ways["graph"] = lambda *of: generation_speed._static_seconds(*of, captured=generation_speed._graph)
+            ways["graph"] = partial(generation_speed._static_seconds, captured=generation_speed._graph)
         return {
             f"{name}_s": min(way(self.model, prompt, steps)[1] for _ in range(2)) / steps for name, way in ways.items()
         }
