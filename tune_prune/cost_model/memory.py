@@ -106,8 +106,9 @@ def plan_memory(
     tokens = max(default_batch_tokens(config, device), longest_row)
     scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
     masks = tokens * longest_row * (8 + 4 + itemsize)  # made from distances in int64
-    zero_shot = tokens * inner + masks + scored * vocab * itemsize
-    zero_shot += FLOAT32 * min(SOFTMAX_ELEMENTS[device], scored * vocab)
+    logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
+    zero_shot = tokens * inner + masks + FLOAT32 * logits
+    zero_shot += itemsize * (logits if device == "cuda" else scored * vocab)
     return MemoryPlan(
         process=PROCESS_BYTES[device],
         weights=geometry.total_params * itemsize,

@@ -13,7 +13,6 @@ from huggingface_hub import constants
 from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from tune_prune.core.errors import UserError
-from tune_prune.models import weight_files
 
 _CARD = "README.md"  # of a data set: the file of its repository that the datasets library reads first
 
@@ -42,6 +41,8 @@ def commit(repo: str, revision: str | None = None) -> str | None:
 def fetch_weights(repo: str, revision: str | None = None) -> None:
     """Have the cache hold the weight files that transformers reads of model `repo`; nothing is done offline, or for a model
     that has only pickled weights. Raises what the hub client raises."""
+    from tune_prune.models import weight_files  # imports torch
+
     whole, index = "model.safetensors", "model.safetensors.index.json"
 
     def cached(name: str) -> str | None:
