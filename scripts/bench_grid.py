@@ -251,7 +251,7 @@ def measure(subject: Subject, args: argparse.Namespace, work: Path) -> dict[str,
     scale = {name: tokens / part_of_it[name] for name, tokens in whole.items() if part_of_it[name]}
     searches, trials, own = [], [], []
     for repeat in range(args.repeats):
-        seconds, metrics = run_search(subject, args, work / f"{subject.name}-search-{repeat}")
+        seconds, metrics = run_search(subject, args, work / f"{subject.name}-search-{repeat}", args.more)
         published = run_published(subject, sample, args, work / f"{subject.name}-published-{repeat}")
         searches.append(seconds)
         parts, parts_own = mean_parts(published, scale)
@@ -322,6 +322,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         help="of HFLM, bench_engine.py finds its best (default: %(default)s)",
     )
     p.add_argument("--slots", type=int, default=cpus(), metavar="N", help="processes at once (default: CPUs)")
+    p.add_argument(
+        "--inline", dest="more", action="store_const", const=["--inline"], default=[], help="search without Ray"
+    )
     p.add_argument("--published-trial", type=Path, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.published_trial is not None:

@@ -7,7 +7,6 @@ equal by accident: 8 heads of 6 in 4 KV groups, i.e. queries 48 wide on a hidden
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -128,9 +127,10 @@ def run_without() -> Callable[..., str]:
     return run
 
 
-@contextlib.contextmanager
-def started_ray(num_cpus: int) -> Iterator[None]:
-    """A private Ray. Its folder's name is short (pytest's are not): socket paths end at 107 characters."""
+@pytest.fixture(scope="module")
+def two_cpus() -> Iterator[None]:
+    """A private Ray of two CPUs for all searches of a file. Its folder's name is short (pytest's are not): socket paths end at
+    107 characters."""
     from tune_prune.tuning.ray_cluster import cluster
 
     with (
@@ -139,15 +139,8 @@ def started_ray(num_cpus: int) -> Iterator[None]:
     ):
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("OMP_NUM_THREADS", "1")
-        with cluster.connected(None, num_cpus=num_cpus):
+        with cluster.connected(None, num_cpus=2):
             yield
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    """A Ray for all searches of a file, of one CPU: each starts one worker, as importing torch there costs more than its trials."""
-    with started_ray(1):
-        yield
 
 
 @pytest.fixture

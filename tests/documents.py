@@ -139,7 +139,7 @@ class Reader:
         runs = name == "search" and "--dry-run" not in words and not needs and space.endswith(QUICK_SPACES)
         if name == "search" and not needs:
             words.append("--inline" if runs else "--dry-run")
-        main = importlib.import_module(COMMANDS[name]).main
+        main = importlib.import_module(COMMANDS[name][0]).main
         told, errors = io.StringIO(), io.StringIO()
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.chdir(self.folder))

@@ -46,11 +46,11 @@ def build(name: str) -> Stage:
     family = family_of("llama")
     snapshots = [5, 20] if name == "copies" else [20]
     work = STATISTIC.work([Need("taylor", "", n) for n in snapshots], 256, 4, "cpu")
-    plan = plan_memory(read_geometry(model, family), config, 4, "cpu", [work], 0, 512, 8 * 512, 64)
+    plan = plan_memory(read_geometry(model, family), config, 4, "cpu", [work], 0, 512, 5 * 512, 64)
     windows = torch.randint(vocab, (20, 256))
     taylor(model, family, windows[:1, :4], [1])
     if name == "evaluation":
-        return Stage(plan, lambda: perplexity(model, windows.flatten()[: 8 * 512], 512))
+        return Stage(plan, lambda: perplexity(model, windows.flatten()[: 5 * 512], 512))
     return Stage(plan, lambda: taylor(model, family, windows, snapshots))
 
 

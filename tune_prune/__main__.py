@@ -8,12 +8,20 @@ import sys
 from tune_prune.core.errors import did_you_mean
 from tune_prune.core.terminal.parser import versions
 
-COMMANDS = {
-    "search": "tune_prune.search",
-    "analysis": "tune_prune.analysis.command",
-    "prune": "tune_prune.prune",
-    "evaluate": "tune_prune.evaluate",
+COMMANDS = {  # module, what it does
+    "search": ("tune_prune.search", "prune a model by every configuration of a search space, and measure each"),
+    "analysis": ("tune_prune.analysis.command", "turn the trials of a search into a decision with its evidence"),
+    "prune": ("tune_prune.prune", "save a pruned model as a checkpoint that loads elsewhere"),
+    "evaluate": ("tune_prune.evaluate", "measure a model: perplexity and zero-shot accuracy"),
 }
+HELP = "\n".join(
+    [
+        "usage: tune-prune COMMAND ... (or python -m tune_prune COMMAND ..., python -m tune_prune.COMMAND ...)",
+        "\nMake a language model smaller with as little harm as possible.\n",
+        *(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items()),
+        "\nEach has --help; --version prints versions. A first try: tune-prune search --model tiny-llama --search-space smoke",
+    ]
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: no command was given; known: {', '.join(COMMANDS)} (each with --help)", file=sys.stderr)
         return 2
     if argv[0] in ("-h", "--help"):
-        print(f"usage: tune-prune COMMAND ...\n\ncommands: {', '.join(COMMANDS)} (each with --help)")
+        print(HELP)
         return 0
     if argv[0] == "--version":
         print(versions())
@@ -30,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"error: unknown command {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
 
 
 if __name__ == "__main__":

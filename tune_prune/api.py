@@ -45,15 +45,15 @@ def open(
     calibration  what methods read: embedded, wikitext2, c4 or a text file; None: embedded for embedded models, else the text of
                  data_dir, else wikitext2
     data_dir     task and text files for machines without a hub (docs/data.md)
-    seed         of calibration samples and of the order of test items
+    seed         of calibration samples, of the order of test items and of random scores; from 0 to 2**32 - 1
     dtype        of the weights while they are scored and measured: float32 or bfloat16; None: bfloat16 on a GPU that has it,
                  else float32
     device       auto (a GPU if there is one), cpu or cuda
-    perplexity_window    tokens of a window of the perplexity text, at most the model's limit; None: 2048, of an embedded model
-                 128 (the length it was trained on), of a pruned checkpoint as recorded
+    perplexity_window    length in tokens of the windows that the perplexity text is cut into, shortened to the model's limit;
+                 None: 2048, of an embedded model 128 (the length it was trained on), of a pruned checkpoint as recorded
 
-    Raises UserError for a name that is unknown, a model that is not available, damaged or of another family, and for a
-    keyword's value.
+    Returns a Model, whose weights are loaded when they are needed. Raises UserError for a name that is unknown, a model that is
+    not available, damaged or of another family, and for a keyword's value.
     """
     from tune_prune.models import catalog
 
@@ -117,20 +117,24 @@ def search(
     model           alias, hub id or local folder; or several of them
     search_space    paper_grid (45 configurations), adaptive, minimal, smoke (6), control, or a YAML file
     search          grid (all) or optuna (its TPE picks); None: as the space says
-    num_trials      per model and pruning ratio, of optuna
-    pruning_ratio   fraction of ALL parameters to remove; None: as the space says, else 0.2
-    shape, align    what layers may become; None: as the space says, else free
+    num_trials      trials of optuna, per model and pruning ratio; None: as the space says, else 20
+    pruning_ratio   fraction of ALL parameters to remove, above 0 and below 1; None: as the space says, else 0.2
+    shape, align    widths of the pruned layers, as for `Model.prune`; None: as the space says, else free
     revision, calibration, data_dir, seed, dtype, perplexity_window    as for `open`; the seed is the sampler's, too
     tasks, limit    as for `Model.evaluate`
-    scheduler       none, race or asha: which trials are stopped early
-    gpus_per_trial, cpus_per_trial    auto or a number
-    trial_timeout   seconds after which a trial is ended
+    scheduler       which trials are stopped early: none; race, what cannot be the best any more (95% confidence); asha, the weaker
+                    half at a quarter and at half of the items
+    gpus_per_trial  GPUs of one trial: 0, 1, 1/k for k trials on each GPU, or auto
+    cpus_per_trial  CPUs of one trial, or auto
+    trial_timeout   seconds after which a trial is ended and recorded as failed; None: no limit
     inline          one trial after the other in this process, without Ray
     address         HOST:PORT of a Ray cluster, or auto; None: a local Ray of its own
-    storage_path    where experiments are kept
-    name            of the experiment; None: from model, ratio, search space and shape
+    storage_path    folder of all experiments and what they share
+    name            of the experiment, a folder in storage_path; None: made of model, ratio, search space, shape and limit
 
-    Prints its progress. Raises UserError before anything starts; a trial that fails is a row of `Results.trials`.
+    Returns the Results of all trials of the experiment. Prints its progress. A trial that fails is a row of `Results.trials`.
+    Raises UserError, before anything starts where that can be; MachineError where Ray does not start. On KeyboardInterrupt the
+    finished trials are kept.
     """
     keywords = dict(locals())
     from tune_prune.cli import search_flags
@@ -144,8 +148,8 @@ def search(
 
 
 def load_results(folder: str | Path) -> Results:
-    """The results of a search, from its folder (ray_results/NAME): finished, running or half-lost. Raises UserError for a folder
-    that is no experiment and holds no results file."""
+    """The Results of a search, from its folder (ray_results/NAME): finished, running or half-lost. Starts nothing and changes
+    nothing. Raises UserError for a folder that is not an experiment and holds no results file."""
     from tune_prune import results
 
     return results.load(Path(folder).expanduser())

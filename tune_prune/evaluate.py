@@ -7,7 +7,6 @@ them where they were measured in the same way.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -18,29 +17,28 @@ from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.parser import Parser
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     p = Parser(
         prog="python -m tune_prune.evaluate",
         description="Measure a language model as a search measures its trials: perplexity and zero-shot accuracy.",
-        epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",
+        examples={
+            "--model tiny-llama": "a dense model",
+            "--model DIR --limit 100": "a pruned checkpoint, on part of the items",
+            "--model DIR --data-dir DATA --tasks boolq,piqa": "without a hub, two tasks",
+        },
     )
-    p.add_argument(
-        "--model", type=flags.text, required=True, metavar="NAME",
-        help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder",
-    )  # fmt: skip
-    p.add_argument(
-        "--revision", type=flags.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
-    )
+    p.add_argument("--model", type=flags.text, required=True, metavar="NAME", help=flags.MODEL_HELP)
+    p.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     flags.add_measurement_flags(p)
     p.add_argument(
         "--seed",
         type=flags.whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
-        help="of the order of the items (default: 0)",
+        help="seed of the order of the items (default: 0)",
     )
     flags.add_device_flag(p)
-    p.add_argument("--output", type=flags.text, metavar="FILE", help="write the record as JSON, too")
+    p.add_argument("--output", type=flags.text, metavar="FILE", help="file to write all numbers to, as JSON")
     return p
 
 
@@ -58,6 +56,7 @@ def _main(argv: list[str]) -> None:
     from tune_prune.cli.names import check_names
 
     check_names([args.model], args.data_dir, args.tasks, None)
+    flags.limit_threads()
     model = api.open(
         args.model,
         revision=args.revision,

@@ -44,10 +44,13 @@ def _silent(_: StageReport) -> None:
 class Model:
     """A language model as `open` finds it. Its weights are loaded when they are needed, and are in memory once.
 
-    label     its name in tables and file names
-    run       the settings that it was opened with
-    manifest  what is recorded of a checkpoint that was pruned before; None of any other model
-    params    number of parameters
+    label      its name in tables and file names
+    run        the settings that it was opened with, a core.config.ModelRun
+    device     "cpu" or "cuda"
+    geometry   its layers: KV groups, MLP channels and what each costs in parameters (models/geometry.py)
+    manifest   what is recorded of a checkpoint that was pruned before; None for any other model
+    params     number of parameters
+    tokenizer  of transformers
     """
 
     def __init__(
@@ -98,18 +101,20 @@ class Model:
         align: int | None = None,
         on_stage: Callable[[StageReport], None] = _silent,
     ) -> PrunedModel:
-        """A smaller model. This one stays as it is, and shares with it the memory of every tensor that is not cut.
+        """A smaller model, as a PrunedModel. This one is not changed; every tensor that is not cut is shared with it.
 
         method           how groups are scored: taylor, layerwise, blockwise, wanda_sp, magnitude, random (docs/methods.md)
         ratio            fraction of ALL parameters to remove, above 0 and below 1
         seq_len          tokens per calibration sample; needed by every method that reads data
         num_samples      calibration samples; likewise
         removal_divisor  removal losses use the first num_samples // removal_divisor samples; None: 5
-        shape            what layers may become: free, uniform, aligned or aligned-N
-        align            the N of aligned; None: 64, from 1B parameters on 256
+        shape            widths of the pruned layers: free, any; aligned, MLP widths in multiples of `align` (or aligned-N);
+                         uniform, the same in every layer (docs/methods.md, "Shapes")
+        align            channels; None: 64, from 1B parameters on 256
         on_stage         is called with each stage's report (name, seconds, tokens) as it ends
 
-        Statistics that an earlier call or, in ./ray_results, a search has computed are used again. Raises UserError.
+        Statistics that an earlier call or, in ./ray_results, a search has computed are used again. Raises UserError for a value
+        out of bounds, a ratio that the model cannot give up, a text with too few samples, and for a model that is already pruned.
         """
         values = {
             "method": method,
@@ -138,8 +143,8 @@ class Model:
         origin.require_dense(self._source, self._config)
         if request.fingerprint is not None and not loading.is_model_of(request.fingerprint, self._source, self._config):
             raise UserError(
-                f"{self._source.location} is not the model that was searched (its files have another content); give that one with "
-                "--base, or search again"
+                f"{self._source.location} is not the model that was searched (the contents of its files differ); name that one "
+                "with --base, or search again"
             )
         plan = request.plan
         if plan is None:
@@ -159,10 +164,11 @@ class Model:
         tasks: Sequence[str] | str | None = None,
         on_stage: Callable[[StageReport], None] = _silent,
     ) -> Evaluation:
-        """Perplexity and zero-shot accuracies, by the protocol of a search's trials: the numbers of a search's dense baseline.
+        """Perplexity and zero-shot accuracies (fractions, with standard errors), by the protocol of a search's trials: the numbers
+        of a search's dense baseline.
 
         limit     at most this many items per task, the first ones; None: all
-        tasks     names of zero-shot tasks; None: the seven of the paper
+        tasks     names of zero-shot tasks, as a list or with commas between them; None: the seven of core.config.ZERO_SHOT_TASKS
         on_stage  is called with each stage's report as it ends; those of the zero-shot stages have the accuracies so far
 
         Raises UserError where texts or tasks are not available.
@@ -192,8 +198,8 @@ class Model:
         largest, vocab_size = int(context.perplexity_tokens.max()), context.loaded.model.config.vocab_size
         if largest >= vocab_size:
             raise UserError(
-                f"the tokenizer of {self.label} makes token {largest}, but vocab_size in its config.json is {vocab_size}; use the "
-                "model's own tokenizer files"
+                f"the tokenizer of {self.label} gives the token id {largest}, but vocab_size in its config.json is {vocab_size}; "
+                "use the model's own tokenizer files"
             )
         trial = Trial(config, context)
         for report in stages(trial):
@@ -212,10 +218,11 @@ class Model:
 class PrunedModel:
     """A pruned model.
 
-    dense   the Model that it was made from
-    config  its PruningConfig: method, seq_len, num_samples, pruning_ratio, removal_divisor, shape
-    plan    its PruningPlan: kept_groups and kept_channels, indices by layer; removed_params, removed_fraction
-    params  number of parameters
+    dense      the Model that it was made from
+    config     its PruningConfig: method, seq_len, num_samples, pruning_ratio, removal_divisor, shape
+    plan       its PruningPlan: kept_groups and kept_channels, indices by layer; removed_params, removed_fraction
+    params     number of parameters
+    tokenizer  of transformers, the dense model's
     """
 
     def __init__(self, dense: Model, request: PruneRequest, plan: PruningPlan) -> None:
@@ -259,12 +266,13 @@ class PrunedModel:
         overwrite: bool = False,
         measure: bool = False,
     ) -> Manifest:
-        """Write it to `folder` as a checkpoint that loads elsewhere, whole or not at all, and say what is in it.
+        """Write it to `folder` as a checkpoint that loads elsewhere, whole or not at all; returns its Manifest (files, sizes,
+        configuration, plan: tune_prune.json).
 
         format     hf: layers as they are; hf-padded: zeros up to the widest layer, the family's own class; gguf: for llama.cpp
         dtype      of the saved weights: float32, bfloat16 or float16; None: the base model's own
         shard_gb   largest weight file, in gigabytes (10**9 bytes)
-        overwrite  replace an earlier checkpoint of this program
+        overwrite  replace an earlier checkpoint of tune_prune
         measure    measure tokens per second and memory, dense beside pruned, and record them
 
         The weights are those of the base model, cut. Raises UserError where `folder` exists or cannot be written, or where the

@@ -29,35 +29,52 @@ if TYPE_CHECKING:
 CODE = "modeling_tune_prune.py"  # in checkpoints whose layers differ
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     p = Parser(
         prog="python -m tune_prune.prune",
-        description="Prune a language model by one configuration and save it as a checkpoint that loads elsewhere.",
-        epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted, 1 else.",
+        description="Prune a language model by one configuration and save it as a checkpoint that transformers or llama.cpp loads.",
+        examples={
+            "--config ray_results/NAME --output DIR": "the best of a search",
+            "--model tiny-llama --method taylor --seq-len 64 --num-samples 128 --output DIR": "one by flags",
+        },
     )
     p.add_argument(
-        "--output", type=flags.text, required=True, metavar="DIR", help="folder to write, which must not exist"
+        "--output",
+        type=flags.text,
+        required=True,
+        metavar="DIR",
+        help="folder to write, which must not exist (but see --overwrite)",
     )
-    what = p.add_argument_group("what is made: the best configuration of a search, or one by flags")
+    what = p.add_argument_group(
+        "what is pruned, and how: the best configuration of a search (--config), or one by flags"
+    )
     what.add_argument(
         "--config", type=flags.text, metavar="FILE",
-        help="global_best_config.json of a search, best_config.json of an analysis, or the experiment's folder",
+        help="folder of an experiment, its global_best_config.json, or the best_config.json of an analysis",
     )  # fmt: skip
     what.add_argument(
         "--model", type=flags.text, metavar="NAME",
-        help="alias, hub id or local folder; with --config, which of its labels, e.g. tiny-llama@0.3 (default: the only one)",
+        help=f"{flags.MODEL_HELP}; with --config, which of its models, e.g. tiny-llama@0.3 (default: the only one)",
     )  # fmt: skip
     what.add_argument(
         "--base", type=flags.text, metavar="DIR",
-        help="with --config: where the dense model is now (default: where it was searched)",
+        help="with --config: where the dense model is now, hub id or folder (default: where it was searched)",
     )  # fmt: skip
-    what.add_argument("--revision", type=flags.text, metavar="REV", help="of a hub model (default: main)")
+    what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     flags.add_hyperparameter_flags(what, HYPERPARAMETERS)
-    what.add_argument("--calibration", type=flags.text, metavar="TEXT", help="embedded, wikitext2, c4 or a text file")
+    what.add_argument("--calibration", type=flags.text, metavar="TEXT", help=flags.CALIBRATION_HELP)
     what.add_argument(
-        "--data-dir", type=flags.text, metavar="DIR", help="texts for machines without a hub (docs/data.md)"
+        "--data-dir",
+        type=flags.text,
+        metavar="DIR",
+        help="folder of text files, laid out as in docs/data.md (default: none)",
     )
-    what.add_argument("--seed", type=flags.whole_number(0, 2**32 - 1), metavar="S", help="(default: 0)")
+    what.add_argument(
+        "--seed",
+        type=flags.whole_number(0, 2**32 - 1),
+        metavar="S",
+        help="seed of the calibration samples and of random scores (default: 0)",
+    )
     how = p.add_argument_group("how it is saved")
     how.add_argument(
         "--format", choices=("hf", "hf-padded", "gguf"), default="hf",
@@ -67,16 +84,20 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the saved weights (default: the base model's own)",
+        help="data type of the saved weights (default: the base model's own)",
     )
     how.add_argument(
-        "--shard-gb", type=flags.gigabytes, default=5.0, metavar="GB", help="largest weight file (default: 5)"
+        "--shard-gb",
+        type=flags.gigabytes,
+        default=5.0,
+        metavar="GB",
+        help="size of the largest weight file, in 10^9 bytes (default: 5)",
     )
+    how.add_argument("--overwrite", action="store_true", help="replace a checkpoint of tune_prune at --output")
     how.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier checkpoint of this program at --output"
-    )
-    how.add_argument(
-        "--measure", action="store_true", help="measure tokens/s and memory, dense beside pruned, and record them"
+        "--measure",
+        action="store_true",
+        help="also measure speed (tokens/s) and memory of the dense and the pruned model",
     )
     flags.add_device_flag(how)
     return p
@@ -99,6 +120,7 @@ def _main(argv: list[str]) -> None:
 
     folder = Path(args.output).expanduser().absolute()
     check_folder(folder, args.overwrite)
+    flags.limit_threads()
     if args.config is not None:
         request = prune_request.from_config(args.config, args.model, args.base, args.revision)
         check_agreement(args, request)
@@ -161,7 +183,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
-    """Raise UserError for a flag that says something else than what was searched. One that repeats it is fine."""
+    """Raise UserError for a flag that contradicts what was searched. One that repeats it is accepted."""
     from tune_prune.data import calibration, checks
 
     run = request.source or request.run
@@ -199,12 +221,18 @@ def describe(folder: Path, about: Manifest) -> str:
     lines = ["", sizes.size_table(about.sizes, disk_bytes)]
     if saved_as == "padded":
         dense, pruned, padded = (about.sizes[name].params for name in ("dense", "pruned", "padded"))
-        stays = (dense - padded) / max(1, dense - pruned)
-        lines += ["", f"padding      {padded - pruned:,} zeros; {stays:.0%} of what pruning removed stays removed"]
+        left = (dense - padded) / max(1, dense - pruned)
+        lines += [
+            "",
+            f"padding      {padded - pruned:,} zeros: {left:.0%} of the reduction by pruning remains",
+        ]
     if about.speed is not None:
         lines += ["", generation_speed.speed_table(about.speed)]
     if about.dropped_layers:
-        lines += ["", f"dropped      layers {', '.join(map(str, about.dropped_layers))}, which had lost both blocks"]
+        lines += [
+            "",
+            f"dropped      layers {', '.join(map(str, about.dropped_layers))}, which had lost both attention and MLP",
+        ]
     lines += [f"note: {note}" for note in about.notes]
     lines += ["", f"saved        {shown_path(folder)}/: {', '.join(about.files)}, README.md, {MANIFEST}"]
     if about.format == "gguf":

@@ -78,7 +78,7 @@ def _main(argv: list[str]) -> None:
         print(f"{name:<12} {shlex.join(next_command)}")
     if failed:
         print(
-            f"failed       {failed} trials (reasons in all_methods_results.csv); the same command tries them again:\n"
+            f"failed       {failed} of {len(planned)} trials (see all_methods_results.csv); the same command tries them again:\n"
             f"             {again}"
         )
 

@@ -90,7 +90,7 @@ print(err.getvalue())
         (["--csv", "M=x.csv", "--baseline", "M=120"], "'M=120' is not MODEL=ACCURACY"),
         (["x", "--rule", "luck"], "--rule: unknown value 'luck'; known: accuracy"),
         (["x", "--seed", "-1"], "--seed"),
-        (["no-such-folder"], "no-such-folder is no folder"),
+        (["no-such-folder"], "no-such-folder is not a folder"),
         (["--csv", "M=no-such.csv"], "no-such.csv cannot be read"),
         (["x", "--frob"], "unknown flag --frob"),
     ],
@@ -121,7 +121,7 @@ def test_a_baseline_and_percent(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_baselines_that_cannot_be(tmp_path: Path, refusal: Callable[..., str]) -> None:
     folder = simulated_study(tmp_path, models=("alpha",), items=5)
-    assert "'alfa', which is no model read here; did you mean 'alpha'" in refusal(folder, "--baseline", "alfa=0.6")
+    assert "'alfa', of which no trial was read; did you mean 'alpha'" in refusal(folder, "--baseline", "alfa=0.6")
     assert "leave it out" in refusal(folder, "--baseline", "alpha=0.6")
 
 
@@ -174,7 +174,7 @@ def test_many_problems_are_counted_once(tmp_path: Path) -> None:
     models = found.study.models.values()
     distinct = {(problem.where, problem.what) for model in models for problem in model.problems}
     assert f"and {len(distinct) - 10} more" in text
-    assert "warning      No complete run, so not here: gamma." in text
+    assert "warning      No complete trial, so not here: gamma." in text
 
 
 def test_the_choices_are_those_of_the_modules_behind_them() -> None:

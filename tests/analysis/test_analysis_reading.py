@@ -105,7 +105,7 @@ def test_the_published_method_is_read_from_the_folder_where_its_column_is_missin
     bare, whole = (read_results_csv(file, "Llama") for file in (tmp_path / "r.csv", path))
     pd.testing.assert_frame_equal(bare.rows.drop(columns="where"), whole.rows.drop(columns="where"), check_exact=True)
     # as in search_Llama_20/exp_001_taylor_seq_len16_...
-    assert bare.problems[-1].what == "15 rows name no method, only its hyperparameters: taken for taylor"
+    assert bare.problems[-1].what == "15 rows name no method, only its hyperparameters: taylor is assumed"
 
 
 def test_our_own_table_reads_back_the_same(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_a_file_with_few_columns(tmp_path: Path) -> None:
     assert first[["acc_mean", "removed_fraction"]].to_list() == [0.43, 0.19437]  # the first row of its configuration
     assert rows.loc["taylor-s32-n128", "status"] == "complete"  # its second run; the first one failed
     assert said(model, "duplicate") == [
-        f"line 3 of {path} | taylor-s32-n128, as line 6 of {path}, which counts",
-        f"line 5 of {path} | taylor-s16-n128, as line 2 of {path}, which counts",
+        f"line 3 of {path} | taylor-s32-n128 again, as in line 6 of {path}, which is used",
+        f"line 5 of {path} | taylor-s16-n128 again, as in line 2 of {path}, which is used",
     ]
     assert said(model, "not_finite") == [f"line 7 of {path} | blockwise-s128-n128: acc_mean is nan: it is not eligible"]
     assert len(columns.ranked(model.rows)) == 3
@@ -240,13 +240,13 @@ def test_an_experiment(tmp_path: Path) -> None:
     [
         ("experiment.json", None, "{file} | it is missing", 3),
         ("baseline.json", None, "{file} | it is missing", 3),
-        ("trials", None, "no trial has its items.parquet", 3),
+        ("trials", None, "no trial has an items.parquet", 3),
         ("trials/key-taylor-s16-n8", None, "trial key-taylor-s16-n8 of {folder} | its items.parquet is missing", 3),
         ("ledger/key-taylor-s16-n8.json", None, "1 of 3 configurations have no record yet: taylor-s16-n8", 2),
         ("ledger", None, "3 of 3 configurations have no record yet", 0),
         ("experiment.json", "{", "{file} | it is not valid JSON", 3),
         ("baseline.json", "[]", "{file} | it is JSON, but not an object", 3),
-        ("baseline.json", '{"tiny": 3}', "{file} | it is no trial record", 3),
+        ("baseline.json", '{"tiny": 3}', "{file} | it is not a trial record", 3),
         ("cost.json", "", "{file} | it is not valid JSON", 3),
         ("ledger/key-taylor-s16-n8.json", '{"key": "key-tay', "{file} | it is not valid JSON", 2),
         (
@@ -255,7 +255,7 @@ def test_an_experiment(tmp_path: Path) -> None:
             "{file} | it is the record of another",
             2,
         ),
-        ("ledger/odd.json", to_json(ODD.to_dict()), "{file} | its configuration cannot be", 3),
+        ("ledger/odd.json", to_json(ODD.to_dict()), "{file} | its configuration is not valid", 3),
     ],
 )
 def test_what_is_lost_or_damaged_is_named_and_the_rest_is_read(
@@ -293,8 +293,8 @@ def test_folders_of_one_model_are_merged(tmp_path: Path) -> None:
         assert model.rows["success"].all()
         assert model.origins == (first, second)
         assert said(model, "duplicate") == [
-            f"trial key-{NAMES[1]} of {first} | the same trial as trial key-{NAMES[1]} of {second}, which counts",
-            f"trial key-{NAMES[0]} of {second} | the same trial as trial key-{NAMES[0]} of {first}, which counts",
+            f"trial key-{NAMES[1]} of {first} | the same trial as trial key-{NAMES[1]} of {second}, which is used",
+            f"trial key-{NAMES[0]} of {second} | the same trial as trial key-{NAMES[0]} of {first}, which is used",
         ]
 
 
@@ -305,7 +305,7 @@ def test_what_was_measured_otherwise_is_kept_apart(tmp_path: Path) -> None:
     models = read_study([first, other_seed], [("tiny", path)]).models
     assert list(models) == ["tiny (a)", "tiny (b)", "tiny (csv)"]
     assert {len(model.rows) for model in models.values()} == {1}
-    assert all("kept apart" in model.problems[0].what for model in models.values())
+    assert all("it is a model of its own" in model.problems[0].what for model in models.values())
     assert list(models["tiny (b)"].rows["model"]) == ["tiny (b)"]
 
 
@@ -369,7 +369,7 @@ def test_what_is_no_experiment(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.csv").touch()
     (tmp_path / "bare" / "ledger").mkdir(parents=True)
-    refusals = {"empty": "is no experiment", "file.csv": "--csv Model=", "no": "no folder", "bare": "no trial"}
+    refusals = {"empty": "is not an experiment", "file.csv": "--csv Model=", "no": "not a folder", "bare": "no trial"}
     for name, expected in refusals.items():
         with pytest.raises(UserError, match=expected):
             read_study([tmp_path / name], [])

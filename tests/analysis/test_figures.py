@@ -344,7 +344,7 @@ def test_what_is_missing_is_left_out_and_what_is_damaged_is_named(simulated: Fin
         with pytest.raises(UserError, match=r"pruning_comparison.json has no layers with kv_groups_before"):
             figures_best.draw_best(tmp_path, tmp_path / "out")
     damaged = replace(model, eligible=model.eligible.assign(output_dir=str(tmp_path)))
-    with pytest.raises(UserError, match="delete it"):
+    with pytest.raises(UserError, match="move it away"):
         figures.draw_all(replace(simulated, models={"alpha": damaged}), tmp_path / "out")
 
 

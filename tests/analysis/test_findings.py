@@ -192,7 +192,7 @@ def test_warnings_follow_from_the_numbers(study: Study) -> None:
     assert model.basis == "unknown" and model.eligible["in_confidence_set"].all()
     unknown = next(message for message in model.warnings if message.kind == "stderr_unknown")
     assert unknown.values["names"] == model.eligible["name"].tolist()
-    with pytest.raises(UserError, match="no finite ppl in the trials of alpha"):
+    with pytest.raises(UserError, match="needs a finite ppl, which no complete trial of alpha has"):
         find(Study({"alpha": blind}), "perplexity")
 
 

@@ -35,9 +35,9 @@ def placeholders(sentence: str) -> set[tuple[str, str]]:
 
 
 def sentences_of_the_report() -> set[str]:
-    """What templates/report.txt.j2 gives to `say` and `entry`."""
+    """What templates/report.txt.j2 gives to `translate` and `entry`."""
     parsed = environment().parse((TEMPLATES / "report.txt.j2").read_text(encoding="utf-8"))
-    calls = [call for call in parsed.find_all(nodes.Call) if getattr(call.node, "name", "") in ("say", "entry")]
+    calls = [call for call in parsed.find_all(nodes.Call) if getattr(call.node, "name", "") in ("translate", "entry")]
     first = [call.args[0] for call in calls]
     either = [text for a in first for text in ((a.expr1, a.expr2) if isinstance(a, nodes.CondExpr) else (a,))]
     return {text.value for text in either if isinstance(text, nodes.Const)}

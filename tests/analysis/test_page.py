@@ -170,7 +170,7 @@ def test_first_screen_says_what_the_findings_say(parsed: Page, html: str, findin
         chips = card.split('class="chips">')
         named = {name for part in chips[1:] for name in re.findall(r"<code>([^<]*)</code>", part.split("</p>")[0])}
         assert inside <= named, label
-        assert (f"{len(inside)} other" if inside else "No other") in text
+        assert (f"{len(inside)} other" if inside else "None of the other") in text
     said = {text.strip() for text in parsed.texts["li"]}
     warnings = [warning for found in findings.models.values() for warning in found.warnings]
     texts = {messages.format_message(warning) for warning in warnings if warning.kind != "within_noise"}
@@ -213,7 +213,7 @@ const table = document.querySelector("#table-trials table");
 const heads = [...table.tHead.rows[0].cells];
 const accuracy = heads.find((head) => head.textContent === "Accuracy").getBoundingClientRect();
 const visible = accuracy.width > 0 && accuracy.right <= 390; // Chromium makes no window narrower than 500
-const column = heads.findIndex((head) => head.textContent === "To the best");
+const column = heads.findIndex((head) => head.textContent === "Gap");
 const keys = () => [...table.tBodies[0].rows].map((row) => row.cells[column].dataset.sort ?? "none").join(" ");
 const click = () => {
   heads[column].querySelector("button").click();

@@ -89,8 +89,8 @@ def test_paragraphs_of_experiments(simulated: Findings, tmp_path: Path) -> None:
         assert f"The confidence set of the best holds {inside} configurations" in text
         ppl = next(entry for entry in found.correlations if entry.column == "ppl")
         low, high = (f"{bound:.4f}".replace("0.", ".", 1) for bound in (ppl.low, ppl.high) if bound is not None)
-        assert f"over {ppl.n} runs, 95% interval {low} to {high}" in text
-    assert "36 runs and 224 task evaluations; 32 runs (88.9%) are complete, 2 failed, 2 were stopped early" in text
+        assert f"over {ppl.n} trials, 95% interval {low} to {high}" in text
+    assert "36 trials and 224 task evaluations; 32 trials (88.9%) are complete, 2 failed, 2 were stopped early" in text
 
 
 def test_references_are_those_of_the_text(simulated: Findings, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_paragraphs_under_another_rule(tmp_path: Path) -> None:
     found = next(entry for entry in findings.models.values() if entry.best["name"] != entry.eligible["name"].iloc[0])
     text = written(findings, tmp_path)
     assert f"By the rule one-standard-error, {found.best['name']} is chosen instead" in text
-    assert f"runs is {found.eligible['name'].iloc[0]}, with an accuracy" in text
+    assert f"trials is {found.eligible['name'].iloc[0]}, with an accuracy" in text
 
 
 def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
     findings = from_csv(tmp_path, {"M": lambda *key: one.get(key, math.nan), "lost": lambda *_: math.nan})
     text = written(findings, tmp_path)
     assert not re.search(rf"{CLAIMS}|\bnan\b|\bNone\b", text)
-    assert "No run of lost is complete." in text
+    assert "No trial of lost is complete." in text

@@ -234,7 +234,7 @@ def test_padding_is_shown_beside_what_was_pruned(tmp_path: Path) -> None:
     text = card(tmp_path, {"model_type": "llama"}, format="hf-padded", sizes=sizes, params=padded.params)
     assert table(text, "Size")[0] == ["Parameters", "8,030,261,248", "7,000,000,000", "87.2%"]
     assert "Without the zeros the pruned model has 6,424,211,456 parameters (80.0%)." in text
-    assert "measured without the zeros" in text
+    assert "zeros were left out for this measurement" in text
     assert "not masked" not in text and "zeros" not in card(tmp_path)
 
 

@@ -54,7 +54,10 @@ def test_each_difference_takes_out_what_it_touches_and_is_said(about: Manifest) 
     fewer = compared(about, tasks={"boolq": "b"})
     assert (fewer.accuracies, fewer.acc_mean) == ({"boolq": 0.6}, None) and "over boolq, piqa" in fewer.notes[0]
     more = compared(about, tasks=MEASURED_ON.tasks | {"arc_easy": "a"})
-    assert (more.accuracies, more.acc_mean) == (boolq_piqa, None) and "arc_easy was not recorded" in more.notes[0]
+    assert (more.accuracies, more.acc_mean) == (
+        boolq_piqa,
+        None,
+    ) and "arc_easy is not compared: it was not recorded" in more.notes[0]
     dtype = compared(about, replace(RUN, dtype="bfloat16"))
     assert (dtype.ppl, dtype.acc_mean) == (9.0, 0.5) and "recorded in float32, measured in bfloat16" in dtype.notes[0]
 
@@ -63,8 +66,8 @@ def test_where_nothing_can_be_compared(about: Manifest) -> None:
     empty = (None, {}, None)
     for changed, run_changes, said in (
         (replace(about, metrics=None), {}, "no recorded numbers"),
-        (replace(about, source=None), {}, "how the recorded numbers were measured is not recorded"),
-        (replace(about, measured_on=None), {}, "how the recorded numbers were measured is not recorded"),
+        (replace(about, source=None), {}, "it is not recorded how they were measured"),
+        (replace(about, measured_on=None), {}, "it is not recorded how they were measured"),
         (about, {"protocol": 3}, "version 2 of the protocol, these by 3"),
     ):
         found = compared(changed, **run_changes)

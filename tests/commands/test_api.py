@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
     "no model": (lambda *_: api.search([]), ["--model"]),
     "unknown space": (lambda *_: api.search("tiny-llama", "smokee"), ["'smokee'", "did you mean 'smoke'?"]),
     "unknown scheduler": (lambda *_: api.search("tiny-llama", scheduler="pbt"), ["--scheduler", "'pbt'", "asha"]),
-    "no folder": (lambda *_: api.load_results("nope"), ["nope is no folder", "ray_results/NAME"]),
+    "no folder": (lambda *_: api.load_results("nope"), ["nope is not a folder", "ray_results/NAME"]),
 }
 
 

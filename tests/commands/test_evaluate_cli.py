@@ -16,7 +16,7 @@ import torch
 import tune_prune.__main__
 from tests.pruned_checkpoints import FLAGS, change_json, change_weights, measured_checkpoint, open_context
 from tests.search_folders import TINY_FOLDER, data_folder, model_folder
-from tune_prune import evaluate
+from tune_prune import evaluate, prune
 from tune_prune.checkpoint.manifest import MANIFEST, read
 from tune_prune.core.config import EvaluationProtocol, ModelRun
 from tune_prune.core.ledger import parse_record
@@ -120,6 +120,24 @@ def test_no_gpu(sentence: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -
     assert "--device is cuda, but torch finds no GPU" in sentence(*TINY, "--device", "cuda")
 
 
+@pytest.mark.parametrize(
+    ("main", "argv"),
+    [(evaluate.main, [*TINY, "--revision", "x"]), (prune.main, ["--config", "nope.json", "--output", "out"])],
+)
+def test_no_more_threads_than_cpus(
+    main: Callable[..., int], argv: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that has the time of one CPU of many."""
+    monkeypatch.setattr("tune_prune.cost_model.machine.cpus", lambda: 1)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        refused(main, *argv)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_broken_models_and_data(sentence: Callable[..., str], tmp_path: Path) -> None:
     model, data = model_folder(tmp_path / "m"), data_folder(tmp_path / "data")
     (model / "model.safetensors").unlink()
@@ -133,7 +151,7 @@ def test_broken_models_and_data(sentence: Callable[..., str], tmp_path: Path) ->
     text = (strange / "tokenizer.json").read_text(encoding="utf-8")
     (strange / "tokenizer.json").write_text(text.replace('".": 5', '".": 5000'), encoding="utf-8")
     told = sentence("--model", strange, "--data-dir", data_folder(tmp_path / "more"), begun=True)
-    assert "makes token 5000" in told and "vocab_size" in told
+    assert "gives the token id 5000" in told and "vocab_size" in told
 
 
 def test_interrupted(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +218,8 @@ def test_differences_are_shown_and_what_differs_in_the_protocol_is_said(
     argv = ["--tasks", "boolq", "--limit", "5", "--device", "cpu", "--perplexity-window", "512"]
     assert evaluate.main(["--model", str(small), *argv]) == 0
     out = capfd.readouterr().out
-    assert "note: the recorded perplexity is not compared: its windows have 128 tokens, these 512\n" in out
+    assert "note: the recorded perplexity is not compared: its windows have 128 tokens, these 512; "
+    assert "measure with --perplexity-window 128 to compare\n" in out
     assert re.search(r"^boolq +acc +[\d.]+ +[\d.]+ +- +- ", out, re.MULTILINE)
     assert "note: the recorded accuracies are not compared: they are over at most 20 items a task" in out
 

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 import tune_prune.__main__
-from tune_prune import __version__, prune, search
+from tune_prune import __version__, evaluate, prune, search
 from tune_prune.analysis import command
+from tune_prune.cli import search_flags
 from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.terminal.parser import Parser
+from tune_prune.planning import search_space
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
 
@@ -58,6 +61,10 @@ MISTYPED = {
     "evaluate --model tiny-llama --device gpu": (
         f"--device: unknown value 'gpu'; did you mean 'cuda'? known: auto, cpu, cuda{SEE}"
     ),
+    "search --model tiny-llama --gpus 1": f"unknown flag --gpus, did you mean --gpus-per-trial?{SEE}",
+    "search --model tiny-llama --search-sp smoke": f"unknown flag --search-sp, did you mean --search-space?{SEE}",
+    "analysis ray_results/x --perc": f"unknown flag --perc, did you mean --percent?{SEE}",
+    "prune --config=x --out=y": f"unknown flag --out, did you mean --output?{SEE}",
     "evaluate --model tiny-llama --gpus 1": f"unknown flag --gpus, did you mean --device?{SEE}",
     "evaluate --model tiny-llama --batch_size 8": (
         f"--batch_size is not needed: batches are sized by the device and the model{SEE}"
@@ -129,6 +136,46 @@ def test_the_next_commands_of_a_search_are_command_lines() -> None:
         assert parsed[0].folders == [Path("my results/x")]
         kept = [(args.config, args.model, args.output) for args in parsed[1:]]
         assert kept == [("my results/x", label if len(labels) > 1 else None, f"{label}-pruned") for label in labels]
+
+
+@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, command.parser])
+def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]) -> None:
+    text = parser().format_help()
+    for example in parser().examples:
+        parser().parse_args(shlex.split(example))
+        assert f"    {parser().prog} {example}\n" in text
+    assert len(parser().examples) > 1 and "exit codes: 0 done" in text
+
+
+@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, command.parser])
+def test_every_flag_has_a_help_that_says_its_default(parser: Callable[[], Parser]) -> None:
+    """All but switches, flags that must be given or have no value of their own, and those that are given again for more."""
+    silent = {
+        "--config",
+        "--csv",
+        "--baseline",
+        "--trial-timeout",
+        "--method",
+        "--seq-len",
+        "--num-samples",
+        "--output",
+    }
+    for action in parser()._actions:
+        text = action.help or ""
+        assert len(text) > 10 and not text.startswith("of "), action.option_strings
+        optional = action.option_strings and not action.required and action.nargs != 0
+        if optional and action.option_strings[0] not in silent:
+            assert "default: " in text, action.option_strings
+
+
+def test_help_names_every_search_space_and_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune_prune.__main__.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in tune_prune.__main__.COMMANDS)
+    text = " ".join(search_flags.parser().format_help().split())
+    for name in search_space.names():
+        size = search_space.load(name).size
+        assert f"{name} ({size}" in text, name
 
 
 @pytest.mark.parametrize("name", ["", "search", "prune", "evaluate", "analysis"])

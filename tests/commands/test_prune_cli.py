@@ -54,12 +54,12 @@ def write_space(folder: Path, **values: Any) -> Path:
 def run_search(storage: Path, *argv: str | Path) -> Searched:
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
-        assert search.main([*map(str, argv), "--storage-path", str(storage), "--name", "s"]) == 0
+        assert search.main([*map(str, argv), "--inline", "--storage-path", str(storage), "--name", "s"]) == 0
     return Searched(storage / "s", told.getvalue())
 
 
 @pytest.fixture(scope="module")
-def searched(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Searched:
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
     """The three embedded models, two trials each, and their best checkpoints."""
     storage = tmp_path_factory.mktemp("prune")
     models = [flag for name in embedded.MODEL_NAMES for flag in ("--model", name)]
@@ -169,7 +169,7 @@ def test_without_its_trial_the_plan_is_found_again(
 
 @pytest.mark.slow
 def test_each_ratio_of_a_search_has_its_best_model(
-    local_ray: None, printed: Callable[..., str], sentence: Callable[..., str], tmp_path: Path
+    printed: Callable[..., str], sentence: Callable[..., str], tmp_path: Path
 ) -> None:
     """One search over two ratios and two shapes: the passes and the dense baseline are made once, and each ratio is compared
     in itself."""
@@ -313,7 +313,7 @@ def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("all I have", encoding="utf-8")
-    assert "is no checkpoint of this program" in sentence(
+    assert "is not a checkpoint of tune_prune" in sentence(
         "--model", "tiny-llama", *FLAGS, "--overwrite", "--output", mine
     )
 
@@ -361,8 +361,8 @@ def test_wrong_input_is_one_sentence(
     ("text", "word"),
     {
         "no JSON": ("{", "JSON"),
-        "another file": ('{"a": 1}', "names no configuration"),
-        "half an entry": ('{"models": {"m": {"method": "taylor"}}}', "names no configuration"),
+        "another file": ('{"a": 1}', "does not name a configuration"),
+        "half an entry": ('{"models": {"m": {"method": "taylor"}}}', "does not name a configuration"),
         "no model": ('{"models": {}}', "no"),
         "of a results file": (
             '{"models": {"m": {"method": "taylor", "seq_len": 16, "num_samples": 8, "source": null}}}',

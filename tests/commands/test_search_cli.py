@@ -64,7 +64,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "before aligned": (
         [*TINY, "--shape", "aligned", "--align", "30", "--pruning-ratio", "0.01"],
-        ["shape aligned-30 alone removes 3,840", "a multiple of 30", "at least 0.0241"],
+        ["shape aligned-30 alone removes 3,840", "beyond multiples of 30", "at least 0.0241"],
     ),
     "less than aligned": ([*TINY, "--shape", "aligned", "--pruning-ratio", "0.01"], ["a KV group, 3,072", "0.0193"]),
     "less than uniform": (
@@ -77,7 +77,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "seed beyond the samplers": ([*TINY, "--seed", str(2**32)], ["--seed", "4294967295"]),
     "unknown task": ([*TINY, "--tasks", "piqa,bolq"], ["'bolq'", "did you mean 'boolq'?"]),
     "no task": ([*TINY, "--tasks", ","], ["--tasks", "at least one"]),
-    "task as path": ([*TINY, "--tasks", "../x"], ["'../x'", "no task name"]),
+    "task as path": ([*TINY, "--tasks", "../x"], ["'../x'", "not the name of a task"]),
     "unknown dtype": ([*TINY, "--dtype", "float16"], ["--dtype", "'float16'", "bfloat16"]),
     "unknown scheduler": ([*TINY, "--scheduler", "pbt"], ["--scheduler", "'pbt'", "asha"]),
     "unknown calibration": ([*TINY, "--calibration", "wikitext"], ["'wikitext'", "did you mean 'wikitext2'?"]),
@@ -162,7 +162,7 @@ BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[s
     "weights of a missing part": (keep_index_only, ["lacks 1 of 1 weight files", "model-1.safetensors"]),
     "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("token*")], ["tokenizer", "complete"]),
     "tokenizer no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), ["tokenizer"]),
-    "tokenizer of another model": ({"vocab_size": 10}, ["makes token", "vocab_size", "10"]),
+    "tokenizer of another model": ({"vocab_size": 10}, ["gives the token id", "vocab_size", "10"]),
     "short positions": ({"max_position_embeddings": 8}, ["seq_len 32", "8 tokens"]),
 }
 
@@ -223,7 +223,7 @@ def test_broken_data_is_refused(
 
 def test_data_without_tasks_and_without_calibration_text(refusal: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert f"{tmp_path}/empty/tasks is no folder" in refusal(*TINY, "--data-dir", tmp_path / "empty")
+    assert f"{tmp_path}/empty/tasks is not a folder" in refusal(*TINY, "--data-dir", tmp_path / "empty")
     folder, data = model_folder(tmp_path / "m"), data_folder(tmp_path / "data")
     sentence = refusal("--model", folder, "--search-space", "smoke", "--data-dir", data)
     assert "no calibration text" in sentence and "--calibration FILE" in sentence
@@ -255,6 +255,12 @@ def test_search_spaces_of_the_user(refusal: Callable[..., str], tmp_path: Path) 
     assert "enough for" in sentence(SPACE.replace("[8]", "[1000000]"))
     assert "is 0.2, but" in sentence(f"{SPACE}pruning_ratio: 0.3\n", "--pruning-ratio", "0.2")
     assert "the shape is uniform" in sentence(f"{SPACE}shape: uniform\n", "--align", "16")
+    for said, flags, words in [
+        ("uniform", ["--shape", "free"], f"--shape is free, but {space} says uniform; leave one of them out"),
+        ("[free, uniform]", ["--shape", "uniform"], f"--shape is uniform, but {space} says free, uniform; leave one"),
+        ("aligned-32", ["--align", "8"], "--align is 8, but the shape is aligned-32; leave one of the two numbers out"),
+    ]:
+        assert words in sentence(f"{SPACE}shape: {said}\n", *flags)
 
 
 def test_all_problems_of_a_search_space_are_listed(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,3 +133,20 @@ class TestFolder(StoreContract):
         store.put("cost.json/inside", "a folder in its place")
         with pytest.raises(DamagedFile, match=r"cost\.json is unreadable \(Is a directory\)"):
             store.read("cost.json")
+
+    def test_what_may_not_be_read_is_not_to_be_deleted(
+        self, store: FolderStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The record of somebody else's search may be whole."""
+
+        def forbidden(path: Path) -> bytes:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        store.put("ledger/0f.json", "{}")
+        monkeypatch.setattr(Path, "read_bytes", forbidden)
+        with pytest.raises(DamagedFile) as caught:
+            store.read("ledger/0f.json")
+        assert str(caught.value) == (
+            f"{store.path('ledger/0f.json')} is unreadable (Permission denied); make it a file that you may read, then run the "
+            "same command again"
+        )

@@ -283,7 +283,7 @@ def test_check_names_everything_that_is_missing(tmp_path):
         assert file in str(caught.value)
     with pytest.raises(UserError, match=r"'winogrand' is not in .*did you mean 'winogrande'"):
         check_tasks(source, ("winogrand",))
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         check_tasks(TaskSource.of(str(tmp_path / "absent"), embedded=False), ("boolq",))
 
 

@@ -29,7 +29,8 @@ from tune_prune.core.files import to_json
 HERE = Path(__file__).parent
 NAME = "tiny-llama-20-smoke-limit5"
 SEARCH = ("--model", "tiny-llama", "--search-space", "smoke", "--limit", "5", "--gpus-per-trial", "0")
-SEARCH += ("--perplexity-window", "2048", "--storage-path")  # the window of then: today an embedded model's is another
+# The window of then: today an embedded model's is another.
+SEARCH += ("--inline", "--perplexity-window", "2048", "--storage-path")
 
 
 def read(path: Path) -> Any:
@@ -69,7 +70,7 @@ def test_it_is_pruned_from(storage: Path, tmp_path: Path) -> None:
     assert told_after["metrics"] == RECORDED["637f69f5dd037ef2"]["metrics"]
 
 
-def test_it_goes_on_and_has_nothing_to_do(local_ray: None, storage: Path) -> None:
+def test_it_goes_on_and_has_nothing_to_do(storage: Path) -> None:
     before = {path: path.read_bytes() for path in (storage / NAME).rglob("*.json")}
     assert search.main([*SEARCH, str(storage)]) == 0
     for path, content in before.items():
@@ -83,7 +84,7 @@ def test_it_goes_on_and_has_nothing_to_do(local_ray: None, storage: Path) -> Non
         }, name
 
 
-def test_it_runs_what_is_missing_from_its_cache(local_ray: None, storage: Path) -> None:
+def test_it_runs_what_is_missing_from_its_cache(storage: Path) -> None:
     key = "23a0c4b2250fa417"  # blockwise-s16-n8: both statistics
     (storage / NAME / "ledger" / f"{key}.json").unlink()
     shutil.rmtree(storage / NAME / "trials" / key)

@@ -172,13 +172,13 @@ def test_a_search_of_a_hub_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tune_prune.search", "--model", "acme/tiny", "--search-space", "smoke"]
     command += ["--data-dir", str(data_folder(tmp_path / "data")), "--tasks", "piqa", "--limit", "4"]
     command += ["--calibration", "embedded"]
-    command += ["--storage-path", str(tmp_path / "r"), "--name", "hub"]
+    command += ["--storage-path", str(tmp_path / "r"), "--name", "hub", "--inline"]
     environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("HF_HUB_CACHE", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     model = json.loads((tmp_path / "r" / "hub" / "experiment.json").read_text(encoding="utf-8"))["models"]["tiny"]
-    assert model["run"]["revision"] == COMMITS[0]  # what the workers load, whatever main says by then
+    assert model["run"]["revision"] == COMMITS[0]  # what trials load, whatever main says by then
     results = [
         json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "r" / "hub" / "ledger").glob("*.json")
     ]

@@ -117,7 +117,7 @@ def test_grid(bench: Callable[..., dict[str, Any]]) -> None:
         "--tasks",
         "boolq,piqa",
     ]
-    values = bench("grid", *argv, "--slots", "2")
+    values = bench("grid", *argv, "--slots", "2", "--inline")
     (model,) = values["models"]
     assert (model["trials"], model["published_trials_run"]) == (6, 2)
     assert model["mismatches"] == []
@@ -178,12 +178,27 @@ def test_overhead(bench: Callable[..., dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_overhead_of_a_search(bench: Callable[..., dict[str, Any]]) -> None:
-    argv = ["--model", "tiny-llama", "--trials", "0", "--limit", "3", "--tasks", "boolq", "--memory-trials", "0"]
+def test_overhead_of_a_search(bench: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    space = tmp_path / "two_trials.yaml"
+    space.write_text("search: grid\nmethod: taylor\nseq_len: 16\nnum_samples: [4, 8]\n", encoding="utf-8")
+    argv = [
+        "--search-space",
+        str(space),
+        "--model",
+        "tiny-llama",
+        "--trials",
+        "0",
+        "--limit",
+        "3",
+        "--tasks",
+        "boolq",
+        "--memory-trials",
+        "0",
+    ]
     searches = bench("overhead", *argv, "--threads", "1")["commands"]
     assert [search["way"] for search in searches] == ["Ray", "--inline"]
     for search in searches:
-        assert search["trials"] == 6
+        assert search["trials"] == 2
         assert 0 < search["stage_seconds"] < search["wall"] * search["slots"]
         assert 0 < search["start"] < search["wall"] and 0 < search["outside_share"] < 1
 

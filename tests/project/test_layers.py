@@ -227,5 +227,5 @@ for arguments in (["--help"], ["--version"], *wrong):
 """
     told = run_without((*HEAVY, "pandas", "numpy"), code)
     assert "--model" in told
-    codes = re.findall("^exit (.*)$", told, flags=re.MULTILINE)
+    codes = re.findall(r"^exit (\S+)$", told, flags=re.MULTILINE)
     assert codes == ["0", "0"] + (3 + len(misspelt)) * ["2"]

@@ -241,7 +241,7 @@ def test_budgets_that_a_shape_cannot_reach_are_refused_with_those_that_it_can() 
             assert low <= budget(g, bound, shape) <= high  # what is proposed can be had
     with pytest.raises(UserError) as error:
         budget(g, 0.9)
-    assert "one KV group of layer 0, without which cached decoding goes silently wrong" in one_sentence(error)
+    assert "one KV group of layer 0, without which generation with a cache is silently wrong" in one_sentence(error)
 
 
 def test_layers_that_cannot_take_a_shape_are_named() -> None:

@@ -23,7 +23,7 @@ def proportional(sizes):
 
 
 def text(scores) -> str:
-    return "".join("01"[int(score)] for score in scores)
+    return (np.asarray(scores, dtype=np.uint8) + ord("0")).tobytes().decode()
 
 
 def added(scores: Scores, config: int, counts, index: int) -> dict[str, str]:

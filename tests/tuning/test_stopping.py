@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from tune_prune.core.errors import UserError
 from tune_prune.evaluation.item_scores import ItemScore, to_parquet
 from tune_prune.tuning.messages import Slice, TrialMessage
 from tune_prune.tuning.queue import WorkQueue
-from tune_prune.tuning.ray_cluster import cluster
 from tune_prune.tuning.ray_cluster.trainable import to_result
 from tune_prune.tuning.ray_cluster.tuner import QueueSearcher, RuleScheduler
 from tune_prune.tuning.stopping.asha import AshaRule
@@ -177,8 +175,13 @@ def test_asha_decides_as_rays_does(slices):
     assert 10 < len(stopped) < 30
 
 
+def quiet_run(folder):
+    checkpoints = tune.CheckpointConfig(checkpoint_at_end=False)
+    return tune.RunConfig(storage_path=str(folder), checkpoint_config=checkpoints, verbose=0)
+
+
 @pytest.mark.slow
-def test_ray_stops_what_the_race_stops(tmp_path, monkeypatch):
+def test_ray_stops_what_the_race_stops(two_cpus, tmp_path):
     """One at a time: the good trial has completed when the bad one reports its first slice, the equal one goes on."""
     accuracy = {"good": 0.8, "bad": 0.2, "equal": 0.8}
     # All that a trial reports, made here: a worker need not import this module.
@@ -200,21 +203,13 @@ def test_ray_stops_what_the_race_stops(tmp_path, monkeypatch):
             self.setup(new_config)
             return True
 
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        rule = RaceRule(specs_of(*accuracy))
-        with cluster.connected(None, num_cpus=2):
-            results = tune.Tuner(
-                tune.with_resources(Stub, {"cpu": 1.5}),
-                param_space={"key": tune.grid_search(list(accuracy))},
-                tune_config=tune.TuneConfig(scheduler=RuleScheduler(rule), reuse_actors=True),
-                run_config=tune.RunConfig(
-                    storage_path=str(tmp_path),
-                    checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-                    verbose=0,
-                ),
-            ).fit()
+    rule = RaceRule(specs_of(*accuracy))
+    results = tune.Tuner(
+        tune.with_resources(Stub, {"cpu": 1.5}),
+        param_space={"key": tune.grid_search(list(accuracy))},
+        tune_config=tune.TuneConfig(scheduler=RuleScheduler(rule), reuse_actors=True),
+        run_config=quiet_run(tmp_path),
+    ).fit()
     assert not results.errors
     steps = {result.config["key"]: result.metrics["training_iteration"] for result in results}
     assert steps == {"good": 4, "bad": 2, "equal": 4}
@@ -222,7 +217,7 @@ def test_ray_stops_what_the_race_stops(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(tmp_path, monkeypatch):
+def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(two_cpus, tmp_path):
     """Ray's own FIFO runs all of them on the first actor, and kills every other one while it starts."""
 
     class Short(tune.Trainable):
@@ -239,25 +234,18 @@ def test_trials_shorter_than_the_start_of_an_actor_get_to_two_actors(tmp_path, m
         def reset_config(self, new_config):
             return True
 
-    specs = specs_of(*(f"key{index}" for index in range(50)))
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        with cluster.connected(None, num_cpus=2):
-            results = tune.Tuner(
-                tune.with_resources(Short, {"cpu": 1}),
-                tune_config=tune.TuneConfig(
-                    search_alg=QueueSearcher(WorkQueue([], list(specs.values())), []),
-                    scheduler=RuleScheduler(StoppingRule()),
-                    num_samples=len(specs),
-                    max_concurrent_trials=2,
-                    reuse_actors=True,
-                ),
-                run_config=tune.RunConfig(
-                    storage_path=str(tmp_path),
-                    checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-                    verbose=0,
-                ),
-            ).fit()
+    specs = specs_of(*(f"key{index}" for index in range(30)))
+    results = tune.Tuner(
+        tune.with_resources(Short, {"cpu": 1}),
+        tune_config=tune.TuneConfig(
+            search_alg=QueueSearcher(WorkQueue([], list(specs.values())), []),
+            scheduler=RuleScheduler(StoppingRule()),
+            num_samples=len(specs),
+            max_concurrent_trials=2,
+            reuse_actors=True,
+        ),
+        run_config=quiet_run(tmp_path),
+    ).fit()
     trials = Counter(result.metrics["actor"] for result in results)
     assert len(trials) == 2
     assert min(trials.values()) > 5

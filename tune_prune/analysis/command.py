@@ -31,11 +31,15 @@ _STEPS = 6  # imports, reading, statistics, layout, figures, tables and reports
 _REPORTS = ("report.html", "final_analysis_report.txt", "paragraphs.md", "references.bib")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     p = Parser(
         prog="python -m tune_prune.analysis",
         description="Find the best configuration of each model in trials that were run, and write the evidence for it.",
-        epilog="Exit codes: 0 done, 2 something in the command or its input must change, 130 interrupted, 1 else.",
+        examples={
+            "ray_results/NAME": "an experiment: finished, running or half-lost",
+            "ray_results/A ray_results/B --rule pareto": "several, compared across models",
+            "--csv Llama=all_methods_results.csv --baseline Llama=0.651": "published results",
+        },
     )
     p.add_argument(
         "folders", nargs="*", type=_path, metavar="FOLDER",
@@ -51,21 +55,26 @@ def parser() -> argparse.ArgumentParser:
         "for accuracy retained; give it again for more",
     )  # fmt: skip
     p.add_argument(
-        "--output", type=_path, default=Path("results"), metavar="DIR", help="where to write (default: %(default)s)"
+        "--output", type=_path, default=Path("results"), metavar="DIR", help="folder to write to (default: %(default)s)"
     )
     p.add_argument(
         "--rule", choices=RULES, default="accuracy",
-        help="how the best is chosen: highest accuracy, lowest perplexity, cheapest within one standard error of the most "
-        "accurate, or most accurate of the Pareto set (default: %(default)s)",
+        help="how the best is chosen: highest accuracy; lowest perplexity; fewest calibration tokens within one standard error of "
+        "the most accurate; most accurate of those that no other beats in accuracy, perplexity, size and latency "
+        "(default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--percent", action="store_true",
-        help="accuracies as 59.80 instead of .5980 on the screen and page, in reports, LaTeX and Markdown; CSV and JSON keep "
-        "fractions",
+        help="print accuracies as 59.80 instead of .5980 on the screen and page, in reports, LaTeX and Markdown; CSV and JSON "
+        "files keep fractions",
     )  # fmt: skip
-    p.add_argument("--lang", choices=LANGUAGES, default="en", help="of the text report (default: %(default)s)")
+    p.add_argument("--lang", choices=LANGUAGES, default="en", help="language of the text report (default: %(default)s)")
     p.add_argument(
-        "--seed", type=whole_number(0, 2**32 - 1), default=0, metavar="S", help="of the resampling (default: 0)"
+        "--seed",
+        type=whole_number(0, 2**32 - 1),
+        default=0,
+        metavar="S",
+        help="seed of bootstrap and cross-fitting (default: 0)",
     )
     return p
 
@@ -198,7 +207,7 @@ def why_nothing(study: Study) -> str:
     """Why there is nothing to decide in a study without an eligible trial, in a sentence."""
     models = study.models.values()
     if any(model.rows["success"].any() for model in models):
-        return "no complete trial has a finite acc_mean, so nothing can be compared; look at the rows' acc_mean"
+        return "no complete trial has a finite acc_mean, so nothing can be compared; look at the column acc_mean of the results"
     count, names = sum(len(model.rows) for model in models), ", ".join(study.models)
     if not count:
         return f"{names} has no finished trial yet; run the search first"

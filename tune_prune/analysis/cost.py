@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.records import MODEL_STAGES, TrialRecord, in_order
+from tune_prune.core.records import MODEL_STAGES, TrialRecord, in_order, pass_name
 
 Totals = Mapping[
     str, Mapping[str, Any]
@@ -57,7 +57,7 @@ def write_cost(
     gpu_seconds += gpu_share * sum(stage["duration_s"] for stage in passes)
     cost = {
         "trials": len(records),
-        **{f"{'gradient' if stage == 'importance' else stage}_passes": computed[stage] for stage in statistics},
+        **{f"{pass_name(stage)}_passes": computed[stage] for stage in statistics},
         "seconds_per_stage": seconds,
         "tokens_per_stage": tokens,
         "worker_seconds": total,

@@ -99,14 +99,14 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
     pictures = [] if trial is None or damaged else draw_best(trial, folder / "visualization")
     drawn = {path.name for path in pictures}
     for name in (f"visualization/{name}" for name in _PICTURES if name not in drawn):
-        texts[name], absent[name] = None, "it is drawn from the files above"
+        texts[name], absent[name] = None, "it is drawn from the analysis/ files that are missing"
     readme = [
         f"{found.best['name']}: the best of {len(found.eligible)} configurations of {found.model.label} by {found.rule}.",
         "",
         "best_config.json                      the configuration, the evidence for it, the command that runs it again",
         "evaluation/evaluation_results.json    its accuracies, task by task, and its perplexity",
         "analysis/, visualization/             the gradients, and what each layer lost and kept",
-        *(["", "Not here:"] if absent else []),
+        *(["", "Missing:"] if absent else []),
         *(f"{name}: {reason}" for name, reason in absent.items()),
     ]
     texts["README.txt"] = "\n".join(readme) + "\n"

@@ -28,7 +28,7 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
     if metrics is None:
         return _nothing("the checkpoint has no recorded numbers")
     if then is None or before is None:
-        return _nothing("how the recorded numbers were measured is not recorded")
+        return _nothing("it is not recorded how they were measured")
     if before.protocol != measured_on.protocol:
         return _nothing(
             f"they were measured by version {before.protocol} of the protocol, these by {measured_on.protocol}"
@@ -38,11 +38,12 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
     windows = then.protocol.perplexity_window, run.protocol.perplexity_window
     if before.text != measured_on.text:
         ppl = None
-        notes.append("the recorded perplexity is that of another text and is not compared")
+        notes.append("the recorded perplexity is not compared: it was measured on another text")
     elif windows[0] != windows[1]:
         ppl = None
         notes.append(
-            f"the recorded perplexity is not compared: its windows have {windows[0]:,} tokens, these {windows[1]:,}"
+            f"the recorded perplexity is not compared: its windows have {windows[0]:,} tokens, these {windows[1]:,}; measure with "
+            f"--perplexity-window {windows[0]} to compare"
         )
 
     accuracies: dict[str, float] = {}
@@ -57,10 +58,10 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
         for task, content in measured_on.tasks.items():
             accuracy = metrics.get(f"acc_{task}")
             if task not in before.tasks or accuracy is None:
-                notes.append(f"{task} was not recorded")
+                notes.append(f"{task} is not compared: it was not recorded")
             elif before.tasks[task] != content:
                 notes.append(
-                    f"{task} is not compared: its items, or lm-eval's version, were others when it was recorded"
+                    f"{task} is not compared: its items or the version of lm-eval have changed since it was recorded"
                 )
             else:
                 accuracies[task] = accuracy

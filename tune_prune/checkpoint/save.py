@@ -66,7 +66,7 @@ def save_checkpoint(
     """Prune `dense` by `plan` and write the result to `folder` in the dtype of `dense`.
 
     Everything is written to a folder beside it, which is renamed at the end. Raises UserError where `folder` exists (with
-    `overwrite`: unless it is a checkpoint of this program), where the plan is for another model, or where the format cannot
+    `overwrite`: unless it is a checkpoint of tune_prune), where the plan is for another model, or where the format cannot
     hold the model.
     """
     check_folder(folder, overwrite)
@@ -124,7 +124,7 @@ def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
             if list(kept) != sorted(set(kept)) or not set(kept) <= set(range(size)):
                 raise UserError(
                     f"the plan keeps {part} in layer {layer} that {label} does not have, or one twice (it has 0 to {size - 1}); "
-                    "restore the plan from a copy, or delete it to have it found again"
+                    "restore the plan from a copy, or delete it to have it computed again"
                 )
         if layer in geometry.cache_layers and not plan.kept_groups[layer]:
             raise UserError(
@@ -139,14 +139,16 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         raise UserError(f"--output {folder} exists and is not a folder; name one that does not exist yet")
     parent = next(path for path in folder.parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"--output {folder} cannot be made: {parent} is not a folder that can be written to")
+        raise UserError(
+            f"--output {folder} cannot be made: {parent} is not a folder that can be written to; name another place"
+        )
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:
         raise UserError(f"--output {folder} exists; name another folder, or replace it with --overwrite")
     if not (folder / manifest.MANIFEST).is_file():
         raise UserError(
-            f"--output {folder} has no {manifest.MANIFEST}, so it is no checkpoint of this program and is not replaced; name "
+            f"--output {folder} has no {manifest.MANIFEST}, so it is not a checkpoint of tune_prune and is not replaced; name "
             "another folder"
         )
 

@@ -10,8 +10,17 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter
+from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, Hyperparameter
 from tune_prune.core.errors import exit_code, whole_number
+from tune_prune.cost_model import machine
+from tune_prune.pruning.methods import method_names
+
+MODEL_HELP = "alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder"
+REVISION_HELP = "branch, tag or commit of a hub model (default: main)"
+CALIBRATION_HELP = (
+    "text that methods are calibrated on: embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else "
+    "the text of --data-dir, else wikitext2)"
+)
 
 
 def add_measurement_flags(group: argparse._ActionsContainer) -> None:
@@ -21,28 +30,31 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
         "--data-dir",
         type=text,
         metavar="DIR",
-        help="task and text files for machines without a hub (layout: docs/data.md)",
+        help="folder of task and text files, laid out as in docs/data.md (default: those of the hub; embedded models have theirs)",
     )
     group.add_argument(
-        "--tasks", type=task_names, metavar="A,B", help="zero-shot tasks (default: the seven of the paper)"
+        "--tasks",
+        type=task_names,
+        metavar="A,B",
+        help=f"zero-shot tasks, with commas between them (default: {', '.join(ZERO_SHOT_TASKS)})",
     )
     group.add_argument(
         "--limit",
         type=whole_number(1, 10**9),
         metavar="N",
-        help="at most N items per task, the first ones (default: all)",
+        help="measure on the first N items of each task only (default: all)",
     )
     group.add_argument(
         "--perplexity-window",
         type=whole_number(2, 10**6),
         metavar="TOKENS",
-        help="of a window of the perplexity text, at most the model's limit (default: 2048; for an embedded model 128, the "
-        "length it was trained on; for a pruned checkpoint as recorded)",
+        help="length of the windows that the perplexity text is cut into, shortened to the model's limit (default: 2048; for an "
+        "embedded model 128, the length it was trained on; for a pruned checkpoint as recorded)",
     )
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the weights (default: bfloat16 on GPUs that have it, else float32)",
+        help="data type of the weights while they are used (default: bfloat16 on a GPU that has it, else float32)",
     )
 
 
@@ -52,7 +64,7 @@ def add_device_flag(group: argparse._ActionsContainer) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="where it runs (default: a GPU if there is one)",
+        help="where it runs; auto takes a GPU if there is one (default: %(default)s)",
     )
 
 
@@ -63,13 +75,14 @@ def add_hyperparameter_flags(
     for row in (HYPERPARAMETERS[name] for name in names):
         usual = "" if row.required else f" (default: {default or row.default})"
         metavar = row.name.rpartition("_")[2].upper()
-        group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=f"{row.help}{usual}")
+        choices = f": {', '.join(method_names())}" if row.name == "method" else ""
+        group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=f"{row.help}{choices}{usual}")
         if row.name == "shape":
             group.add_argument(
                 "--align",
                 type=whole_number(1, 10**6),
                 metavar="N",
-                help="of --shape aligned (default: 64, from 1B parameters on 256)",
+                help="channels that MLP widths are multiples of in --shape aligned (default: 64, from 1B parameters on 256)",
             )
 
 
@@ -81,6 +94,14 @@ def _hyperparameter(row: Hyperparameter) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r} is not {row.kind}") from None
 
     return parse
+
+
+def limit_threads() -> None:
+    """Hold this process to the CPUs it may use. PyTorch counts those of the affinity mask, and not what a control group allows:
+    in a container with 2 of 64 CPUs its 64 threads would wait for each other."""
+    import torch  # not before the flags have been read
+
+    torch.set_num_threads(min(torch.get_num_threads(), machine.cpus()))
 
 
 def run(main: Callable[[], None]) -> int:
@@ -133,5 +154,7 @@ def task_names(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} names no task; name at least one, e.g. boolq,piqa")
     for name in names:
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise argparse.ArgumentTypeError(f"{name!r} is no task name; separate names by commas, e.g. boolq,piqa")
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is not the name of a task; separate names by commas, e.g. boolq,piqa"
+            )
     return names

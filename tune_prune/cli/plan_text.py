@@ -190,7 +190,7 @@ def _resources(plan: Plan) -> str:
     )
     at_once = "one after the other in this process" if settings.inline else f"{plan.slots} at once"
     return (
-        f"{where}; a trial takes CPU {each.cpus:g}, GPU {each.gpus:g} and about {_bytes(plan.memory.total)}; {at_once}; "
+        f"{where}; a trial takes {each.cpus:g} CPU, {each.gpus:g} GPU and about {_bytes(plan.memory.total)}; {at_once}; "
         f"scheduler {settings.scheduler}"
     )
 

@@ -71,8 +71,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{path} names no configuration of a search ({cause}); give the {BEST_CONFIG} that a search has written, or all of "
-            "--model, --method, --seq-len and --num-samples"
+            f"{path} does not name a configuration that a search has found ({cause}); give the {BEST_CONFIG} that "
+            "a search has written, or all of --model, --method, --seq-len and --num-samples"
         ) from error
     if run is None:
         raise UserError(
@@ -88,9 +88,11 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
 def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
     if label is None and len(entries) == 1:
         return next(iter(entries.values()))
+    if not entries:
+        raise UserError(f"{path} names no configuration, as no trial is complete; run the search until one is")
     if label is None or label not in entries:
         what = f"--model {label} is not in {path}" if label else f"{path} holds {len(entries)} results"
-        raise UserError(f"{what}; choose one with --model: {', '.join(entries) or 'it has none with a complete trial'}")
+        raise UserError(f"{what}; choose one with --model: {', '.join(entries)}")
     return entries[label]
 
 
@@ -123,7 +125,9 @@ def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[
         try:
             known |= {"plan": PruningPlan.from_dict(values), "plan_file": trial / PLAN}
         except ValueError as error:
-            raise UserError(f"{trial / PLAN} holds no plan ({error}); delete it to have it found again") from error
+            raise UserError(
+                f"{trial / PLAN} holds no plan ({error}); restore it from a copy, or delete it to have the plan computed again"
+            ) from error
     experiment = FolderStore(trial.parents[1])
     model = (experiment.read(EXPERIMENT) or {}).get("models", {}).get(run.label, {})
     identity = model.get("meaning", {})

@@ -15,40 +15,45 @@ if TYPE_CHECKING:
 COMMAND = ("python", "-m", "tune_prune.search")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     p = Parser(
         prog="python -m tune_prune.search",
-        description="Find the best way to prune a language model: a search over pruning configurations, each one tried for real.",
-        epilog="Exit codes: 0 done, 2 something in the command must change, 130 interrupted (the same command goes on), 1 else.",
+        description="Find the best way to prune a language model: prune and measure it by every configuration of a space.\n"
+        "A search may be stopped at any time: the same command goes on and runs only what is missing.",
+        examples={
+            "--model tiny-llama --search-space smoke": "a first try, in a minute on a CPU",
+            "--model mistral --dry-run": "the plan, and what it will cost",
+            "--model DIR --data-dir DATA --gpus-per-trial 0.5": "no hub, two trials share a GPU",
+        },
     )
     what = p.add_argument_group("what is searched")
     what.add_argument(
         "--model", type=flags.text, action="append", required=True, metavar="NAME",
-        help="alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder; give it again for more models",
+        help=f"{flags.MODEL_HELP}; give it again for more models",
     )  # fmt: skip
-    what.add_argument(
-        "--revision", type=flags.text, metavar="REV", help="branch, tag or commit of a hub model (default: main)"
-    )
+    what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     what.add_argument(
         "--search-space", type=flags.text, default="paper_grid", metavar="NAME_OR_YAML",
-        help="paper_grid (45 configurations), adaptive, minimal, smoke (6), or a YAML file (default: %(default)s)",
+        help="paper_grid (45 configurations), adaptive (297, for --search optuna), control (1), minimal (3), smoke (6), or a YAML "
+        "file (docs/search_spaces.md; default: %(default)s)",
     )  # fmt: skip
     what.add_argument(
-        "--search", choices=("grid", "optuna"), help="try all, or let Optuna's TPE pick (default: as the space says)"
+        "--search",
+        choices=("grid", "optuna"),
+        help="grid tries every configuration, optuna lets its TPE sampler choose --num-trials of them (default: as the space says)",
     )
     what.add_argument(
         "--num-trials",
         type=flags.whole_number(1, 10**9),
         metavar="N",
-        help="trials per model and pruning ratio with --search optuna",
+        help="trials of optuna, per model and pruning ratio (default: as the space says, else 20)",
     )
     flags.add_hyperparameter_flags(what, ["pruning_ratio"], "as the space says, else 0.2")
     flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free")
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
         "--calibration", type=flags.text, metavar="TEXT",
-        help="embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else the text of --data-dir, "
-        "else wikitext2)",
+        help=flags.CALIBRATION_HELP,
     )  # fmt: skip
     flags.add_measurement_flags(measured)
     measured.add_argument(
@@ -56,58 +61,63 @@ def parser() -> argparse.ArgumentParser:
         type=flags.whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
-        help="of calibration windows, slices and sampler (default: 0)",
+        help="seed of the calibration samples, the order of test items and Optuna's sampler (default: 0)",
     )
     how = p.add_argument_group("how it runs")
     how.add_argument(
         "--scheduler",
         choices=("none", "race", "asha"),
         default="none",
-        help="race stops a trial once its items say, with 95%% confidence, that it cannot be the best; asha stops the weaker "
-        "half at each level (default: %(default)s)",
+        help="which trials are stopped early: race stops one as soon as it is, with 95%% confidence, not the best; asha stops "
+        "the weaker half at a quarter and at half of the items (default: %(default)s)",
     )
     how.add_argument(
         "--gpus-per-trial",
         default="auto",
         metavar="X",
-        help="auto, 0, 1, or 1/k such as 0.25 (default: auto)",
+        help="GPUs of one trial: 0, 1, or 1/k for k trials on each GPU, e.g. 0.25 (default: auto, by the memory it needs)",
     )
-    how.add_argument("--cpus-per-trial", default="auto", metavar="X", help="auto or a number of CPUs (default: auto)")
+    how.add_argument(
+        "--cpus-per-trial",
+        default="auto",
+        metavar="X",
+        help="CPUs of one trial, and its threads (default: auto, 1, or up to 4 where it has a GPU)",
+    )
     how.add_argument(
         "--trial-timeout",
         type=flags.seconds,
         metavar="SECONDS",
-        help="end a trial that takes longer (default: never)",
+        help="end a trial that takes longer, and record it as failed (default: no limit)",
     )
     how.add_argument(
         "--inline",
         action="store_true",
-        help="run the trials one after the other in this process, without Ray: the same results, and either way goes on with "
-        "what the other has finished",
+        help="run the trials one after the other in this process, without Ray: the same results, and a search begun in one way "
+        "goes on in the other",
     )
     how.add_argument(
         "--address",
         type=flags.text,
         metavar="HOST:PORT",
-        help="a running Ray cluster, or auto (default: a local Ray of its own)",
+        help="a running Ray cluster, or auto for the one that was started on this machine (default: a Ray of its own)",
     )
     how.add_argument(
         "--storage-path",
         type=flags.text,
         default="ray_results",
         metavar="DIR",
-        help="where experiments are kept (default: %(default)s)",
+        help="folder of all experiments and what they share (default: %(default)s)",
     )
     how.add_argument(
         "--name",
         type=flags.text,
         metavar="NAME",
-        help="of the experiment (default: from model, ratio, search space and shape)",
+        help="name of the experiment, a folder in --storage-path (default: made of model, ratio, search space, shape and limit)",
     )
     how.add_argument(
         "--save-best",
         action="store_true",
-        help="at the end, save each model's best pruned model to best/ in the experiment",
+        help="at the end, save the best pruned model of each model to best/ in the experiment",
     )
     how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
     return p

@@ -150,7 +150,7 @@ HYPERPARAMETERS = {
     row.name: row
     for row in (
         Hyperparameter(
-            "method", "Method", MethodName(), "blockwise", "how groups are scored", "scores"
+            "method", "Method", MethodName(), "blockwise", "how KV groups and MLP channels are scored", "scores"
         ),
         Hyperparameter(
             "seq_len", "Tokens per sample", Whole(2, 131_072), "64",
@@ -158,7 +158,7 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "num_samples", "Calibration samples", Whole(1, 1_000_000), "128",
-            "calibration samples", "statistics", name_prefix="n", older="taylor_num_samples",
+            "number of calibration samples", "statistics", name_prefix="n", older="taylor_num_samples",
         ),
         Hyperparameter(
             "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
@@ -166,12 +166,12 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
-            "removal losses use the first num_samples // D samples", "statistics", 5, "d", always_in_key=True,
+            "removal losses use the first num_samples // removal_divisor samples", "statistics", 5, "d", always_in_key=True,
         ),
         Hyperparameter(
             "shape", "Shape", ShapeName(), "aligned",
-            "what layers may become: free; aligned: MLP widths in multiples of --align (or aligned-N), a KV group in every "
-            "layer; uniform: the same widths in every layer, a plain checkpoint of the family", "selection", "free",
+            "widths of the pruned layers: free, any; aligned, MLP widths in multiples of --align (or aligned-N) and a KV group in "
+            "every layer; uniform, the same in every layer, which makes a plain checkpoint of the family", "selection", "free",
         ),
     )
 }  # fmt: skip

@@ -15,11 +15,14 @@ from tune_prune.core.errors import UserError
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-class DamagedFile(UserError):
-    """A file of results that cannot be used: `path`, and in `what` the rest of the clause "it is ..."."""
+_COMPUTE_AGAIN = "delete it to have that result computed again, or restore it from a copy"
 
-    def __init__(self, path: Path, what: str) -> None:
-        super().__init__(f"{path} is {what}; delete it to have that result computed again, or restore it from a copy")
+
+class DamagedFile(UserError):
+    """A file of results that cannot be used: `path`, in `what` the rest of the clause "it is ...", and in `step` what to do."""
+
+    def __init__(self, path: Path, what: str, step: str = _COMPUTE_AGAIN) -> None:
+        super().__init__(f"{path} is {what}; {step}")
         self.path, self.what = path, what
 
 

@@ -90,7 +90,7 @@ def parse_record(values: Any, path: Path) -> TrialRecord:
     try:
         return TrialRecord.from_dict(values)
     except ValueError as error:
-        raise DamagedFile(path, f"no trial record ({error})") from error
+        raise DamagedFile(path, f"not a trial record ({error})") from error
 
 
 def _name(key: str) -> str:

@@ -21,6 +21,11 @@ Status = Literal["complete", "failed", "stopped_early"]
 MODEL_STAGES = ("pruning", "perplexity", "zero_shot")
 
 
+def pass_name(stage: str) -> str:
+    """What the pass of a statistic's stage is called in text and in cost.json: that of `importance` is the gradient pass."""
+    return "gradient" if stage == "importance" else stage
+
+
 def in_order(stages: Iterable[str]) -> tuple[str, ...]:
     """Names of stages, each once, as they follow in a trial: those of statistics as given, then MODEL_STAGES."""
     return tuple(sorted(dict.fromkeys(stages), key=lambda s: MODEL_STAGES.index(s) if s in MODEL_STAGES else -1))

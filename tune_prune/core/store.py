@@ -81,7 +81,8 @@ class FolderStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise DamagedFile(path, f"unreadable ({error.strerror or error})") from error
+            step = "make it a file that you may read, then run the same command again"  # its content may be whole
+            raise DamagedFile(path, f"unreadable ({error.strerror or error})", step) from error
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The JSON object under `name`; None if there is nothing. Raises DamagedFile for anything else."""

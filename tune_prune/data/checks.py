@@ -87,6 +87,6 @@ def check_calibration(
         calibration.windows(tokens, seq_len, num_samples, run.seed)
     if int(tokens.max()) >= config.vocab_size:
         raise UserError(
-            f"the tokenizer of {source.label} makes token {int(tokens.max())}, but vocab_size in its config.json is "
+            f"the tokenizer of {source.label} gives the token id {int(tokens.max())}, but vocab_size in its config.json is "
             f"{config.vocab_size}; use the model's own tokenizer files"
         )

@@ -94,7 +94,7 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
     assert source.path is not None, "the hub has no files"
     root = Path(source.path) / "tasks"
     if not root.is_dir():
-        raise UserError(f"{root} is no folder; --data-dir must name a folder that holds tasks/<name>/<split>.jsonl")
+        raise UserError(f"{root} is not a folder; --data-dir must name a folder that holds tasks/<name>/<split>.jsonl")
     found: list[TaskFile] = []
     missing: list[str] = []
     fields: tuple[str, ...]

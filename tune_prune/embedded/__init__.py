@@ -21,7 +21,7 @@ _HERE = Path(__file__).resolve().parent
 def model_dir(name: str) -> Path:
     """Folder of an embedded model in Hugging Face format, tokenizer included. An unknown name is a UserError."""
     if name not in MODEL_NAMES:
-        raise UserError(f"{name!r} is no embedded model; {did_you_mean(name, MODEL_NAMES)}")
+        raise UserError(f"{name!r} is not an embedded model; {did_you_mean(name, MODEL_NAMES)}")
     return _HERE / "models" / name
 
 

@@ -37,7 +37,7 @@ class Geometry:
 
     @property
     def prunable_params(self) -> int:
-        """Everything that selection may remove: all groups and channels but one KV group of each cache layer, which stays
+        """Everything that selection may remove: all groups and channels but one KV group of each cache layer, which is kept
         because cached decoding measures the past there (transformers in the first layer of each attention type, full or
         sliding; vLLM and llama.cpp in layer 0)."""
         attention = sum(

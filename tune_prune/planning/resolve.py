@@ -9,7 +9,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import embedded
 from tune_prune.checkpoint import origin
-from tune_prune.core.config import EvaluationProtocol, ModelRun
+from tune_prune.core.config import HYPERPARAMETERS, EvaluationProtocol, ModelRun
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration, checks
 from tune_prune.models import catalog, loading
@@ -17,36 +17,37 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.planning import search_space
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.search_space import SearchSpace
-from tune_prune.pruning import shapes
 
 
 def space(settings: SearchSettings) -> SearchSpace:
     """The search space with the values of the flags. Raises UserError where they do not fit together."""
     loaded = search_space.load(settings.search_space)
-    ratio, ratios = settings.pruning_ratio, loaded.values["pruning_ratio"]
-    if ratio is not None and "pruning_ratio" in loaded.given and ratios != (ratio,):
-        says = ", ".join(map(str, ratios))
-        raise UserError(f"--pruning-ratio is {ratio}, but {loaded.path} says {says}; leave one of them out")
-    from_flags = {
-        "pruning_ratio": ratios if ratio is None else (ratio,),
-        "shape": aligned(loaded.values["shape"] if settings.shape is None else (settings.shape,), settings.align),
-    }
-    search = settings.search or loaded.search
-    loaded = replace(loaded, search=search, values=loaded.values | from_flags)
+    values = dict(loaded.values)
+    for name, asked in (("pruning_ratio", settings.pruning_ratio), ("shape", settings.shape)):
+        if asked is None:
+            continue
+        if name in loaded.given and values[name] != (asked,):
+            flag, says = HYPERPARAMETERS[name].flag, ", ".join(map(str, values[name]))
+            raise UserError(f"{flag} is {asked}, but {loaded.path} says {says}; leave one of them out")
+        values[name] = (asked,)
+    values["shape"] = aligned(values["shape"], settings.align)
+    loaded = replace(loaded, search=settings.search or loaded.search, values=values)
     return replace(loaded, num_trials=_num_trials(settings, loaded))
 
 
 def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
-    """The shapes asked for, with the N of --align, where one is given, for aligned ones."""
+    """The shapes asked for, with the N of --align for `aligned`, where one is given. Raises UserError where it fits none of them,
+    and where one has another N."""
     if align is None:
         return names
+    number = f"aligned-{align}"
+    if other := [shape for shape in names if shape.startswith("aligned-") and shape != number]:
+        raise UserError(f"--align is {align}, but the shape is {other[0]}; leave one of the two numbers out")
     if not any(shape.startswith("aligned") for shape in names):
         raise UserError(
             f"--align {align} is for --shape aligned, but the shape is {', '.join(names)}; leave it out or add --shape aligned"
         )
-    return tuple(
-        dict.fromkeys(shapes.resolve("aligned", align, 0) if shape.startswith("aligned") else shape for shape in names)
-    )
+    return tuple(dict.fromkeys(number if shape == "aligned" else shape for shape in names))
 
 
 def _num_trials(settings: SearchSettings, searched: SearchSpace) -> int | None:

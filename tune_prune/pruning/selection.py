@@ -29,7 +29,7 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int
     shape alone takes more."""
     total = geometry.total_params
     target, bounds = int(pruning_ratio * total), shapes.removal_bounds(geometry, shape)
-    asked = f"pruning ratio {pruning_ratio} asks for {target:,} of {total:,} parameters, but"
+    asked = f"pruning_ratio {pruning_ratio:g} asks for {target:,} of {total:,} parameters, but"
     instead = (
         "" if shape == "free" else ", or use a smaller --align" if shape != "uniform" else ", or use --shape aligned"
     )
@@ -54,7 +54,7 @@ def target_params(geometry: Geometry, pruning_ratio: float, shape: str) -> int:
     if target < bounds.smallest:
         least = math.ceil(1e6 * bounds.smallest / geometry.total_params) / 1e6
         raise UserError(
-            f"--pruning-ratio {pruning_ratio:g} asks for {target:,} of {geometry.total_params:,} parameters, less than the "
+            f"pruning_ratio {pruning_ratio:g} asks for {target:,} of {geometry.total_params:,} parameters, less than the "
             f"smallest part that can be removed ({bounds.smallest_part}, {bounds.smallest:,}); ask for at least {least:g}"
         )
     return target

@@ -54,7 +54,9 @@ def removal_bounds(geometry: Geometry, shape: str) -> RemovalBounds:
             (cost, "an MLP channel") for cost, m in zip(geometry.channel_cost, geometry.mlp_width, strict=True) if m
         ]
         layers = f"layer{'s' * (len(geometry.cache_layers) > 1)} {', '.join(map(str, geometry.cache_layers))}"
-        fixed = f"embeddings, norms and one KV group of {layers}, without which cached decoding goes silently wrong,"
+        fixed = (
+            f"embeddings, norms and one KV group of {layers}, without which generation with a cache is silently wrong,"
+        )
         return RemovalBounds(0, geometry.prunable_params, fixed, *min(channels, default=(1, "a parameter")))
     _check_layers(geometry, n, shape)
     if n is None:
@@ -67,7 +69,7 @@ def removal_bounds(geometry: Geometry, shape: str) -> RemovalBounds:
     ]
     parts += [(cost, "a KV group") for cost, k in zip(blocks.group_cost, blocks.kv_heads, strict=True) if k > 1]
     if remainder:
-        parts = [(remainder, f"what makes every MLP width a multiple of {n}")]
+        parts = [(remainder, f"the MLP channels beyond multiples of {n}")]
     fixed = f"embeddings, norms, {n} MLP channels and one KV group of every layer"
     return RemovalBounds(remainder, remainder + blocks.prunable_params, fixed, *min(parts, default=(1, "a parameter")))
 
@@ -97,7 +99,7 @@ def _remainder_params(geometry: Geometry, n: int) -> int:
 
 
 def _blocks(geometry: Geometry, n: int) -> Geometry:
-    """The geometry in which an MLP channel is a block of n that may go: all whole blocks but the best of each layer."""
+    """The geometry in which an MLP channel is a block of n that may be removed: all whole blocks but the best of each layer."""
     return replace(
         geometry,
         mlp_width=tuple(m // n - 1 for m in geometry.mlp_width),
@@ -108,14 +110,14 @@ def _blocks(geometry: Geometry, n: int) -> Geometry:
 
 @dataclass(frozen=True)
 class Aligned:
-    """A selection among blocks of n channels. In each layer the channels ascend by score; the lowest M mod n go in any case,
-    each further n are a block, scored by its mean, and the last block stays."""
+    """A selection among blocks of n channels. In each layer the channels ascend by score; the lowest M mod n are always removed,
+    each further n are a block, scored by its mean, and the last block is always kept."""
 
     n: int
     order: tuple[np.ndarray, ...]  # per layer: channels by ascending score [M]
-    scores: GroupScores  # of KV groups, and of the blocks that may go
+    scores: GroupScores  # of KV groups, and of the blocks that may be removed
     geometry: Geometry  # its MLP channels are these blocks
-    remainder_params: int  # of the channels that go in any case
+    remainder_params: int  # of the channels that are always removed
 
     @classmethod
     def of(cls, scores: GroupScores, geometry: Geometry, n: int) -> Aligned:
@@ -152,7 +154,7 @@ def _uniform_bounds(geometry: Geometry) -> RemovalBounds:
     parts = [(step, "an MLP channel of every layer")] if widest > 1 else []
     parts += [(_uniform_removed(geometry, k, widest), "KV groups of every layer") for k in heads[-2:-1]]
     if least:
-        parts = [(least, "what makes all layers alike")]
+        parts = [(least, "the KV groups and MLP channels that only some layers have")]
     fixed = f"embeddings, norms, one MLP channel and {heads[0]} KV group{'s' * (heads[0] > 1)} of every layer"
     return RemovalBounds(least, _uniform_removed(geometry, heads[0], 1), fixed, *min(parts, default=(1, "a parameter")))
 
@@ -176,7 +178,7 @@ def uniform(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept,
         tuple(np.argsort(values, kind="stable") for values in part) for part in (scores.attention, scores.mlp)
     )
 
-    def importance(k: int, m: int) -> float:
+    def kept_importance(k: int, m: int) -> float:
         kept = [
             (values[ascending[len(ascending) - count :]] * cost).tolist()
             for part, order, costs, count in (
@@ -187,7 +189,7 @@ def uniform(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept,
         ]
         return math.fsum(value for layer in kept for value in layer)
 
-    _, k, m = max((importance(k, m), k, m) for missing, k, m in pairs if missing < max(step, nearest + 1))
+    _, k, m = max((kept_importance(k, m), k, m) for missing, k, m in pairs if missing < max(step, nearest + 1))
     return _best(groups, k), _best(channels, m)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.core.records import StageReport, TrialRecord, pass_name
 from tune_prune.trial.trial import TrialProgress
 
 
@@ -65,7 +65,10 @@ class JobMessage:
         if self.baseline is not None:
             accuracy, ppl = (self.baseline.metrics.get(name, math.nan) for name in ("acc_mean", "ppl"))
             return f"acc {accuracy:.4f}, ppl {ppl:.2f}"
-        return ", ".join(f"{report.stage} pass {report.duration_s:.1f} s" for report in self.reports) or "cached"
+        return (
+            ", ".join(f"{pass_name(report.stage)} pass {report.duration_s:.1f} s" for report in self.reports)
+            or "cached"
+        )
 
 
 Message = TrialMessage | JobMessage

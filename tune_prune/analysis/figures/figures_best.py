@@ -49,7 +49,9 @@ def layer_table(path: Path, columns: list[str]) -> pd.DataFrame | None:
         return table[columns].map(number).astype("float64")
     except (KeyError, TypeError, ValueError) as error:
         names = ", ".join(columns)
-        raise UserError(f"{path} has no layers with {names} ({error!r}); delete it to leave its figures out") from error
+        raise UserError(
+            f"{path} has no layers with {names}; restore it from a copy, or move it away to leave its figures out"
+        ) from error
 
 
 def layer_shares(trial_folder: Path) -> pd.DataFrame | None:

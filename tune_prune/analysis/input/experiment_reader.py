@@ -117,7 +117,7 @@ def _records(ledger: Ledger, lost: list[Problem]) -> list[TrialRecord]:
             PruningConfig.from_dict(record.config)
             records.append(record)
         except (UserError, TypeError) as error:
-            lost.append(Problem(str(ledger.path(record.key)), f"its configuration cannot be ({error})"))
+            lost.append(Problem(str(ledger.path(record.key)), f"its configuration is not valid ({error})"))
     return records
 
 
@@ -137,7 +137,7 @@ def _missing(folder: Path, rows: pd.DataFrame, about: Mapping[str, Any], entry: 
     complete = rows[rows["success"]]
     alone = [row["where"] for _, row in complete.iterrows() if not (Path(row["output_dir"]) / ITEMS).is_file()]
     if alone and len(alone) == len(complete):
-        what = "no trial has its items.parquet: configurations are compared by their standard errors alone"
+        what = "no trial has an items.parquet: configurations are compared by their standard errors, not item by item"
         return [*problems, Problem(str(folder), what)]
-    what = "its items.parquet is missing: it is compared by its standard error alone"
+    what = "its items.parquet is missing: it is compared by its standard error, not item by item"
     return [*problems, *(Problem(where, what) for where in alone)]

@@ -70,5 +70,5 @@ def _read(output_dir: str, columns: list[str]) -> pd.DataFrame | None:
         return pd.read_parquet(path, columns=columns)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}); delete it to compare that trial without its items"
+            f"{path} cannot be read ({error}); restore it from a copy, or move it away to compare that trial without its items"
         ) from error

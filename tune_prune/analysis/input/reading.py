@@ -85,7 +85,7 @@ def _places(folder: Path) -> list[tuple[str | None, Path]]:
     """The folder itself, or those in it that hold results: an experiment (None), or a label and a results file."""
     if not folder.is_dir():
         hint = f"; a results file is given as --csv Model={folder}" if folder.is_file() else ""
-        raise UserError(f"{folder} is no folder{hint or '; name an experiment, e.g. ray_results/NAME'}")
+        raise UserError(f"{folder} is not a folder{hint or '; name an experiment, e.g. ray_results/NAME'}")
     for candidates in ([folder], sorted(folder.iterdir())):
         places: list[tuple[str | None, Path]] = []
         for path in candidates:
@@ -98,7 +98,7 @@ def _places(folder: Path) -> list[tuple[str | None, Path]]:
         if places:
             return places
     raise UserError(
-        f"{folder} is no experiment (no {LEDGER}/, {EXPERIMENT} or {BASELINES}) and holds no {RESULTS}; name an "
+        f"{folder} is not an experiment (no {LEDGER}/, {EXPERIMENT} or {BASELINES}) and holds no {RESULTS}; name an "
         "experiment, e.g. ray_results/NAME"
     )
 
@@ -131,7 +131,9 @@ def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, flo
     for name, accuracy in baselines:
         labels = [label for label, model in models.items() if name in (label, model.base)]
         if not labels:
-            raise UserError(f"--baseline names {name!r}, which is no model read here; {did_you_mean(name, models)}")
+            raise UserError(
+                f"--baseline names the model {name!r}, of which no trial was read; {did_you_mean(name, models)}"
+            )
         for label in labels:
             model = models[label]
             if "acc_mean" in model.baseline:
@@ -168,7 +170,13 @@ def _models(parts: list[ModelRows]) -> dict[str, Model]:
         notes = []
         if others:
             where = ", ".join(dict.fromkeys(str(part.origin) for other in others for part in groups[other]))
-            notes.append(Problem(where, f"{key.label} was measured in another way there: kept apart", "note"))
+            notes.append(
+                Problem(
+                    where,
+                    f"{key.label} was measured there by other settings or data: it is a model of its own",
+                    "note",
+                )
+            )
         models[label] = _merged(base, label, groups[key], notes)
     return models
 
@@ -218,8 +226,8 @@ def _without_duplicates(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[Problem]
     problems = []
     for _, row in rows.drop(index=kept.index).iterrows():
         counts = by_name.loc[row["name"]]
-        same = "the same trial as" if row["key"] and row["key"] == counts["key"] else f"{row['name']}, as"
-        problems.append(Problem(row["where"], f"{same} {counts['where']}, which counts", "duplicate"))
+        same = "the same trial as" if row["key"] and row["key"] == counts["key"] else f"{row['name']} again, as in"
+        problems.append(Problem(row["where"], f"{same} {counts['where']}, which is used", "duplicate"))
     return kept.sort_index().reset_index(drop=True), problems
 
 

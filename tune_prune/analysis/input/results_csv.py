@@ -55,10 +55,12 @@ def read_results_csv(path: Path, model: str | None) -> ModelRows:
 
     if "acc_mean" not in cells:
         if missing := [name for name in ("output_dir", *ACCURACIES[1:]) if name not in cells]:
-            raise UserError(f"{path} has no column acc_mean ({', '.join(missing)}); name an {RESULTS}")
-        note("it has no acc_mean: the mean of its seven tasks was taken")
+            raise UserError(
+                f"{path} has no column acc_mean, nor all that it is computed from ({', '.join(missing)}); name an {RESULTS}"
+            )
+        note("it has no column acc_mean: the mean of its seven tasks is used")
     if "method" not in cells:
-        note("it has no method: the methods are those that output_dir names")
+        note("it has no column method: methods are read from the names in output_dir")
     cells = cells.reindex(columns=[*cells, *(name for name in _OPTIONAL if name not in cells)], fill_value="")
     rows = pd.DataFrame({name: _values(path, cells[name]) for name in cells})
     if "acc_mean" not in rows:
@@ -66,7 +68,7 @@ def read_results_csv(path: Path, model: str | None) -> ModelRows:
     rows["success"] = rows["success"].where(rows["success"].notna(), rows["acc_mean"].notna())
     _name_model(path, rows, model)
     if assumed := _name_methods(path, rows):
-        note(f"{assumed} rows name no method, only its hyperparameters: taken for taylor")
+        note(f"{assumed} rows name no method, only its hyperparameters: taylor is assumed")
     _add_stderrs(rows)
     dense = rows["method"].str.lower().isin(_DENSE)
     measured = [name for name in rows if name.startswith("acc_") or name in ("ppl", "params_count")]
@@ -75,7 +77,7 @@ def read_results_csv(path: Path, model: str | None) -> ModelRows:
     for name in CALIBRATION:
         named = rows["output_dir"].str.extract(rf"{name}[_=]?(\d+)", expand=False)
         rows[name] = rows[name].fillna(named.astype("float64"))
-        _require(path, rows, name, f"does not name it as {name}64")
+        _require(path, rows, name, f"does not name it, as in {name}64")
     if _ask_ratio(rows):
         note(f"it gives no pruning_ratio: {PruningConfig.pruning_ratio} is assumed")
     if "removal_divisor" in rows and rows["removal_divisor"].notna().any():  # where no row has one, none is shown
@@ -162,10 +164,11 @@ def _require(path: Path, rows: pd.DataFrame, name: str, otherwise: str) -> None:
 def _name_model(path: Path, rows: pd.DataFrame, model: str | None) -> None:
     named = sorted(set(rows["model"].dropna()))
     if model is None and rows["model"].isna().any():
-        raise UserError(f"{path} does not say of which model it is; name it, as in --csv Llama={path}")
+        raise UserError(f"{path} has no column model, or rows without one; name the model, as in --csv Llama={path}")
     if model is not None and len(named) > 1:
         raise UserError(
-            f"{path} holds {len(named)} models ({', '.join(named)}), and --csv gives it to one; name its experiment folder"
+            f"{path} holds {len(named)} models ({', '.join(named)}), and --csv MODEL=PATH is for one; give "
+            "its experiment folder instead"
         )
     rows["model"] = rows["model"] if model is None else model
 

@@ -56,8 +56,8 @@ def label(text: str, language: str = "en") -> str:
     return str(TRANSLATIONS[language].get(text, text))
 
 
-def say(text: str, language: str = "en", **values: Any) -> str:
-    """The same of a sentence with `values`."""
+def translate(text: str, language: str = "en", **values: Any) -> str:
+    """As `label`, for a sentence with placeholders, which `values` fill."""
     return _Sentence(language).vformat(label(text, language), (), values)
 
 

@@ -16,8 +16,8 @@ def environment(language: str = "en") -> jinja2.Environment:
     """A new environment over the package's templates, in which a name that is not there is an error.
 
     Only .html.j2 is escaped. Filters: acc (.5980), points, percent, int (thousands), number, ppl, p, each with an en dash for
-    None and NaN; `value | pm(stderr)` (`pm(stderr, "points")` for other forms); `names`. `message | say` is the sentence of a
-    message in `language`, `say(english, **values)` that of a template's own.
+    None and NaN; `value | pm(stderr)` (`pm(stderr, "points")` for other forms); `names`. `message | sentence` is the
+    sentence of a message in `language`, `translate(english, **values)` that of a template's own.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -27,13 +27,13 @@ def environment(language: str = "en") -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    say = partial(messages.format_message, language=language)
-    environment.filters.update(messages.NUMBERS | {"pm": messages.pm, "say": say, "names": messages.names})
+    sentence = partial(messages.format_message, language=language)
+    environment.filters.update(messages.NUMBERS | {"pm": messages.pm, "sentence": sentence, "names": messages.names})
     environment.globals.update(
         cell_text=messages.cell_text,
         in_percent=messages.in_percent,
         note_sentences=messages.note_sentences,
-        say=partial(messages.say, language=language),
+        translate=partial(messages.translate, language=language),
     )
     environment.tests["missing"] = messages.missing
     return environment

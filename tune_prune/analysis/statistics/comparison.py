@@ -74,7 +74,7 @@ def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | 
         if not abs(measured - row["acc_mean"]) < 1e-6:
             raise UserError(
                 f"the items of trial {row['output_dir']} have acc_mean {measured:.6f}, but its record says "
-                f"{row['acc_mean']:.6f}; delete its items.parquet, or restore it from a copy"
+                f"{row['acc_mean']:.6f}; restore its items.parquet from a copy, or move it away"
             )
     left_out = eligible["name"].drop(eligible.index[rows]).tolist()
     return paired, Message("partly_unpaired", {"names": left_out}) if left_out else None

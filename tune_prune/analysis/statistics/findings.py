@@ -314,7 +314,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
         chosen = {name: choose(eligible) for name, choose in RULES.items()}
         if not chosen[rule]:
             raise UserError(
-                f"selection rule {rule!r} finds no finite ppl in the trials of {label}; use --rule accuracy"
+                f"selection rule {rule!r} needs a finite ppl, which no complete trial of {label} has; use --rule accuracy"
             )
         models[label] = ModelFindings(model, rule, eligible, comparison, scores, message, chosen, items, seed)
     return Findings(study, rule, models, tuple(label for label in study.models if label not in models), items)

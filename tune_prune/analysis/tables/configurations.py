@@ -19,7 +19,7 @@ _LOSS = ("loss_points", "loss_points_stderr")
 MODEL = Column("model", "Model", style="model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
 CONFIG = Column("config", "Configuration", style="name")
-RUNS = Column("n", "Runs", "int")
+TRIALS = Column("n", "Trials", "int")
 ACCURACY = Column(
     "acc_mean", "Accuracy", "acc", "acc_mean_stderr", threshold="_threshold_mean", items="_items_mean",
     hint="mean over the tasks ± standard error",

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.statistics.findings import Findings, Message, Trend
-from tune_prune.analysis.tables.configurations import MODEL, RUNS, limits
+from tune_prune.analysis.tables.configurations import MODEL, TRIALS, limits
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.config import HYPERPARAMETERS
 
@@ -24,7 +24,7 @@ def methods(findings: Findings) -> Table:
             row |= {"best_acc": best["acc_mean"], "best_acc_stderr": best["acc_mean_stderr"]}
             rows.append(row | {"best_tied": best["name"] in found.tied} | limits(found))
     columns = [
-        *(MODEL, Column("method", "Method"), RUNS),
+        *(MODEL, Column("method", "Method"), TRIALS),
         *(replace(accuracy("mean"), best="tied"), Column("std", "Std", "acc")),
         Column("std_n", "Std (n)", "acc", hint="divides by n, as published tables do", detail=True),
         *(accuracy("min"), accuracy("median")),
@@ -81,7 +81,7 @@ def _levels(findings: Findings, name: str) -> Table:
             tied = trend is not None and level in trend.tied_levels
             rows.append({"model": label, "level": level, **values, "tied": tied, "trend": words} | limits(found))
     columns = [
-        *(MODEL, Column("level", name, "int"), RUNS, replace(accuracy("mean"), stderr="stderr", best="tied")),
+        *(MODEL, Column("level", name, "int"), TRIALS, replace(accuracy("mean"), stderr="stderr", best="tied")),
         *(Column("std", "Std", "acc"), accuracy("min"), accuracy("max")),
     ]
     title = f"Accuracy by {HYPERPARAMETERS[name].label.lower()}"
@@ -135,7 +135,7 @@ def correlations(findings: Findings) -> Table | None:
         for item in found.correlations
     ]
     columns = [
-        *(MODEL, Column("measure", "Measure", style="name"), RUNS, Column("r", "r", "r")),
+        *(MODEL, Column("measure", "Measure", style="name"), TRIALS, Column("r", "r", "r")),
         *(Column("passes", "Passes", "int"), Column("r_passes", "r over passes", "r")),
         Column("low", "95% interval", "r", upper="high"),
         Column("reason", "Not computable because", wrap=True),
@@ -157,7 +157,7 @@ def extreme_layers(findings: Findings) -> Table | None:
         for layers, group in found.eligible.dropna(subset="extreme_pruning_layers").groupby("extreme_pruning_layers")
     ]
     columns = [
-        *(MODEL, Column("layers", "Extreme layers", "int"), RUNS),
+        *(MODEL, Column("layers", "Extreme layers", "int"), TRIALS),
         *map(accuracy, ("mean", "min", "max")),
         Column("ppl", "Mean perplexity", "ppl"),
     ]

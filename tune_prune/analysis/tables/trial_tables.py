@@ -27,7 +27,7 @@ from tune_prune.core.records import in_order
 STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 _ALL = "All models"
 _COUNTS = {
-    "runs": "Runs",
+    "runs": "Trials",
     "complete": "Complete",
     "failed": "Failed",
     "stopped_early": "Stopped early",
@@ -69,7 +69,13 @@ def trials(findings: Findings) -> Table:
         *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
         *hyperparameter_columns(findings),
         MARKED_ACCURACY,
-        Column("difference_points", "To the best", "points", "difference_stderr_points", hint="percentage points"),
+        Column(
+            "difference_points",
+            "Gap",
+            "points",
+            "difference_stderr_points",
+            hint="to the most accurate, in percentage points",
+        ),
         Column(
             "p_value", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"
         ),
@@ -126,10 +132,10 @@ def statistics(findings: Findings) -> Table:
     cost = pd.DataFrame({values.columns[-1]: _cost(findings)})  # cost.json tells of an experiment, not of a model
     values = pd.concat([values, cost])
     shown = {name: (title, "int") for name, title in _COUNTS.items()}
-    shown |= {"completeness": ("Completeness", "percent"), "trial_hours": ("Time in trials (h)", "points")}
+    shown |= {"completeness": ("Completeness", "percent"), "trial_hours": ("Trial time (h)", "points")}
     shown |= {name: (title, "int") for name, title in _passes(findings).items()}
-    shown |= {"worker_hours": ("Time of workers (h)", "points"), "gpu_hours": ("GPU hours", "points")}
-    shown |= {"evaluation_fraction": ("Evaluation's part of that time", "percent")}
+    shown |= {"worker_hours": ("Worker time (h)", "points"), "gpu_hours": ("GPU hours", "points")}
+    shown |= {"evaluation_fraction": ("Evaluation's share of worker time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
     thresholds = {f"_{label}": found.guessing.loc["mean", "threshold"] for label, found in findings.models.items()}
     rows = [
@@ -206,6 +212,6 @@ def costs(findings: Findings) -> Table | None:
         *(Column(name, label, "int") for name, label in _passes(findings).items()),
         *(Column(f"{stage}_s", stage.replace("_", "-"), "duration") for stage in stages),
         Column("worker_seconds", "Worker time", "duration"),
-        *(Column("evaluation_fraction", "Of it evaluation", "percent"), Column("gpu_hours", "GPU hours", "points")),
+        *(Column("evaluation_fraction", "Evaluation's share", "percent"), Column("gpu_hours", "GPU hours", "points")),
     ]
     return Table("costs", "Cost", columns, rows) if rows else None

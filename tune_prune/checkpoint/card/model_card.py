@@ -204,9 +204,9 @@ def _speed(manifest: Manifest) -> dict[str, Any] | None:
     ]
     text = f"Both measured by PyTorch in one run, taking turns: {conditions(pruned)}."
     if "padded" in manifest.sizes and this == "pruned":
-        text += " This model was measured without the zeros."
+        text += " The zeros were left out for this measurement."
     elif manifest.format == "gguf":
-        text += " This model was measured before it was written as GGUF."
+        text += " The pruned model was measured before it was written as GGUF, not by llama.cpp."
     return {"rows": rows, "text": text}
 
 

@@ -8,7 +8,7 @@ import importlib.metadata
 import platform
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tune_prune import __version__
@@ -51,6 +51,11 @@ NOT_NEEDED = {
 # What other programs call a value -> what it is called here.
 OTHER_VALUES = {"bayesian": "optuna", "gpu": "cuda", "hyperband": "asha", "safetensors": "hf", "tpe": "optuna"}
 
+_EXIT_CODES = (
+    "exit codes: 0 done; 1 the machine could not do it, or a defect (with a traceback); 2 something in the command or what it\n"
+    "names must change; 130 interrupted"
+)
+
 # argparse's own messages as sentences that begin with the flag.
 _SENTENCES = {
     "^the following arguments are required: (.*)": r"\1 is missing",
@@ -61,17 +66,27 @@ _SENTENCES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, so that bad flags end like every other bad input; with --version."""
+    """argparse whose errors are UserErrors, so that bad flags end like every other bad input; with --version. Flags are not
+    abbreviated: a script must not change its meaning when a flag is added."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, prog: str, description: str, examples: Mapping[str, str]) -> None:
+        """`examples`: arguments of the command, and what they do; --help ends with them."""
+        shown = [f"  {what}:\n    {prog} {arguments}" for arguments, what in examples.items()]
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog="\n".join(["examples:", *shown, "", _EXIT_CODES]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.examples = tuple(examples)
         self.add_argument("--version", action=_PrintVersions, nargs=0, help="print versions and stop")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; but a misspelt flag is reported before the one that is missing for it."""
         args = sys.argv[1:] if args is None else list(args)
         known = self._option_string_actions
-        unknown = [flag for flag in _flags(args) if not any(name.startswith(flag) for name in known)]
+        unknown = [flag for flag in _flags(args) if flag not in known]
         if unknown:
             self.error("; ".join(_unknown_flag(flag, known) for flag in dict.fromkeys(unknown)))
         return super().parse_known_args(args, namespace)

@@ -4,7 +4,8 @@ A method module has a docstring that names its source, and
 
     STATISTICS: tuple[str, ...]            names of tune_prune/pruning/statistics that it decides by, with the kind where a
                                            statistic has kinds: ("taylor", "block_removal:layer"); () where it reads no data
-    def scores(dense: Dense) -> GroupScores                the lowest-scored groups are removed first
+    def scores(dense: Dense) -> GroupScores                per layer float64 [KV groups] and [MLP channels], finite, of any scale:
+                                                           groups of all layers are sorted together, the lowest are removed first
 
 Names can be listed without torch, so that a search space is checked before anything heavy is imported.
 """

@@ -1,4 +1,4 @@
-"""Mean |w| over a group's parameters: large weights stay. Reads no data (L1 norms of filters: Li et al., arXiv:1608.08710).
+"""Mean |w| over a group's parameters. Reads no data (L1 norms of filters: Li et al., arXiv:1608.08710).
 
 |w| and not w^2: Taylor's first-order importance |w G| with the same gradient everywhere is |w|.
 """

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
     from tune_prune.models.families import Family
 
-Arrays = Mapping[str, "np.ndarray"]  # what is known of one need, as the artifact cache keeps it
+Arrays = Mapping[
+    str, "np.ndarray"
+]  # of one need, by names that the statistic chooses, as the artifact cache keeps them
 
 
 @dataclass(frozen=True, order=True)
@@ -54,7 +56,8 @@ class PassWork:
 
 
 class Statistic(ABC):
-    """Base class: a subclass sets version, stage and label, and implements collect, work and value; the rest has defaults."""
+    """Base class: a subclass sets version, stage and label, and implements collect, work and value; the rest has defaults.
+    CONTRIBUTING.md has a recipe, tests/pruning/test_statistics.py the contract."""
 
     version: int  # raise when the numbers change their meaning: those that are cached are then not used
     stage: str  # of a trial, in records; also what its files in the cache begin with
@@ -80,8 +83,8 @@ class Statistic(ABC):
     def collect(
         self, model: PreTrainedModel, family: Family, windows: torch.Tensor, needs: Sequence[Need]
     ) -> dict[Need, dict[str, np.ndarray]]:
-        """The arrays of every need by one pass over `windows` [samples, seq_len], at least as many as the largest need.
-        The model may be changed meanwhile, and is as it was at the end, also of a failure."""
+        """The arrays of every need by one pass over `windows`, token ids [samples, seq_len] of at least as many samples as the
+        largest need. The model may be changed meanwhile, and is as it was at the end, also of a failure."""
 
     @abstractmethod
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
@@ -92,7 +95,7 @@ class Statistic(ABC):
         """What a method finds in `dense.statistics` for `need`."""
 
     def metrics(self, found: Mapping[Need, Arrays]) -> dict[str, float]:
-        """For the record of a trial that uses what was `found`."""
+        """Metrics by name, for the record of a trial that uses what was `found`."""
         return {}
 
     def files(self, found: Mapping[Need, Arrays]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class PrepareObserver(Observer):
 def _death(error: BaseException | None, progress: TrialProgress) -> str:
     """Why a trial was given up, in one line; Ray's traceback is in the trial's folder under tune/."""
     after = f" after the stage {progress.reports[-1].stage}" if progress.reports else ""
-    return f"the trial ended{after}, out of memory perhaps: {_last_line(error).split(' Some common causes')[0]}"
+    return f"the worker of the trial died{after}, perhaps out of memory: {_last_line(error).split(' Some common causes')[0]}"
 
 
 def _last_line(error: BaseException | None) -> str:
