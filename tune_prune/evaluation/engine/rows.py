@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ def _score_batch(
         seen[0][0] if in_parts else logits,
         torch.from_numpy(targets.astype(np.int64)).to(device),
         torch.from_numpy(where).to(device),
-        model.get_output_embeddings() if in_parts else None,
+        cast(nn.Linear, model.get_output_embeddings()) if in_parts else None,
     )
     lengths = [length for row in batch for length in row.lengths]
     indices = [index for row in batch for index in row.requests]
@@ -216,7 +216,7 @@ def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np
 
 
 def token_log_probs(
-    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: nn.Module | None = None
+    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: nn.Linear | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
 
