@@ -24,6 +24,7 @@ from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
@@ -46,7 +47,7 @@ class MemoryPlan:
     weights: int  # dense model
     accumulators: int  # sums of gradients
     statistics_activations: int  # 0 where it needs none
-    pruned: int  # projections of the pruned model
+    pruned: int  # projections of the pruned model, with what they are padded with
     evaluation_activations: int
 
     @property
@@ -114,6 +115,6 @@ def plan_memory(
         weights=geometry.total_params * itemsize,
         accumulators=accumulators,
         statistics_activations=int(FRAGMENTATION[device] * activations),
-        pruned=(projections - removed_params) * itemsize,
+        pruned=(projections - removed_params) * itemsize + most_bytes(geometry.channel_cost, itemsize, device),
         evaluation_activations=int(EVALUATION_SLACK[device] * max(perplexity, zero_shot)),
     )
