@@ -170,7 +170,7 @@ class Bench:
             8 if self.args.tiny else 64,
         )
         ways: dict[str, Callable[..., tuple[float, float]]] = {"eager": generation_speed._seconds}
-        if generation_speed._graphed(self.model):
+        if generation_speed._captured(self.model, prompt):
             ways["graph"] = partial(generation_speed._static_seconds, captured=generation_speed._graph)
         return {
             f"{name}_s": min(way(self.model, prompt, steps)[1] for _ in range(2)) / steps for name, way in ways.items()

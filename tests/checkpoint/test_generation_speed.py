@@ -106,14 +106,27 @@ def test_steps_with_a_static_cache_decode_the_same_tokens(
         assert torch.cat(fed[:7], dim=1).tolist() == alone.tolist()
 
 
-def test_only_gpus_decode_by_graphs_and_only_without_sliding_windows(tiny: Callable[..., PreTrainedModel]) -> None:
-    def on_gpu(variant: str) -> Any:
-        return SimpleNamespace(config=tiny(variant).config, device=torch.device("cuda"))
+def test_only_gpus_decode_by_graphs_and_only_what_can_be_captured(
+    tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def captured(variant: str, device: str = "cuda") -> bool:
+        model: Any = SimpleNamespace(config=tiny(variant).config, device=torch.device(device))
+        prompt: Any = SimpleNamespace(to=lambda device: None)
+        return generation_speed._captured(model, prompt)
 
-    assert not generation_speed._graphed(tiny("llama"))
-    graphed = {variant: generation_speed._graphed(on_gpu(variant)) for variant in VARIANTS}
-    assert graphed == {variant: "sliding" not in variant for variant in VARIANTS} | {"mistral": False}
+    monkeypatch.setattr(generation_speed, "_static_seconds", lambda *_: (1.0, 1.0))
+    assert not captured("llama", "cpu")
+    assert {variant: captured(variant) for variant in VARIANTS} == {
+        variant: "sliding" not in variant and variant != "mistral" for variant in VARIANTS
+    }
     assert tiny("mistral").config.sliding_window  # its config's default
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(generation_speed, "_static_seconds", fails)
+    assert not captured("llama")
+    assert "not permitted when stream is capturing)" in caplog.text
 
 
 def test_a_result_is_the_median_without_the_warm_up(

@@ -10,8 +10,8 @@ A turn is a prompt of random tokens (the same for all models), then greedy decod
     decode      `new_tokens` forward passes of one token each. They are called one by one: generate() would add its own
                 bookkeeping, which costs small models as much as their arithmetic and is the same for dense and pruned.
                 On a GPU a step is one CUDA graph over a static cache: launched kernel by kernel, a step of a 7B model waits
-                for the CPU four fifths of its time, and every model takes as long. Models with sliding windows, whose cache
-                no graph can follow, are launched kernel by kernel
+                for the CPU four fifths of its time, and every model takes as long. Where a step of one of the models cannot be
+                captured (caches of sliding windows), all are launched kernel by kernel
 
 Tokens per second are those of the whole batch. Peak memory is what the model alone would need, though others are loaded
 beside it (a pruned copy in memory even shares tensors with its dense model): the bytes of its weights, and the most that
@@ -22,6 +22,7 @@ an operation takes and gives back within itself is seen on the GPU only.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 import weakref
@@ -38,6 +39,8 @@ from transformers import PreTrainedModel, StaticCache
 from tune_prune.checkpoint.sizes import aligned
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
+
+log = logging.getLogger(__name__)
 
 SEED = 0  # of the prompt
 
@@ -87,11 +90,12 @@ def measure(
     )
     vocabulary = min(int(model.config.vocab_size) for model in models.values())
     prompt = torch.randint(vocabulary, (batch_size, prompt_tokens), generator=torch.Generator().manual_seed(SEED))
+    graph = all(_captured(model, prompt) for model in models.values())
     turns: dict[str, list[_Turn]] = {name: [] for name in models}
     with progress.step("speed", lambda: (1 + repeats) * len(models), "turns") as advance:
         for round_number in range(1 + repeats):
             for name, model in models.items():
-                turns[name].append(_turn(model, prompt, new_tokens, warm_up=round_number == 0))
+                turns[name].append(_turn(model, prompt, new_tokens, round_number == 0, graph))
                 advance(1)
     return {
         name: GenerationSpeed(
@@ -104,7 +108,7 @@ def measure(
             repeats=repeats,
             dtype=str(model.dtype).removeprefix("torch."),
             device=_device_name(model.device),
-            graph=_graphed(model),
+            graph=graph,
         )
         for name, model in models.items()
     }
@@ -122,16 +126,16 @@ def _within(limit: int, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
     return prompt_tokens, new_tokens
 
 
-def _turn(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, warm_up: bool) -> _Turn:
-    """One prefill of `prompt` [batch, time] and `new_tokens` steps. On a CPU memory is followed in the warm-up, as that takes
-    time; on a GPU after it, when the libraries' workspaces are there."""
+def _turn(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, warm_up: bool, graph: bool) -> _Turn:
+    """One prefill of `prompt` [batch, time] and `new_tokens` steps, with `graph` as CUDA graphs. On a CPU memory is followed in the
+    warm-up, as that takes time; on a GPU after it, when the libraries' workspaces are there."""
     device = model.device
     prompt = prompt.to(device)
     on_gpu = device.type == "cuda"
     if warm_up and not on_gpu:
         with _LiveTensors((*model.parameters(), *model.buffers(), prompt)) as live:
             return _Turn(*_seconds(model, prompt, new_tokens), live.peak_bytes)
-    seconds_of = partial(_static_seconds, captured=_graph) if _graphed(model) else _seconds
+    seconds_of = partial(_static_seconds, captured=_graph) if graph else _seconds
     if warm_up or not on_gpu:
         return _Turn(*seconds_of(model, prompt, new_tokens), None)
     torch.cuda.synchronize(device)
@@ -153,11 +157,20 @@ def _seconds(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> t
     return prefilled - started, _now(model.device) - prefilled
 
 
-def _graphed(model: PreTrainedModel) -> bool:
-    """Whether its decoding steps are CUDA graphs."""
+def _captured(model: PreTrainedModel, prompt: torch.Tensor) -> bool:
+    """Whether its decoding steps can be CUDA graphs: tried, as that is up to what transformers does in a step."""
     kinds = getattr(model.config, "layer_types", None) or []
     sliding = "sliding_attention" in kinds or (not kinds and getattr(model.config, "sliding_window", None) is not None)
-    return model.device.type == "cuda" and not sliding
+    if model.device.type != "cuda" or sliding:
+        return False
+    try:
+        _static_seconds(model, prompt.to(model.device), 1, _graph)
+    except RuntimeError as error:  # of CUDA; also where the cache does not fit
+        log.warning(
+            "decoding is launched kernel by kernel: no CUDA graph could be made (%s)", str(error).splitlines()[0]
+        )
+        return False
+    return True
 
 
 @torch.inference_mode()

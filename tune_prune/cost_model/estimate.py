@@ -147,7 +147,7 @@ def estimate(
     """The cost of `works` on `slots` workers with `gpus` and `cpus` each, which take `start_s` to start. Workers that share a GPU
     run at full speed beside each other while one alone does not fill it (FILLS_GPU).
     `statistics_in_trials`: passes are made by the first trial that needs them instead of by jobs before."""
-    sharing = round(1 / gpus) if 0 < gpus < 1 else 1
+    sharing = min(slots, round(1 / gpus)) if 0 < gpus < 1 else 1
     works = [replace(work, speed=work.speed.shared_by(sharing)) if _fills_gpu(work) else work for work in works]
     models = tuple(_model(work, statistics_in_trials) for work in works)
     durations: list[float] = []

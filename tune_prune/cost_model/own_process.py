@@ -6,6 +6,7 @@ later. A search is planned in a process that lives as long as its trials, which 
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -40,11 +41,13 @@ def call(function: Callable[..., Result], *arguments: Any) -> Result:
 
 def _serve() -> None:
     """The other side: the call comes in on standard input, what it gives or raises goes out on standard output, alone."""
-    answer, sys.stdout = sys.stdout.buffer, sys.stderr
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
     function, arguments = pickle.load(sys.stdin.buffer)
     result: tuple[Any, Exception | None]
     try:
         result = function(*arguments), None
     except Exception as error:  # noqa: BLE001  # raised again on the side that called
         result = None, error
-    answer.write(pickle.dumps(result))
+    with answer:
+        pickle.dump(result, answer)

@@ -86,9 +86,8 @@ def device_key(device: torch.device) -> str:
 def set_up_gpu() -> None:
     """Settings of this process for computing on a GPU; before its first use, as torch's allocator reads them once."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
-        os.environ.setdefault(
-            "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-        )  # batches differ in size: less is lost between
+        # Batches differ in size: less is lost between blocks that can grow.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.backends.cuda.enable_cudnn_sdp(False)  # makes a plan for every new shape, and zero-shot rows have hundreds
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of products stay in float32
 

@@ -1,4 +1,4 @@
-"""The weight files of a model folder before anything is loaded: whether they are complete, by their headers, and which they are."""
+"""Checks that the weights of a model folder are complete, from the headers of its files, before anything is loaded."""
 
 from __future__ import annotations
 

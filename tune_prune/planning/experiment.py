@@ -81,8 +81,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if {"tasks", "calibration"} & set(changed):
         changed = [name for name in changed if name != "data"]
     contents = {
-        "model": "the model's files have changed, or some are over 256 MiB and the experiment is older than this way to tell files "
-        "apart",
+        "model": "the model's files have changed, or are over 256 MiB and version 0.2.0 identified them, which read less",
         "data": "the files of texts or tasks have changed",
     }
     return [contents.get(name) or f"{name} was {_shown(old.get(name))}, is {_shown(new[name])}" for name in changed]

@@ -104,15 +104,16 @@ def plan_resources(
     where as many trials as a share means do not fit.
     """
     gpu_nodes = [node for node in nodes if node.get("GPU", 0) > 0]
-    fit = fitting_trials(trial_bytes, gpu) if gpu_nodes and gpus != 0 and trial_bytes and gpu else None
+    fit = 1
+    if gpu_nodes and gpus != 0 and trial_bytes and gpu:
+        fit = fitting_trials(trial_bytes, gpu)
+        if gpus is not None and (asked := sharing_trials(gpus)) > fit:
+            raise UserError(
+                f"--gpus-per-trial is {gpus:g}, but {asked} trials of about {trial_bytes / 2**30:.1f} GiB each do not fit into the "
+                f"{usable_bytes(gpu) / 2**30:.1f} GiB that the smallest GPU has to use: use {1 / fit:.4g} or more, or auto"
+            )
     if gpus is None:
-        shares = min(MAX_TRIALS_PER_GPU, fit or 1)
-        gpus = math.floor(1e4 / shares) / 1e4 if gpu_nodes else 0.0
-    elif fit is not None and gpu is not None and (asked := sharing_trials(gpus)) > fit:
-        raise UserError(
-            f"--gpus-per-trial is {gpus:g}, but {asked} trials of about {(trial_bytes or 0) / 2**30:.1f} GiB each do not fit into "
-            f"the {usable_bytes(gpu) / 2**30:.1f} GiB that the smallest GPU has to use: use {1 / fit:.4g} or more, or auto"
-        )
+        gpus = math.floor(1e4 / min(MAX_TRIALS_PER_GPU, fit)) / 1e4 if gpu_nodes else 0.0
     if cpus is None:
         cpus = 1.0
         if gpus > 0 and gpu_nodes:
