@@ -23,6 +23,8 @@ from tune_prune.core.terminal import progress
 if TYPE_CHECKING:
     from tune_prune.results import Results
 
+_BESIDE_THE_LINE_S = 0.5  # a stage that is shorter has no bar
+
 
 class _Callable(ModuleType):
     """This module, which can be called: it has the name of a function of the API, and `tune_prune.search(...)` must not depend on
@@ -67,7 +69,10 @@ def _main(argv: list[str]) -> None:
                 _save_best(results)
 
     try:
-        results = run(plan, command, at_end)
+        with progress.shown(
+            _BESIDE_THE_LINE_S
+        ):  # of trials in this process, in the place of the line that says how far all are
+            results = run(plan, command, at_end)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
     folder = shown_path(plan.experiment_dir)

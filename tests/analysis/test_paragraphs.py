@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_paragraphs_of_noise_claim_nothing(tmp_path: Path) -> None:
     text = written(findings, tmp_path)
     assert not re.search(CLAIMS, text)
     assert (
-        "not decided by these data" in text and "taylor and layerwise are not distinguishable" in text
+        "These data do not show which" in text and "taylor and layerwise are not distinguishable" in text
     ) or "layerwise and taylor are" in text
 
 
@@ -106,7 +107,15 @@ def test_hardware_and_software_are_those_of_the_records(tmp_path: Path) -> None:
     study.models["alpha"].rows["device_name"] = "NVIDIA H100"
     study.models["alpha"].rows["torch_version"] = "2.13.0"
     text = written(find(study), tmp_path)
-    assert "Hardware: NVIDIA H100.\nSoftware: torch 2.13.0, tune_prune 0.1.0." in text
+    assert "Hardware: NVIDIA H100; 1 CPU per trial.\nSoftware: torch 2.13.0, tune_prune 0.1.0." in text
+    rows = study.models["alpha"].rows
+    study.models["alpha"] = replace(
+        study.models["alpha"], rows=rows.assign(cpus=4.0, gpus=[0.5, *[1.0] * (len(rows) - 1)])
+    )
+    text = written(find(study), tmp_path)
+    assert "Hardware: NVIDIA H100; 4 CPUs and 0.5 GPUs or 4 CPUs and 1 GPU per trial.\n" in text
+    study.models["alpha"].rows["cpus"] = math.nan  # as in older results files
+    assert "Hardware: NVIDIA H100.\n" in written(find(study), tmp_path)
 
 
 def test_paragraphs_under_another_rule(tmp_path: Path) -> None:

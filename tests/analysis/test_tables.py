@@ -317,7 +317,7 @@ def check_latex(text: str) -> None:
     columns = None
     for line in text.splitlines():
         if found := re.match(r"\\begin\{(?:tabular|longtable)\}\{@\{\}(.*)@\{\}\}$", line):
-            columns = len(re.findall("[lr]|p{[^}]*}", found[1]))
+            columns = len(re.findall("[lr]|p{[^}]*}", re.sub(">{[^}]*}", "", found[1])))
         elif line.endswith(r" \\") and not line.startswith((r"\multicolumn", r"\caption")):
             assert len(re.findall(r"(?<!\\)&", line)) + 1 == columns, line
 

@@ -366,7 +366,7 @@ def test_numbers_in_words() -> None:
     assert [short_bytes(n) for n in (0, 131_072, 12_848_422_912, 99_949_999, 99_950_000)] == [
         "0 B", "131 kB", "12.8 GB", "99.9 MB", "100 MB",
     ]  # fmt: skip
-    assert accuracy({"acc": 1.0, "acc_stderr": 0.0}, "acc") == "1.0000 ± .0000"
+    assert accuracy({"acc": 1.0, "acc_stderr": 0.0}, "acc") == "1.0000"
     assert accuracy({"acc": "nan"}, "acc") == "–"
     assert [format_perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
     assert escaped("a|b_c*[`<#") == r"a\|b_c\*\[\`\<\#"

@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.findings import simulated_study
 from tests.pruning.test_statistics import SEQ_LEN, needs_of, windows
-from tune_prune import evaluate
+from tune_prune import evaluate, prune, search
 from tune_prune.analysis import command
 from tune_prune.checkpoint import generation_speed
 from tune_prune.core.terminal import progress
@@ -71,15 +72,64 @@ def test_nothing_is_drawn_unasked_or_unseen(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_short_step_is_not_drawn_where_only_long_ones_are() -> None:
+    with terminal() as screen, progress.shown(after_s=3600):
+        steps(2, 5)
+    assert screen.getvalue() == ""
+
+
+def test_what_stood_on_the_line_before_is_overwritten() -> None:
+    """The line of a search, say; and in the last column, where some terminals begin a new line, nothing is written."""
+    with terminal() as screen, progress.shown():
+        steps(2, 5)
+    assert {len(line) for line in screen.getvalue().split("\r") if line} == {get_terminal_size().columns - 1}
+
+
 def test_every_step_of_an_evaluation_fills_its_bar(bars: list[Any], tmp_path: Path) -> None:
     argv = ["--model", "tiny-llama", "--limit", "4", "--tasks", "boolq,piqa", "--device", "cpu"]
     with terminal():
         assert evaluate.main(argv) == 0
-    assert list(dict.fromkeys(bar.desc for bar in bars)) == ["perplexity", "tasks", "zero-shot"]
+    assert list(dict.fromkeys(bar.desc for bar in bars)) == ["weights", "perplexity", "tasks", "zero-shot"]
     slices = [bar for bar in bars if bar.desc == "zero-shot"]
     assert len({bar.total for bar in slices}) == 1 and slices[0].initial == 0 and slices[-1].n == slices[-1].total
     assert [bar.initial for bar in slices[1:]] == [bar.n for bar in slices[:-1]]  # one goes on where the last one ended
     assert all(bar.n == bar.total for bar in bars if bar.desc != "zero-shot")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "unit", "written"), [("hf", "files", 2), ("gguf", "tensors", 2 + 9 * 5)], ids=["hf", "gguf"]
+)
+def test_writing_a_checkpoint_fills_its_bars(
+    fmt: str, unit: str, written: int, bars: list[Any], tmp_path: Path
+) -> None:
+    folder, config = tmp_path / "pruned", ["--method", "magnitude", "--device", "cpu"]
+    argv = ["--model", "tiny-llama", *config, "--format", fmt, "--shard-gb", "0.0004", "--output", str(folder)]
+    with terminal():
+        assert prune.main(argv) == 0
+    found = {bar.desc: bar for bar in bars}
+    assert all(bar.n == bar.total for bar in bars)
+    assert (found["weights"].unit, found["weights"].total) == ("tensors", 2 + 9 * 5)  # of five layers
+    assert (found["writing"].unit, found["writing"].total) == (unit, written)
+    sizes = [path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf")]
+    assert sorted(bar.total for bar in bars if bar.desc == "checksum") == sorted(sizes)
+
+
+def test_the_stages_of_a_search_in_this_process_fill_their_bars(
+    bars: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "_BESIDE_THE_LINE_S", 0.0)
+    (tmp_path / "space.yaml").write_text("search: grid\nmethod: blockwise\nseq_len: 16\nnum_samples: 8\n")
+    tiny = ["--model", "tiny-llama", "--tasks", "boolq", "--limit", "4", "--inline"]
+    with terminal() as screen, contextlib.redirect_stdout(screen):  # as on a screen, where both are
+        assert (
+            search.main([*tiny, "--search-space", str(tmp_path / "space.yaml"), "--storage-path", str(tmp_path)]) == 0
+        )
+    stages = {"weights", "perplexity", "tasks", "zero-shot", "gradients", "removals"}
+    assert stages <= {bar.desc for bar in bars} and all(bar.n == bar.total for bar in bars if bar.desc != "zero-shot")
+    lines = screen.getvalue().split("\n")
+    assert any(line.rpartition("\r")[2].startswith("[1/1] running 0, failed 0, best acc") for line in lines)
+    for seen in (part for line in lines for part in line.split("\r")):  # a bar or another text, not some of both
+        assert ("ETA" in seen and "|" in seen) + ("running" in seen) + ("[prepare" in seen) < 2, seen
 
 
 def test_every_step_of_an_analysis_fills_its_bar(bars: list[Any], tmp_path: Path) -> None:

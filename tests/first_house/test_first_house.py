@@ -79,9 +79,16 @@ def test_it_goes_on_and_has_nothing_to_do(storage: Path) -> None:
     assert ledger(storage / NAME) == RECORDED
     for name, changed in {"global_best_config.json": ("baseline", "edges"), "method_comparison.json": ()}.items():
         old, new = (read(folder / NAME / name)["models"]["tiny-llama"] for folder in (HERE / "storage", storage))
-        assert {key: new[key] for key in old if key not in changed} == {
-            key: value for key, value in old.items() if key not in changed
-        }, name
+        assert without_errors({key: new[key] for key in old if key not in changed}) == without_errors(
+            {key: value for key, value in old.items() if key not in changed}
+        ), name
+
+
+def without_errors(value: Any) -> Any:
+    """Of 5 items a task some have all right, which has a standard error since, and so has the mean."""
+    if not isinstance(value, dict):
+        return value
+    return {key: without_errors(part) for key, part in value.items() if key not in ("acc_mean_stderr", "stderr")}
 
 
 def test_it_runs_what_is_missing_from_its_cache(storage: Path) -> None:

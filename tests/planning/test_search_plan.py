@@ -67,7 +67,7 @@ def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
 
 
 KEPT = (*TINY, "--storage-path", "kept", "--name", "mine")
-STAGES = ("importance", "removal", "pruning", "perplexity", "zero_shot")
+STAGES = ("importance", "removal", "pruning", "perplexity", "zero-shot")
 
 
 def table(out: str) -> dict[str, list[str]]:
@@ -87,11 +87,11 @@ def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     layers = json.loads((TINY_FOLDER / "config.json").read_text())["num_hidden_layers"]
     removal = sum(lengths) * (samples // 5) * (1 + 3 * layers)  # a layer, its attention, its MLP
     assert cost["removal"][:2] == [str(len(lengths)), f"{removal:,}"]
-    assert cost["pruning"][0] == "6" and cost["perplexity"][0] == cost["zero_shot"][0] == "7"
+    assert cost["pruning"][0] == "6" and cost["perplexity"][0] == cost["zero-shot"][0] == "7"
     tokenizer = loading.load_tokenizer(catalog.resolve("tiny-llama"))
     words = len(tokenizer(embedded.perplexity_text(), add_special_tokens=False)["input_ids"])
     assert cost["perplexity"][1] == f"{7 * words:,}"
-    assert cost["zero_shot"][1].startswith("~")
+    assert cost["zero-shot"][1].startswith("~")
     last = next(line for line in out.splitlines() if line.startswith("cost "))
     assert re.search(
         rf"about {SECONDS} to {SECONDS} on {CPUS} workers?, measured at load [\d.]+ of {CPUS} CPUs?; ~ zero-", last
@@ -130,7 +130,7 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     cost = table(out)
     assert cost["importance"][:2] == ["1", f"{max(values['seq_len']) * max(values['num_samples']):,}"]
     assert cost["removal"][0] == "1"
-    assert cost["zero_shot"][:2] == ["5", f"{5 * tokens:,}"]
+    assert cost["zero-shot"][:2] == ["5", f"{5 * tokens:,}"]
     assert "~" not in out
     for _, key in model.trials[1:]:
         Ledger(FolderStore(plan.experiment_dir)).write(replace(record, key=key))

@@ -65,8 +65,8 @@ def parser() -> Parser:
     )  # fmt: skip
     p.add_argument(
         "--percent", action="store_true",
-        help="print accuracies as 59.80 instead of .5980 on the screen and page, in reports, LaTeX and Markdown; CSV and JSON "
-        "files keep fractions",
+        help="print accuracies as 59.80 instead of .5980 on the screen and page, in reports, figures, LaTeX and Markdown; CSV and "
+        "JSON files keep fractions",
     )  # fmt: skip
     p.add_argument("--lang", choices=LANGUAGES, default="en", help="language of the text report (default: %(default)s)")
     p.add_argument(
@@ -172,12 +172,12 @@ def write_analysis(
     from tune_prune.analysis.tables.all_tables import write_tables
 
     output.mkdir(parents=True, exist_ok=True)
-    files = write_layout(findings, output)
-    done("layout")
-    figures = draw_all(findings, output / "figures")
-    done("figures")
     page, report, paragraphs, _ = (output / name for name in _REPORTS)
     with accuracies_in_percent(percent):
+        files = write_layout(findings, output)
+        done("layout")
+        figures = draw_all(findings, output / "figures")
+        done("figures")
         files += [*figures, *write_tables(findings, output / "tables")]
         write_paragraphs(findings, paragraphs)
         write_report(findings, report, language)

@@ -25,6 +25,7 @@ from tune_prune.checkpoint.sizes import Sizes
 from tune_prune.core.config import ModelRun, PruningConfig, renamed
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.terminal import progress
 from tune_prune.core.validation import Count, Indices, Number, Positive, Text, validated
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import loading, weight_files
@@ -33,6 +34,7 @@ from tune_prune.pruning.groups import PruningPlan
 
 MANIFEST = "tune_prune.json"
 SCHEMA_VERSION = 1
+_PIECE_BYTES = 2**24
 Format = Literal["hf", "hf-padded", "gguf"]
 
 _AGAIN = f"copy the whole checkpoint again, or remove {MANIFEST} to use the files as they are"
@@ -167,8 +169,12 @@ def read(folder: Path) -> Manifest | None:
 
 def weight_file(path: Path) -> WeightFile:
     """What `files` says of a weight file: its size, and the digest of all its bytes (about a second per GB)."""
-    with path.open("rb") as file:
-        return WeightFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    size, state = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file, progress.step("checksum", lambda: size, "bytes") as advance:
+        while piece := file.read(_PIECE_BYTES):
+            state.update(piece)
+            advance(len(piece))
+    return WeightFile(size, state.hexdigest())
 
 
 def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:

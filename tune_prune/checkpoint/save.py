@@ -189,7 +189,8 @@ def as_saved(
 
 
 def _write_hf(dense: loading.LoadedModel, model: PreTrainedModel, folder: Path, shard_bytes: int) -> None:
-    model.save_pretrained(folder, max_shard_size=shard_bytes)  # takes the class files along where there are any
+    with loading.bars_as("writing", "files"):
+        model.save_pretrained(folder, max_shard_size=shard_bytes)  # takes the class files along where there are any
     if type(model) is type(dense.model):
         _add_older_names(folder / "config.json")
     for path in folder.glob("*.safetensors"):

@@ -161,7 +161,7 @@ def _cost(plan: Plan) -> list[str]:
     for stage in cost.stages():
         tokens = f"{'~' if about and stage.stage == 'zero_shot' else ''}{stage.tokens:,}" if stage.tokens else "-"
         flops = f"{stage.flops:.1e}" if stage.flops else "-"
-        table.append((stage.stage, str(stage.runs), tokens, flops, duration(stage.seconds)))
+        table.append((stage.stage.replace("_", "-"), str(stage.runs), tokens, flops, duration(stage.seconds)))
     workers = f"{cost.slots} worker{'s' if cost.slots > 1 else ''}"
     gpus = f", {cost.gpu_hours:.2g} GPU-hours" if cost.gpu_hours else ""
     total = f"cost         about {between(cost.wall_range)} on {workers}{gpus}, measured at {cost.load}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
+from tune_prune.core.terminal import progress
 from tune_prune.models import hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
@@ -214,16 +216,17 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
     transformers_logging.set_verbosity_error()  # its load report is turned into our sentence below
     transformers_logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.location,
-            revision=revision,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=False,
-            output_loading_info=True,
-            device_map={"": device},  # straight to the device, a tensor at a time: several workers load at once
-            ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
-        )
+        with bars_as("weights", "tensors"):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.location,
+                revision=revision,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=False,
+                output_loading_info=True,
+                device_map={"": device},  # straight to the device, a tensor at a time: several workers load at once
+                ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
+            )
         model, report = loaded
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -247,6 +250,20 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedMo
     model.eval().requires_grad_(False)
     _align(model)
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family))
+
+
+@contextmanager
+def bars_as(name: str, unit: str) -> Iterator[None]:
+    """Loops of transformers that have a bar are steps of ours inside (core.terminal.progress), of that name and unit."""
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return progress.over(args[0], name, unit) if args else factory(**options)
+
+    before = transformers_logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
 
 
 def _align(model: PreTrainedModel) -> None:

@@ -32,7 +32,7 @@ from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.stopping.asha import AshaRule
 from tune_prune.tuning.stopping.race import RaceRule, read_outcomes
 from tune_prune.tuning.stopping.rule import StoppingRule
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.worker import TrialSpec, WorkerSettings, labels_of_groups
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,12 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         queue = WorkQueue(prepared, pending, searcher)
         ledger_observer = LedgerObserver(settings, rule.reasons)
         preparations = PrepareObserver(len(prepared), line.say, keep)
-        observers = [ledger_observer, TensorBoardObserver(folder / TENSORBOARD), preparations, line]
+        observers = [
+            ledger_observer,
+            TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs)),
+            preparations,
+            line,
+        ]
         try:
             if options.inline:
                 inline.run(queue, specs, rule, settings, observers)

@@ -22,8 +22,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
+from tune_prune.analysis.render.messages import in_percent
 from tune_prune.core.files import atomic_write_bytes
 from tune_prune.core.terminal import progress
 
@@ -127,6 +128,16 @@ def legend_above(figure: Figure, handles: Sequence[Artist] = ()) -> None:
     figure.set_figheight(figure.get_figheight() + size.height / figure.dpi)
 
 
+def fractions(label: str, *axes: Axes) -> str:
+    """`label` for the vertical axes of `axes`, along which fractions are drawn; where accuracies are printed in percent the
+    numbers at their ticks and the label are, too."""
+    if not in_percent():
+        return label
+    for each in axes:
+        each.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
+    return f"{label} (%)"
+
+
 def spread_axis(axis: XAxis | YAxis) -> None:
     """Scale for what is drawn along `axis`: logarithmic where it spans more than a factor of four; plain numbers at the ticks, of
     which there are none where nothing is drawn."""
@@ -168,7 +179,7 @@ def file_stems(labels: Iterable[str]) -> dict[str, str]:
     """A name for each label that any file system takes, different for each."""
     stems: dict[str, str] = {}
     for label in labels:
-        wanted = re.sub(r"[^A-Za-z0-9._+-]+", "_", label).strip("._") or "model"
+        wanted = re.sub(r"[^A-Za-z0-9._+@-]+", "_", label).strip("._") or "model"
         taken = {stem.lower() for stem in stems.values()}
         names = itertools.chain([wanted], (f"{wanted}-{number}" for number in itertools.count(2)))
         stems[label] = next(name for name in names if name.lower() not in taken)

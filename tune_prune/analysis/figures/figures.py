@@ -27,6 +27,7 @@ from tune_prune.analysis.figures.figure_style import ACCURACY, BLACK, GREY, PANE
 from tune_prune.analysis.figures.figures_best import layer_shares, retention_figure
 from tune_prune.analysis.figures.heatmap import heatmap
 from tune_prune.analysis.input.rows import CALIBRATION
+from tune_prune.analysis.render.messages import printed
 from tune_prune.analysis.statistics.factors import NUMERIC, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.config import HYPERPARAMETERS
@@ -89,15 +90,14 @@ def methods(models: Mapping[str, ModelFindings]) -> Figure:
             mean, spread = model.methods.loc[method, ["mean", "std"]]
             tint = 0.65 + 0.35 * np.array(to_rgb(style["color"]))
             axes.bar(place, mean, 0.9, color=tint, edgecolor=style["color"])
-            text = f"{mean:.3f}".removeprefix("0")
-            axes.text(place, 0.02 * mean, text, fontsize=SMALL, ha="center", va="bottom")
+            axes.text(place, 0.02 * mean, printed(mean, "acc3"), fontsize=SMALL, ha="center", va="bottom")
             if math.isfinite(spread):  # of one configuration there is none
                 axes.errorbar(place, mean, spread, label="mean ± std over configurations", **error)
         axes.set_xticks([(len(styles) - 1) / 2], [figure_style.wrapped(label)])
         axes.set_xlim(-0.55, len(styles) - 0.45)
         axes.tick_params(axis="x", length=0)
         axes.grid(axis="x", visible=False)
-    figure.supylabel(ACCURACY)
+    figure.supylabel(figure_style.fractions(ACCURACY, *grid))
     figure_style.legend_above(figure)
     return figure
 
@@ -173,7 +173,7 @@ def accuracy_size(sizes: pd.DataFrame) -> Figure:
         axes.plot(100 * dense["kept"], dense["acc_mean"], color=style["color"], **_DENSE)
     if (sizes["ratio"] == 0).any():
         axes.plot([], [], color=BLACK, label="dense model", **_DENSE)
-    axes.set(xlabel="Parameters kept (%)", ylabel=ACCURACY)
+    axes.set(xlabel="Parameters kept (%)", ylabel=figure_style.fractions(ACCURACY, axes))
     figure_style.legend_above(figure)
     return figure
 
@@ -184,7 +184,7 @@ def _panels(models: Mapping[str, ModelFindings], height: float, x: str = "") -> 
     for axes, label in zip(grid, models, strict=True):
         axes.set_title(figure_style.wrapped(label) if len(models) > 1 else "")
     figure.supxlabel(x)
-    figure.supylabel(ACCURACY)
+    figure.supylabel(figure_style.fractions(ACCURACY, *grid))
     return figure, grid
 
 

@@ -67,7 +67,7 @@ def layer_shares(trial_folder: Path) -> pd.DataFrame | None:
 def retention_figure(kept: pd.DataFrame) -> Figure:
     """The kept share of every layer's KV groups and MLP channels, from `layer_shares`."""
     figure, (axes,) = _panels(kept, 1, 2.1)
-    axes.set(ylim=(0, 1.02), ylabel="Share kept")
+    axes.set(ylim=(0, 1.02), ylabel=figure_style.fractions("Share kept", axes))
     for part, label, style in _PARTS:
         axes.plot(kept[part], label=label, clip_on=False, **style)
     axes.axhline(0.5, color=GREY, linewidth=0.6, linestyle=":", zorder=1, label="half")
@@ -78,7 +78,7 @@ def retention_figure(kept: pd.DataFrame) -> Figure:
 def pruning_figure(kept: pd.DataFrame) -> Figure:
     """The removed share of every layer's KV groups and MLP channels as bars, and of its parameters as a line."""
     figure, (axes,) = _panels(kept, 1, 2.1)
-    axes.set(ylim=(0, 1.02), ylabel="Share removed")
+    axes.set(ylim=(0, 1.02), ylabel=figure_style.fractions("Share removed", axes))
     for side, (part, label, style) in zip((-0.21, 0.21), _PARTS, strict=True):
         bar: dict[str, Any] = {"color": style["color"], "edgecolor": BLACK, "linewidth": 0.3}
         axes.bar(kept.index + side, 1 - kept[part], 0.42, label=label, **bar)

@@ -13,6 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from tune_prune.analysis.figures import figure_style
 from tune_prune.analysis.figures.figure_style import ACCURACY, LIGHT, PANELS_PER_ROW, TINY, VERMILLION
+from tune_prune.analysis.render.messages import printed
 from tune_prune.analysis.statistics.factors import CALIBRATION, methods_reading
 from tune_prune.analysis.statistics.findings import ModelFindings
 from tune_prune.core.config import HYPERPARAMETERS
@@ -64,11 +65,12 @@ def heatmap(model: ModelFindings) -> Figure:
         axes.add_patch(Rectangle((x, y), width, up, facecolor=face, clip_on=False, **edge))
         if index in cells.index and max(size) <= MAX_LEVELS:
             ink = "black" if scale(accuracy) > 0.47 else "white"  # there, cividis has the same contrast to both
-            text = f"{accuracy:.3f}".removeprefix("0")
-            axes.text(x + width / 2, y + up / 2, text, color=ink, fontsize=TINY, ha="center", va="center")
+            centre = x + width / 2, y + up / 2
+            axes.text(*centre, printed(accuracy, "acc3"), color=ink, fontsize=TINY, ha="center", va="center")
     figure.supxlabel(HYPERPARAMETERS["num_samples"].label)
     figure.supylabel(HYPERPARAMETERS["seq_len"].label)
-    bar = figure.colorbar(colours, ax=grid, label=ACCURACY, pad=0.02, fraction=0.05, aspect=25)
+    bar = figure.colorbar(colours, ax=grid, pad=0.02, fraction=0.05, aspect=25)
+    bar.set_label(figure_style.fractions(ACCURACY, bar.ax))
     bar.outline.set_visible(False)
     bar.solids.set(edgecolor="face", rasterized=False)  # type: ignore[union-attr]
     keys = [Patch(facecolor="none", label="best", **_BEST)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.errors import wilson_stderr
 from tune_prune.analysis.input.rows import (
     ACCURACIES,
     CALIBRATION,
@@ -186,11 +187,12 @@ def _name_methods(path: Path, rows: pd.DataFrame) -> int:
 
 
 def _add_stderrs(rows: pd.DataFrame) -> None:
-    """Binomial standard errors, where the file has no column for them."""
+    """Binomial standard errors, where the file has no column for them; of 0 and 1 those of Wilson's interval."""
     for task, items in TASK_ITEMS.items():
         name = f"acc_{task}"
         if name in rows and f"{name}_stderr" not in rows:
-            rows[f"{name}_stderr"] = np.sqrt(rows[name] * (1 - rows[name]) / items)
+            binomial = np.sqrt(rows[name] * (1 - rows[name]) / items)
+            rows[f"{name}_stderr"] = binomial.mask(rows[name].isin([0, 1]), wilson_stderr(items))
     columns = [f"acc_{task}_stderr" for task in ZERO_SHOT_TASKS]
     if "acc_mean_stderr" not in rows and set(columns) <= set(rows):
         squares = rows[columns].astype("float64") ** 2

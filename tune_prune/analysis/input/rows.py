@@ -40,7 +40,7 @@ _OF_RECORD = ("status", "reason", "key", "started_at", "host", "device_name", "t
 COLUMNS = (
     *PUBLISHED_COLUMNS,
     *(*_OWN, "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
-    *(*_OF_RECORD, "peak_memory_bytes"),
+    *(*_OF_RECORD, "peak_memory_bytes", "cpus", "gpus"),
 )
 INTEGERS = (
     *(name for name, row in HYPERPARAMETERS.items() if isinstance(row.kind, Whole)),
@@ -71,6 +71,8 @@ def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
         **{name: getattr(record, name) for name in own},
         "output_dir": (experiment_dir / TRIALS / record.key).as_posix(),
         "elapsed_time": record.elapsed_time_s,
+        "cpus": record.resources.get("cpu"),
+        "gpus": record.resources.get("gpu"),
         "success": record.status == "complete",
     }
 

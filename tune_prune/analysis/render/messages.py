@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tune_prune.analysis.cost import duration
+from tune_prune.analysis.input.errors import wilson_interval
 from tune_prune.analysis.statistics.findings import Message
 from tune_prune.analysis.tables.table import Column, Row, Table, missing
 
@@ -27,7 +28,6 @@ MISSING = "–"
 CATALOGUE = tomllib.loads((Path(__file__).parent / "templates" / "messages.toml").read_text(encoding="utf-8"))
 TRANSLATIONS = {"en": {}} | CATALOGUE.pop("translations")
 _LISTED = 4  # names of a list that a sentence spells out
-_Z = 1.959964  # of the normal distribution, for 95%
 _IN_PERCENT: ContextVar[bool] = ContextVar("accuracies in percent", default=False)
 _ACCURACIES = ("acc", "acc3")
 _FORMS = {
@@ -111,12 +111,11 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
 
 
 def _interval(column: Column, row: Row) -> tuple[float, float] | None:
-    """Wilson's 95% interval (1927) of an accuracy of 0 or 1, whose standard error by the usual formula would be 0."""
+    """Wilson's 95% interval of an accuracy of 0 or 1, which says more than a standard error there."""
     value, items = row.get(column.key), row.get(column.items)
     if column.format not in _ACCURACIES or items is None or missing(items) or missing(value) or value not in (0, 1):
         return None
-    width = _Z * _Z / (items + _Z * _Z)
-    return (0.0, width) if value == 0 else (1 - width, 1.0)
+    return wilson_interval(value, items)
 
 
 def names(items: Iterable[Any], language: str = "en", most: int = _LISTED) -> str:

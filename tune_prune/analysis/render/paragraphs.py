@@ -70,17 +70,20 @@ def _setup(findings: Findings) -> dict[str, Any]:
     eligible = pd.concat([found.eligible for found in findings.models.values()])
     sources = [source for model in models if (source := model.source) and set(source) >= _ASKED]
     about = list(findings.study.experiments.values())
+    tasks = [f"acc_{task}" for task in dict.fromkeys(task for model in models for task in model.tasks)]
     versions = {f"{name} {version}" for entry in about for name, version in entry.get("versions", {}).items()}
     return {
         "embedded": [_is_embedded(source) for source in sources],
         "on_ray": [entry for entry in about if not (entry.get("settings") or {}).get("inline")],
         "adaptive": any(entry.get("search") == "optuna" for entry in about),
         "devices": sorted(set(eligible["device_name"]) - {""}),
+        "reserved": _reserved(eligible),
         "machines": eligible.loc[eligible["host"] != "", "host"].nunique(),
         "versions": sorted(versions | {f"torch {version}" for version in eligible["torch_version"] if version}),
         "ratios": sorted({model.ratio for model in models}),
         "shapes": sorted({model.shape for model in models}),
         "kinds": {model.kind for model in models},
+        "certain": (eligible[tasks].isin([0, 1])).any(axis=None),
         "bases": {found.basis for found in findings.models.values()},
         "removed": eligible["removed_fraction"].dropna(),
         "methods": [_METHODS.get(name, name) for name in sorted(eligible["method"].unique())],
@@ -93,6 +96,15 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "windows": sorted({model.window for model in models if model.window}),
         "most_windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),
     }
+
+
+def _reserved(eligible: pd.DataFrame) -> list[str]:
+    """What a trial had for itself, as recorded: "4 CPUs and 1 GPU"; none where it is not known."""
+    texts = []
+    for cpus, gpus in eligible[["cpus", "gpus"]].dropna().drop_duplicates().sort_values(["gpus", "cpus"]).to_numpy():
+        amounts = [(cpus, "CPU"), (gpus, "GPU")]
+        texts.append(" and ".join(f"{n:g} {name}{'' if n == 1 else 's'}" for n, name in amounts if n))
+    return texts
 
 
 def _is_embedded(source: Mapping[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.errors import with_wilson_errors
 from tune_prune.analysis.input.items import guessing, read_items
 from tune_prune.analysis.input.rows import CALIBRATION, plain_values, ranked
 from tune_prune.analysis.input.study import Model, Study
@@ -43,7 +44,7 @@ _SIZE_VALUES = ("params_count", "acc_mean", "acc_mean_stderr", "ppl")
 class ModelFindings:
     """One model. `eligible` has a row per eligible trial (complete, with a finite accuracy), best first by accuracy."""
 
-    model: Model
+    model: Model  # of the study, with standard errors for accuracies of 0 and 1 (`errors.with_wilson_errors`)
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
     # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own
     # minus the most accurate's, 0 for itself), p_value (chance of a gap to the best as large as this if this were the
@@ -296,7 +297,8 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
         raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
     items = functools.cache(read_items)
     models = {}
-    for label, model in study.models.items():
+    for label, read in study.models.items():
+        model = with_wilson_errors(read)
         eligible = ranked(model.rows)
         if eligible.empty:
             continue

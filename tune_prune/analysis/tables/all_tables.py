@@ -36,8 +36,8 @@ def all_tables(findings: Findings) -> dict[str, Table]:
 
 
 def write_tables(findings: Findings, folder: Path) -> list[Path]:
-    """Write each table as .tex (to \\input; needs booktabs, and longtable for the appendix), .md and .csv (full precision),
-    and all_tables.tex, a document that compiles as it stands. Returns the paths."""
+    """Write each table as .tex (to \\input; needs array, booktabs, graphicx and longtable), .md and .csv (full precision), and
+    all_tables.tex, a document that compiles as it stands. Returns the paths."""
     made = all_tables(findings)
     texts = {"all_tables.tex": document(list(made.values()))}
     for key, table in made.items():

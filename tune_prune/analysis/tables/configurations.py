@@ -14,6 +14,7 @@ from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.config import HYPERPARAMETERS
 
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
+_WIDE = 3  # models: losses of more in percent, too, are no table that a page has room for
 _LOSS = ("loss_points", "loss_points_stderr")
 
 MODEL = Column("model", "Model", style="model")
@@ -177,7 +178,7 @@ def transfer(findings: Findings) -> Table | None:
     columns = [
         *(MODEL, Column("name", "Own best", style="name")),
         *(Column(other, other, "points", f"{other}_stderr", weight=f"_{other}") for other in losses),
-        *(Column(f"{other}_percent", f"{other}, %", "points") for other in losses),
+        *(Column(f"{other}_percent", f"{other}, %", "points", detail=len(losses) > _WIDE) for other in losses),
     ]
     title = "Accuracy lost with another model's best configuration"
     return Table("transfer", title, columns, rows, [Message("note_transfer")])
@@ -245,6 +246,8 @@ def accuracy_notes(findings: Findings) -> list[Message]:
 def window_notes(findings: Findings) -> list[Message]:
     """In what windows perplexity was measured, where that is recorded."""
     windows = {label: model.window for label, model in findings.study.models.items() if model.window}
+    if len(set(windows.values())) == 1 and len(windows) == len(findings.study.models):
+        return [Message("note_window_all", {"window": window}) for window in set(windows.values())]
     return [Message("note_window", {"model": label, "window": window}) for label, window in windows.items()]
 
 

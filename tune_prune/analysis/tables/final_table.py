@@ -43,7 +43,8 @@ def final_table(findings: Findings, top: int = 5) -> str:
 
 def _best_trials(findings: Findings, label: str, table: Table, top: int) -> Table:
     """The first rows of the table of its trials, below one for the dense model."""
-    model, dense = findings.study.models[label], findings.study.models[label].baseline
+    found = findings.models.get(label)
+    model = findings.study.models[label] if found is None else found.model
     ranked = [row for row in table.rows if row["rank"] is not None]
     first = {row["method"]: row["rank"] for row in reversed(ranked)}
     shown = [row for row in ranked if row["rank"] <= top or row["rank"] == first[row["method"]]]
@@ -52,11 +53,11 @@ def _best_trials(findings: Findings, label: str, table: Table, top: int) -> Tabl
         title += f"; the best of each method and the {top} best"
     names = [column.key for column in hyperparameter_columns(findings)]
     reading = {name: methods_reading(model.rows, name) for name in names}
-    rows = [{"method": "dense", **dense}] if dense else []
+    rows = [{"method": "dense", **model.baseline}] if model.baseline else []
     for row in shown:
         unread = [name for name, methods in reading.items() if row["method"] not in methods]
         rows.append({**row, **dict.fromkeys(unread)})
-    if (found := findings.models.get(label)) is not None:
+    if found is not None:
         rows = [{**row, "retained": found.retained(row.get("acc_mean")), **limits(found)} for row in rows]
     columns = [*table.pick(*names, "ppl", "acc_mean").columns, RETAINED, PARAMETERS]
     notes = [*accuracy_notes(findings), Message("note_retained"), *window_notes(findings)]

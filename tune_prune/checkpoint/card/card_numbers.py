@@ -24,11 +24,11 @@ def fraction(value: float) -> str:
 
 
 def accuracy(metrics: Mapping[str, Any], name: str) -> str:
-    """`.5980 ± .0041`; without its standard error where that is not known, a dash where nothing is."""
+    """`.5980 ± .0041`; without its standard error where that is not known or, of 0 and 1, no estimate; a dash where nothing is."""
     value, stderr = metric(metrics, name), metric(metrics, f"{name}_stderr")
     if value is None:
         return UNKNOWN
-    return fraction(value) if stderr is None else f"{fraction(value)} ± {fraction(stderr)}"
+    return fraction(value) if stderr is None or value in (0, 1) else f"{fraction(value)} ± {fraction(stderr)}"
 
 
 def format_perplexity(value: float | None) -> str:

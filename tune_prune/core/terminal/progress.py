@@ -8,26 +8,29 @@ step costs a function call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from shutil import get_terminal_size
+from typing import TypeVar
 
-_BAR = "{desc:<12} {percentage:3.0f}% |{bar:24}| {n_fmt} of {total_fmt} {unit}, {elapsed} so far, ETA {remaining}"
+_BAR = "{desc:<12} {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} {unit}, {elapsed} so far, ETA {remaining}"
 
 Advance = Callable[[int], object]  # takes how much has been done since the last call
 
-_shown: ContextVar[bool] = ContextVar("_shown", default=False)
+_after_s: ContextVar[float | None] = ContextVar("_after_s", default=None)  # None: nothing is drawn
+
+T = TypeVar("T")
 
 
 @contextmanager
-def shown() -> Iterator[None]:
-    """Steps that begin inside are drawn on standard error, unless that is no terminal."""
-    before = _shown.set(sys.stderr.isatty())
+def shown(after_s: float = 0.0) -> Iterator[None]:
+    """Steps that begin inside are drawn on standard error once they have lasted `after_s` seconds, unless that is no terminal."""
+    before = _after_s.set(after_s if sys.stderr.isatty() else None)
     try:
         yield
     finally:
-        _shown.reset(before)
+        _after_s.reset(before)
 
 
 def unseen(amount: int) -> None:
@@ -40,18 +43,29 @@ def step(name: str, total: Callable[[], int], unit: str, done: Callable[[], int]
 
     Both are functions: they may cost something to find, and are not asked for where nothing is drawn.
     """
-    if not _shown.get():
+    after_s = _after_s.get()
+    if after_s is None:
         yield unseen
         return
     from tqdm import tqdm
 
-    # Not tqdm's own width, which is 0, so that no bar is drawn, where a terminal does not tell its size.
+    # Not tqdm's own width, which is 0, so that no bar is drawn, where a terminal does not tell its size. The bar fills the line, so
+    # that nothing is left of another that stood there.
     options = {
         "unit": unit,
         "unit_scale": True,
         "bar_format": _BAR,
         "leave": False,
-        "ncols": get_terminal_size().columns,
+        "ncols": get_terminal_size().columns - 1,
+        "delay": after_s,
     }
     with tqdm(desc=name, total=total(), initial=done(), smoothing=0.1, **options) as bar:
         yield bar.update
+
+
+def over(items: Collection[T], name: str, unit: str) -> Iterator[T]:
+    """The items one after the other, as a step that has done each when the next one is asked for."""
+    with step(name, lambda: len(items), unit) as advance:
+        for item in items:
+            yield item
+            advance(1)

@@ -18,14 +18,16 @@ from tune_prune.tuning.worker import TrialSpec
 
 
 class TensorBoardObserver(Observer):
-    """Event files at <folder>/<label>/<config>-<key>/, written while the trials run.
+    """Event files at <folder>/<label>/<config>-<key>/, written while the trials run. The label, by trial key, is that of the group
+    in which the trial is compared: it tells pruning ratios apart.
 
-    Accuracies have items_scored as their step, every other metric the stage's index. A trial that ends, in whatever
-    way, gets its row in the HPARAMS tab, written into the same event file.
+    Accuracies have items_scored as their step; every other metric is one point, at the index of the stage that measured it.
+    A trial that ends, in whatever way, gets its row in the HPARAMS tab, written into the same event file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, labels: Mapping[str, str]) -> None:
         self._folder = folder
+        self._labels = labels
         self._writers: dict[str, SummaryWriter] = {}
 
     def on_message(self, work: Work, message: Message) -> None:
@@ -36,12 +38,8 @@ class TensorBoardObserver(Observer):
             self._close(work)  # of an attempt that died
         writer, items = self._writer(work), report.items_scored
         writer.add_scalar(f"duration_s/{report.stage}", report.duration_s, items or message.index)
-        for name, value in _curves(message.progress.metrics).items():
-            if name.startswith("acc_"):
-                if items:
-                    writer.add_scalar(_tag(name), value, items)
-            else:
-                writer.add_scalar(_tag(name), value, message.index)
+        for name, value in _curves(report.metrics).items():
+            writer.add_scalar(_tag(name), value, items or message.index)
         writer.flush()
 
     def on_end(self, work: Work, last: Message | None) -> None:
@@ -71,7 +69,7 @@ class TensorBoardObserver(Observer):
 
     def _writer(self, spec: TrialSpec) -> SummaryWriter:
         if spec.key not in self._writers:
-            folder = self._folder / spec.run.label / f"{spec.config.name}-{spec.key[:6]}"
+            folder = self._folder / self._labels[spec.key] / f"{spec.config.name}-{spec.key[:6]}"
             if folder.exists():
                 shutil.rmtree(folder)  # curves of an attempt that did not finish would mix with the new ones
             self._writers[spec.key] = SummaryWriter(str(folder))

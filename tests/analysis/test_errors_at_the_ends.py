@@ -1,0 +1,103 @@
+"""An accuracy of 0 or 1 is not certain: the standard error of the mean says so, wherever trials are compared or reported."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from statsmodels.stats.proportion import proportion_confint
+
+from tests import findings as simulated
+from tests.findings import from_csv, simulated_study
+from tune_prune.analysis.input.errors import wilson_interval, wilson_stderr
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input.rows import TASK_ITEMS
+from tune_prune.analysis.layout import write_layout
+from tune_prune.analysis.render.paragraphs import write_paragraphs
+from tune_prune.analysis.statistics.findings import find
+from tune_prune.core.ledger import Ledger, read_baselines
+from tune_prune.core.store import FolderStore
+
+ITEMS, TASKS = 150, 7
+
+
+@pytest.mark.parametrize("items", [1, 5, 240, 10042])
+def test_error_and_interval_are_wilsons(items: int) -> None:
+    for right in (0, items):
+        low, high = proportion_confint(right, items, method="wilson")
+        assert wilson_interval(right / items, items) == pytest.approx((low, high), abs=1e-6)
+        assert wilson_stderr(items) == pytest.approx((high - low) / 2 / 1.959964, rel=1e-6)
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No configuration, nor the dense model, answers an item of boolq."""
+    monkeypatch.setitem(simulated.TASK_LEVELS, "boolq", -math.inf)
+    return simulated_study(tmp_path, models=("alpha",), items=ITEMS, failed=["taylor-s16-n128"])
+
+
+def test_a_task_without_a_right_answer_adds_its_error_to_what_was_recorded(experiment: Path) -> None:
+    found = find(read_study([experiment], [])).models["alpha"]
+    rows, added = found.eligible.set_index("key"), wilson_stderr(ITEMS) ** 2 / TASKS**2
+    records = [record for record in Ledger(FolderStore(experiment)).records() if record.status == "complete"]
+    assert len(records) == len(rows) == 17
+    for record in records:
+        assert record.metrics["acc_boolq"] == record.metrics["acc_boolq_stderr"] == 0
+        row = rows.loc[record.key]
+        assert row["acc_boolq_stderr"] == wilson_stderr(ITEMS)
+        assert row["acc_mean_stderr"] == pytest.approx(math.sqrt(record.metrics["acc_mean_stderr"] ** 2 + added))
+        assert row["acc_piqa_stderr"] == record.metrics["acc_piqa_stderr"]
+    dense, recorded = found.model.baseline, read_baselines(FolderStore(experiment))["alpha"].metrics
+    assert dense["acc_mean_stderr"] == pytest.approx(math.sqrt(recorded["acc_mean_stderr"] ** 2 + added))
+    assert {name for name in recorded if dense[name] != recorded[name]} == {"acc_mean_stderr", "acc_boolq_stderr"}
+
+
+def test_files_of_trials_hold_what_was_recorded_and_lead_to_the_same_errors(experiment: Path, tmp_path: Path) -> None:
+    found = find(read_study([experiment], [])).models["alpha"]
+    write_layout(find(read_study([experiment], [])), tmp_path / "results")
+    folder = tmp_path / "results" / "consolidated_alpha_20"
+    written = pd.read_csv(folder / "all_methods_results.csv").set_index("key")["acc_mean_stderr"].dropna()
+    assert written.to_dict() == {
+        record.key: record.metrics["acc_mean_stderr"]
+        for record in Ledger(FolderStore(experiment)).records()
+        if record.status == "complete"
+    }
+    again = find(read_study([folder], [])).models["alpha"]
+    for name in ("acc_mean_stderr", "acc_boolq_stderr"):
+        pd.testing.assert_series_equal(again.eligible[name], found.eligible[name])
+    assert again.model.baseline["acc_mean_stderr"] == found.model.baseline["acc_mean_stderr"]
+    shutil.rmtree(experiment)  # nobody knows how many items there were
+    assert find(read_study([folder], [])).models["alpha"].eligible["acc_boolq_stderr"].eq(0).all()
+
+
+def test_sizes_are_what_other_errors_of_the_task_tell(tmp_path: Path) -> None:
+    rows = pd.DataFrame({"seq_len": 16, "num_samples": [4, 128, 512], "method": "taylor", "pruning_ratio": 0.2})
+    rows["acc_mean"] = rows["acc_boolq"] = [1.0, 0.75, 0.0]
+    rows["acc_mean_stderr"] = rows["acc_boolq_stderr"] = [0.0, math.sqrt(0.75 * 0.25 / 39), 0.0]
+    rows.to_csv(tmp_path / "results.csv", index=False)
+    found = find(read_study([], [("M", tmp_path / "results.csv")])).models["M"].eligible
+    expected = [wilson_stderr(40), math.sqrt(0.75 * 0.25 / 39), wilson_stderr(40)]
+    assert found["acc_boolq_stderr"].tolist() == found["acc_mean_stderr"].tolist() == expected
+
+
+def test_other_accuracies_keep_their_errors_to_the_last_bit(tmp_path: Path) -> None:
+    experiment = simulated_study(tmp_path, models=("alpha",))
+    rows = find(read_study([experiment], [])).models["alpha"].eligible.set_index("key")
+    for record in Ledger(FolderStore(experiment)).records():
+        errors = {name: value for name, value in record.metrics.items() if name.endswith("_stderr")}
+        assert {name: rows.loc[record.key, name] for name in errors} == errors
+
+
+def test_published_results_have_the_sizes_of_the_tasks(tmp_path: Path) -> None:
+    best = ("taylor", 16, 128)
+    findings = from_csv(tmp_path, {"M": lambda *key: 1.0 if key == best else 0.5})
+    expected = math.sqrt(sum(wilson_stderr(n) ** 2 for n in TASK_ITEMS.values())) / TASKS
+    assert findings.models["M"].best["acc_mean_stderr"] == pytest.approx(expected)
+    text = tmp_path / "paragraphs.md"
+    write_paragraphs(findings, text)
+    assert "Wilson's 95% interval [@wilson1927]" in text.read_text()
+    write_paragraphs(from_csv(tmp_path, {"M": lambda *_: 0.5}), text)
+    assert "wilson" not in text.read_text() + text.with_name("references.bib").read_text()
