@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,9 @@ def _temporary() -> str:
 def _end_with_the_search() -> None:
     """Wait for the end of the input; then end all processes and this one, wherever it is."""
     joined = sys.stdin.read()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    this = psutil.Process()
+    _each(psutil.Process.suspend, this.children())  # so that they start no others while those that there are are found
+    _each(psutil.Process.kill, this.children(recursive=True))
     if not joined:
         folder = Path(_temporary(), "ray")
         for session in folder.glob(f"session_*_{os.getpid()}"):
@@ -127,6 +127,12 @@ def _end_with_the_search() -> None:
         if not (latest := folder / "session_latest").exists():
             latest.unlink(missing_ok=True)  # a link to what is no more
     os._exit(0)
+
+
+def _each(act: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            act(process)
 
 
 if __name__ == "__main__":
