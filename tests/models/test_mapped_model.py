@@ -143,19 +143,12 @@ def test_tied_weights_may_be_stored_under_either_name(tiny, tmp_path):
 
 
 def test_a_model_of_the_hub_is_read_where_it_was_downloaded_to(folder, tmp_path, monkeypatch):
-    asked = []
-
-    def snapshot(location: str, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((location, revision, allow_patterns))
-        return str(shutil.copytree(folder, tmp_path / "snapshot"))
-
-    monkeypatch.setattr(mapped_model, "snapshot_download", snapshot)
-    assert mapped_model._folder(ModelSource("m", "some/model", "hub", "abc")) == tmp_path / "snapshot"
-    assert asked == [("some/model", "abc", ["*.safetensors", "*.json"])]
-
-    def offline(*_: object, **__: object) -> str:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(mapped_model, "snapshot_download", offline)
-    with pytest.raises(UserError, match=r"some/model could not be downloaded .*no network"):
-        mapped_model._folder(ModelSource("m", "some/model", "hub", "abc"))
+    """From the cache's layout."""
+    repo = tmp_path / "models--some--model"
+    shutil.copytree(folder, repo / "snapshots" / "abc")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc", encoding="utf-8")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    source = ModelSource("m", "some/model", "hub", None)
+    assert mapped_model._folder(source) == repo / "snapshots" / "abc"
+    assert torch.equal(losses(map_model(source, torch.float32, "cpu")), losses(mapped(folder)))

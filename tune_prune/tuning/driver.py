@@ -21,11 +21,13 @@ from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, FolderStore
 from tune_prune.cost_model.estimate import CostEstimate
+from tune_prune.models import catalog, loading
 from tune_prune.tuning import inline, preparation
 from tune_prune.tuning.observers.results import LedgerObserver, PrepareObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue
+from tune_prune.tuning.ray_cluster.local import LocalRay
 from tune_prune.tuning.ray_cluster.resources import TrialResources, trial_slots
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.stopping.asha import AshaRule
@@ -49,6 +51,7 @@ class TuneOptions:
     inline: bool = False  # one trial after the other in this process, without Ray
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
     num_cpus: int | None = None  # of the local Ray; None: all
+    local_ray: LocalRay | None = None  # one that has begun to start; None: it does when it is needed
     resources: TrialResources = field(default_factory=TrialResources)  # of one trial
     trial_timeout_s: float | None = None
     cost: CostEstimate | None = None  # for the time left; None: it is not shown
@@ -86,6 +89,8 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     missing = [run for run in dict.fromkeys(spec.run for spec in specs.values()) if run.label not in baselines]
     if not pending and not missing:
         return SearchResult({record.key: record for record in recorded}, [], baselines)
+    for run in dict.fromkeys(spec.run for spec in specs.values()):  # in no worker, where it would be a trial's time
+        loading.fetch_weights(catalog.resolve(run.model, run.revision))
 
     with _slots(options) as slots:
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
@@ -138,7 +143,7 @@ def _slots(options: TuneOptions) -> Iterator[int]:
         return
     from tune_prune.tuning.ray_cluster import cluster  # imports ray
 
-    with cluster.connected(options.address, options.num_cpus):
+    with cluster.connected(options.address, options.num_cpus, options.local_ray):
         slots = trial_slots(options.resources, cluster.node_resources())
         cluster.check_shared_storage(options.experiment_dir)
         yield slots

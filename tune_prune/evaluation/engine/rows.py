@@ -12,17 +12,18 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.terminal import progress
 from tune_prune.evaluation.engine.scored_positions import at_positions, head_at_positions, layer_at_positions
 from tune_prune.models.families import family_of
-from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.models.head import MAX_LOGIT_ELEMENTS, NextTokenLosses, head_input
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # Float32 log-softmax elements held at once (256 MiB on a GPU), so that a 150k vocabulary does not set the peak memory.
 _SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
+# Where a batch scores so many positions that their logits are made in such parts, too: 12,000 at that vocabulary are 3.7 GB.
+_HEAD_IN_PARTS = {"cuda"}
 
 
 @dataclass(frozen=True)
@@ -134,10 +137,11 @@ def score_rows(
                 rows = rows[end:]
             _score_by_layer(LayerRunner(model, family_of(model.config.model_type), residency), batches, scores, advance)
             return
+        in_parts = device.type in _HEAD_IN_PARTS and NextTokenLosses(model).separate
         start = 0
         while start < len(rows):
             batch = rows[start : _batch_end(rows, start, budget, most_scored)]
-            if _fits(model, batch, scores, extra_inputs):
+            if _fits(model, batch, scores, extra_inputs, in_parts):
                 start += len(batch)
                 advance(sum(len(row.tokens) for row in batch))
             else:  # tried again out here: in the handler, the exception would keep the failed pass's tensors alive
@@ -158,11 +162,15 @@ def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -
 
 
 def _fits(
-    model: PreTrainedModel, batch: Sequence[Row], scores: RequestScores, extra_inputs: ExtraInputs | None
+    model: PreTrainedModel,
+    batch: Sequence[Row],
+    scores: RequestScores,
+    extra_inputs: ExtraInputs | None,
+    in_parts: bool,
 ) -> bool:
     """Score `batch`; False where memory does not suffice and fewer rows can be tried."""
     try:
-        _score_batch(model, batch, scores, extra_inputs)
+        _score_batch(model, batch, scores, extra_inputs, in_parts)
     except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no class of its own
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
         if len(batch) == 1 or not out_of_memory:
@@ -190,9 +198,9 @@ class _Batch:
         # Plain rows need no mask: padding stands right of every real token, where causal attention never looks.
         self.extra = lambda: extra_inputs(model, rows, width, device) if extra_inputs else {}
 
-    def write(self, logits: Tensor, scores: RequestScores) -> None:
-        """The scores that follow from `logits` [P, V]."""
-        chosen, exact = token_log_probs(logits, self._targets, self._where)
+    def write(self, logits: Tensor, head: nn.Linear | None, scores: RequestScores) -> None:
+        """The scores that follow from `logits` [P, V], or what a `head` makes them of (`token_log_probs`)."""
+        chosen, exact = token_log_probs(logits, self._targets, self._where, head)
         lengths = [length for row in self.rows for length in row.lengths]
         indices = [index for row in self.rows for index in row.requests]
         # Each sum is taken as HFLM takes it, in the softmax's precision: of a thousand nats, its rounding is 1e-4.
@@ -201,11 +209,34 @@ class _Batch:
 
 
 def _score_batch(
-    model: PreTrainedModel, rows: Sequence[Row], scores: RequestScores, extra_inputs: ExtraInputs | None
+    model: PreTrainedModel,
+    rows: Sequence[Row],
+    scores: RequestScores,
+    extra_inputs: ExtraInputs | None,
+    in_parts: bool,
 ) -> None:
     batch = _Batch(model, rows, extra_inputs, model.device)
     with at_positions(model, batch.positions):
-        batch.write(model(input_ids=batch.input_ids, use_cache=False, **batch.extra()).logits[0], scores)
+        batch.write(
+            *_outputs(model, in_parts, lambda: model(input_ids=batch.input_ids, use_cache=False, **batch.extra())),
+            scores,
+        )
+
+
+def _outputs(model: PreTrainedModel, in_parts: bool, run: Callable[[], Any]) -> tuple[Tensor, nn.Linear | None]:
+    """What `run`, a forward pass of `model`, gives at the scored positions: logits [P, V]; or, where those are to be made
+    in parts, what the head gets [P, H], and the head."""
+    if not in_parts:
+        return run().logits[0], None
+    seen: list[Tensor] = []
+
+    def kept_back(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return hidden[:, :0]
+
+    with head_input(model, kept_back):
+        run()
+    return seen[0][0], cast(nn.Linear, model.get_output_embeddings())
 
 
 def _score_by_layer(
@@ -222,10 +253,11 @@ def _score_by_layer(
                         hooks.enter_context(layer_at_positions(layer, runner.family, batches[number].positions))
                     states[number] = carried.run(layer, index, number, states[number])
         with runner.tail() as losses:
+            in_parts = runner.device.type in _HEAD_IN_PARTS and losses.separate
             for number in block:
-                batch = batches[number]
+                batch, hidden = batches[number], states.pop(number)
                 with head_at_positions(losses.model, batch.positions):
-                    batch.write(losses.forward(states.pop(number)).logits[0], scores)
+                    batch.write(*_outputs(losses.model, in_parts, partial(losses.forward, hidden)), scores)
                 advance(sum(len(row.tokens) for row in batch.rows))
 
 
@@ -242,10 +274,13 @@ def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np
     return padded
 
 
-def token_log_probs(logits: Tensor, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def token_log_probs(
+    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: nn.Linear | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
 
-    `rows` [P], in any order, says which row of `logits` predicts each target; None: the one at its own place.
+    `rows` [P], in any order, says which row of `logits` predicts each target; None: the one at its own place. With a `head`
+    what is given instead of logits is its input [P, H], and it is run a part at a time.
     The softmax is taken in float32 also where the model computes in less: in bfloat16 it is off by whole nats.
     """
     if rows is None:
@@ -253,9 +288,11 @@ def token_log_probs(logits: Tensor, targets: Tensor, rows: Tensor | None = None)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     chosen = torch.empty(len(targets), dtype=dtype, device=logits.device)
     likeliest = torch.zeros(len(targets), dtype=torch.bool, device=logits.device)
-    step = max(1, _SOFTMAX_ELEMENTS.get(logits.device.type, 1 << 20) // logits.shape[-1])
+    vocabulary = logits.shape[-1] if head is None else len(head.weight)
+    step = max(1, _SOFTMAX_ELEMENTS.get(logits.device.type, 1 << 20) // vocabulary)
     for start in range(0, len(logits), step):
-        log_probs = torch.log_softmax(logits[start : start + step], dim=-1, dtype=dtype)
+        part = logits[start : start + step]
+        log_probs = torch.log_softmax(part if head is None else head(part), dim=-1, dtype=dtype)
         (here,) = torch.nonzero((rows >= start) & (rows < start + step), as_tuple=True)
         own, wanted = rows[here] - start, targets[here]
         chosen[here] = log_probs[own, wanted]

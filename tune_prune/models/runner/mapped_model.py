@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import OffloadedWeightsLoader
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from tune_prune.core.errors import UserError
@@ -36,6 +36,9 @@ def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: R
     transformers_logging.disable_progress_bar()
     config = loading.load_config(source)
     family = family_of(config.model_type)
+    revision = source.revision or "main"
+    if device == "cuda":
+        loading.set_up_gpu()
     tokenizer = loading.load_tokenizer(source)
     folder = _folder(source)
     # Its buffers are in no file (rotary frequencies): they are made on the CPU, and its parameters nowhere.
@@ -44,8 +47,10 @@ def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: R
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
     model.tie_weights()  # what was tied has become two parameters
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if cached_file(
+        source.location, "generation_config.json", revision=revision, _raise_exceptions_for_missing_entries=False
+    ):
+        model.generation_config = GenerationConfig.from_pretrained(source.location, revision=revision)
     model.eval().requires_grad_(False)
     places = weight_files.stored_tensors(folder, model)
     residency = replace(residency, weights=_stored_weights(places, dtype), device=torch.device(device))
@@ -80,8 +85,6 @@ def _folder(source: ModelSource) -> Path:
     """Where the weight files are; those of the hub are downloaded. Raises UserError."""
     if source.kind != "hub":
         return Path(source.location)
-    try:
-        found = snapshot_download(source.location, revision=source.revision, allow_patterns=["*.safetensors", "*.json"])
-    except Exception as error:  # the hub client has its own kinds
-        raise loading.unavailable(source, error, "weights") from error
-    return Path(found)
+    loading.fetch_weights(source)
+    config = cached_file(source.location, "config.json", revision=source.revision)
+    return Path(config).parent
