@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from bench_common import benchmark_parser, median_times, table, write_json
+from make_random_model import config_of
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
 from tune_prune.evaluation.engine.prefix_trees import count_tokens, score_items, unsupported_reason
@@ -273,11 +274,11 @@ def projection(bench: Bench, zero_shot: dict[str, Any], args: Any) -> dict[str, 
 
 
 def build(args: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    shape: dict[str, Any] = {"vocab_size": 32768, "max_position_embeddings": 32768}  # else MistralConfig's own: 7B v0.1
+    config = config_of("mistral-7b")
     if args.tiny:
-        shape = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 8}
-        shape |= {"num_key_value_heads": 4, "vocab_size": 512, "max_position_embeddings": 512}
-    config = MistralConfig(**shape, sliding_window=None, tie_word_embeddings=False)
+        shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+        shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512, "max_position_embeddings": 512}
+        config = MistralConfig(**shape, sliding_window=None, tie_word_embeddings=False)
     torch.manual_seed(0)
     with device:  # weights are drawn where they stay
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

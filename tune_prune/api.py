@@ -46,7 +46,8 @@ def open(
                  data_dir, else wikitext2
     data_dir     task and text files for machines without a hub (docs/data.md)
     seed         of calibration samples, of the order of test items and of random scores; from 0 to 2**32 - 1
-    dtype        of the weights while they are scored and measured: float32 or bfloat16; None: bfloat16 on a GPU, else float32
+    dtype        of the weights while they are scored and measured: float32 or bfloat16; None: bfloat16 on a GPU that has it,
+                 else float32
     device       auto (a GPU if there is one), cpu or cuda
     perplexity_window    length in tokens of the windows that the perplexity text is cut into, shortened to the model's limit;
                  None: 2048, of an embedded model 128 (the length it was trained on), of a pruned checkpoint as recorded
@@ -65,7 +66,7 @@ def open(
     if perplexity_window is not None and not (whole := Whole(2, 10**6)).holds(perplexity_window):
         raise UserError(f"perplexity_window is {perplexity_window!r}; it must be {whole}")
     from tune_prune.data import calibration as texts  # imports torch
-    from tune_prune.models.loading import pick_device
+    from tune_prune.models.loading import pick_device, usual_dtype
     from tune_prune.opened import Model
     from tune_prune.planning.plan import SearchSettings
     from tune_prune.planning.resolve import model_run
@@ -78,7 +79,7 @@ def open(
         data_dir=None if data_dir is None else str(data_dir),
         seed=seed,
     )
-    run = model_run(settings, name, source, dtype or ("bfloat16" if device == "cuda" else "float32"))
+    run = model_run(settings, name, source, dtype or usual_dtype(device))
     if calibration is not None:
         calibration = texts.resolve(calibration, run.data_dir, source.kind == "embedded")
     return Model(run, device, calibration, perplexity_window)

@@ -141,8 +141,7 @@ class Model:
         """The pruned model of a request for this model: by the plan of a search where there is one, else found as in a trial.
         Raises UserError."""
         origin.require_dense(self._source, self._config)
-        found = loading.model_fingerprint(self._source, self._config)
-        if request.fingerprint is not None and found != request.fingerprint:
+        if request.fingerprint is not None and not loading.is_model_of(request.fingerprint, self._source, self._config):
             raise UserError(
                 f"{self._source.location} is not the model that was searched (the contents of its files differ); name that one "
                 "with --base, or search again"

@@ -124,7 +124,7 @@ def _main(argv: list[str]) -> None:
     if args.config is not None:
         request = prune_request.from_config(args.config, args.model, args.base, args.revision)
         check_agreement(args, request)
-        dense = Model(request.run, args.device)
+        dense = Model(request.run, device_of(request, args.device, args.measure))
     else:
         dense = api.open(
             args.model,
@@ -137,6 +137,11 @@ def _main(argv: list[str]) -> None:
         request = dense.request({name: getattr(args, name) for name in HYPERPARAMETERS}, args.align)
     how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
     print(describe(folder, save(dense, request, folder, args.format, **how)))
+
+
+def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False) -> str:
+    """Where the dense model of a request is needed: to cut it by a plan that is there takes no GPU."""
+    return "cpu" if asked == "auto" and request.plan is not None and not measure else asked
 
 
 def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", **options: Any) -> Manifest:

@@ -113,7 +113,7 @@ def _save_best(results: Results) -> None:
     for label in results.best.index:
         request = prune_request.from_config(str(results.folder), label)
         folder = results.folder / SAVED_MODELS / label
-        saved = prune.save(Model(request.run), request, folder, overwrite=True)
+        saved = prune.save(Model(request.run, prune.device_of(request)), request, folder, overwrite=True)
         print(f"{prune.describe(folder, saved)}\n", flush=True)
 
 

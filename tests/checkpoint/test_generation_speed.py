@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.conftest import VARIANTS
 from tune_prune.checkpoint import generation_speed
 from tune_prune.checkpoint.generation_speed import GenerationSpeed, measure, speed_table
 from tune_prune.checkpoint.sizes import sizes
@@ -75,6 +78,55 @@ def test_decoding_is_that_of_generate(
             pad_token_id=0,
         )
         assert torch.cat(fed[name], dim=1).tolist() == alone.tolist()
+
+
+def test_steps_with_a_static_cache_decode_the_same_tokens(
+    models: dict[str, PreTrainedModel], calls: list[tuple[str, torch.Tensor]]
+) -> None:
+    """What a CUDA graph replays: the step has the same tensors every time, and its cache where no layer has lost its attention
+    and where one has."""
+    prompt = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(0))
+
+    def captured(step: Callable[[], object]) -> Callable[[], object]:
+        step()
+        return step
+
+    for name, model in models.items():
+        seconds = generation_speed._static_seconds(model, prompt, 5, captured)
+        assert min(seconds) > 0
+        fed = [ids for caller, ids in calls if caller == name]
+        alone = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=6,
+            min_new_tokens=6,
+            pad_token_id=0,
+        )
+        assert torch.cat(fed[:7], dim=1).tolist() == alone.tolist()
+
+
+def test_only_gpus_decode_by_graphs_and_only_what_can_be_captured(
+    tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def captured(variant: str, device: str = "cuda") -> bool:
+        model: Any = SimpleNamespace(config=tiny(variant).config, device=torch.device(device))
+        prompt: Any = SimpleNamespace(to=lambda device: None)
+        return generation_speed._captured(model, prompt)
+
+    monkeypatch.setattr(generation_speed, "_static_seconds", lambda *_: (1.0, 1.0))
+    assert not captured("llama", "cpu")
+    assert {variant: captured(variant) for variant in VARIANTS} == {
+        variant: "sliding" not in variant and variant != "mistral" for variant in VARIANTS
+    }
+    assert tiny("mistral").config.sliding_window  # its config's default
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(generation_speed, "_static_seconds", fails)
+    assert not captured("llama")
+    assert "not permitted when stream is capturing)" in caplog.text
 
 
 def test_a_result_is_the_median_without_the_warm_up(
@@ -160,6 +212,8 @@ OTHER = GenerationSpeed(30_640.4, 76.9, 13_225_688_978, 512, 64, 1, 5, "bfloat16
 
 
 def test_table() -> None:
+    graphed = speed_table({"dense": replace(ONE, graph=True)}).splitlines()[-1]
+    assert graphed.endswith("bfloat16 on NVIDIA H200, decoded by CUDA graphs")
     assert speed_table({"dense": ONE, "pruned": OTHER}).splitlines() == [
         "        prefill tokens/s         decode tokens/s         peak memory bytes",
         "dense             24,512  1.00x             61.5  1.00x     16,532,111,222  1.00x",

@@ -15,7 +15,7 @@ from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from tune_prune.core.errors import UserError
 from tune_prune.data.perplexity_text import load_text
-from tune_prune.evaluation.perplexity import perplexity
+from tune_prune.evaluation.perplexity import perplexity, windows_at_once
 
 LIMIT = 32
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -35,6 +35,15 @@ def model() -> LlamaForCausalLM:
         initializer_range=0.3,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("window", "device", "windows"),
+    [(2048, "cuda", 8), (32_768, "cuda", 1), (128, "cuda", 8), (2048, "cpu", 1), (32, "cpu", 8)],
+)
+def test_a_large_vocabulary_needs_no_smaller_batches_on_a_gpu(window, device, windows):
+    config = LlamaConfig(vocab_size=152_064, hidden_size=3584)  # Qwen2.5-7B's
+    assert windows_at_once(window, config, device) == windows
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,19 @@ def test_of_equally_likely_tokens_the_first_is_greedy(monkeypatch, dtype):
         assert torch.equal(chosen, log_probs[rows, targets])
 
 
+def test_the_head_in_parts_scores_as_the_whole(variant, tiny, monkeypatch):
+    """As on a GPU, where the logits of a batch are never all there."""
+    model = tiny(variant)
+    module = "tune_prune.evaluation.engine.rows"
+    monkeypatch.setattr(f"{module}._HEAD_IN_PARTS", {"cpu"})
+    monkeypatch.setattr(f"{module}._SOFTMAX_ELEMENTS", {"cpu": 7 * model.config.vocab_size})
+    items, positions = assorted_items(), []
+    expected = truth(model, items).loglikelihoods
+    model.lm_head.register_forward_hook(lambda _, __, logits: positions.append(logits.shape[:-1].numel()))
+    np.testing.assert_allclose(score_items(model, items).loglikelihoods, expected, rtol=0, atol=1e-10)
+    assert max(positions) == 7
+
+
 def test_greedy_continuations_are_found(tiny):
     model = tiny("llama")
     (first, *others) = item(15, 4, 4, seed=3)

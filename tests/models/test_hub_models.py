@@ -9,9 +9,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import AutoTokenizer
 
 from tests.search_folders import data_folder
@@ -48,6 +50,47 @@ def test_a_hub_model_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     first = resolve("acme/tiny", COMMITS[0])
     assert loading.model_fingerprint(first, loading.load_config(first)) in seen
     assert hub.commit("acme/other") is None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_are_fetched_before_workers_ask_for_them(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that transformers reads, and no others of the repository; what the cache has is not asked for again."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached_model(tmp_path, "acme/tiny", COMMITS[0])
+    folder = tmp_path / "hub" / "models--acme--tiny" / "snapshots" / COMMITS[0]
+    (folder / "model.safetensors").unlink()
+    shards = ["model-1.safetensors", "model-2.safetensors"]
+    there = {"model.safetensors.index.json", "consolidated.safetensors", *shards} if sharded else {"model.safetensors"}
+    asked: list[str] = []
+
+    def download(repo: str, name: str, revision: str) -> str:
+        asked.append(name)
+        if name not in there:
+            raise RemoteEntryNotFoundError(f"no {name}", response=SimpleNamespace(headers={}, request=None))
+        index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
+        (folder / name).write_text(json.dumps(index) if name.endswith("json") else "", encoding="utf-8")
+        return str(folder / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    source = resolve("acme/tiny", COMMITS[0])
+    loading.fetch_weights(source)
+    assert asked == []  # tests are offline
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    loading.fetch_weights(source)
+    assert asked == ["model.safetensors", "model.safetensors.index.json", *shards][: 4 if sharded else 1]
+    asked.clear()
+    loading.fetch_weights(source)
+    assert asked == []
+    (folder / "model-1.safetensors" if sharded else folder / "model.safetensors").unlink()
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(UserError, match="could not be downloaded"):
+        loading.fetch_weights(source)
 
 
 def cached_dataset(home: Path, repo: str, commit: str) -> Path:

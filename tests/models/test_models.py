@@ -351,20 +351,52 @@ def test_a_changed_tokenizer_or_config_is_another_model(complete, folder):
     assert len({mark(complete), one, mark(folder)}) == 3
 
 
-def test_large_files_are_hashed_from_first_to_last_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "WHOLE_HASH_BYTES", 2**20)
+def test_large_pickles_are_hashed_from_first_to_last_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
     path = tmp_path / "large.bin"
     raw = bytearray(3 * 2**20 + 5)
     path.write_bytes(raw)
-    marks = {loading._file_hash(path)}
+    marks = {weight_files.content_hash(path)}
     for position in (0, 3 * 2**19, len(raw) - 1):
         changed = bytearray(raw)
         changed[position] = 1
         path.write_bytes(changed)
-        marks.add(loading._file_hash(path))
+        marks.add(weight_files.content_hash(path))
     path.write_bytes(raw + b"\0")
-    marks.add(loading._file_hash(path))
+    marks.add(weight_files.content_hash(path))
     assert len(marks) == 5
+
+
+def test_of_large_weight_files_every_tensor_counts(folder, monkeypatch):
+    """A change of any tensor, be it of a tenth of its values, is another model; and so is one of the header."""
+    sizes = {"first.weight": 10, "second.weight": 40_000, "third.weight": 1_000_000}
+    weights = {name: torch.zeros(size) for name, size in sizes.items()}
+    save_file(weights, folder / "model.safetensors")
+    marks = {mark(folder)}  # all of it
+    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
+    marks.add(mark(folder))
+    for name in sizes:
+        for part in weights[name].chunk(10):
+            part += 1
+            save_file(weights, folder / "model.safetensors")
+            marks.add(mark(folder))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len({*marks, mark(folder)}) == 2 + 3 * 10 + 1
+
+
+def test_a_model_is_found_again_by_the_fingerprint_of_older_versions(folder, complete, monkeypatch):
+    """It read 64 MiB of a large file, so that what was recorded says less, but it is still what was recorded."""
+    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
+    weights = {"first.weight": torch.zeros(500_000)}
+    save_file(weights, folder / "model.safetensors")
+    source = resolve(str(folder))
+    config = load_config(source)
+    older = loading._folder_fingerprint(folder, weight_files.pieces_hash)
+    assert older != mark(folder)
+    assert loading.is_model_of(older, source, config) and loading.is_model_of(mark(folder), source, config)
+    weights["first.weight"][0] = 1
+    save_file(weights, folder / "model.safetensors")
+    assert not loading.is_model_of(older, source, config)
 
 
 def test_a_folder_keeps_its_own_tokenizer_whatever_its_family(tmp_path):

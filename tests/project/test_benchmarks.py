@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,24 @@ def test_gpu_on_a_cpu_without_what_such_a_machine_may_lack(run_without: Callable
     assert zero_shot["largest_difference"] < 1e-4  # shared, plain and HFLM's way agree
     assert zero_shot["tokens"]["shared"] < zero_shot["tokens"]["plain"]
     assert positive(*values["projection"].values())
+
+
+@pytest.mark.slow
+def test_what_plans_assume_of_a_gpu_on_a_cpu(run_without: Callable[..., str]) -> None:
+    path = SCRIPTS / "bench_gpu_plan.py"
+    code = (
+        f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport bench_gpu_plan\nbench_gpu_plan.main(sys.argv[1:])\n"
+    )
+    without = ("ray", "lm_eval", "optuna", "datasets", "pandas", "pyarrow", "tensorboard")
+    told = [json.loads(line) for line in run_without(without, code, "--device", "cpu", "--tiny").splitlines()]
+    named = re.findall(r"^    (\w[\w ]*\w)  +\w", path.read_text(encoding="utf-8").partition('"""\n')[0], re.MULTILINE)
+    assert sorted(line["measured"] for line in told) == sorted(named)
+    found = {line.pop("measured"): line for line in told}
+    assert found.pop("left behind") == {"bytes": 0}  # no GPU here
+    assert positive(*(value for line in found.values() for value in line.values()))
+    assert list(found["decoding"]) == ["eager_s"]
+    stopped = run_without(without, code, "--device", "cpu", "--tiny", "--limit", "-1")
+    assert json.loads(stopped) == {"stopped before": "left behind"}
 
 
 @needs_data

@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, WorkerCrashedError
 
 from tune_prune.core.errors import UserError
+from tune_prune.cost_model.machine import Gpu, Memory
 from tune_prune.tuning.ray_cluster import cluster, remote
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 
@@ -38,7 +39,7 @@ def answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray, "nodes", lambda: [NODE])
     monkeypatch.setattr(ray, "remote", lambda **_: lambda function: task)
     monkeypatch.setattr(ray, "cancel", lambda task: None)
-    monkeypatch.setattr(cluster, "_gpu_bytes", task)
+    monkeypatch.setattr(cluster, "_gpus", task)
     return set_to
 
 
@@ -47,16 +48,17 @@ def answer(monkeypatch: pytest.MonkeyPatch):
     [
         (GetTimeoutError("late"), "did not answer within 120 s: see `ray status`"),
         (WorkerCrashedError(), "cannot run tune_prune"),
-        (0, "its torch sees none"),
+        ([], "its torch sees none"),
     ],
 )
 def test_a_node_that_cannot_say_its_gpu_memory_is_named(answer, value: object, words: str) -> None:
     answer(value)
     with pytest.raises(UserError, match=r"^node gpu-7 \(10\.0\.0\.7\) ") as error:
-        cluster.smallest_gpu_bytes()
+        cluster.gpus()
     assert words in str(error.value) and "\n" not in str(error.value)
-    answer(80 * 2**30)
-    assert cluster.smallest_gpu_bytes() == 80 * 2**30
+    gpu = Gpu("H200", Memory(80 * 2**30, 79 * 2**30), True)
+    answer([gpu])
+    assert cluster.gpus() == [gpu]
 
 
 def test_a_worker_that_dies_while_it_measures_is_a_sentence_and_a_late_one_is_none(answer) -> None:

@@ -3,12 +3,13 @@
 import pytest
 
 from tune_prune.core.errors import UserError
+from tune_prune.cost_model.machine import Memory
 from tune_prune.tuning.ray_cluster.resources import (
     TrialResources,
+    fitting_trials,
     parse_amount,
     plan_resources,
     trial_slots,
-    trials_per_gpu,
 )
 
 GIB = 2**30
@@ -50,14 +51,19 @@ def test_zero_cpus_are_refused():
         parse_amount("0", "cpus-per-trial", allow_zero=False)
 
 
-@pytest.mark.parametrize(("trial_gib", "shares"), [(5, 4), (24, 3), (35, 2), (40, 1), (72, 1)])
-def test_trials_share_a_gpu_as_far_as_nine_tenths_of_its_memory_go(trial_gib, shares):
-    assert trials_per_gpu(trial_gib * GIB, 80 * GIB) == shares
+@pytest.mark.parametrize(
+    ("trial_gib", "free_gib", "fit"), [(5, 80, 14), (24, 80, 3), (35, 80, 2), (40, 80, 1), (72, 80, 1), (24, 70, 2)]
+)
+def test_trials_share_a_gpu_as_far_as_nine_tenths_of_its_memory_go_and_what_is_free(trial_gib, free_gib, fit):
+    assert fitting_trials(trial_gib * GIB, Memory(80 * GIB, free_gib * GIB)) == fit
+    nodes = [{"CPU": 16, "GPU": 2}]
+    auto = plan_resources(None, None, nodes, trial_gib * GIB, Memory(80 * GIB, free_gib * GIB))
+    assert auto.gpus == pytest.approx(1 / min(4, fit), abs=1e-4)
 
 
 def test_a_trial_larger_than_the_gpu_is_refused():
     with pytest.raises(UserError, match=r"73\.0 GiB.*72\.0 GiB"):
-        trials_per_gpu(73 * GIB, 80 * GIB)
+        fitting_trials(73 * GIB, Memory(80 * GIB, 80 * GIB))
 
 
 def test_auto_without_gpus_is_one_cpu():
@@ -66,7 +72,7 @@ def test_auto_without_gpus_is_one_cpu():
 
 def test_auto_with_gpus_follows_the_memory_plan_and_shares_the_cpus():
     nodes = [{"CPU": 16, "GPU": 2}]
-    plan = plan_resources(None, None, nodes, trial_bytes=30 * GIB, gpu_bytes=80 * GIB)
+    plan = plan_resources(None, None, nodes, trial_bytes=30 * GIB, gpu=Memory(80 * GIB, 80 * GIB))
     assert plan == TrialResources(cpus=4, gpus=0.5)
     assert trial_slots(plan, nodes) == 4
     assert plan_resources(None, None, nodes) == TrialResources(cpus=4, gpus=1)

@@ -8,7 +8,10 @@ A turn is a prompt of random tokens (the same for all models), then greedy decod
 
     prefill     one forward pass over the prompt, with logits of its last position only, as generate() makes it
     decode      `new_tokens` forward passes of one token each. They are called one by one: generate() would add its own
-                bookkeeping, which costs small models as much as their arithmetic and is the same for dense and pruned
+                bookkeeping, which costs small models as much as their arithmetic and is the same for dense and pruned.
+                On a GPU a step is one CUDA graph over a static cache: launched kernel by kernel, a step of a 7B model waits
+                for the CPU four fifths of its time, and every model takes as long. Where a step of one of the models cannot be
+                captured (caches of sliding windows), all are launched kernel by kernel
 
 Tokens per second are those of the whole batch. Peak memory is what the model alone would need, though others are loaded
 beside it (a pruned copy in memory even shares tensors with its dense model): the bytes of its weights, and the most that
@@ -19,23 +22,29 @@ an operation takes and gives back within itself is seen on the GPU only.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StaticCache
 
 from tune_prune.checkpoint.sizes import aligned
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
 
+log = logging.getLogger(__name__)
+
 SEED = 0  # of the prompt
+
+Step = Callable[[], object]  # decodes one token
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class GenerationSpeed:
     repeats: int  # rounds whose median this is
     dtype: str  # e.g. bfloat16
     device: str  # the GPU's name, or "CPU, 2 threads"
+    graph: bool = False  # whether a decoding step was one CUDA graph
 
 
 @dataclass(frozen=True)
@@ -80,11 +90,12 @@ def measure(
     )
     vocabulary = min(int(model.config.vocab_size) for model in models.values())
     prompt = torch.randint(vocabulary, (batch_size, prompt_tokens), generator=torch.Generator().manual_seed(SEED))
+    graph = all(_captured(model, prompt) for model in models.values())
     turns: dict[str, list[_Turn]] = {name: [] for name in models}
     with progress.step("speed", lambda: (1 + repeats) * len(models), "turns") as advance:
         for round_number in range(1 + repeats):
             for name, model in models.items():
-                turns[name].append(_turn(model, prompt, new_tokens, warm_up=round_number == 0))
+                turns[name].append(_turn(model, prompt, new_tokens, round_number == 0, graph))
                 advance(1)
     return {
         name: GenerationSpeed(
@@ -97,6 +108,7 @@ def measure(
             repeats=repeats,
             dtype=str(model.dtype).removeprefix("torch."),
             device=_device_name(model.device),
+            graph=graph,
         )
         for name, model in models.items()
     }
@@ -114,21 +126,22 @@ def _within(limit: int, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
     return prompt_tokens, new_tokens
 
 
-def _turn(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, warm_up: bool) -> _Turn:
-    """One prefill of `prompt` [batch, time] and `new_tokens` steps. On a CPU memory is followed in the warm-up, as that takes
-    time; on a GPU after it, when the libraries' workspaces are there."""
+def _turn(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, warm_up: bool, graph: bool) -> _Turn:
+    """One prefill of `prompt` [batch, time] and `new_tokens` steps, with `graph` as CUDA graphs. On a CPU memory is followed in the
+    warm-up, as that takes time; on a GPU after it, when the libraries' workspaces are there."""
     device = model.device
     prompt = prompt.to(device)
     on_gpu = device.type == "cuda"
     if warm_up and not on_gpu:
         with _LiveTensors((*model.parameters(), *model.buffers(), prompt)) as live:
             return _Turn(*_seconds(model, prompt, new_tokens), live.peak_bytes)
+    seconds_of = partial(_static_seconds, captured=_graph) if graph else _seconds
     if warm_up or not on_gpu:
-        return _Turn(*_seconds(model, prompt, new_tokens), None)
+        return _Turn(*seconds_of(model, prompt, new_tokens), None)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    seconds = _seconds(model, prompt, new_tokens)
+    seconds = seconds_of(model, prompt, new_tokens)
     return _Turn(*seconds, torch.cuda.max_memory_allocated(device) - before)
 
 
@@ -142,6 +155,57 @@ def _seconds(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> t
         token = output.logits[:, -1:].argmax(dim=-1)  # [batch, 1]
         output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
     return prefilled - started, _now(model.device) - prefilled
+
+
+def _captured(model: PreTrainedModel, prompt: torch.Tensor) -> bool:
+    """Whether its decoding steps can be CUDA graphs: tried, as that is up to what transformers does in a step."""
+    kinds = getattr(model.config, "layer_types", None) or []
+    sliding = "sliding_attention" in kinds or (not kinds and getattr(model.config, "sliding_window", None) is not None)
+    if model.device.type != "cuda" or sliding:
+        return False
+    try:
+        _static_seconds(model, prompt.to(model.device), 1, _graph)
+    except RuntimeError as error:  # of CUDA; also where the cache does not fit
+        log.warning(
+            "decoding is launched kernel by kernel: no CUDA graph could be made (%s)", str(error).splitlines()[0]
+        )
+        return False
+    return True
+
+
+@torch.inference_mode()
+def _static_seconds(
+    model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, captured: Callable[[Step], Step]
+) -> tuple[float, float]:
+    """As `_seconds`, with a static cache, whose tensors stay where they are, and a step that `captured` may run once and then gives
+    in the form that is timed."""
+    cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + new_tokens + 1)
+    started = _now(model.device)
+    logits = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    prefilled = _now(model.device)
+    token = logits[:, -1:].argmax(dim=-1)  # [batch, 1]
+
+    def step() -> None:
+        token.copy_(model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1))
+
+    timed = captured(step)
+    begun = _now(model.device)
+    for _ in range(new_tokens):
+        timed()
+    return prefilled - started, _now(model.device) - begun
+
+
+def _graph(step: Step) -> Step:
+    """The step as a CUDA graph, after one by itself on a side stream, as torch asks for: libraries set themselves up in it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def _now(device: torch.device) -> float:
@@ -218,4 +282,5 @@ def conditions(speed: GenerationSpeed) -> str:
     return (
         f"prompt of {speed.prompt_tokens:,} tokens, {speed.new_tokens:,} new tokens, batch size {speed.batch_size}, "
         f"median of {speed.repeats}, {speed.dtype} on {speed.device}"
+        + (", decoded by CUDA graphs" if speed.graph else "")
     )

@@ -54,7 +54,7 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="data type of the weights while they are used (default: bfloat16 on a GPU, else float32)",
+        help="data type of the weights while they are used (default: bfloat16 on a GPU that has it, else float32)",
     )
 
 

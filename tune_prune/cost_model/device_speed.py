@@ -81,10 +81,27 @@ class DeviceSpeed:
     spread: float = 1.0  # of equal runs the slowest over the fastest, median of all measurements
     load: Load = field(default_factory=Load)  # of the machine meanwhile
 
+    def shared_by(self, processes: int) -> DeviceSpeed:
+        """Of each of so many processes that take turns on the device."""
+
+        def line(of: Line) -> Line:
+            return Line(of.at_zero * processes, of.slope * processes)
+
+        return replace(
+            self,
+            forward=line(self.forward),
+            gradient=line(self.gradient),
+            head=self.head * processes,
+            head_gradient=self.head_gradient * processes,
+            snapshots={name: seconds * processes for name, seconds in self.snapshots.items()},
+        )
+
 
 def measure(request: SpeedRequest) -> DeviceSpeed:
     """Measure on this machine. Takes a second or two; a 7B layer on a CPU some seconds more."""
     threads, load = torch.get_num_threads(), machine.load()
+    if request.device == "cuda":
+        loading.set_up_gpu()
     torch.set_num_threads(request.threads)
     try:
         return replace(_Bench(request).speed(), load=load)
@@ -127,7 +144,8 @@ class _Bench:
         """Of the statistic, with a pass over two tokens."""
         window, statistic = self._tokens(1, 2), load_statistic(name)
         needs = [Need(name, statistic.kinds[0], 1)]
-        return self._seconds(lambda: statistic.collect(self.model, self.family, window, needs)) * self.weights
+        run = self._warm(lambda: statistic.collect(self.model, self.family, window, needs))
+        return self._seconds(run) * self.weights
 
     def _line(self, run: Callable[[int, int], Callable[[], object]], batch_tokens: int) -> Line:
         """Seconds per token of all layers, from short and from long rows."""
@@ -140,11 +158,17 @@ class _Bench:
             slope = min(slope, short / (2 * SHORT_ROW))  # on a starved machine the line could fall below zero
         return Line((short - slope * SHORT_ROW) * self.weights, slope * self.queries)
 
+    def _warm(self, run: Callable[[], object]) -> Callable[[], object]:
+        """`run`, on a GPU once done: its first call for each shape loads kernels, which takes up to seconds and is no speed."""
+        if self.device.type == "cuda":
+            run()
+        return run
+
     def _steady(self, make: Callable[[int], Callable[[], object]], most: int) -> float:
         """Seconds per unit of what `make(count)` runs, at the largest count up to `most` that stays short."""
         count = 1
         while True:
-            run = make(count)
+            run = self._warm(make(count))
             seconds = self._seconds(run)
             if seconds >= CALL_S or count >= most:
                 break
@@ -234,7 +258,7 @@ class _Bench:
             scored = sum(len(np.unique(row.scored)) for row in part)
             layers = forward.at_zero / self.weights + forward.slope / self.queries * tokens / len(part)
             planned = replace(sample, plain=part if rows else [], trees=part if trees else [])
-            took = self._least(partial(score_planned, self.model, planned))
+            took = self._least(self._warm(partial(score_planned, self.model, planned)))
             share = sum(len(row.tokens) for row in whole) / tokens
             expected += share * (tokens * layers + scored * head / self.head_share)
             measured += share * took

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tune_prune.core.records import MODEL_STAGES, in_order
@@ -22,7 +22,7 @@ from tune_prune.cost_model.machine import Load
 from tune_prune.cost_model.tokens import ZeroShotTokens
 from tune_prune.pruning.statistics import Need, by_statistic, load_statistic
 
-# Measured on a two-core machine without a GPU.
+# Measured on a two-core machine without a GPU, but for one.
 WORKER_START_S = 10.0  # Ray, a worker's imports and its model's configuration
 INLINE_START_S = 1.0  # without Ray: what the plan has not imported
 DISK_BYTES_PER_S = 1e9  # weights, from a local disk or its cache
@@ -30,7 +30,11 @@ SUITE_S = 3.0  # importing lm-eval
 SUITE_S_PER_ITEM = 0.8e-3  # rendering and tokenising
 TRIAL_OVERHEAD_S = 0.15  # of each trial outside of its stages: Ray's scheduling, files, TensorBoard
 PRUNING_S = 0.005  # the choice of what is kept
-PRUNING_BYTES_PER_S = 5e8  # slicing the weights
+# Slicing the weights. Of a GPU it is computed: reading and writing them takes a tenth of its memory's 1 to 5 TB/s.
+PRUNING_BYTES_PER_S = {"cpu": 5e8, "cuda": 1e11}
+
+# Weights of the layers from which on one trial fills a GPU: several at once take turns. A model of 3B parameters has so many.
+FILLS_GPU = 2.5e9
 
 # What the rates and constants may be off by: searches of the embedded models on two-core machines took 0.65 to 1.47 of the
 # predicted wall time.
@@ -140,9 +144,11 @@ def estimate(
     cpus: float = 1.0,
     start_s: float = WORKER_START_S,
 ) -> CostEstimate:
-    """The cost of `works` on `slots` workers with `gpus` and `cpus` each, which take `start_s` to start.
+    """The cost of `works` on `slots` workers with `gpus` and `cpus` each, which take `start_s` to start. Workers that share a GPU
+    run at full speed beside each other while one alone does not fill it (FILLS_GPU).
     `statistics_in_trials`: passes are made by the first trial that needs them instead of by jobs before."""
-    works = list(works)
+    sharing = min(slots, round(1 / gpus)) if 0 < gpus < 1 else 1
+    works = [replace(work, speed=work.speed.shared_by(sharing)) if _fills_gpu(work) else work for work in works]
     models = tuple(_model(work, statistics_in_trials) for work in works)
     durations: list[float] = []
     for model in models:
@@ -150,15 +156,21 @@ def estimate(
         durations += [sum(model.trial.values()) + TRIAL_OVERHEAD_S] * model.trials
     wall = start_s + _dealt_out(durations, slots) if durations else 0.0
     work = sum(stage.seconds for model in models for stage in model.stages)
-    speeds = [work.speed for work in works]
-    load = max((speed.load for speed in speeds), key=lambda load: load.average, default=None)
-    most = max((_slowdown(speed, slots, cpus, gpus) for speed in speeds), default=1.0)
+    load = max((work.speed.load for work in works), key=lambda load: load.average, default=None)
+    most = max((_slowdown(work, slots, cpus, gpus) for work in works), default=1.0)
     return CostEstimate(models, slots, wall, work * gpus / 3600, tuple(notes), load, (FASTER, most), start_s)
 
 
-def _slowdown(speed: DeviceSpeed, slots: int, cpus: float, gpus: float) -> float:
-    """How much longer than measured a worker may take that shares its device with the others and with what else ran then."""
-    if gpus > 0:
+def _fills_gpu(work: ModelWork) -> bool:
+    return work.device == "cuda" and work.arithmetic.projection_weights >= FILLS_GPU
+
+
+def _slowdown(work: ModelWork, slots: int, cpus: float, gpus: float) -> float:
+    """How much longer than predicted a worker may take that shares its device with the others and with what else ran then."""
+    speed = work.speed
+    if _fills_gpu(work):
+        shared = 1.0  # they wait for each other, and that is predicted
+    elif gpus > 0:
         shared = float(min(slots, round(1 / min(1.0, gpus))))  # the trials of one GPU may each wait for all others
     else:
         trials = min(slots, math.floor(speed.load.cpus / cpus))  # on the machine that was measured
@@ -186,7 +198,7 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
         jobs[None] = {name: stage.seconds for name, stage in dense.items()}
         jobs[None]["zero_shot"] += suite + loading
     trial = {name: stage.seconds for name, stage in pruned.items()}
-    trial["pruning"] = PRUNING_S + work.weight_bytes / PRUNING_BYTES_PER_S
+    trial["pruning"] = PRUNING_S + work.weight_bytes / PRUNING_BYTES_PER_S[work.device]
     for seq_len, parts in passes.items():
         if not statistics_in_trials:
             jobs[seq_len] = {stage.stage: stage.seconds for stage in parts}

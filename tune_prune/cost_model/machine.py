@@ -1,4 +1,4 @@
-"""What this process may use of its machine: CPUs, memory, and the load that it shares them with.
+"""What this process may use of its machine: CPUs, memory, GPUs, and the load that it shares them with.
 
 os.cpu_count() and the physical memory are the whole machine's. A process has less of it in a container, in a job of a batch
 system or under taskset: the CPUs of its affinity mask, and the CPU time and memory of every control group (cgroup) that it is
@@ -22,6 +22,15 @@ class Memory:
 
     total: int
     available: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process sees; of its memory, what no process holds is available."""
+
+    name: str
+    memory: Memory
+    bfloat16: bool  # whether it computes in it, not only by way of float32
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,19 @@ def memory() -> Memory:
                 free = int(words[0]) - int(used[0]) + _table(group / "memory.stat").get(cache, 0)
                 total, available = min(total, int(words[0])), min(available, max(0, free))
     return Memory(total, available)
+
+
+def gpus() -> list[Gpu]:
+    """Every GPU. To ask for free memory takes a CUDA context on each, which stays until the process ends: `own_process.call(gpus)`
+    leaves none behind."""
+    import torch  # here, as the rest is asked for where nothing heavy is imported
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(about.name, Memory(total, free), bool(torch.version.hip) or about.major >= 8))
+    return found
 
 
 def load() -> Load:

@@ -25,6 +25,7 @@ from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
@@ -47,7 +48,7 @@ class MemoryPlan:
     weights: int  # dense model
     accumulators: int  # sums of gradients
     statistics_activations: int  # 0 where it needs none
-    pruned: int  # projections of the pruned model
+    pruned: int  # projections of the pruned model, with what they are padded with
     evaluation_activations: int
 
     @property
@@ -107,13 +108,14 @@ def plan_memory(
     tokens = max(default_batch_tokens(config, device), longest_row)
     scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
     masks = tokens * longest_row * (8 + 4 + itemsize)  # made from distances in int64
-    zero_shot = tokens * inner + masks + scored * vocab * itemsize
-    zero_shot += FLOAT32 * min(SOFTMAX_ELEMENTS[device], scored * vocab)
+    logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
+    zero_shot = tokens * inner + masks + FLOAT32 * logits
+    zero_shot += itemsize * (logits if device == "cuda" else scored * vocab)
     return MemoryPlan(
         process=PROCESS_BYTES[device],
         weights=geometry.total_params * itemsize,
         accumulators=accumulators,
         statistics_activations=int(FRAGMENTATION[device] * activations),
-        pruned=(projections - removed_params) * itemsize,
+        pruned=(projections - removed_params) * itemsize + most_bytes(geometry.channel_cost, itemsize, device),
         evaluation_activations=int(EVALUATION_SLACK[device] * max(perplexity, zero_shot)),
     )

@@ -100,7 +100,7 @@ def memory_of(
 def passes_to_make(
     configs: Iterable[PruningConfig], run: ModelRun, model_fingerprint: str, device: str, store: ArtifactStore
 ) -> dict[int, tuple[Need, ...]]:
-    """By seq_len, what the statistics of `configs` lack in the cache."""
+    """By seq_len, what the statistics of `configs` lack in the cache of that kind of device (`models.loading.device_key`)."""
     cache = StatisticCache(run, model_fingerprint, device, store)
     missing = {seq_len: cache.missing(seq_len, needs) for seq_len, needs in by_seq_len(configs).items()}
     return {seq_len: needs for seq_len, needs in missing.items() if needs}

@@ -21,6 +21,7 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 
 # Logits of a batch, where they are all there at once: a window of 2048 tokens at a vocabulary of 131k.
 _LOGIT_ELEMENTS = 1 << 28
+_GPU_TOKENS = 16_384  # of a batch, as of zero-shot rows
 # Hidden states of a batch that stay in a CPU's caches, with what the layers make of them.
 _CPU_ELEMENTS = 1 << 20
 
@@ -77,9 +78,10 @@ def perplexity(
 
 def windows_at_once(window: int, config: PretrainedConfig, device: str) -> int:
     """Windows of `window` tokens in a batch on `device` ("cpu" or "cuda"), at most 8."""
-    most = _LOGIT_ELEMENTS // (window * config.vocab_size)
     if device == "cpu":
-        most = min(most, _CPU_ELEMENTS // (window * config.hidden_size))
+        most = min(_LOGIT_ELEMENTS // (window * config.vocab_size), _CPU_ELEMENTS // (window * config.hidden_size))
+    else:  # logits are made in parts: large vocabularies need no smaller batches
+        most = _GPU_TOKENS // window
     return max(1, min(8, most))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants
+from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from tune_prune.core.errors import UserError
 
@@ -35,6 +36,30 @@ def commit(repo: str, revision: str | None = None) -> str | None:
     From the cache's layout, snapshots/<commit>/: newer transformers no longer tell it."""
     cached = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
     return Path(cached).parent.name if isinstance(cached, str) else None
+
+
+def fetch_weights(repo: str, revision: str | None = None) -> None:
+    """Have the cache hold the weight files that transformers reads of model `repo`; nothing is done offline, or for a model
+    that has only pickled weights. Raises what the hub client raises."""
+    from tune_prune.models import weight_files  # imports torch
+
+    whole, index = "model.safetensors", "model.safetensors.index.json"
+
+    def cached(name: str) -> str | None:
+        path = huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
+        return path if isinstance(path, str) else None
+
+    def fetched(name: str) -> str | None:
+        try:
+            return cached(name) or huggingface_hub.hf_hub_download(repo, name, revision=revision)
+        except RemoteEntryNotFoundError:
+            return None
+
+    if constants.HF_HUB_OFFLINE or (cached(index) is None and fetched(whole) is not None):
+        return
+    path = fetched(index)
+    for file in weight_files.files(Path(path).parent) if path is not None else []:
+        fetched(file.name)
 
 
 def dataset_commit(repo: str) -> str | None:

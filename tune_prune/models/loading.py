@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -29,15 +28,11 @@ from transformers.utils import logging as transformers_logging
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.core.terminal import progress
-from tune_prune.models import hub, registration, unsupported
+from tune_prune.models import hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.models.runner.residency import RESIDENT, Residency
-
-# A weight file up to this size is hashed whole; of a larger one, evenly spaced pieces (seconds instead of minutes).
-WHOLE_HASH_BYTES = 256 * 2**20
-HASHED_PIECES = 64
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
@@ -81,6 +76,25 @@ def pick_device(asked: str) -> str:
     if asked == "cuda" and not has_gpu:
         raise UserError("--device is cuda, but torch finds no GPU on this machine; use --device cpu, or leave it out")
     return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
+
+
+def usual_dtype(device: str) -> str:
+    """In which weights are where no --dtype says otherwise: bfloat16 on a GPU that computes in it, else float32."""
+    return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+
+
+def device_key(device: torch.device) -> str:
+    """What keys say of a device: "cpu", or the GPU's name, as another GPU has other kernels."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def set_up_gpu() -> None:
+    """Settings of this process for computing on a GPU; before its first use, as torch's allocator reads them once."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+        # Batches differ in size: less is lost between blocks that can grow.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # makes a plan for every new shape, and zero-shot rows have hundreds
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of products stay in float32
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
@@ -183,12 +197,23 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         ) from error
 
 
+def fetch_weights(source: ModelSource) -> None:
+    """Download the weights of a hub model that this machine's cache lacks. Raises UserError."""
+    if source.kind == "hub":
+        try:
+            hub.fetch_weights(source.location, source.revision)
+        except Exception as error:  # the hub client and the network libraries each raise their own kinds
+            raise unavailable(source, error, "weights") from error
+
+
 def load_model(source: ModelSource, dtype: torch.dtype, device: str) -> LoadedModel:
     """Load weights and tokenizer. Raises UserError where the model is not available, its weights do not fit its config
     (never leaves a tensor at random values), or its family is not supported."""
     config = load_config(source)
     family = family_of(config.model_type)
     revision = source.revision or "main"
+    if device == "cuda":
+        set_up_gpu()
     tokenizer = load_tokenizer(source)
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its load report is turned into our sentence below
@@ -263,27 +288,24 @@ def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
     commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
     if commit:
         return digest({"hub": source.location, "commit": commit})
-    folder = Path(source.location)
+    return _folder_fingerprint(Path(source.location), weight_files.content_hash)
+
+
+def is_model_of(fingerprint: str, source: ModelSource, config: PretrainedConfig) -> bool:
+    """Whether a recorded fingerprint is that of the model; those up to version 0.2.0 read less of weight files above 256 MiB."""
+    return fingerprint == model_fingerprint(source, config) or (
+        source.kind != "hub" and fingerprint == _folder_fingerprint(Path(source.location), weight_files.pieces_hash)
+    )
+
+
+def _folder_fingerprint(folder: Path, file_hash: Callable[[Path], str]) -> str:
     names = sorted(
         path.name
         for path in folder.iterdir()
         if path.name in {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
         or path.suffix in {".safetensors", ".bin"}
     )
-    return digest({name: _file_hash(folder / name) for name in names})
-
-
-def _file_hash(path: Path) -> str:
-    size = path.stat().st_size
-    state = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= WHOLE_HASH_BYTES:
-            state.update(file.read())
-        else:
-            for piece in range(HASHED_PIECES):
-                file.seek((size - 2**20) * piece // (HASHED_PIECES - 1))
-                state.update(file.read(2**20))
-    return state.hexdigest()
+    return digest({name: file_hash(folder / name) for name in names})
 
 
 def _cause(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tune_prune.core.errors import UserError
+
+# A file up to this size is hashed whole; of a larger one pieces (seconds instead of minutes).
+WHOLE_HASH_BYTES = 256 * 2**20
+HASHED_PIECES = 64
+TENSOR_PIECES = 16  # of each tensor, from its first byte to its last: an edit of some rows must not go unseen
+PIECE_BYTES = 4096
 
 _AGAIN = "download the model again or point --model at a complete folder"
 
@@ -64,3 +71,37 @@ def files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} does not say which files hold the weights (no weight_map); {_AGAIN}") from error
+
+
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file's size and content: all of it, or of a large safetensors file its header and 64 KiB of every tensor."""
+    size = path.stat().st_size
+    if size <= WHOLE_HASH_BYTES or path.suffix != ".safetensors":
+        return pieces_hash(path)
+    state = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")  # the format: length of the header, header, tensors
+        header = file.read(start - 8)
+        state.update(header)
+        tensors = (about["data_offsets"] for name, about in json.loads(header).items() if name != "__metadata__")
+        for first, end in sorted(tensors):
+            whole = end - first <= TENSOR_PIECES * PIECE_BYTES
+            count, length = (1, end - first) if whole else (TENSOR_PIECES, PIECE_BYTES)
+            for piece in range(count):
+                file.seek(start + first + (end - first - length) * piece // (TENSOR_PIECES - 1))
+                state.update(file.read(length))
+    return state.hexdigest()
+
+
+def pieces_hash(path: Path) -> str:
+    """SHA-256 of a file's size and content: all of it, or of a large one evenly spaced pieces of 1 MiB."""
+    size = path.stat().st_size
+    state = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= WHOLE_HASH_BYTES:
+            state.update(file.read())
+        else:
+            for piece in range(HASHED_PIECES):
+                file.seek((size - 2**20) * piece // (HASHED_PIECES - 1))
+                state.update(file.read(2**20))
+    return state.hexdigest()

@@ -80,7 +80,10 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     # The data's fingerprint follows the names of tasks and calibration text; by itself it says that files changed.
     if {"tasks", "calibration"} & set(changed):
         changed = [name for name in changed if name != "data"]
-    contents = {"model": "the model's files have changed", "data": "the files of texts or tasks have changed"}
+    contents = {
+        "model": "the model's files have changed, or are over 256 MiB and version 0.2.0 identified them, which read less",
+        "data": "the files of texts or tasks have changed",
+    }
     return [contents.get(name) or f"{name} was {_shown(old.get(name))}, is {_shown(new[name])}" for name in changed]
 
 

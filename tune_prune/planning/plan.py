@@ -89,6 +89,7 @@ class Plan:
     recorded: int  # trials of this plan that the ledger already holds as finished
     resources: TrialResources  # what one trial takes
     slots: int  # trials that run at once
+    gpu_names: tuple[str, ...]  # of the GPUs that they run on, each once; none on CPUs
     cost: CostEstimate | None  # of what the ledger lacks; None: no worker of the cluster was free to measure its speed
 
     @property

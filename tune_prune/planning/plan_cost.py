@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.store import BASELINES, FolderStore
+from tune_prune.cost_model import own_process
 from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, measure
 from tune_prune.cost_model.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
@@ -23,13 +24,14 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     None where no worker of the cluster was free to measure its speed.
     """
     settings, device = plan.settings, plan.resources.device
+    computed_on = plan.gpu_names[0] if plan.gpu_names else device  # as `models.loading.device_key` says it
     measured = (FolderStore(plan.experiment_dir).read(BASELINES) or {}).keys()
     works = []
     for model in plan.models:
         configs = [config for config, _ in model.trials]
         pending = [config for config, key in model.trials if key not in finished]
         trials = plan.trials_per_model - (len(model.trials) - len(pending))
-        passes = passes_to_make(pending if trials > 0 else [], model.run, model.model_fingerprint, device, store)
+        passes = passes_to_make(pending if trials > 0 else [], model.run, model.model_fingerprint, computed_on, store)
         if trials <= 0 and model.run.label in measured:
             continue
         speed = _speed(model, plan.resources, settings)
@@ -52,6 +54,10 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
             )
         )
     notes = []
+    if len(plan.gpu_names) > 1:
+        notes.append(
+            f"measured on one of several kinds of GPU, whose kernels differ in the last bits: {', '.join(plan.gpu_names)}"
+        )
     if any(not work.zero_shot.exact for work in works):
         notes.append("~ zero-shot tokens are estimated from a sample of the items")
     if settings.scheduler != "none":
@@ -64,7 +70,8 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
 
 
 def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings) -> DeviceSpeed | None:
-    """Measured where the trials will run: here, or by a worker of the cluster (None: none was free)."""
+    """Measured where the trials will run: here, or by a worker of the cluster (None: none was free). On a GPU in a process that
+    ends, as Ray ends such a worker, so that the trials find its memory free."""
     request = SpeedRequest(
         model.workload.config,
         model.run.dtype,
@@ -74,7 +81,7 @@ def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings
         model.workload.zero_shot.rows,
     )
     if settings.address is None:
-        return measure(request)
+        return own_process.call(measure, request) if request.device == "cuda" else measure(request)
     from tune_prune.tuning.ray_cluster import remote  # imports ray: not needed to plan a search on this machine
 
     speed: DeviceSpeed | None = remote.call(measure, request, resources)

@@ -21,7 +21,7 @@ from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
-from tune_prune.cost_model import machine
+from tune_prune.cost_model import machine, own_process
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
@@ -33,7 +33,7 @@ from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
 from tune_prune.pruning.selection import target_params
 from tune_prune.tuning.ray_cluster import address
-from tune_prune.tuning.ray_cluster.resources import plan_resources, trial_slots
+from tune_prune.tuning.ray_cluster.resources import plan_resources, trial_slots, usable_bytes
 
 
 def make_plan(settings: SearchSettings) -> Plan:
@@ -47,16 +47,17 @@ def make_plan(settings: SearchSettings) -> Plan:
     space = resolve.space(settings)
     store = artifact_cache.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifact_cache.FOLDER)
     with _cluster(settings):
-        nodes, gpu_bytes = _nodes(settings)
+        nodes, gpus = _nodes(settings)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
-        models = tuple(_plan_model(settings, space, name, device, store) for name in settings.models)
+        dtype = settings.dtype or ("bfloat16" if on_gpu and all(gpu.bfloat16 for gpu in gpus) else "float32")
+        models = tuple(_plan_model(settings, space, name, device, dtype, store) for name in settings.models)
         _check_distinct(models)
         trial_bytes = max(model.memory.total for model in models)
-        gpus = (
-            1.0 if settings.inline and on_gpu else settings.gpus_per_trial
-        )  # the trial of the moment has it to itself
-        resources = plan_resources(settings.cpus_per_trial, gpus, nodes, trial_bytes, gpu_bytes)
+        # Inline, the trial of the moment has a GPU to itself.
+        share = 1.0 if settings.inline and on_gpu else settings.gpus_per_trial
+        smallest = min((gpu.memory for gpu in gpus), key=usable_bytes, default=None)
+        resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest)
         slots = min(trial_slots(resources, nodes), 1 if settings.inline else sys.maxsize)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, machine.memory())
@@ -65,7 +66,8 @@ def make_plan(settings: SearchSettings) -> Plan:
         finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
         experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
         recorded = sum(key in finished for model in models for _, key in model.trials)
-        plan = Plan(settings, space, folder, models, recorded, resources, slots, cost=None)
+        names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
+        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, cost=None)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
 
@@ -114,10 +116,15 @@ def _check_distinct(models: tuple[ModelPlan, ...]) -> None:
 
 
 def _plan_model(
-    settings: SearchSettings, space: SearchSpace, name: str, device: str, store: artifact_cache.ArtifactStore
+    settings: SearchSettings,
+    space: SearchSpace,
+    name: str,
+    device: str,
+    dtype: str,
+    store: artifact_cache.ArtifactStore,
 ) -> ModelPlan:
     try:
-        model = resolve.dense_model(settings, name, settings.dtype or ("bfloat16" if device == "cuda" else "float32"))
+        model = resolve.dense_model(settings, name, dtype)
         source, run, config, geometry = model.source, model.run, model.config, model.geometry
         configs = _configs(space, geometry)
         sizes = dict.fromkeys((config.pruning_ratio, config.shape) for config in configs)
@@ -193,13 +200,13 @@ def _cluster(settings: SearchSettings) -> Iterator[None]:
         yield
 
 
-def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], int | None]:
-    """CPUs and GPUs of each node, of this machine or of the connected cluster (which is asked), and the memory of the
-    smallest GPU."""
+def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], list[machine.Gpu]]:
+    """CPUs and GPUs of each node, of this machine or of the connected cluster (which is asked), and what GPUs those are, if they
+    are to be used."""
     if settings.address is not None:
         from tune_prune.tuning.ray_cluster import cluster
 
-        return cluster.node_resources(), cluster.smallest_gpu_bytes() if settings.gpus_per_trial is None else None
-    gpus = range(torch.cuda.device_count())
-    gpu_bytes = min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=None)
-    return [{"CPU": machine.cpus(), "GPU": len(gpus)}], gpu_bytes
+        return cluster.node_resources(), [] if settings.gpus_per_trial == 0 else cluster.gpus()
+    count = torch.cuda.device_count()
+    gpus = own_process.call(machine.gpus) if count and settings.gpus_per_trial != 0 else []
+    return [{"CPU": machine.cpus(), "GPU": count}], gpus

@@ -1,7 +1,8 @@
 """How calibration samples are run: batches that end at the same samples in every pass, whatever else it is made for.
 
 A statistic of n samples is a prefix of that of more, so one pass serves several numbers of samples. So that it equals, bit
-for bit, a pass over n samples alone, a batch in which n falls is run twice: up to n for that snapshot, and whole.
+for bit, a pass over n samples alone, a batch in which n falls is run twice: up to n for that snapshot, and whole. (On GPUs the
+backward pass of attention adds up in an order of its own every time: there equal means up to rounding.)
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class TrialContext:
 
     @cached_property
     def cache(self) -> StatisticCache:
-        return StatisticCache(self.run, self.model_fingerprint, self.loaded.device.type, self.artifacts)
+        return StatisticCache(self.run, self.model_fingerprint, loading.device_key(self.loaded.device), self.artifacts)
 
     def collect(
         self, seq_len: int, needs: Sequence[Need], shared: Sequence[Need] = ()
@@ -172,7 +172,7 @@ class TrialContext:
             "model": self.model_fingerprint,
             "structure": structure,
             "dtype": self.run.dtype,
-            "device": self.loaded.device.type,
+            "device": loading.device_key(self.loaded.device),
             **more,
         }
 

@@ -32,11 +32,11 @@ def by_seq_len(configs: Iterable[PruningConfig]) -> dict[int, tuple[Need, ...]]:
 
 @dataclass(frozen=True)
 class StatisticCache:
-    """The statistics of one model on one kind of device in the artifact store."""
+    """The statistics of one model on one kind of device (`models.loading.device_key`) in the artifact store."""
 
     run: ModelRun
     model_fingerprint: str
-    device: str  # cpu or cuda
+    device: str
     artifacts: ArtifactStore
 
     @cached_property

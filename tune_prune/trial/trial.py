@@ -33,6 +33,7 @@ from tune_prune.core.files import to_json
 from tune_prune.core.records import StageReport, Status, TrialRecord
 from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, FolderStore
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
+from tune_prune.pruning import padding
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import Dense, load_method
@@ -145,6 +146,8 @@ class Trial:
                 "removed_fraction": self.plan.removed_fraction,
                 "extreme_pruning_layers": float(extreme_pruning_layers(self.plan, loaded.geometry)),
             }
+            if loaded.device.type in padding.MULTIPLE:  # the model was counted before
+                padding.pad(model, loaded.family, padding.MULTIPLE[loaded.device.type])
         yield report
         return model, self.plan
 
@@ -172,12 +175,15 @@ class Trial:
     def _stage(self, name: str) -> Iterator[StageReport]:
         report = StageReport(name, 0.0)
         started = time.perf_counter()
+        device = self.context.loaded.device
         try:
             yield report
+            if device.type == "cuda":  # what was asked of it may not be done: the next stage must not pay for this one
+                torch.cuda.synchronize(device)
             report.duration_s = time.perf_counter() - started
             self.progress = replace(self.progress, reports=(*self.progress.reports, replace(report, outcomes={})))
         finally:  # what a failed stage has taken is recorded too
-            peak = peak_memory_bytes(self.context.loaded.device)
+            peak = peak_memory_bytes(device)
             self.progress = replace(self.progress, peak_memory_bytes=peak)
 
     def write_files(self, store: FolderStore) -> None:

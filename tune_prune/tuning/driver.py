@@ -21,6 +21,7 @@ from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, FolderStore
 from tune_prune.cost_model.estimate import CostEstimate
+from tune_prune.models import catalog, loading
 from tune_prune.tuning import inline, preparation
 from tune_prune.tuning.observers.results import LedgerObserver, PrepareObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
@@ -86,6 +87,8 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     missing = [run for run in dict.fromkeys(spec.run for spec in specs.values()) if run.label not in baselines]
     if not pending and not missing:
         return SearchResult({record.key: record for record in recorded}, [], baselines)
+    for run in dict.fromkeys(spec.run for spec in specs.values()):  # in no worker, where it would be a trial's time
+        loading.fetch_weights(catalog.resolve(run.model, run.revision))
 
     with _slots(options) as slots:
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.terminal import progress
 from tune_prune.evaluation.engine.scored_positions import at_positions
-from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.models.head import MAX_LOGIT_ELEMENTS, NextTokenLosses, head_input
 
 log = logging.getLogger(__name__)
 
 # Float32 log-softmax elements held at once (256 MiB on a GPU), so that a 150k vocabulary does not set the peak memory.
 _SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
+# Where a batch scores so many positions that their logits are made in such parts, too: 12,000 at that vocabulary are 3.7 GB.
+_HEAD_IN_PARTS = {"cuda"}
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,12 @@ def score_rows(
     rows = sorted(rows, key=lambda row: -len(row.tokens))
     budget = batch_tokens or default_batch_tokens(model.config, model.device.type)
     most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if model.device.type == "cpu" else budget
+    in_parts = model.device.type in _HEAD_IN_PARTS and NextTokenLosses(model).separate
     start = 0
     with torch.inference_mode():
         while start < len(rows):
             batch = rows[start : _batch_end(rows, start, budget, most_scored)]
-            if _fits(model, batch, scores, extra_inputs):
+            if _fits(model, batch, scores, extra_inputs, in_parts):
                 start += len(batch)
                 advance(sum(len(row.tokens) for row in batch))
             else:  # tried again out here: in the handler, the exception would keep the failed pass's tensors alive
@@ -142,11 +146,15 @@ def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -
 
 
 def _fits(
-    model: PreTrainedModel, batch: Sequence[Row], scores: RequestScores, extra_inputs: ExtraInputs | None
+    model: PreTrainedModel,
+    batch: Sequence[Row],
+    scores: RequestScores,
+    extra_inputs: ExtraInputs | None,
+    in_parts: bool,
 ) -> bool:
     """Score `batch`; False where memory does not suffice and fewer rows can be tried."""
     try:
-        _score_batch(model, batch, scores, extra_inputs)
+        _score_batch(model, batch, scores, extra_inputs, in_parts)
     except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no class of its own
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
         if len(batch) == 1 or not out_of_memory:
@@ -156,7 +164,11 @@ def _fits(
 
 
 def _score_batch(
-    model: PreTrainedModel, batch: Sequence[Row], scores: RequestScores, extra_inputs: ExtraInputs | None
+    model: PreTrainedModel,
+    batch: Sequence[Row],
+    scores: RequestScores,
+    extra_inputs: ExtraInputs | None,
+    in_parts: bool,
 ) -> None:
     device = model.device
     width = len(batch[0].tokens)
@@ -168,10 +180,20 @@ def _score_batch(
     targets = np.concatenate([row.targets for row in batch])
     # Plain rows need no mask: padding stands right of every real token, where causal attention never looks.
     extra = extra_inputs(model, batch, width) if extra_inputs else {}
-    with at_positions(model, torch.from_numpy(positions).to(device)):
-        logits = model(input_ids=torch.from_numpy(input_ids).to(device), use_cache=False, **extra).logits[0]  # [P, V]
+    seen: list[Tensor] = []
+
+    def kept_back(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return hidden[:, :0]
+
+    ids, at = (torch.from_numpy(values).to(device) for values in (input_ids, positions))
+    with at_positions(model, at), head_input(model, kept_back) if in_parts else nullcontext():
+        logits = model(input_ids=ids, use_cache=False, **extra).logits[0]  # [P, V]
     chosen, exact = token_log_probs(
-        logits, torch.from_numpy(targets.astype(np.int64)).to(device), torch.from_numpy(where).to(device)
+        seen[0][0] if in_parts else logits,
+        torch.from_numpy(targets.astype(np.int64)).to(device),
+        torch.from_numpy(where).to(device),
+        cast(nn.Linear, model.get_output_embeddings()) if in_parts else None,
     )
     lengths = [length for row in batch for length in row.lengths]
     indices = [index for row in batch for index in row.requests]
@@ -193,10 +215,13 @@ def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np
     return padded
 
 
-def token_log_probs(logits: Tensor, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def token_log_probs(
+    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: nn.Linear | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
 
-    `rows` [P], in any order, says which row of `logits` predicts each target; None: the one at its own place.
+    `rows` [P], in any order, says which row of `logits` predicts each target; None: the one at its own place. With a `head`
+    what is given instead of logits is its input [P, H], and it is run a part at a time.
     The softmax is taken in float32 also where the model computes in less: in bfloat16 it is off by whole nats.
     """
     if rows is None:
@@ -204,9 +229,11 @@ def token_log_probs(logits: Tensor, targets: Tensor, rows: Tensor | None = None)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     chosen = torch.empty(len(targets), dtype=dtype, device=logits.device)
     likeliest = torch.zeros(len(targets), dtype=torch.bool, device=logits.device)
-    step = max(1, _SOFTMAX_ELEMENTS.get(logits.device.type, 1 << 20) // logits.shape[-1])
+    vocabulary = logits.shape[-1] if head is None else len(head.weight)
+    step = max(1, _SOFTMAX_ELEMENTS.get(logits.device.type, 1 << 20) // vocabulary)
     for start in range(0, len(logits), step):
-        log_probs = torch.log_softmax(logits[start : start + step], dim=-1, dtype=dtype)
+        part = logits[start : start + step]
+        log_probs = torch.log_softmax(part if head is None else head(part), dim=-1, dtype=dtype)
         (here,) = torch.nonzero((rows >= start) & (rows < start + step), as_tuple=True)
         own, wanted = rows[here] - start, targets[here]
         chosen[here] = log_probs[own, wanted]

@@ -160,25 +160,25 @@ def check_shared_storage(experiment_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def smallest_gpu_bytes() -> int | None:
-    """Memory of the smallest GPU in the cluster, asked on every node that has one; None without GPUs.
+def gpus() -> list[machine.Gpu]:
+    """A GPU of every node of the cluster that has any, as the node tells.
 
     Raises UserError for a node whose GPUs torch cannot use.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) > 0]
     asked = [
-        _gpu_bytes.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
+        _gpus.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
         for node in nodes
     ]
-    sizes = []
-    for node, size in _answers(nodes, asked):
-        if not size:
+    found = []
+    for node, seen in _answers(nodes, asked):
+        if not seen:
             raise UserError(
                 f"{_name(node)} offers GPUs but its torch sees none: install a torch build for them there, or use "
                 "--gpus-per-trial 0"
             )
-        sizes.append(size)
-    return min(sizes, default=None)
+        found += seen
+    return found
 
 
 def _answers(nodes: list[dict[str, Any]], probes: list[Any]) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -213,8 +213,6 @@ def _probe(question: str, answer: str, token: str) -> str | None:
     return None
 
 
-@ray.remote(num_cpus=0, num_gpus=0.01)
-def _gpu_bytes() -> int:
-    import torch
-
-    return min((torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())), default=0)
+@ray.remote(num_cpus=0, num_gpus=0.01)  # Ray ends a worker after a task with a share of a GPU
+def _gpus() -> list[machine.Gpu]:
+    return machine.gpus()

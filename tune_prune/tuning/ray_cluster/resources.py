@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tune_prune.core.errors import UserError
+from tune_prune.cost_model.machine import Memory
 
 MAX_TRIALS_PER_GPU = 4  # beyond that the trials of one GPU only wait for each other
-USABLE_GPU_MEMORY = 0.9  # the rest is left to CUDA contexts and fragmentation
+USABLE_GPU_MEMORY = 0.9  # the rest is left to fragmentation and to what other programs may come to need
 MAX_AUTO_CPUS = 4  # a GPU trial spends its CPU time on tokenising and on feeding the GPU
 
 
@@ -63,18 +64,30 @@ def parse_amount(text: str | float, name: str, *, allow_zero: bool) -> float | N
     )
 
 
-def trials_per_gpu(trial_bytes: int, gpu_bytes: int) -> int:
-    """The most trials of `trial_bytes` each whose sum stays within 90% of one GPU's memory, at most 4.
+def fitting_trials(trial_bytes: int, gpu: Memory) -> int:
+    """The most trials of `trial_bytes` each (their CUDA contexts included) whose sum stays within 90% of a GPU's memory and what of
+    it is free.
 
     Raises UserError when not even one fits.
     """
-    usable = int(gpu_bytes * USABLE_GPU_MEMORY)
+    usable = usable_bytes(gpu)
     if trial_bytes > usable:
+        need, total = (f"{size / 2**30:.1f} GiB" for size in (trial_bytes, gpu.total))
+        if trial_bytes <= USABLE_GPU_MEMORY * gpu.total:
+            raise UserError(
+                f"a trial needs about {need} of GPU memory and {gpu.available / 2**30:.1f} GiB of {total} are free on the fullest "
+                "GPU: end other programs on it, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+            )
         raise UserError(
-            f"a trial needs about {trial_bytes / 2**30:.1f} GiB of GPU memory but the smallest GPU has "
-            f"{usable / 2**30:.1f} GiB to use: choose a smaller model, --dtype bfloat16, or --gpus-per-trial 0 for CPUs"
+            f"a trial needs about {need} of GPU memory but the smallest GPU has {usable / 2**30:.1f} GiB to use: choose a smaller "
+            "model, --dtype bfloat16, or --gpus-per-trial 0 for CPUs"
         )
-    return min(MAX_TRIALS_PER_GPU, usable // max(1, trial_bytes))
+    return usable // max(1, trial_bytes)
+
+
+def usable_bytes(gpu: Memory) -> int:
+    """What trials may take of a GPU, all together."""
+    return min(int(gpu.total * USABLE_GPU_MEMORY), gpu.available)
 
 
 def plan_resources(
@@ -82,17 +95,25 @@ def plan_resources(
     gpus: float | None,
     nodes: Sequence[Mapping[str, float]],
     trial_bytes: int | None = None,
-    gpu_bytes: int | None = None,
+    gpu: Memory | None = None,
 ) -> TrialResources:
     """Fill in what was left to "auto" (None), from the nodes' Ray resources and the memory one trial needs.
 
-    Without any GPU: 0 GPUs and one CPU. With GPUs: the smallest share that holds `trial_bytes` on a GPU of `gpu_bytes`
-    (a whole GPU when either is unknown), and an even share of the node's CPUs, at most 4.
+    Without any GPU: 0 GPUs and one CPU. With GPUs: the smallest share that holds `trial_bytes` on `gpu`, the one with the
+    least usable memory (a whole GPU when either is unknown), and an even share of the node's CPUs, at most 4. Raises UserError
+    where as many trials as a share means do not fit.
     """
     gpu_nodes = [node for node in nodes if node.get("GPU", 0) > 0]
+    fit = 1
+    if gpu_nodes and gpus != 0 and trial_bytes and gpu:
+        fit = fitting_trials(trial_bytes, gpu)
+        if gpus is not None and (asked := sharing_trials(gpus)) > fit:
+            raise UserError(
+                f"--gpus-per-trial is {gpus:g}, but {asked} trials of about {trial_bytes / 2**30:.1f} GiB each do not fit into the "
+                f"{usable_bytes(gpu) / 2**30:.1f} GiB that the smallest GPU has to use: use {1 / fit:.4g} or more, or auto"
+            )
     if gpus is None:
-        shares = trials_per_gpu(trial_bytes, gpu_bytes) if gpu_nodes and trial_bytes and gpu_bytes else 1
-        gpus = math.floor(1e4 / shares) / 1e4 if gpu_nodes else 0.0
+        gpus = math.floor(1e4 / min(MAX_TRIALS_PER_GPU, fit)) / 1e4 if gpu_nodes else 0.0
     if cpus is None:
         cpus = 1.0
         if gpus > 0 and gpu_nodes:
@@ -101,13 +122,18 @@ def plan_resources(
     return TrialResources(cpus, gpus)
 
 
+def sharing_trials(gpus: float) -> int:
+    """How many trials of that share of a GPU run on one at once."""
+    return math.floor(1 / gpus + 1e-9) if 0 < gpus < 1 else 1
+
+
 def trial_slots(resources: TrialResources, nodes: Sequence[Mapping[str, float]]) -> int:
     """How many trials run at once on these nodes. Raises UserError when no node can run even one: Ray would wait."""
     slots = 0
     for node in nodes:
         here = math.floor(node.get("CPU", 0) / resources.cpus + 1e-9)
         if 0 < resources.gpus < 1:
-            here = min(here, int(node.get("GPU", 0)) * math.floor(1 / resources.gpus + 1e-9))
+            here = min(here, int(node.get("GPU", 0)) * sharing_trials(resources.gpus))
         elif resources.gpus >= 1:
             here = min(here, math.floor(node.get("GPU", 0) / resources.gpus))
         slots += here
@@ -121,9 +147,16 @@ def trial_slots(resources: TrialResources, nodes: Sequence[Mapping[str, float]])
 
 
 def limit_process(resources: TrialResources) -> None:
-    """Hold this process to its reservation: CPU threads, and the share of the GPU's memory."""
+    """Hold this process to its reservation: CPU threads, and the share of the GPU's memory, of which torch counts all but the CUDA
+    context."""
     import torch  # here, so that a command line can check its flags without it
 
+    from tune_prune.cost_model.memory import PROCESS_BYTES
+    from tune_prune.models import loading
+
     torch.set_num_threads(max(1, int(resources.cpus)))
+    if resources.gpus > 0:
+        loading.set_up_gpu()
     if 0 < resources.gpus < 1:
-        torch.cuda.set_per_process_memory_fraction(resources.gpus)
+        context = PROCESS_BYTES["cuda"] / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(max(0.0, resources.gpus - context))

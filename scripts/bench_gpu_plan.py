@@ -1,0 +1,231 @@
+"""Whether a GPU is what plans take it for: what is assumed, beside what is measured, a JSON line each.
+
+    python scripts/bench_gpu_plan.py                        one GPU of 40 GB or more, a few minutes
+    python scripts/bench_gpu_plan.py --device cpu --tiny    the same code on a model of toy size
+
+Needs torch, transformers and NumPy only. Each line is printed as soon as it is measured, and after --limit seconds no other one is
+begun, so that a machine that is lent for ten minutes loses nothing. Of a model of Mistral-7B's shape with random weights:
+
+    first call      forward passes of one shape, the first and the third: kernels are loaded in the first, and no speed counts it
+    left behind     memory of the GPU that is gone after a plan has measured it in a process that ended: none should be
+    forecast        seconds of a forward pass and of a gradient pass as a plan foresees them, and as they are
+    pruning         seconds of slicing, foreseen and taken
+    widths          matrix products of MLPs with an odd number of channels against multiples of 8 and of 64
+    shapes          attention on 50 masks of different shape, the first and the second time, with cuDNN's kernels and without
+    sharing         tokens per second of two processes at once over those of one: 1 where one fills the GPU, 2 where it does not
+    decoding        seconds of a token, launched kernel by kernel and as a CUDA graph
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_common import benchmark_parser, timed
+from bench_gpu import build
+
+from tune_prune.checkpoint import generation_speed
+from tune_prune.cost_model import estimate, machine, own_process
+from tune_prune.cost_model.device_speed import SpeedRequest, measure
+from tune_prune.models import loading
+from tune_prune.models.families import family_of
+from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.statistics.taylor import taylor
+from tune_prune.pruning.surgery import prune
+
+WIDTHS = (11_469, 11_472, 11_520)  # 80% of Mistral-7B's 14,336: free, the next multiple of 8, the next of 64
+SHARING_S = 5.0
+
+
+class Bench:
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.device = torch.device(args.device)
+        self.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+
+    def measurements(self) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+        """Name and function, in order of value; the first of them find a process that has not used the GPU."""
+        yield "left behind", self.left_behind
+        self.model = build(self.args, self.device, self.dtype)
+        self.family = family_of(self.model.config.model_type)
+        yield "first call", self.first_call
+        yield "forecast", self.forecast
+        yield "pruning", self.pruning
+        yield "widths", self.widths
+        yield "shapes", self.shapes
+        yield "decoding", self.decoding
+        del self.model
+        yield "sharing", self.sharing
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        def synchronised() -> None:
+            run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        return timed(synchronised)[0]
+
+    def request(self) -> SpeedRequest:
+        config = build(self.args, torch.device("meta"), self.dtype).config
+        return SpeedRequest(config, str(self.dtype).removeprefix("torch."), self.args.device, 1, 512)
+
+    def left_behind(self) -> dict[str, float]:
+        def free() -> int:
+            return sum(gpu.memory.available for gpu in own_process.call(machine.gpus))
+
+        before = free()
+        self.speed = own_process.call(measure, self.request())
+        return {"bytes": before - free()}
+
+    def forward(self, rows: int, length: int) -> Callable[[], object]:
+        ids = torch.randint(self.model.config.vocab_size, (rows, length)).to(self.device)
+
+        @torch.inference_mode()
+        def run() -> object:
+            return self.model.base_model(input_ids=ids, use_cache=False)
+
+        return run
+
+    def first_call(self) -> dict[str, float]:
+        first, _, third = (self.seconds(self.forward(8, 64)) for _ in range(3))
+        return {"first_s": first, "third_s": third}
+
+    def forecast(self) -> dict[str, float]:
+        rows, length = (2, 64) if self.args.tiny else (32, 512)
+        self.seconds(self.forward(rows, length))
+        windows = torch.randint(self.model.config.vocab_size, (rows, length))
+        tokens, speed = rows * length, self.speed
+
+        def gradients() -> object:
+            return taylor(self.model, self.family, windows, [rows])
+
+        self.seconds(gradients)
+        foreseen = tokens * (speed.gradient(length) + speed.head_gradient) + speed.snapshots["taylor"]
+        return {
+            "forward_foreseen_s": tokens * speed.forward(length),
+            "forward_s": self.seconds(self.forward(rows, length)),
+            "gradients_foreseen_s": foreseen,
+            "gradients_s": self.seconds(gradients),
+        }
+
+    def plan(self) -> tuple[Geometry, PruningPlan]:
+        """Every fifth group and channel goes."""
+        geometry = read_geometry(self.model, self.family)
+        groups, channels = (
+            tuple(tuple(index for index in range(size) if index % 5) for size in sizes)
+            for sizes in (geometry.kv_heads, geometry.mlp_width)
+        )
+        return geometry, PruningPlan(groups, channels, 0, 0, geometry.total_params)
+
+    def pruning(self) -> dict[str, float]:
+        geometry, plan = self.plan()
+        weight_bytes = geometry.total_params * self.dtype.itemsize
+        taken = [self.seconds(lambda: prune(self.model, self.family, plan)) for _ in range(2)]
+        return {"foreseen_s": weight_bytes / estimate.PRUNING_BYTES_PER_S[self.device.type], "taken_s": taken[1]}
+
+    def widths(self) -> dict[str, float]:
+        tokens, hidden = (64, 64) if self.args.tiny else (8192, 4096)
+        inputs = torch.randn(tokens, hidden, device=self.device).to(self.dtype)
+        found = {}
+        for width in (77, 80, 128) if self.args.tiny else WIDTHS:
+            up, down = (
+                torch.randn(shape, device=self.device).to(self.dtype) for shape in ((width, hidden), (hidden, width))
+            )
+            run = lambda up=up, down=down: F.linear(F.linear(inputs, up), down)  # noqa: E731
+            self.seconds(run)
+            seconds = min(self.seconds(run) for _ in range(5))
+            found[f"flops_per_s_{width}"] = 4 * tokens * hidden * width / seconds
+        return found
+
+    def shapes(self) -> dict[str, float]:
+        lengths = range(16, 66) if self.args.tiny else range(100, 900, 16)
+        found = {}
+        for cudnn in (False, True):
+            torch.backends.cuda.enable_cudnn_sdp(cudnn)
+            for turn in ("first", "second"):
+                found[f"{turn}_s_{'with' if cudnn else 'without'}_cudnn"] = sum(map(self.attend, lengths))
+        loading.set_up_gpu()
+        return found
+
+    def attend(self, length: int) -> float:
+        """Seconds of a tree's attention: rows of `length` tokens with a mask of their own."""
+        length = -(-length // 8) * 8
+        query, key, value = (
+            torch.randn(4, heads, length, 128, device=self.device).to(self.dtype) for heads in (32, 8, 8)
+        )
+        mask = torch.zeros(4, 1, length, length, device=self.device, dtype=self.dtype).triu_(1)
+        return self.seconds(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True))
+
+    def decoding(self) -> dict[str, float]:
+        prompt, steps = (
+            torch.randint(self.model.config.vocab_size, (1, 64)).to(self.device),
+            8 if self.args.tiny else 64,
+        )
+        ways: dict[str, Callable[..., tuple[float, float]]] = {"eager": generation_speed._seconds}
+        if generation_speed._captured(self.model, prompt):
+            ways["graph"] = partial(generation_speed._static_seconds, captured=generation_speed._graph)
+        return {
+            f"{name}_s": min(way(self.model, prompt, steps)[1] for _ in range(2)) / steps for name, way in ways.items()
+        }
+
+    def sharing(self) -> dict[str, float]:
+        alone, together = (sum(self.workers(count)) for count in (1, 2))
+        return {"tokens_per_s_alone": alone, "tokens_per_s_of_two": together, "ratio": together / alone}
+
+    def workers(self, count: int) -> list[float]:
+        """Tokens per second of each of so many processes at once."""
+        command = [sys.executable, __file__, "--device", self.args.device, *["--tiny"] * self.args.tiny, "--worker"]
+        started = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(count)]
+        for process in started:  # built and warm
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return [float(process.communicate("go\n")[0]) for process in started]
+
+    def work(self) -> None:
+        """What such a process does: layers of the shape run for some seconds, from the word on."""
+        self.model = build(self.args, self.device, self.dtype)
+        run, seconds, times = self.forward(8, 64 if self.args.tiny else 512), 0.0, 0
+        self.seconds(run)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        while seconds < (0.2 if self.args.tiny else SHARING_S):
+            seconds, times = seconds + self.seconds(run), times + 1
+        print(times * 8 * (64 if self.args.tiny else 512) / seconds)
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = benchmark_parser(__doc__, [])
+    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    p.add_argument("--tiny", action="store_true", help="a model of toy size, to try the code")
+    p.add_argument(
+        "--limit",
+        type=float,
+        default=540.0,
+        metavar="S",
+        help="begin nothing after so many seconds (default: %(default)s)",
+    )
+    p.add_argument("--worker", action="store_true", help="one of the processes that `sharing` starts")
+    args = p.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("error: torch finds no GPU here; try the code with --device cpu --tiny")
+    loading.set_up_gpu()
+    if args.worker:
+        Bench(args).work()
+        return
+    started = time.monotonic()
+    for name, function in Bench(args).measurements():
+        if time.monotonic() - started > args.limit:
+            print(json.dumps({"stopped before": name}), flush=True)
+            break
+        print(json.dumps({"measured": name, **function()}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,92 @@
+"""Models of random weights in real shapes: the sizes are the published ones, the folder is a model that loads and runs."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import make_random_model
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tune_prune
+from tune_prune.models import loading
+
+# As the models' pages on the hub say.
+PARAMETERS = {
+    "smollm2-135m": 134_515_008,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+}
+SMALL = ("--like", "smollm2-135m", "--layers", "2", "--vocab", "600")
+
+
+@pytest.mark.parametrize("name", make_random_model.SHAPES)
+def test_a_shape_is_that_of_the_published_model(name: str) -> None:
+    config = make_random_model.config_of(name)
+    _, geometry = loading.config_geometry(config)
+    assert geometry.total_params == PARAMETERS[name]
+    parts = list(make_random_model._parts(config, loading.config_geometry(config)[0]))
+    assert len(parts) == geometry.num_layers + 2
+    assert sum(torch.Size(shape).numel() for part in parts for shape in part.values()) == PARAMETERS[name]
+
+
+def test_the_folder_is_a_model_that_loads_and_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    make_random_model.main([*SMALL, "--output", str(folder)])
+    assert len(list(folder.glob("model-*-of-00004.safetensors"))) == 4  # embeddings, two layers, the last norm
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()) and model.dtype == torch.bfloat16
+    std = model.model.layers[1].mlp.down_proj.weight.float().std().item()
+    assert std == pytest.approx(model.config.initializer_range, rel=0.02)
+    opened = tune_prune.open(folder, calibration="embedded", data_dir=None, dtype="bfloat16", device="cpu")
+    assert opened.params == sum(p.numel() for p in model.parameters())
+    text = "Structured pruning removes whole heads – déjà vu."
+    ids = opened.tokenizer(text)["input_ids"]
+    assert opened.tokenizer.decode(ids) == text and max(ids) < 600 == len(opened.tokenizer)
+    losses = opened.model(torch.tensor([ids])).logits.float()
+    assert losses.isfinite().all() and losses.std() > 0.1
+    smaller = opened.prune("magnitude", ratio=0.2)
+    assert smaller.params < 0.81 * opened.params
+
+
+def test_the_seed_decides(tmp_path: Path) -> None:
+    def content(name: str, *flags: str) -> dict[str, str]:
+        make_random_model.main([*SMALL, *flags, "--output", str(tmp_path / name)])
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / name).iterdir()}
+
+    first, other = content("first"), content("other", "--seed", "1")
+    assert content("again") == first
+    different = {name for name in first if first[name] != other[name]}
+    assert different == {f"model-{number:05}-of-00004.safetensors" for number in (1, 2, 3)}  # not the norm
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--layers", "0"), "--layers is 0; it must be at least 1"),
+        (("--vocab", "9"), "--vocab is 9; it must be at least 300"),
+        (("--output", "."), "--output . exists"),
+        (("--like", "llama-3-70b", "--layers", "80", "--vocab", "128256"), "needs 141.1 GB and 100.0 GB are free"),
+    ],
+)
+def test_what_cannot_be_made_is_said(
+    flags: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10**11}))
+    with pytest.raises(SystemExit) as stop:
+        make_random_model.main([*SMALL, "--output", str(tmp_path / "x"), *flags])
+    assert stop.value.code == 2 and words in capsys.readouterr().err

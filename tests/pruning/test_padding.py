@@ -1,0 +1,66 @@
+"""Pruned copies with channels of zeros: the same outputs, wider matrices, and nothing else that anybody sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.trials import open_context, with_empty_cache
+from tune_prune.core.config import PruningConfig
+from tune_prune.models.families import decoder_layers, family_of
+from tune_prune.pruning import padding
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.surgery import prune
+from tune_prune.trial.trial import run_trial
+
+# Of 4 groups and 40 channels a layer; the second MLP is gone, the last layer is whole.
+PLAN = PruningPlan(
+    ((0, 2, 3), (1,), (0, 1), (0, 1, 2, 3)), (tuple(range(37)), (), tuple(range(3, 9)), tuple(range(40))), 0, 0, 1
+)
+
+
+def test_outputs_stay_and_shared_tensors_too(variant, tiny):
+    dense = tiny(variant)
+    family = family_of(dense.config.model_type)
+    before = {name: p.clone() for name, p in dense.named_parameters()}
+    plain, padded = (prune(dense, family, PLAN) for _ in range(2))
+    padding.pad(padded, family, 8)
+    widths = [
+        family.linears(layer)["gate"].out_features
+        for layer in decoder_layers(padded, family)
+        if "gate" in family.linears(layer)
+    ]
+    assert widths == [40, 8, 40]
+    ids = torch.randint(64, (3, 20), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(padded(ids).logits, plain(ids).logits, rtol=0, atol=1e-12)
+    for name, p in dense.named_parameters():
+        assert torch.equal(p, before[name])
+    last = decoder_layers(padded, family)[-1], decoder_layers(dense, family)[-1]
+    assert (
+        len({family.linears(layer)["gate"].weight.data_ptr() for layer in last}) == 1
+    )  # whole before, so still shared
+
+
+def test_a_trial_counts_and_measures_as_without(tmp_path, monkeypatch):
+    """As on a GPU, where models are padded."""
+    context = open_context(tmp_path / "plain")
+    padded_context = with_empty_cache(context, tmp_path / "padded")
+    config = PruningConfig("random", 8, 8)
+    plain = run_trial(config, context).metrics
+    monkeypatch.setattr(padding, "MULTIPLE", {"cpu": 64})
+    widths = []
+    monkeypatch.setattr(
+        padding,
+        "pad",
+        lambda model, family, multiple, pad=padding.pad: (pad(model, family, multiple), widths.append(model)),
+    )
+    padded = run_trial(config, padded_context).metrics
+    (model,) = widths
+    family = context.loaded.family
+    assert all(
+        linears["gate"].out_features % 64 == 0
+        for linears in map(family.linears, decoder_layers(model, family))
+        if "gate" in linears
+    )
+    assert padded.pop("ppl") == pytest.approx(plain.pop("ppl"), rel=1e-5)
+    assert padded == plain
