@@ -318,25 +318,21 @@ def test_scores_are_those_of_the_whole_model_wherever_its_weights_are(variant, t
     assert model.config._attn_implementation == held.config._attn_implementation == "sdpa"
 
 
-def test_the_probe_runs_where_the_weights_are_elsewhere(tiny):
-    assert unsupported_reason(*in_way(tiny("mistral-sliding"), "streamed")) is None
-
-
 def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
     """The probe of `unsupported_reason` sees what it is there for: masks and positions that are not the tree's."""
     right = prefix_trees.tree_inputs
     model = tiny("mistral-sliding")
 
-    def no_window(model, *rest):
-        inputs = right(model, *rest)
-        windowless = right(tiny("llama"), *rest)
+    def no_window(model, trees, width, device):
+        inputs = right(model, trees, width, device)
+        windowless = right(tiny("llama"), trees, width, device)
         return inputs | {"attention_mask": windowless["attention_mask"]}
 
-    def no_positions(model, *rest):
-        return {"attention_mask": right(model, *rest)["attention_mask"]}
+    def no_positions(*args):
+        return {"attention_mask": right(*args)["attention_mask"]}
 
-    def no_branches(model, *rest):
-        return {"position_ids": right(model, *rest)["position_ids"]}
+    def no_branches(*args):
+        return {"position_ids": right(*args)["position_ids"]}
 
     for wrong in (no_window, no_positions, no_branches):
         monkeypatch.setattr(prefix_trees, "tree_inputs", wrong)

@@ -81,7 +81,7 @@ class ZeroShotSuite:
 
         `model` is any causal language model of transformers, structurally pruned or not. `batch_tokens` bounds one
         forward pass (None: by device). `share`: whether the choices of an item share their prefix; a model must be able
-        to (`prefix_trees.unsupported_reason`). `residency`: where its weights are.
+        to (`prefix_trees.unsupported_reason`). `residency`: where the model's weights are.
         """
 
         def tokens_before(end: int) -> int:
@@ -89,8 +89,7 @@ class ZeroShotSuite:
 
         done, total = (partial(tokens_before, end) for end in (slice_index, self.num_slices))
         with progress.step("zero-shot", total, "tokens", done) as advance:
-            rows = self._slices[slice_index].rows(share)
-            return score_planned(model, rows, batch_tokens, advance, residency)
+            return score_planned(model, self._slices[slice_index].rows(share), batch_tokens, advance, residency)
 
     def judge(self, slice_index: int, scores: RequestScores) -> list[ItemScore]:
         """The items that this slice adds, with their accuracies."""

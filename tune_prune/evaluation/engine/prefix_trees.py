@@ -12,8 +12,9 @@ Legend: R rows of a batch, T tokens of its longest row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,6 +42,18 @@ class Tree(Row):
 
     positions: np.ndarray  # [T] depth of each token: its position in its own input
     ends: np.ndarray  # [T] where the tokens end that follow from it; those from itself up to here see it
+
+    masked: ClassVar[bool] = True
+
+    @classmethod
+    def extra_inputs(
+        cls, model: PreTrainedModel, rows: Sequence[Row], width: int, device: torch.device
+    ) -> dict[str, Any]:
+        return tree_inputs(model, rows, width, device)
+
+    @classmethod
+    def attention(cls, model: PreTrainedModel, device: torch.device) -> AbstractContextManager[None]:
+        return blocked_attention(model, device)
 
 
 @dataclass(frozen=True)
@@ -92,8 +105,8 @@ def score_items(
     share: bool = True,
     residency: Residency = RESIDENT,
 ) -> RequestScores:
-    """Scores of all requests of `items`, in order. `batch_tokens` and `residency` as in `rows.score_rows`; `share` needs a model
-    for which `unsupported_reason` is None."""
+    """Scores of all requests of `items`, in order. `batch_tokens` and `residency` as in `rows.score_rows`; `share` needs a
+    model for which `unsupported_reason` is None."""
     return score_planned(model, plan_rows(items, share), batch_tokens, residency=residency)
 
 
@@ -106,9 +119,7 @@ def score_planned(
 ) -> RequestScores:
     """`score_items` of what was planned before; `advance` is told the tokens that are done."""
     scores = RequestScores.blank(rows.num_requests)
-    score_rows(model, rows.plain, scores, batch_tokens, advance=advance, residency=residency)
-    with blocked_attention(model, residency.device or model.device):
-        score_rows(model, rows.trees, scores, batch_tokens, tree_inputs, advance, residency)
+    score_rows(model, [*rows.plain, *rows.trees], scores, batch_tokens, advance, residency)
     return scores
 
 
@@ -197,7 +208,7 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 def unsupported_reason(model: PreTrainedModel, residency: Residency = RESIDENT) -> str | None:
-    """Why `model` cannot score trees, in words; None where it can.
+    """Why `model` cannot score trees, in words; None where it can. `residency` as in `rows.score_rows`.
 
     Tried on a few random tokens: scores of trees must equal those of plain rows, and whatever the model raises on a
     mask of four dimensions or on position_ids is a reason, too.

@@ -9,11 +9,11 @@ Legend: R rows of a batch, T tokens of its longest row, P scored positions of a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.terminal import progress
-from tune_prune.evaluation.engine.scored_positions import at_positions, head_at_positions, layer_at_positions
+from tune_prune.evaluation.engine.passes import Batch, Pass, layer_by_layer, whole_model
 from tune_prune.models.families import family_of
-from tune_prune.models.head import MAX_LOGIT_ELEMENTS, NextTokenLosses, head_input
-from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.models.runner.layer_runner import BLOCK_TOKENS, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,21 @@ class Row:
     scored: np.ndarray  # [m] position in the row that predicts each target; several may share one
     targets: np.ndarray  # [m]
 
+    masked: ClassVar[bool] = False  # whether rows of this kind come with masks
+
+    @classmethod
+    def extra_inputs(
+        cls, model: PreTrainedModel, rows: Sequence[Row], width: int, device: torch.device
+    ) -> dict[str, Any]:
+        """What the forward pass of `rows` of this kind, padded to `width` tokens, needs besides their tokens. Plain rows need no
+        mask: padding stands right of every real token, where causal attention never looks."""
+        return {}
+
+    @classmethod
+    def attention(cls, model: PreTrainedModel, device: torch.device) -> AbstractContextManager[None]:
+        """Within it `model`'s layers attend as suits rows of this kind."""
+        return nullcontext()
+
 
 @dataclass(frozen=True)
 class RequestScores:
@@ -69,10 +84,6 @@ class RequestScores:
     def blank(cls, count: int) -> RequestScores:
         """To be filled in."""
         return cls(np.full(count, np.nan), np.zeros(count, dtype=bool))
-
-
-# What the forward pass of some rows, padded to a width, needs besides their tokens.
-ExtraInputs = Callable[[PreTrainedModel, Sequence[Row], int, torch.device], dict[str, Any]]
 
 
 def default_batch_tokens(config: PretrainedConfig, device: str) -> int:
@@ -112,42 +123,59 @@ def score_rows(
     rows: Sequence[Row],
     scores: RequestScores,
     batch_tokens: int | None = None,
-    extra_inputs: ExtraInputs | None = None,
     advance: progress.Advance = progress.unseen,
     residency: Residency = RESIDENT,
 ) -> None:
     """Write the scores of the requests of `rows` into `scores`, each at its number.
 
-    Rows run longest first, which limits padding. `batch_tokens` bounds rows times longest row of one forward pass (a
-    single longer row is still run; None: by device). Where that does not fit into memory, it is halved for the rest;
-    raises what the allocator raises where not even one row fits. `advance` is told the tokens of every batch that is done.
-
-    A model whose weights `residency` has elsewhere takes many batches through its layers together.
+    Rows of a kind run together, longest first, which limits padding. `batch_tokens` bounds rows times longest row of one forward
+    pass (a single longer row is still run; None: by device). With `residency.weights`, batches of
+    `residency.block_tokens` in all (None: BLOCK_TOKENS) go through each layer together. What does not fit into memory is
+    halved for the rest, the block too; raises what the allocator raises where not even one row fits. `advance` is told the
+    tokens of every block that is done.
     """
-    rows = sorted(rows, key=lambda row: -len(row.tokens))
+    rows = sorted(rows, key=lambda row: (row.masked, -len(row.tokens)))
     device = residency.device or model.device
     budget = batch_tokens or default_batch_tokens(model.config, device.type)
     most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if device.type == "cpu" else budget
+    start = 0
     with torch.inference_mode():
-        if residency.weights is not None:
-            batches = []
-            while rows:
-                end = _batch_end(rows, 0, budget, most_scored)
-                batches.append(_Batch(model, rows[:end], extra_inputs, device))
-                rows = rows[end:]
-            _score_by_layer(LayerRunner(model, family_of(model.config.model_type), residency), batches, scores, advance)
-            return
-        in_parts = device.type in _HEAD_IN_PARTS and NextTokenLosses(model).separate
-        start = 0
+        in_parts = device.type in _HEAD_IN_PARTS
+        if residency.weights is None:
+            block_tokens, run = 0, whole_model(model, in_parts)
+        else:
+            block_tokens = residency.block_tokens or BLOCK_TOKENS
+            run = layer_by_layer(LayerRunner(model, family_of(model.config.model_type), residency), in_parts)
         while start < len(rows):
-            batch = rows[start : _batch_end(rows, start, budget, most_scored)]
-            if _fits(model, batch, scores, extra_inputs, in_parts):
-                start += len(batch)
-                advance(sum(len(row.tokens) for row in batch))
+            block = _block(rows, start, budget, most_scored, block_tokens)
+            if _fits(model, device, run, block, scores):
+                start += sum(map(len, block))
+                advance(sum(len(row.tokens) for batch in block for row in batch))
             else:  # tried again out here: in the handler, the exception would keep the failed pass's tensors alive
-                longest = len(batch[0].tokens)
-                log.warning("out of memory with %d rows of %d tokens; going on with half", len(batch), longest)
-                budget = len(batch) // 2 * longest
+                largest = max(block, key=_padded)
+                longest = len(largest[0].tokens)
+                log.warning("out of memory with %d rows of %d tokens; going on with half", len(largest), longest)
+                budget = len(largest) // 2 * longest
+                block_tokens = sum(map(_padded, block)) // 2
+
+
+def _block(rows: Sequence[Row], start: int, budget: int, most_scored: int, block_tokens: int) -> list[Sequence[Row]]:
+    """The batches from `start` on that are scored together: one, or as many as have `block_tokens`."""
+    block: list[Sequence[Row]] = []
+    tokens = 0
+    while start < len(rows):
+        batch = rows[start : _batch_end(rows, start, budget, most_scored)]
+        tokens += _padded(batch)
+        if block and tokens > block_tokens:
+            break
+        block.append(batch)
+        start += len(batch)
+    return block
+
+
+def _padded(batch: Sequence[Row]) -> int:
+    """Tokens with padding."""
+    return len(batch) * len(batch[0].tokens)
 
 
 def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -> int:
@@ -155,110 +183,57 @@ def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -
     most_rows = budget // max(1, len(rows[start].tokens))
     scored = len(rows[start].scored)
     end = start + 1
-    while end < len(rows) and end - start < most_rows and scored + len(rows[end].scored) <= most_scored:
+    while (
+        end < len(rows)
+        and rows[end].masked == rows[start].masked
+        and end - start < most_rows
+        and scored + len(rows[end].scored) <= most_scored
+    ):
         scored += len(rows[end].scored)
         end += 1
     return end
 
 
 def _fits(
-    model: PreTrainedModel,
-    batch: Sequence[Row],
-    scores: RequestScores,
-    extra_inputs: ExtraInputs | None,
-    in_parts: bool,
+    model: PreTrainedModel, device: torch.device, run: Pass, block: Sequence[Sequence[Row]], scores: RequestScores
 ) -> bool:
-    """Score `batch`; False where memory does not suffice and fewer rows can be tried."""
+    """Score `block`; False where memory does not suffice and fewer rows can be tried."""
     try:
-        _score_batch(model, batch, scores, extra_inputs, in_parts)
+        _score_block(model, device, run, block, scores)
     except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no class of its own
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-        if len(batch) == 1 or not out_of_memory:
+        if sum(map(len, block)) == 1 or not out_of_memory:
             raise
         return False
     return True
 
 
-class _Batch:
-    """Rows that are run together, and where their continuations are scored: at P positions of R rows of T tokens."""
-
-    def __init__(
-        self, model: PreTrainedModel, rows: Sequence[Row], extra_inputs: ExtraInputs | None, device: torch.device
-    ) -> None:
-        self.rows = rows
-        width = len(rows[0].tokens)
-        if extra_inputs is not None and device.type == "cuda":
-            width = -(-width // 8) * 8  # the memory-efficient kernels want masks whose rows are aligned
-        self.input_ids = torch.from_numpy(pad((row.tokens for row in rows), len(rows), width, 0)).to(device)  # [R, T]
-        scored = np.concatenate([index * width + row.scored for index, row in enumerate(rows)])
-        positions, where = np.unique(scored, return_inverse=True)  # [P]: the choices of an item begin at the same one
-        self.positions = torch.from_numpy(positions).to(device)
-        self._where = torch.from_numpy(where).to(device)
-        self._targets = torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)).to(device)
-        # Plain rows need no mask: padding stands right of every real token, where causal attention never looks.
-        self.extra = lambda: extra_inputs(model, rows, width, device) if extra_inputs else {}
-
-    def write(self, logits: Tensor, head: nn.Linear | None, scores: RequestScores) -> None:
-        """The scores that follow from `logits` [P, V], or what a `head` makes them of (`token_log_probs`)."""
-        chosen, exact = token_log_probs(logits, self._targets, self._where, head)
-        lengths = [length for row in self.rows for length in row.lengths]
-        indices = [index for row in self.rows for index in row.requests]
+def _score_block(
+    model: PreTrainedModel, device: torch.device, run: Pass, block: Sequence[Sequence[Row]], scores: RequestScores
+) -> None:
+    batches, predicting = zip(*(_prepared(model, device, rows) for rows in block), strict=True)
+    for rows, where, (given, head) in zip(block, predicting, run(batches), strict=True):
+        targets = np.concatenate([row.targets for row in rows])
+        chosen, exact = token_log_probs(given, torch.from_numpy(targets.astype(np.int64)).to(device), where, head)
+        lengths = [length for row in rows for length in row.lengths]
+        indices = [index for row in rows for index in row.requests]
         # Each sum is taken as HFLM takes it, in the softmax's precision: of a thousand nats, its rounding is 1e-4.
         scores.loglikelihoods[indices] = [part.sum().item() for part in chosen.cpu().split(lengths)]
         scores.greedy[indices] = [part.all().item() for part in exact.cpu().split(lengths)]
 
 
-def _score_batch(
-    model: PreTrainedModel,
-    rows: Sequence[Row],
-    scores: RequestScores,
-    extra_inputs: ExtraInputs | None,
-    in_parts: bool,
-) -> None:
-    batch = _Batch(model, rows, extra_inputs, model.device)
-    with at_positions(model, batch.positions):
-        batch.write(
-            *_outputs(model, in_parts, lambda: model(input_ids=batch.input_ids, use_cache=False, **batch.extra())),
-            scores,
-        )
-
-
-def _outputs(model: PreTrainedModel, in_parts: bool, run: Callable[[], Any]) -> tuple[Tensor, nn.Linear | None]:
-    """What `run`, a forward pass of `model`, gives at the scored positions: logits [P, V]; or, where those are to be made
-    in parts, what the head gets [P, H], and the head."""
-    if not in_parts:
-        return run().logits[0], None
-    seen: list[Tensor] = []
-
-    def kept_back(hidden: Tensor) -> Tensor:
-        seen.append(hidden)
-        return hidden[:, :0]
-
-    with head_input(model, kept_back):
-        run()
-    return seen[0][0], cast(nn.Linear, model.get_output_embeddings())
-
-
-def _score_by_layer(
-    runner: LayerRunner, batches: Sequence[_Batch], scores: RequestScores, advance: progress.Advance
-) -> None:
-    """The same of many batches, each layer brought once for a block of them."""
-    for block in runner.blocks({number: batch.input_ids for number, batch in enumerate(batches)}):
-        carried = runner.embedded(block, lambda number: batches[number].extra())
-        states = carried.states
-        for index, layer in runner.layers():
-            for number in block:
-                with ExitStack() as hooks:
-                    if index == runner.num_layers - 1:
-                        hooks.enter_context(layer_at_positions(layer, runner.family, batches[number].positions))
-                    states[number] = carried.run(layer, index, number, states[number])
-        with runner.tail() as losses:
-            in_parts = runner.device.type in _HEAD_IN_PARTS and losses.separate
-            for number in block:
-                batch, hidden = batches[number], states.pop(number)
-                with head_at_positions(losses.model, batch.positions):
-                    batch.write(*_outputs(losses.model, in_parts, partial(losses.forward, hidden)), scores)
-                advance(sum(len(row.tokens) for row in batch.rows))
+def _prepared(model: PreTrainedModel, device: torch.device, rows: Sequence[Row]) -> tuple[Batch, Tensor]:
+    """The batch of `rows`, and which of its positions predicts each target."""
+    kind = type(rows[0])
+    width = len(rows[0].tokens)
+    if kind.masked and device.type == "cuda":
+        width = -(-width // 8) * 8  # the memory-efficient kernels want masks whose rows are aligned
+    tokens = pad((row.tokens for row in rows), len(rows), width, 0)
+    scored = np.concatenate([index * width + row.scored for index, row in enumerate(rows)])
+    positions, where = np.unique(scored, return_inverse=True)  # the choices of an item begin at the same one
+    extra = kind.extra_inputs(model, rows, width, device)
+    ids, at, predicting = (torch.from_numpy(values).to(device) for values in (tokens, positions, where))
+    return Batch(ids, at, extra, partial(kind.attention, model, device)), predicting
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
@@ -275,7 +250,7 @@ def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np
 
 
 def token_log_probs(
-    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: nn.Linear | None = None
+    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: nn.Module | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
 
@@ -288,7 +263,7 @@ def token_log_probs(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     chosen = torch.empty(len(targets), dtype=dtype, device=logits.device)
     likeliest = torch.zeros(len(targets), dtype=torch.bool, device=logits.device)
-    vocabulary = logits.shape[-1] if head is None else len(head.weight)
+    vocabulary = logits.shape[-1] if head is None else len(head.weight)  # type: ignore[arg-type]
     step = max(1, _SOFTMAX_ELEMENTS.get(logits.device.type, 1 << 20) // vocabulary)
     for start in range(0, len(logits), step):
         part = logits[start : start + step]

@@ -61,7 +61,8 @@ AttentionInterface.register(NAME, attend)
 
 @contextmanager
 def blocked_attention(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
-    """Within it `model` attends as above, if it is run on a CPU, of a family that is in the table, and uses torch's kernel."""
+    """Within it `model`, and copies of its layers, attend as above, if `device`, where they run, is a CPU, and if the model is
+    of a family that is in the table and uses torch's kernel."""
     family = known_family(model)
     configs: list[Any] = []
     if family is not None and device.type == "cpu":
