@@ -87,4 +87,5 @@ def _folder(source: ModelSource) -> Path:
         return Path(source.location)
     loading.fetch_weights(source)
     config = cached_file(source.location, "config.json", revision=source.revision)
+    assert config is not None, "load_config has read it"
     return Path(config).parent
