@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.residencies import in_way
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.engine.prefix_trees import (
     attention_windows,
@@ -302,20 +301,6 @@ def test_unknown_types_of_layers_are_refused(tiny):
     model.config.layer_types = ["full_attention", "chunked_attention", "sliding_attention", "full_attention"]
     with pytest.raises(ValueError, match="chunked_attention"):
         attention_windows(model.config)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("share", [True, False], ids=["trees", "plain rows"])
-@pytest.mark.parametrize("way", ["streamed", "streamed in blocks", "spilled"])
-def test_scores_are_those_of_the_whole_model_wherever_its_weights_are(variant, tiny, way, share, dtype, tmp_path):
-    """Bit for bit, in batches of few rows."""
-    model = tiny(variant, dtype)
-    expected = score_items(model, assorted_items(), 64, share)
-    held, residency = in_way(model, way, tmp_path)
-    found = score_items(held, assorted_items(), 64, share, residency)
-    np.testing.assert_array_equal(found.loglikelihoods, expected.loglikelihoods)
-    np.testing.assert_array_equal(found.greedy, expected.greedy)
-    assert model.config._attn_implementation == held.config._attn_implementation == "sdpa"
 
 
 def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
