@@ -12,7 +12,7 @@ import torch
 
 from tests.evaluation.test_scored_positions import long_items
 from tests.evaluation.test_shared_prefix import assorted_items
-from tests.residencies import Counted, in_way
+from tests.residencies import CASES, Counted, in_way
 from tune_prune.evaluation.engine.prefix_trees import (
     count_tokens,
     plan_rows,
@@ -28,7 +28,6 @@ from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.surgery import prune
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 LONGEST = 256  # tokens of `long_items`, some of which are trees of several blocks of attention
 
 
@@ -41,7 +40,7 @@ def assert_same_bits(found: RequestScores, expected: RequestScores) -> None:
     np.testing.assert_array_equal(found.greedy, expected.greedy)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("variant", "dtype"), CASES, ids=str)
 def test_scores_have_the_bits_of_the_whole_model(tiny, variant, dtype):
     model = tiny(variant, dtype, max_position_embeddings=LONGEST)
     empty, residency = in_way(model, "streamed")
