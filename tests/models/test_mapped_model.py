@@ -85,7 +85,7 @@ def test_where_a_tensor_begins_in_its_file_changes_nothing(folder, shift):
     ("damage", "says"),
     [
         (lambda path: path.unlink(), "No such file"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "incomplete"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "ncomplete"),
     ],
     ids=["gone", "cut off"],
 )
@@ -100,12 +100,8 @@ def test_a_file_that_cannot_be_read_in_the_middle_of_a_pass_is_a_sentence(folder
             if index == 1:
                 damage(folder / last)
     text = str(error.value)
-    assert (
-        "model.layers.3" in text
-        and last in text
-        and says in text.replace("Incomplete", "incomplete")
-        and "\n" not in text
-    )
+    assert text.startswith(("model.layers.2.", "model.layers.3."))  # the third may be read already, or on its way
+    assert last in text and says in text and "\n" not in text
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_runs(folder):
