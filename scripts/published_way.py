@@ -35,7 +35,7 @@ def gradient_pass(loaded: LoadedModel, windows: Tensor) -> GroupScores:
     for batch in windows.split(GRADIENT_BATCH):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         (loss * (len(batch) / len(windows))).backward()
-    scores = group_sums(model, loaded.family, _salience)
+    scores = group_sums(decoder_layers(model, loaded.family), loaded.family, _salience)
     model.zero_grad(set_to_none=True)
     model.requires_grad_(False)
     return scores

@@ -40,6 +40,7 @@ from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.head import NextTokenLosses
+from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.pruning import batches
 from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics import taylor as taylor_module
@@ -84,8 +85,11 @@ def test_operations_of_a_statistics_pass_are_those_that_torch_counts(name, kinds
     needs = [Need(name, kind, ROWS) for kind in kinds]
     work = statistic.work(needs, LENGTH, arithmetic.layers, "cpu")
     with FlopCounterMode(display=False) as probe:
-        if work.head_positions:
+        if work.backward:
             NextTokenLosses(model)  # finds out first whether the head comes last
+        elif work.head_positions:
+            with LayerRunner(model, LLAMA).tail():  # for which it needs no layer
+                pass
     with FlopCounterMode(display=False) as counter:
         statistic.collect(model, LLAMA, windows, needs)
     times = 3 if work.backward else 1

@@ -113,9 +113,9 @@ def test_a_sample_runs_in_a_batch_of_one_size_in_every_pass(tiny, monkeypatch):
     monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
     model, original, seen = tiny("llama"), NextTokenLosses.__call__, []
 
-    def record(losses: NextTokenLosses, batch: torch.Tensor) -> torch.Tensor:
+    def record(losses: NextTokenLosses, batch: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         seen.extend([len(batch)] * len(batch))
-        return original(losses, batch)
+        return original(losses, batch, states)
 
     monkeypatch.setattr(NextTokenLosses, "__call__", record)
     sizes = {}
@@ -158,11 +158,11 @@ def test_the_model_is_restored(tiny, monkeypatch, failing_call):
 
     original = NextTokenLosses.__call__
 
-    def fail_at_last(losses: NextTokenLosses, batch: torch.Tensor) -> torch.Tensor:
+    def fail_at_last(losses: NextTokenLosses, batch: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         if len(calls) - 1 == failing_call:
             raise RuntimeError("out of memory")
-        return original(losses, batch)
+        return original(losses, batch, states)
 
     monkeypatch.setattr(NextTokenLosses, "__call__", fail_at_last)
     if failing_call is None:

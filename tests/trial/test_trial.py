@@ -22,6 +22,7 @@ from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
+from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import Need
@@ -144,6 +145,16 @@ def test_the_plan_is_the_method_applied_by_hand(first, context):
     expected = select(scores, loaded.geometry, 0.2)
     written = PruningPlan.from_dict(json.loads((first[1] / "pruning_plan.json").read_text()))
     assert written == expected
+
+
+def test_a_trial_that_holds_less_at_once_has_the_same_numbers(first, tmp_path):
+    """Gradients by layer, and hidden states in a file."""
+    residency = Residency(states="file", spill_folder=tmp_path, gradients_by_layer=True)
+    other = TrialContext.open(RUN, tmp_path / "artifacts", "cpu", residency)
+    record = run_trial(BLOCKWISE, other)
+    assert (record.key, record.metrics) == (first[0].key, first[0].metrics)
+    assert [stage["tokens"] for stage in record.stages] == [stage["tokens"] for stage in first[0].stages]
+    assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
 
 
 def test_a_trial_leaves_the_dense_model_as_it_was(context, fresh):

@@ -4,7 +4,8 @@ A worker holds the dense model all the time. Beside it stands the larger of two 
 
     statistics      the largest pass: float32 sums of the projections' gradients (twice where a snapshot falls inside a batch),
                     what every layer saves for its backward pass, and a part of the logits with what their log-softmax
-                    leaves; of a forward pass one layer's activations and the inputs of all
+                    leaves; of a forward pass one layer's activations and the hidden states that it carries (of all removed
+                    models at once)
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
                     windows or zero-shot rows
 
@@ -96,7 +97,7 @@ def plan_memory(
         if work.backward:
             need = tokens * saved + max(scores, tokens * backward) + 2 * largest * itemsize
         else:
-            need = tokens * (inner + geometry.num_layers * h * itemsize) + scores
+            need = tokens * (inner + work.carried * h * itemsize) + scores
         activations = max(activations, need)
         accumulators = max(accumulators, work.weight_sums * projections * max(FLOAT32, itemsize))
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
-from tune_prune.models.head import NextTokenLosses
+from tune_prune.models.families import family_of
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.residency import RESIDENT, Residency
 
 # Logits of a batch, where they are all there at once: a window of 2048 tokens at a vocabulary of 131k.
 _LOGIT_ELEMENTS = 1 << 28
@@ -32,32 +35,43 @@ class PerplexityResult:
     num_tokens: int
 
 
-def perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batch_size: int | None = None) -> PerplexityResult:
+@torch.inference_mode()
+def perplexity(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    window: int,
+    batch_size: int | None = None,
+    residency: Residency = RESIDENT,
+) -> PerplexityResult:
     """Perplexity of `tokens` (LongTensor [N]) in windows of `window` tokens, at most the model's position limit.
 
     The first token of each window is context only. `batch_size` windows are run at once (None:
-    by device). An infinite or undefined loss is a result, not an error. Raises UserError for fewer than 2 tokens.
+    by device); `residency` says where weights and hidden states are. An infinite or undefined loss is a result, not an error.
+    Raises UserError for fewer than 2 tokens.
     """
     if len(tokens) < 2:
         raise UserError(f"the perplexity text has {len(tokens)} tokens; at least 2 are needed, choose a longer text")
     window = min(window, getattr(model.config, "max_position_embeddings", None) or window)
     if window < 2:
         raise UserError(f"perplexity_window is {window}; a window needs at least 2 tokens, e.g. 2048")
-    batch_size = batch_size or windows_at_once(window, model.config, model.device.type)
+    runner = LayerRunner(model, family_of(model.config.model_type), residency)
+    batch_size = batch_size or windows_at_once(window, model.config, runner.device.type)
     whole = len(tokens) // window
     batches = list(tokens[: whole * window].view(whole, window).split(batch_size)) if whole else []
     rest = tokens[whole * window :]
     if len(rest) > 1:
         batches.append(rest[None])
 
-    losses = NextTokenLosses(model)
     total, count = 0.0, 0
     with progress.step("perplexity", lambda: len(tokens), "tokens") as advance:
-        for batch in batches:
-            found = losses(batch.to(model.device))  # [B, W - 1]
-            total += found.double().sum().item()
-            count += found.numel()
-            advance(batch.numel())
+        for block in runner.blocks(dict(enumerate(batches))):
+            states = runner.forward(block)
+            with runner.tail() as losses:
+                for number, batch in block.items():
+                    found = losses(batch.to(runner.device), states.pop(number))  # [B, W - 1]
+                    total += found.double().sum().item()
+                    count += found.numel()
+                    advance(batch.numel())
     mean_loss = total / count
     return PerplexityResult(ppl=_exp(mean_loss), mean_loss=mean_loss, num_tokens=count)
 

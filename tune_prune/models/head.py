@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,40 +28,49 @@ class NextTokenLosses:
 
     Where logits are what the head gives, the head runs on parts of the positions. A model that scales or caps its logits
     afterwards makes those of all B samples at once.
+
+    `forward` is the model's forward pass. A model whose layers were run before (`runner.LayerRunner.tail`) has one that begins
+    with what they gave, hidden states [B, T, H]: methods then take these as `given`, and `probe` [1, 2, H] is an example.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self, model: PreTrainedModel, forward: Callable[[Tensor], Any] | None = None, probe: Tensor | None = None
+    ) -> None:
         self.model = model
-        self.step = max(
-            1, MAX_LOGIT_ELEMENTS.get(model.device.type, MAX_LOGIT_ELEMENTS["cpu"]) // model.config.vocab_size
-        )
-        self.separate = _head_comes_last(model)
+        self.forward = forward or (lambda samples: model(input_ids=samples, use_cache=False))
+        if probe is None:
+            probe = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+        most = MAX_LOGIT_ELEMENTS.get(probe.device.type, MAX_LOGIT_ELEMENTS["cpu"])
+        self.step = max(1, most // model.config.vocab_size)
+        self.separate = self._head_comes_last(probe)
 
     @torch.inference_mode()
-    def __call__(self, samples: Tensor) -> Tensor:
+    def __call__(self, samples: Tensor, given: Tensor | None = None) -> Tensor:
         """Of every token but the first: [B, T - 1]."""
         targets = samples[:, 1:]
+        given = samples if given is None else given
         if self.separate:
-            hidden = _hidden_states(self.model, samples)[:, :-1].flatten(0, 1)
+            hidden = self._hidden_states(given)[:, :-1].flatten(0, 1)
             logits = (self._logits(part) for part in hidden.split(self.step))
             losses = [
                 _losses(part, wanted) for part, wanted in zip(logits, targets.flatten().split(self.step), strict=True)
             ]
         else:  # their softmax at least is taken in parts
-            rows = zip(self.model(input_ids=samples, use_cache=False).logits, targets, strict=True)
+            rows = zip(self.forward(given).logits, targets, strict=True)
             parts = (zip(row[:-1].split(self.step), wanted.split(self.step), strict=True) for row, wanted in rows)
             losses = [_losses(part, wanted) for row in parts for part, wanted in row]
         return torch.cat(losses).view(targets.shape)
 
     @torch.enable_grad()
-    def backward(self, samples: Tensor) -> None:
-        """Add to the parameters' gradients those of the sum over samples of their mean losses."""
+    def backward(self, samples: Tensor, given: Tensor | None = None) -> None:
+        """Add to the gradients of the parameters, and of `given`, those of the sum over samples of their mean losses."""
         targets, weight = samples[:, 1:], 1 / (samples.shape[1] - 1)
+        given = samples if given is None else given
         if not self.separate:
-            logits = self.model(input_ids=samples, use_cache=False).logits
+            logits = self.forward(given).logits
             (weight * _losses(logits[:, :-1].flatten(0, 1), targets.flatten()).sum()).backward()
             return
-        hidden = _hidden_states(self.model, samples)  # [B, T, H]
+        hidden = self._hidden_states(given)  # [B, T, H]
         inputs = hidden.detach()[:, :-1].flatten(0, 1)
         parts = []
         for part, wanted in zip(inputs.split(self.step), targets.flatten().split(self.step), strict=True):
@@ -75,6 +85,30 @@ class NextTokenLosses:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
+    def _hidden_states(self, given: Tensor) -> Tensor:
+        """What the head gets, [B, T, H]; it is run at no position."""
+        return self._first_logits(given, 0)[0]
+
+    def _first_logits(self, given: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """What the head gets, [B, T, H], and logits [B, count, V] at the first `count` positions."""
+        seen: list[Tensor] = []
+
+        def first_only(hidden: Tensor) -> Tensor:
+            seen.append(hidden)
+            return hidden[:, :count]
+
+        with head_input(self.model, first_only):
+            logits = self.forward(given).logits
+        return seen[0], logits
+
+    @torch.no_grad()
+    def _head_comes_last(self, probe: Tensor) -> bool:
+        head = self.model.get_output_embeddings()
+        if head is None:
+            return False
+        hidden, logits = self._first_logits(probe, 2)
+        return torch.equal(head(hidden), logits)
+
 
 @contextmanager
 def head_input(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -87,33 +121,6 @@ def head_input(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> It
         yield
     finally:
         handle.remove()
-
-
-def _hidden_states(model: PreTrainedModel, samples: Tensor) -> Tensor:
-    """What the head gets, [B, T, H]; it is run at no position."""
-    return _first_logits(model, samples, 0)[0]
-
-
-def _first_logits(model: PreTrainedModel, samples: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """What the head gets, [B, T, H], and logits [B, count, V] at the first `count` positions."""
-    seen: list[Tensor] = []
-
-    def first_only(hidden: Tensor) -> Tensor:
-        seen.append(hidden)
-        return hidden[:, :count]
-
-    with head_input(model, first_only):
-        logits = model(input_ids=samples, use_cache=False).logits
-    return seen[0], logits
-
-
-@torch.no_grad()
-def _head_comes_last(model: PreTrainedModel) -> bool:
-    head = model.get_output_embeddings()
-    if head is None:
-        return False
-    hidden, logits = _first_logits(model, torch.zeros((1, 2), dtype=torch.long, device=model.device), 2)
-    return torch.equal(head(hidden), logits)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from tune_prune.models import hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.runner.residency import RESIDENT, Residency
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
@@ -56,10 +57,12 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     family: Family
     geometry: Geometry
+    residency: Residency = RESIDENT  # where its weights are; with weights elsewhere `model` is on the meta device
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        """Where it is run."""
+        return self.residency.device or self.model.device
 
     @property
     def max_length(self) -> int:

@@ -40,6 +40,15 @@ def batches(wanted: Sequence[int], step: int) -> Iterator[tuple[int, list[int], 
         yield start, [n for n in wanted if start < n < end], end if end <= wanted[-1] else None
 
 
+def runs(wanted: Sequence[int], step: int) -> list[tuple[int, int]]:
+    """What such a pass runs, one after the other: from this sample up to that."""
+    return [
+        (start, stop)
+        for start, inside, end in batches(wanted, step)
+        for stop in (*inside, *([] if end is None else [end]))
+    ]
+
+
 def growing_batches(samples: int, step: int) -> Iterator[tuple[int, int]]:
     """Batches in which each of the first `samples` samples lies, whatever their number: (start, size).
 
@@ -56,8 +65,7 @@ def growing_batches(samples: int, step: int) -> Iterator[tuple[int, int]]:
 
 def samples_run(wanted: Sequence[int], step: int) -> int:
     """Samples that such a pass runs, counting those that it runs again."""
-    parts = batches(sorted(wanted), step)
-    return sum(sum(n - start for n in inside) + (0 if end is None else end - start) for start, inside, end in parts)
+    return sum(stop - start for start, stop in runs(sorted(wanted), step))
 
 
 def needs_copy(wanted: Sequence[int], step: int) -> bool:

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.families import Family
 from tune_prune.pruning.groups import GroupScores
 
 
-@torch.no_grad()
-def group_sums(model: PreTrainedModel, family: Family, number: Callable[[Tensor], Tensor]) -> GroupScores:
+def group_sums(layers: Iterable[nn.Module], family: Family, number: Callable[[Tensor], Tensor]) -> GroupScores:
     """For every group the sum of `number` over its weights and biases. `number` maps a parameter to a tensor of its shape."""
+    found = [layer_group_sums(layer, family, number) for layer in layers]
+    return GroupScores(tuple(attention for attention, _ in found), tuple(mlp for _, mlp in found))
 
-    def sums(linear: nn.Linear, side: int) -> Tensor:
+
+@torch.no_grad()
+def layer_group_sums(
+    layer: nn.Module, family: Family, number: Callable[[Tensor], Tensor]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same of one layer: float64 [K] of its KV groups, [M] of its channels."""
+
+    def sums(role: str, side: int) -> Tensor:
         """Over each row (side 0, with its bias) or column (side 1) of a projection."""
+        linear = part[role]
         total = number(linear.weight).sum(1 - side)
         if side == 0 and linear.bias is not None:
             total += number(linear.bias)
         return total
 
-    attention, mlp = [], []
-    for layer in decoder_layers(model, family):
-        part = family.linears(layer)
-        kv_heads = part["key"].out_features // family.head_dim(layer)
-        by_row = sum(sums(part[role], 0).view(kv_heads, -1).sum(1) for role in ("query", "key", "value"))
-        by_column = sums(part["output"], 1).view(kv_heads, -1).sum(1)
-        attention.append((by_row + by_column).double().cpu().numpy())
-        rows = sums(part["gate"], 0) + sums(part["up"], 0)
-        mlp.append((rows + sums(part["down"], 1)).double().cpu().numpy())
-    return GroupScores(tuple(attention), tuple(mlp))
+    part = family.linears(layer)
+    kv_heads = part["key"].out_features // family.head_dim(layer)
+    by_row = sum(sums(role, 0).view(kv_heads, -1).sum(1) for role in ("query", "key", "value"))
+    by_column = sums("output", 1).view(kv_heads, -1).sum(1)
+    mlp = sums("gate", 0) + sums("up", 0) + sums("down", 1)
+    return (by_row + by_column).double().cpu().numpy(), mlp.double().cpu().numpy()

@@ -8,7 +8,7 @@ kept structure, the text or tasks and the protocol.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 from tune_prune.trial.statistics import StatisticCache
 
@@ -45,11 +46,14 @@ class TrialContext:
         self.artifacts = artifacts
 
     @classmethod
-    def open(cls, run: ModelRun, artifact_dir: str | Path, device: str = "auto") -> TrialContext:
-        """Load the model of `run`. Raises UserError where it is not available."""
+    def open(
+        cls, run: ModelRun, artifact_dir: str | Path, device: str = "auto", residency: Residency = RESIDENT
+    ) -> TrialContext:
+        """Load the model of `run`. `residency` says how much of a pass is in memory at once. Raises UserError where the model is
+        not available."""
         source = catalog.resolve(run.model, run.revision)
         loaded = loading.load_model(source, getattr(torch, run.dtype), loading.pick_device(device))
-        return cls(run, loaded, ArtifactStore(artifact_dir))
+        return cls(run, replace(loaded, residency=residency), ArtifactStore(artifact_dir))
 
     def key(self, config: PruningConfig | None) -> str:
         return trial_key(config, self.model_fingerprint, self.data_fingerprint, self.run)
@@ -116,7 +120,8 @@ class TrialContext:
         stored = self.artifacts.get("perplexity", key)
         if stored is not None:
             return PerplexityResult(float(stored["ppl"]), float(stored["mean_loss"]), int(stored["num_tokens"])), 0
-        result = perplexity.perplexity(model, self.perplexity_tokens, self.perplexity_window)
+        residency = self.loaded.residency
+        result = perplexity.perplexity(model, self.perplexity_tokens, self.perplexity_window, residency=residency)
         self.artifacts.put("perplexity", key, {name: np.array(value) for name, value in asdict(result).items()})
         return result, result.num_tokens
 
@@ -155,7 +160,7 @@ class TrialContext:
         ((name, wanted),) = by_statistic((*missing, *also)).items()
         statistic, loaded = load_statistic(name), self.loaded
         windows = self.windows(seq_len, max(need.num_samples for need in wanted))
-        made = statistic.collect(loaded.model, loaded.family, windows, wanted)
+        made = statistic.collect(loaded.model, loaded.family, windows, wanted, loaded.residency)
         for need, arrays in made.items():
             self.cache.put(seq_len, need, arrays)
             found |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}

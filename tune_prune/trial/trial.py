@@ -138,7 +138,7 @@ class Trial:
 
         with self._stage("pruning") as report:
             values = {name: load_statistic(need.statistic).value(found[need], need) for name, need in needs.items()}
-            dense = Dense(loaded.model, loaded.family, loaded.geometry, context.run.seed, values)
+            dense = Dense(loaded.model, loaded.family, loaded.geometry, context.run.seed, values, loaded.residency)
             self.plan = select(method.scores(dense), loaded.geometry, config.pruning_ratio, config.shape)
             model = prune(loaded.model, loaded.family, self.plan)
             report.metrics = {

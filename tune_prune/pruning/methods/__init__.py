@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.core.config import HYPERPARAMETERS, PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Need, load_statistic, parse
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
     from tune_prune.models.families import Family
@@ -34,11 +36,18 @@ if TYPE_CHECKING:
 class Dense:
     """What a method computes its scores from: the dense model and its statistics."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel  # its weights are elsewhere where `residency` says so: take those of `layers()`
     family: Family
     geometry: Geometry
     seed: int  # of the search
     statistics: Mapping[str, Any]  # by the names in STATISTICS; what each is, its module says
+    residency: Residency = RESIDENT
+
+    def layers(self) -> Iterator[nn.Module]:
+        """The decoder layers with their weights, each until the next is asked for."""
+        from tune_prune.models.runner.layer_runner import LayerRunner  # imports torch
+
+        return (layer for _, layer in LayerRunner(self.model, self.family, self.residency).layers())
 
 
 @dataclass(frozen=True)

@@ -16,4 +16,4 @@ def scores(dense: Dense) -> GroupScores:
     def magnitude(p: torch.Tensor) -> torch.Tensor:
         return p.abs().to(torch.promote_types(p.dtype, torch.float32))  # bfloat16 must not be summed in bfloat16
 
-    return group_sums(dense.model, dense.family, magnitude).per_parameter(dense.geometry)
+    return group_sums(dense.layers(), dense.family, magnitude).per_parameter(dense.geometry)

@@ -9,7 +9,6 @@ with every other method.
 import numpy as np
 import torch
 
-from tune_prune.models.families import decoder_layers
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense
 from tune_prune.pruning.statistics.input_norms import InputNorms
@@ -20,7 +19,7 @@ STATISTICS = ("input_norms",)
 def scores(dense: Dense) -> GroupScores:
     norms: InputNorms = dense.statistics["input_norms"]
     attention, mlp = [], []
-    for index, layer in enumerate(decoder_layers(dense.model, dense.family)):
+    for index, layer in enumerate(dense.layers()):
         part = dense.family.linears(layer)
         by_head = norms.attention[index] * _column_sums(part["output"])
         attention.append(by_head.reshape(dense.geometry.kv_heads[index], -1).sum(1))

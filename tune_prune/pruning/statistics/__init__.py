@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.models.runner.residency import RESIDENT, Residency
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,6 +51,7 @@ class PassWork:
     mlp_tokens: int  # tokens times MLP blocks
     head_positions: int  # of which logits are made
     batch_tokens: int  # of the largest batch
+    carried: int = 1  # hidden states of each of its tokens that a forward pass has at once
     backward: bool = False  # whether gradients of the projections' weights are computed too
     snapshots: int = 0  # times that the sums over a model's weights are read out
     weight_sums: int = 0  # float32 numbers per weight of the projections that are kept while it runs
@@ -81,10 +83,16 @@ class Statistic(ABC):
 
     @abstractmethod
     def collect(
-        self, model: PreTrainedModel, family: Family, windows: torch.Tensor, needs: Sequence[Need]
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        windows: torch.Tensor,
+        needs: Sequence[Need],
+        residency: Residency = RESIDENT,
     ) -> dict[Need, dict[str, np.ndarray]]:
         """The arrays of every need by one pass over `windows`, token ids [samples, seq_len] of at least as many samples as the
-        largest need. The model may be changed meanwhile, and is as it was at the end, also of a failure."""
+        largest need. The model may be changed meanwhile, and is as it was at the end, also of a failure. `residency` says where
+        weights and hidden states are; no number depends on it."""
 
     @abstractmethod
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:

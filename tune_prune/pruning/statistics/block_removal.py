@@ -5,13 +5,13 @@
 A removed block adds nothing to the residual stream. Losses are kept per sample, so the first n
 rows serve every smaller n, and each sample runs in a batch of the same size in every pass (`growing_batches`). Taking out
 layer l leaves the inputs of the layers up to l as they were: they are computed once per batch and the removed model runs
-from there.
+from there, beside all others: every layer is needed once for a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ from transformers import PreTrainedModel
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.terminal import progress
-from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.families import Family
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
+from tune_prune.models.runner.layer_runner import Carried, LayerRunner
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.batches import batch_size, growing_batches
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
@@ -63,10 +65,15 @@ class BlockRemoval(Statistic):
         return len(arrays["dense"]) >= need.num_samples
 
     def collect(
-        self, model: PreTrainedModel, family: Family, windows: torch.Tensor, needs: Sequence[Need]
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        windows: torch.Tensor,
+        needs: Sequence[Need],
+        residency: Residency = RESIDENT,
     ) -> dict[Need, dict[str, np.ndarray]]:
         count = max(need.num_samples for need in needs)
-        found = removal_losses(model, family, windows[:count], [need.kind for need in needs])
+        found = removal_losses(model, family, windows[:count], [need.kind for need in needs], residency)
         return {need: {"dense": found.dense, "removed": found.removed[need.kind]} for need in needs}
 
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
@@ -82,6 +89,7 @@ class BlockRemoval(Statistic):
             mlp_tokens=run * (layers + num_layers * kinds.count("attention")),
             head_positions=sum(sizes) * (seq_len - 1) * runs,
             batch_tokens=max(sizes) * seq_len,
+            carried=runs,
         )
 
     def value(self, arrays: Arrays, need: Need) -> np.ndarray:
@@ -97,88 +105,77 @@ def _increase(arrays: Arrays, need: Need) -> np.ndarray:
     return RemovalLosses(arrays["dense"], {need.kind: arrays["removed"]}).increase(need.kind, need.num_samples)
 
 
-class IdentityLayer(nn.Module):
-    """Stands in for a decoder layer: returns its input or, where given, `output`."""
-
-    def __init__(self, layer: nn.Module, output: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.output = output
-        if hasattr(layer, "attention_type"):  # some versions of transformers ask the layer which mask it wants
-            self.attention_type = layer.attention_type
-
-    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return hidden_states if self.output is None else self.output
-
-
 @torch.inference_mode()
 def removal_losses(
-    model: PreTrainedModel, family: Family, windows: torch.Tensor, kinds: Iterable[str]
+    model: PreTrainedModel,
+    family: Family,
+    windows: torch.Tensor,
+    kinds: Iterable[str],
+    residency: Residency = RESIDENT,
 ) -> RemovalLosses:
     """Per-sample losses of the dense model and of every removal of `kinds` (of KINDS) on `windows` [samples, seq_len]; those
     of the first n are, bit for bit, what n samples give alone.
 
-    The model is changed while this runs and restored at the end.
+    All removals go through the layers together: each begins at its layer, from what the dense model has there.
     """
     kinds = tuple(dict.fromkeys(kinds))
-    layers = decoder_layers(model, family)
-    losses = NextTokenLosses(model)
+    runner = LayerRunner(model, family, residency)
+    own: dict[int, torch.Tensor] = {}  # samples by the number of their batch's first one
+    batches: dict[int, torch.Tensor] = {}  # the same, filled up with its own samples
+    for start, size in growing_batches(len(windows), batch_size(windows.shape[1], runner.device.type)):
+        own[start] = windows[start : start + size]
+        batches[start] = own[start][torch.arange(size) % len(own[start])]
     dense: list[np.ndarray] = []
     removed: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
-    with progress.step("removals", lambda: len(windows) * len(kinds) * len(layers), "samples") as advance:
-        for start, size in growing_batches(len(windows), batch_size(windows.shape[1], model.device.type)):
-            own = windows[start : start + size]
-            batch = own[torch.arange(size) % len(own)].to(model.device)  # filled up with its own samples
-
-            def means(batch: torch.Tensor = batch, count: int = len(own)) -> np.ndarray:
-                return losses(batch)[:count].mean(dim=1).double().cpu().numpy()
-
-            with _recorded_inputs(layers) as inputs:
-                dense.append(means())
-            for kind in kinds:
-                rows = []
-                for index in range(len(layers)):
-                    with _without(layers, family, index, kind, inputs[index]):
-                        rows.append(means())
-                    advance(len(own))
-                removed[kind].append(np.stack(rows))
+    total = len(windows) * len(kinds) * runner.num_layers
+    with progress.step("removals", lambda: total, "samples") as advance:
+        for block in runner.blocks(batches):
+            carried = runner.embedded(block)
+            for index, layer in runner.layers():
+                for start in block:
+                    _pass_layer(carried, start, family, layer, index, kinds)
+                    advance(len(own[start]) * len(kinds))
+            with runner.tail() as losses:
+                for start, batch in block.items():
+                    samples, count = batch.to(runner.device), len(own[start])
+                    dense.append(_means(losses, samples, carried.states.pop(start), count))
+                    for kind in kinds:
+                        keys = [(start, kind, index) for index in range(runner.num_layers)]
+                        rows = [_means(losses, samples, carried.states.pop(key), count) for key in keys]
+                        removed[kind].append(np.stack(rows))
     return RemovalLosses(
         np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()}
     )
 
 
-@contextmanager
-def _recorded_inputs(layers: nn.ModuleList) -> Iterator[list[torch.Tensor]]:
-    """Collects the hidden states [batch, time, H] in front of every layer during one forward pass."""
-    inputs: list[torch.Tensor] = []
-    handles = [layer.register_forward_pre_hook(lambda _module, args: inputs.append(args[0])) for layer in layers]
-    try:
-        yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()
+def _means(losses: NextTokenLosses, samples: torch.Tensor, states: torch.Tensor, count: int) -> np.ndarray:
+    """Of the first `count` samples, whose states behind the last layer these are."""
+    return losses(samples, states)[:count].mean(dim=1).double().cpu().numpy()
 
 
-@contextmanager
-def _without(layers: nn.ModuleList, family: Family, index: int, kind: str, given: torch.Tensor) -> Iterator[None]:
-    """Layer `index` lacks the block of `kind`; the layers in front of it are replaced by their output, its input `given`."""
-    whole = list(layers)
-    layer = whole[index]
-    for before in range(index):
-        layers[before] = IdentityLayer(whole[before], given)
-    name = {"layer": None, "attention": family.attention, "mlp": family.mlp}[kind]
-    block = None
-    if name is None:
-        layers[index] = IdentityLayer(layer)
-    else:
-        block = getattr(layer, name)
-        setattr(layer, name, RemovedBlock(kind, None))
-    try:
-        yield
-    finally:
-        for position, original in enumerate(whole):
-            layers[position] = original
-        if name is not None:
-            setattr(layer, name, block)
+def _pass_layer(
+    carried: Carried, batch: int, family: Family, layer: nn.Module, index: int, kinds: Sequence[str]
+) -> None:
+    """Take a batch through `layer`, number `index`: the dense model's state, by the key `batch`, and those of the removals, by
+    (batch, kind, number of the layer), of which one of every kind begins here."""
+    states = carried.states
+    hidden = states[batch]
+    for kind in kinds:
+        for before in range(index):
+            key = (batch, kind, before)
+            states[key] = carried.run(layer, index, batch, states[key])
+        whole = kind == "layer"
+        passed = hidden if whole else carried.run(_without(layer, family, kind), index, batch, hidden)
+        states[batch, kind, index] = passed
+    states[batch] = carried.run(layer, index, batch, hidden)
+
+
+def _without(layer: nn.Module, family: Family, kind: str) -> nn.Module:
+    """`layer` without its "attention" or "mlp"; all else is its own."""
+    name = {"attention": family.attention, "mlp": family.mlp}[kind]
+    reduced = copy.copy(layer)
+    reduced._modules = {**layer._modules, name: RemovedBlock(kind, None)}
+    return reduced
 
 
 STATISTIC = BlockRemoval()

@@ -18,8 +18,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.core.terminal import progress
-from tune_prune.models.families import Family, decoder_layers
-from tune_prune.pruning.batches import batch_size, batches, check_snapshots, samples_run
+from tune_prune.models.families import Family
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.pruning.batches import batch_size, check_snapshots, runs, samples_run
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
 
@@ -36,24 +38,38 @@ class _InputNorms(Statistic):
     stage = "input_norms"
     label = "input norm"
 
+    @torch.inference_mode()
     def collect(
-        self, model: PreTrainedModel, family: Family, windows: torch.Tensor, needs: Sequence[Need]
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        windows: torch.Tensor,
+        needs: Sequence[Need],
+        residency: Residency = RESIDENT,
     ) -> dict[Need, dict[str, np.ndarray]]:
         wanted = check_snapshots([need.num_samples for need in needs], len(windows))
-        step = batch_size(windows.shape[1], model.device.type)
-        samples = progress.step("input norms", lambda: samples_run(wanted, step), "samples")
-        with samples as advance, _squares(model, family) as squares_of:
-            total: dict[str, torch.Tensor] = {}
-            found = {}
-            for start, inside, end in batches(wanted, step):
-                for n in inside:
-                    found[n] = _sum(total, squares_of(windows[start:n]))
-                    advance(n - start)
-                if end is not None:
-                    total = _sum(total, squares_of(windows[start:end]))
-                    advance(end - start)
-                    if end in wanted:
-                        found[end] = total
+        runner = LayerRunner(model, family, residency)
+        step = batch_size(windows.shape[1], runner.device.type)
+        total: dict[str, torch.Tensor] = {}  # of the batches so far, by block and layer, as the cache names them
+        found: dict[int, dict[str, torch.Tensor]] = {n: {} for n in wanted}
+        batches = {(start, stop): windows[start:stop] for start, stop in runs(wanted, step)}
+        with progress.step(
+            "input norms", lambda: samples_run(wanted, step) * runner.num_layers, "samples x layers"
+        ) as advance:
+            for block in runner.blocks(batches):
+                carried = runner.embedded(block)
+                for index, layer in runner.layers():
+                    for key, samples in block.items():
+                        with _squares(family, layer, index) as squares:
+                            carried.states[key] = carried.run(layer, index, key, carried.states[key])
+                        start, stop = key
+                        for name, value in squares.items():
+                            value = total[name] + value if start else value
+                            if stop in found:
+                                found[stop][name] = value
+                            if stop - start == step:  # else it ends inside a batch that is run as a whole, too
+                                total[name] = value
+                        advance(len(samples))
         return {need: {name: value.cpu().numpy() for name, value in found[need.num_samples].items()} for need in needs}
 
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
@@ -74,8 +90,8 @@ class _InputNorms(Statistic):
 
 
 @contextmanager
-def _squares(model: PreTrainedModel, family: Family) -> Iterator[Callable[[torch.Tensor], dict[str, torch.Tensor]]]:
-    """A function: windows [B, T] -> sums of squares over their tokens by block and layer, as the cache names them."""
+def _squares(family: Family, layer: nn.Module, index: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Sums of squares over the tokens that `layer`, number `index`, is run on: "attention_<index>" and "mlp_<index>"."""
     sums: dict[str, torch.Tensor] = {}
 
     def record(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
@@ -85,26 +101,14 @@ def _squares(model: PreTrainedModel, family: Family) -> Iterator[Callable[[torch
 
         return hook
 
-    handles = []
-    for index, layer in enumerate(decoder_layers(model, family)):
-        part = family.linears(layer)
-        for block, role in (("attention", "output"), ("mlp", "down")):
-            handles.append(part[role].register_forward_pre_hook(record(f"{block}_{index}")))
-
-    @torch.inference_mode()
-    def run(windows: torch.Tensor) -> dict[str, torch.Tensor]:
-        model.base_model(input_ids=windows.to(model.device), use_cache=False)
-        return dict(sums)
-
+    part = family.linears(layer)
+    blocks = (("attention", "output"), ("mlp", "down"))
+    handles = [part[role].register_forward_pre_hook(record(f"{block}_{index}")) for block, role in blocks]
     try:
-        yield run
+        yield sums
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _sum(total: dict[str, torch.Tensor], added: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: total[name] + value if total else value for name, value in added.items()}
 
 
 STATISTIC = _InputNorms()

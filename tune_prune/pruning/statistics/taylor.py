@@ -11,7 +11,8 @@ layer, over the weights of its projections, for the record: `*_ratio` is the lar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,8 +25,10 @@ from tune_prune.core.store import GRADIENTS
 from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
-from tune_prune.pruning.batches import batch_size, batches, check_snapshots, needs_copy, samples_run
-from tune_prune.pruning.group_sums import group_sums
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.pruning.batches import batch_size, batches, check_snapshots, needs_copy, runs, samples_run
+from tune_prune.pruning.group_sums import layer_group_sums
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
@@ -72,9 +75,14 @@ class Taylor(Statistic):
     backward = True
 
     def collect(
-        self, model: PreTrainedModel, family: Family, windows: torch.Tensor, needs: Sequence[Need]
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        windows: torch.Tensor,
+        needs: Sequence[Need],
+        residency: Residency = RESIDENT,
     ) -> dict[Need, dict[str, np.ndarray]]:
-        found = taylor(model, family, windows, [need.num_samples for need in needs])
+        found = taylor(model, family, windows, [need.num_samples for need in needs], residency)
         return {need: found[need.num_samples].arrays() for need in needs}
 
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
@@ -108,67 +116,168 @@ def _gradients(found: Mapping[Need, Arrays]) -> LayerGradients:
 
 
 def taylor(
-    model: PreTrainedModel, family: Family, windows: torch.Tensor, snapshots: Sequence[int]
+    model: PreTrainedModel,
+    family: Family,
+    windows: torch.Tensor,
+    snapshots: Sequence[int],
+    residency: Residency = RESIDENT,
 ) -> dict[int, Importance]:
     """Importance from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`.
 
     One forward and backward pass over max(snapshots) samples. Weights are not changed; gradients are taken for the
     projections only. Raises ValueError when a snapshot is not within 1..len(windows).
+
+    Of the whole model at once, or layer by layer (`residency.by_layer`): then the sums of one layer are there at a time and, in
+    `residency.states`, the inputs of all layers; the forward pass is made twice. Both give the same bits on a CPU.
     """
     wanted = check_snapshots(snapshots, len(windows))
-    accumulator = _Accumulator(model, family)
-    step = batch_size(windows.shape[1], model.device.type)
-    result = {}
+    runner = LayerRunner(model, family, residency)
+    step = batch_size(windows.shape[1], runner.device.type)
+    with _no_gradients(model):
+        found = (_by_layer if residency.by_layer else _whole)(runner, windows, wanted, step)
+    return {n: Importance(n, *_joined(layers)) for n, layers in found.items()}
+
+
+def _joined(layers: Sequence[_LayerResult]) -> tuple[GroupScores, LayerGradients]:
+    groups = GroupScores(tuple(one.attention for one in layers), tuple(one.mlp for one in layers))
+    return groups, LayerGradients(*np.array([one.statistics for one in layers]).T)
+
+
+def _whole(
+    runner: LayerRunner, windows: torch.Tensor, wanted: Sequence[int], step: int
+) -> dict[int, list[_LayerResult]]:
+    model = runner.model
+    with (
+        _Accumulator(runner.family, decoder_layers(model, runner.family)) as sums,
+        progress.step("gradients", lambda: samples_run(wanted, step), "samples") as advance,
+    ):
+        losses = NextTokenLosses(model)
+
+        def add(start: int, stop: int) -> None:
+            losses.backward(windows[start:stop].to(model.device))
+            advance(stop - start)
+
+        return _snapshots(sums, add, wanted, step)
+
+
+def _by_layer(
+    runner: LayerRunner, windows: torch.Tensor, wanted: Sequence[int], step: int
+) -> dict[int, list[_LayerResult]]:
+    """Forward layer by layer, keeping the inputs of each; the head's gradients; and back, each layer run again for all batches
+    before the one in front of it."""
+
+    def gradient(hidden: torch.Tensor) -> torch.Tensor:
+        assert hidden.grad is not None
+        return hidden.grad
+
+    last = runner.num_layers
+    parts = {(start, stop): windows[start:stop] for start, stop in runs(wanted, step)}
+    found: dict[int, list[_LayerResult]] = {n: [] for n in wanted}
+    with progress.step("gradients", lambda: 2 * last, "layers") as advance, torch.no_grad():
+        carried = runner.embedded(parts)
+        states = carried.states  # by (batch, layer): its inputs; by batch: gradients of what it has given
+        for batch in parts:
+            states[batch, 0] = states.pop(batch)
+        for index, layer in runner.layers():
+            for batch in parts:
+                states[batch, index + 1] = carried.run(layer, index, batch, states[batch, index])
+            advance(1)
+        with runner.tail() as losses:
+            for batch, samples in parts.items():
+                hidden = states.pop((batch, last)).requires_grad_(True)
+                losses.backward(samples.to(runner.device), hidden)
+                states[batch] = gradient(hidden)
+        for index, layer in runner.layers(range(last - 1, -1, -1)):
+
+            @torch.enable_grad()
+            def add(start: int, stop: int, index: int = index, layer: nn.Module = layer) -> None:
+                batch = (start, stop)
+                hidden = states.pop((batch, index)).requires_grad_(index > 0)  # nobody asks for that of the embeddings
+                carried.run(layer, index, batch, hidden).backward(states[batch])
+                if index:
+                    states[batch] = gradient(hidden)
+
+            with _Accumulator(runner.family, [layer]) as sums:
+                for n, (result,) in _snapshots(sums, add, wanted, step).items():
+                    found[n].insert(0, result)
+            advance(1)
+    return found
+
+
+def _snapshots(
+    sums: _Accumulator, add: Callable[[int, int], None], wanted: Sequence[int], step: int
+) -> dict[int, list[_LayerResult]]:
+    """What `sums` come to after each number of samples in `wanted`; `add(start, stop)` adds the gradients of samples."""
+    found = {}
+    for start, inside, end in batches(wanted, step):
+        # The sums are put back only where something follows: a copy is as large as the sums themselves.
+        before = sums.copy() if len(inside) > 1 or (inside and end is not None) else {}
+        for n in inside:
+            add(start, n)
+            found[n] = sums.results(n)
+            sums.restore(before)
+        if end is not None:
+            add(start, end)
+            if end in wanted:
+                found[end] = sums.results(end)
+    return found
+
+
+@contextmanager
+def _no_gradients(model: nn.Module) -> Iterator[None]:
+    """Within it no parameter of `model` has or wants a gradient; afterwards they are as they were."""
+    before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     try:
-        with progress.step("gradients", lambda: samples_run(wanted, step), "samples") as advance:
-            for start, inside, end in batches(wanted, step):
-                # The sums are put back only where something follows: a copy is as large as the sums themselves.
-                before = accumulator.copy() if len(inside) > 1 or (inside and end is not None) else {}
-                for n in inside:
-                    accumulator.add(windows[start:n])
-                    advance(n - start)
-                    result[n] = accumulator.importance(n)
-                    accumulator.restore(before)
-                if end is not None:
-                    accumulator.add(windows[start:end])
-                    advance(end - start)
-                    if end in wanted:
-                        result[end] = accumulator.importance(end)
+        for p, _, _ in before:
+            p.requires_grad_(False)
+            p.grad = None
+        yield
     finally:
-        accumulator.close()
-    return result
+        for p, requires_grad, grad in before:
+            p.requires_grad_(requires_grad)
+            p.grad = grad
+
+
+@dataclass(frozen=True)
+class _LayerResult:
+    """Of one layer: I of its KV groups [K] and channels [M], and the values of its LayerGradients."""
+
+    attention: np.ndarray
+    mlp: np.ndarray
+    statistics: tuple[float, float, float, float]
 
 
 class _Accumulator:
-    """Signed sums of per-sample gradients in float32 (float64 for float64 models), filled by hooks as each is ready, so
-    that a model in bfloat16 never sums in bfloat16 and no gradient lives longer than its layer's backward pass."""
+    """Signed sums of per-sample gradients of `layers` in float32 (float64 for float64 models), filled by hooks as each is ready,
+    so that a model in bfloat16 never sums in bfloat16 and no gradient lives longer than its layer's backward pass."""
 
-    def __init__(self, model: PreTrainedModel, family: Family) -> None:
-        self.model = model
+    def __init__(self, family: Family, layers: Iterable[nn.Module]) -> None:
         self.family = family
-        self.parts = [family.linears(layer) for layer in decoder_layers(model, family)]
+        self.layers = list(layers)
         # The large allocation comes first: where it fails, the model, which other trials use, is as it was.
         self.sums: dict[torch.Tensor, torch.Tensor] = {
             p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            for part in self.parts
-            for role, linear in part.items()
+            for layer in self.layers
+            for role, linear in family.linears(layer).items()
             for p in _members(linear, role)
         }
-        self.before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-        for p, _, _ in self.before:
-            p.requires_grad_(p in self.sums)
-            p.grad = None
-        self.losses = NextTokenLosses(model)
-        self.handles = [p.register_post_accumulate_grad_hook(self._take) for p in self.sums]
+
+    def __enter__(self) -> _Accumulator:
+        self.handles = [p.requires_grad_(True).register_post_accumulate_grad_hook(self._take) for p in self.sums]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A hook holds this object, and so its layers and their hooks: without this, they would live until a garbage collection.
+        for handle in self.handles:
+            handle.remove()
+        for p in self.sums:
+            p.requires_grad_(False)
+        self.sums = {}  # now, and not when the next layer's are there, too
 
     def _take(self, p: torch.Tensor) -> None:
         assert p.grad is not None
         self.sums[p] += p.grad
         p.grad = None
-
-    def add(self, windows: torch.Tensor) -> None:
-        """Add the gradients of `windows` [B, T]."""
-        self.losses.backward(windows.to(self.model.device))
 
     def copy(self) -> dict[torch.Tensor, torch.Tensor]:
         return {p: total.clone() for p, total in self.sums.items()}
@@ -177,18 +286,20 @@ class _Accumulator:
         for p, total in saved.items():
             self.sums[p].copy_(total)
 
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for p, requires_grad, grad in self.before:
-            p.requires_grad_(requires_grad)
-            p.grad = grad
-
     @torch.no_grad()
-    def importance(self, num_samples: int) -> Importance:
-        groups = group_sums(self.model, self.family, lambda p: (p * (self.sums[p] / num_samples)).abs())
-        stats = [self._layer_statistics(part, num_samples) for part in self.parts]
-        return Importance(num_samples, groups, LayerGradients(*np.array(stats).T))
+    def results(self, num_samples: int) -> list[_LayerResult]:
+        """By layer, of the mean over so many samples."""
+
+        def salience(p: torch.Tensor) -> torch.Tensor:
+            return (p * (self.sums[p] / num_samples)).abs()
+
+        return [
+            _LayerResult(
+                *layer_group_sums(layer, self.family, salience),
+                self._layer_statistics(self.family.linears(layer), num_samples),
+            )
+            for layer in self.layers
+        ]
 
     def _layer_statistics(self, part: dict[str, nn.Linear], num_samples: int) -> tuple[float, float, float, float]:
         count, absolute, plain, squares, largest = 0, 0.0, 0.0, 0.0, 0.0

@@ -1,0 +1,29 @@
+"""The ways in which a pass can hold a model, all of which must give the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tune_prune.models.runner.residency import RESIDENT, Residency
+
+WAYS = ("resident", "by layer", "streamed", "streamed in blocks", "spilled")
+
+
+def in_way(model: PreTrainedModel, way: str, folder: Path | None = None) -> tuple[PreTrainedModel, Residency]:
+    """The model as a pass gets it, and where its weights and hidden states are; `folder` is for the file of spilled ones."""
+    if way == "resident":
+        return model, RESIDENT
+    if way == "by layer":
+        return model, replace(RESIDENT, gradients_by_layer=True, states="host")
+    with init_empty_weights(include_buffers=False):
+        empty = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+    residency = Residency(dict(model.state_dict()), model.device)
+    if way == "spilled":
+        residency = replace(residency, states="file", spill_folder=folder)
+    if way == "streamed in blocks":
+        residency = replace(residency, block_tokens=40)
+    return empty.eval().requires_grad_(False), residency

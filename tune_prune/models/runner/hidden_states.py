@@ -1,0 +1,102 @@
+"""Hidden states between two layers, while they wait for the next one: on the device, in host memory, or in a file.
+
+A pass that takes a model layer by layer keeps what every sample is between two layers; one for gradients keeps the inputs of
+all layers: in bfloat16, 512 samples of 256 tokens at a hidden size of 4,096 are 1 GB a layer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Hashable, Iterator, MutableMapping
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from tune_prune.core.errors import UserError
+
+
+class KeptStates(MutableMapping[Hashable, Tensor]):
+    """Tensors by any key, kept on `place` and handed out on `device`."""
+
+    def __init__(self, device: torch.device, place: torch.device) -> None:
+        self.device = device
+        self._place = place
+        self._kept: dict[Hashable, Tensor] = {}
+
+    def __setitem__(self, key: Hashable, states: Tensor) -> None:
+        self._kept[key] = states.detach().to(self._place)
+
+    def __getitem__(self, key: Hashable) -> Tensor:
+        return self._kept[key].to(self.device)
+
+    def __delitem__(self, key: Hashable) -> None:
+        del self._kept[key]
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+class SpilledStates(MutableMapping[Hashable, Tensor]):
+    """The same in a file of `folder` (None: the system's folder for temporary files).
+
+    The file has no name, so nothing is left behind however the process ends; it is gone when the object is. Room that a key
+    had is used again for one of equal size. Raises UserError where the file cannot be made or cannot grow.
+    """
+
+    def __init__(self, device: torch.device, folder: Path | None) -> None:
+        self.device = device
+        self._folder = folder or Path(tempfile.gettempdir())
+        try:
+            self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 closed when it is collected
+        except OSError as error:
+            raise self._error("cannot be made", error) from error
+        self._places: dict[Hashable, tuple[int, torch.Size, torch.dtype]] = {}  # where each begins, in bytes
+        self._free: dict[int, list[int]] = {}  # by size in bytes: where there is room
+        self._end = 0
+
+    def __setitem__(self, key: Hashable, states: Tensor) -> None:
+        if key in self._places:
+            del self[key]
+        room = self._free.get(states.nbytes)
+        start = room.pop() if room else self._end
+        try:
+            self._file.seek(start)
+            self._file.write(_bytes(states.detach().to("cpu").contiguous()))
+            self._file.flush()
+        except OSError as error:
+            raise self._error(f"cannot grow to {(start + states.nbytes) / 1e9:.2f} GB", error) from error
+        self._end = max(self._end, start + states.nbytes)
+        self._places[key] = start, states.shape, states.dtype
+
+    def __getitem__(self, key: Hashable) -> Tensor:
+        start, shape, dtype = self._places[key]
+        states = torch.empty(shape, dtype=dtype)
+        self._file.seek(start)
+        if self._file.readinto(_bytes(states)) != states.nbytes:  # type: ignore[attr-defined]
+            raise OSError(f"the file for hidden states in {self._folder} has been cut")
+        return states.to(self.device)
+
+    def __delitem__(self, key: Hashable) -> None:
+        start, shape, dtype = self._places.pop(key)
+        self._free.setdefault(shape.numel() * dtype.itemsize, []).append(start)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _error(self, what: str, error: OSError) -> UserError:
+        return UserError(
+            f"the file for hidden states in {self._folder} {what} ({error.strerror}); make room there, or name another folder"
+        )
+
+
+def _bytes(states: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return states.view(-1).view(torch.uint8).numpy().data

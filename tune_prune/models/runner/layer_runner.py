@@ -1,0 +1,248 @@
+"""A decoder run part by part: embedding, each decoder layer, head.
+
+    runner = LayerRunner(model, family, residency)
+    for block in runner.blocks(batches):                        batches: {key: tokens [B, T]}
+        states = runner.forward(block)                          {key: hidden states [B, T, H] behind the last layer}
+        with runner.tail() as losses:
+            losses(block[key], states[key])                     [B, T - 1]
+
+One way for the arithmetic: with everything on the device, a block is one batch and the layers are the model's own, and a pass
+costs what the model's forward pass costs. With weights elsewhere a block is all batches, and each layer comes once.
+
+What a family does around and between its layers is the model's own doing: its forward pass runs on the tokens with stubs in the
+layers' places, which record what each layer is given besides the hidden states (masks, rotary embeddings); and once more on
+what the last layer gave, for what stands behind the layers. So numbers are those of the whole model, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.head import NextTokenLosses
+from tune_prune.models.runner.hidden_states import KeptStates, SpilledStates
+from tune_prune.models.runner.layer_weights import layers_in_turn, on_device, shared
+from tune_prune.models.runner.residency import RESIDENT, Residency
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+# What the model gives a layer besides the hidden states.
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _AllRecorded(Exception):
+    """Ends a forward pass whose rest is not wanted."""
+
+
+class _Stub(nn.Module):
+    """Stands where a decoder layer stands and does what it is told."""
+
+    def __init__(self, layer: nn.Module, run: Callable[[Tensor, _Call], Tensor]) -> None:
+        super().__init__()
+        self.run = run
+        if hasattr(layer, "attention_type"):  # some versions of transformers ask the layer which mask it wants
+            self.attention_type = layer.attention_type
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.run(hidden, (args, kwargs))
+
+
+class Carried:
+    """Batches on their way through the layers. `states`: hidden states [B, T, H] by any key, at first in front of layer 0 and
+    by the batches' keys."""
+
+    def __init__(self, states: MutableMapping[Hashable, Tensor]) -> None:
+        self.states = states
+        self._calls: dict[Hashable, list[_Call]] = {}  # a batch's key -> of every layer
+
+    def add(self, key: Hashable, hidden: Tensor, calls: list[_Call]) -> None:
+        self.states[key] = hidden
+        # Batches of one shape are mostly given the same: masks and rotary embeddings are kept once.
+        known = next((one for one in self._calls.values() if _equal(one, calls)), calls)
+        self._calls[key] = known
+
+    def run(self, layer: nn.Module, index: int, key: Hashable, hidden: Tensor) -> Tensor:
+        """What `layer`, number `index`, makes of `hidden` as a state of the batch `key`."""
+        args, kwargs = self._calls[key][index]
+        output: Tensor = layer(hidden, *args, **kwargs)
+        return output
+
+
+class LayerRunner:
+    """Runs `model` by layers, without changing it; it may be on the meta device where `residency` names weights."""
+
+    def __init__(self, model: PreTrainedModel, family: Family, residency: Residency = RESIDENT) -> None:
+        self.model = model
+        self.family = family
+        self.residency = residency
+        self._layers = decoder_layers(model, family)
+
+    @property
+    def device(self) -> torch.device:
+        """On which layers run."""
+        return self.residency.device or self.model.device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def blocks(self, batches: Mapping[Key, Tensor]) -> Iterator[dict[Key, Tensor]]:
+        """The `batches` (key -> tokens [B, T]) in their order, in groups that go through the layers together."""
+        limit: float | None = self.residency.block_tokens
+        if limit is None:
+            limit = 0 if self.residency.weights is None else math.inf
+        block: dict[Key, Tensor] = {}
+        tokens = 0
+        for key, samples in batches.items():
+            if block and tokens + samples.numel() > limit:
+                yield block
+                block, tokens = {}, 0
+            block[key] = samples
+            tokens += samples.numel()
+        if block:
+            yield block
+
+    def states(self) -> MutableMapping[Hashable, Tensor]:
+        """An empty place for hidden states."""
+        if self.residency.states == "file":
+            return SpilledStates(self.device, self.residency.spill_folder)
+        return KeptStates(self.device, self.device if self.residency.states == "device" else torch.device("cpu"))
+
+    def embedded(self, batches: Mapping[Key, Tensor]) -> Carried:
+        """The batches in front of layer 0."""
+        carried = Carried(self.states())
+        with self._start() as start:
+            for key, samples in batches.items():
+                carried.add(key, *start(samples.to(self.device)))
+        return carried
+
+    def layers(self, order: Sequence[int] | None = None) -> Iterator[tuple[int, nn.Module]]:
+        """Number and layer, for the numbers in `order` (None: all, from the first). Where weights are elsewhere, a layer is a copy
+        that holds them only until the next is asked for."""
+        order = range(self.num_layers) if order is None else order
+        if self.residency.weights is None:
+            return ((index, self._layers[index]) for index in order)
+        prefix = f"{self.family.layers}."
+        return layers_in_turn(self._layers, self.residency.weights, prefix, order, self.device)
+
+    def forward(self, block: Mapping[Key, Tensor]) -> MutableMapping[Hashable, Tensor]:
+        """What the last layer gives, by the batches' keys."""
+        carried = self.embedded(block)
+        for index, layer in self.layers():
+            for key in block:
+                carried.states[key] = carried.run(layer, index, key, carried.states[key])
+        return carried.states
+
+    @contextmanager
+    def tail(self) -> Iterator[NextTokenLosses]:
+        """The losses of what the last layer gives: `losses(samples, hidden states)`."""
+        if self.residency.weights is None:
+            yield self._resident_tail
+        else:
+            with self._brought(self.model.get_input_embeddings()) as parameters:
+                yield self._make_tail(parameters)
+
+    @contextmanager
+    def _start(self) -> Iterator[Callable[[Tensor], tuple[Tensor, list[_Call]]]]:
+        """A function: samples -> their embedding, and what every layer is given."""
+        if self.residency.weights is None:
+            yield self._resident_start
+        else:
+            with self._brought(self.model.get_output_embeddings()) as parameters:
+                yield self._make_start(parameters)
+
+    @cached_property
+    def _resident_start(self) -> Callable[[Tensor], tuple[Tensor, list[_Call]]]:
+        return self._make_start({})
+
+    @cached_property
+    def _resident_tail(self) -> NextTokenLosses:
+        return self._make_tail({})
+
+    def _make_start(self, parameters: Mapping[int, nn.Parameter]) -> Callable[[Tensor], tuple[Tensor, list[_Call]]]:
+        inputs: list[Tensor] = []
+        calls: list[_Call] = []
+
+        def record(hidden: Tensor, call: _Call) -> Tensor:
+            inputs.append(hidden)
+            calls.append(call)
+            if len(calls) == self.num_layers:
+                raise _AllRecorded
+            return hidden
+
+        shell = self._shell(parameters, record)
+
+        def start(samples: Tensor) -> tuple[Tensor, list[_Call]]:
+            with suppress(_AllRecorded):
+                shell(input_ids=samples, use_cache=False)
+            found = inputs[0], [*calls]
+            inputs.clear()
+            calls.clear()
+            return found
+
+        return start
+
+    def _make_tail(self, parameters: Mapping[int, nn.Parameter]) -> NextTokenLosses:
+        given: list[Tensor] = []
+        shell = self._shell(parameters, lambda *_: given[0])
+
+        def forward(states: Tensor) -> Any:
+            given[:] = [states]
+            try:
+                return shell(inputs_embeds=states, use_cache=False)
+            finally:
+                given.clear()
+
+        size = 2 * self.model.config.hidden_size
+        probe = torch.linspace(-1, 1, size, dtype=self.model.dtype, device=self.device).view(1, 2, -1)
+        return NextTokenLosses(shell, forward, probe)
+
+    def _shell(self, parameters: Mapping[int, nn.Parameter], run: Callable[[Tensor, _Call], Tensor]) -> PreTrainedModel:
+        """The model without its layers, with `parameters` in the places of its own, by their ids."""
+        memo: dict[int, object] = {**shared(self.model), **parameters}
+        memo |= {id(buffer): buffer.to(self.device) for buffer in self.model.buffers()}
+        memo[id(self._layers)] = nn.ModuleList(_Stub(layer, run) for layer in self._layers)
+        return copy.deepcopy(self.model, memo)
+
+    @contextmanager
+    def _brought(self, without: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+        """The parameters outside the layers and `without`, on the device, by the ids of the model's own."""
+        assert self.residency.weights is not None
+        others = {id(module) for part in (self._layers, without) for module in part.modules()}
+        needed = {
+            id(p)
+            for module in self.model.modules()
+            if id(module) not in others
+            for p in module.parameters(recurse=False)
+        }
+        parameters = {
+            id(p): on_device(self.residency.weights[name], self.device)
+            for name, p in self.model.named_parameters()
+            if id(p) in needed
+        }
+        try:
+            yield parameters
+        finally:
+            for p in parameters.values():
+                p.data = p.data.new_empty(0)  # now, and not when the last module that has it is found to be garbage
+
+
+def _equal(one: object, other: object) -> bool:
+    """Whether two calls, or parts of them, are the same in every bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.dtype == other.dtype and torch.equal(one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(_equal(*pair) for pair in zip(one, other, strict=True))
+    return one is other or (type(one) is type(other) and bool(one == other))

@@ -1,0 +1,60 @@
+"""Weights of a model that is not in memory as a whole, by the names of its parameters.
+
+accelerate's hooks, which bring a module's weights for a forward pass, are not used: they drop them before a backward pass can
+come, and bring nothing ahead. So `layers_in_turn` is our own: it reads the next layer in a thread, and its layers are modules
+like any others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+Weights = Mapping[str, Tensor]
+
+
+def on_device(tensor: Tensor, device: torch.device) -> nn.Parameter:
+    """A copy of a weight, to be computed with.
+
+    A copy also where it is on that device, because one that is mapped from a file begins wherever the file has it: there
+    matrix products may add up in another order.
+    """
+    return nn.Parameter(tensor.clone(memory_format=torch.contiguous_format).to(device), requires_grad=False)
+
+
+def shared(module: nn.Module) -> dict[int, object]:
+    """A memo for `copy.deepcopy`: the copy has the parameters, buffers and configs of `module` itself."""
+    configs = (part.config for part in module.modules() if hasattr(part, "config"))
+    return {id(one): one for one in (*module.parameters(), *module.buffers(), *configs)}
+
+
+def layers_in_turn(
+    layers: nn.ModuleList, weights: Weights, prefix: str, order: Sequence[int], device: torch.device
+) -> Iterator[tuple[int, nn.Module]]:
+    """Number and layer, for the numbers in `order`: copies of `layers` with their `weights`, named "<prefix><number>.<name>".
+
+    Two are in memory at a time: the one that is handed out, which is emptied when the next is asked for, and that one.
+    """
+
+    def read(index: int) -> dict[str, nn.Parameter]:
+        names = (name for name, _ in layers[index].named_parameters())
+        return {name: on_device(weights[f"{prefix}{index}.{name}"], device) for name in names}
+
+    with ThreadPoolExecutor(1, "next-layer") as thread:
+        ahead = [thread.submit(read, order[0])]
+        for index, following in zip(order, [*order[1:], None], strict=True):
+            layer = _with(layers[index], ahead.pop().result())
+            if following is not None:
+                ahead.append(thread.submit(read, following))
+            yield index, layer
+            layer.to_empty(device="meta")
+
+
+def _with(layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A copy of `layer` that has those, by their names in it."""
+    memo = shared(layer)
+    return copy.deepcopy(layer, memo | {id(p): parameters[name] for name, p in layer.named_parameters()})
