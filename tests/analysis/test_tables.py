@@ -21,6 +21,7 @@ from tune_prune.analysis.cost import duration
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.latex import escape, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
+from tune_prune.analysis.render.messages import note_sentences
 from tune_prune.analysis.render.templating import environment
 from tune_prune.analysis.render.text import text_table
 from tune_prune.analysis.statistics.findings import Findings, Message, find
@@ -361,3 +362,23 @@ def test_a_hyperparameter_with_several_values_is_a_column(simulated: Findings) -
     assert "removal_divisor" not in [column.key for column in all_tables(simulated)["trials"].columns]
     column = next(column for column in made["trials"].shown if column.key == "removal_divisor")
     assert {cell for row in read_markdown(made["trials"].pick(column.key)) for cell, _ in row} == {"3", "4", "5"}
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"),
+    [
+        ((128, 128), ["Perplexity in windows of 128 tokens."]),
+        (
+            (128, 256),
+            [f"{label}: perplexity in windows of {n} tokens." for label, n in (("alpha", 128), ("beta", 256))],
+        ),
+        ((128, None), ["alpha: perplexity in windows of 128 tokens."]),
+    ],
+)
+def test_the_window_is_said_once_where_it_is_one(
+    simulated: Findings, windows: tuple[int | None, ...], said: list[str]
+) -> None:
+    models = zip(simulated.study.models.items(), windows, strict=True)
+    study = replace(simulated.study, models={label: replace(model, window=n) for (label, model), n in models})
+    notes = note_sentences(all_tables(find(study))["optimal_configurations"])
+    assert [note for note in notes if "windows" in note] == said

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -136,6 +138,19 @@ def test_no_more_threads_than_cpus(
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs on the machine; unless the user has chosen."""
+    for chosen, policy in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        if chosen is None:
+            monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        else:
+            monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+        show = "lambda: print('torch' in sys.modules, os.getenv('OMP_WAIT_POLICY'))"
+        code = f"import os, sys; from tune_prune.cli.flags import run; run({show})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == f"False {policy}\n"  # read by OpenMP when torch is imported
 
 
 def test_broken_models_and_data(sentence: Callable[..., str], tmp_path: Path) -> None:
