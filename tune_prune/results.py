@@ -131,6 +131,7 @@ def _run(plan: Plan, store: FolderStore, command: Sequence[str]) -> Results:
         inline=settings.inline,
         address=settings.address,
         resources=plan.resources,
+        ways={model.run.label: model.memory.way for model in plan.models},
         trial_timeout_s=settings.trial_timeout_s,
         cost=plan.cost,
     )
