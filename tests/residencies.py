@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.conftest import VARIANTS
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
+# Every variant in the type of CPUs, and in the others the two that have most in them: biases, windows.
+CASES = [(variant, torch.float32) for variant in VARIANTS]
+CASES += [
+    (variant, dtype) for variant in ("llama-biases", "qwen2-sliding") for dtype in (torch.float64, torch.bfloat16)
+]
 WAYS = ("resident", "by layer", "streamed", "streamed in blocks", "spilled")
 
 

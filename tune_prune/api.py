@@ -148,13 +148,16 @@ def search(
     """
     keywords = dict(locals())
     from tune_prune.cli import search_flags
+    from tune_prune.tuning.ray_cluster.local import started_early
 
     argv = search_flags.arguments(keywords)
-    settings = search_flags.settings_from(search_flags.parser().parse_args(argv))
-    from tune_prune import results
-    from tune_prune.planning.preflight import make_plan
+    args = search_flags.parser().parse_args(argv)
+    with started_early(not inline and address is None) as local_ray:
+        settings = search_flags.settings_from(args)
+        from tune_prune import results
+        from tune_prune.planning.preflight import make_plan
 
-    return results.run(make_plan(settings), [*search_flags.COMMAND, *argv])
+        return results.run(make_plan(settings), [*search_flags.COMMAND, *argv], local_ray=local_ray)
 
 
 def load_results(folder: str | Path) -> Results:

@@ -24,6 +24,7 @@ from tune_prune.core.store import COST, FolderStore
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
 from tune_prune.planning.plan import Plan
+from tune_prune.tuning.ray_cluster.local import LocalRay
 
 
 class Results:
@@ -100,19 +101,24 @@ def load(folder: Path) -> Results:
     return Results(folder, find(study), next(iter(study.costs.values()), {}))
 
 
-def run(plan: Plan, command: Sequence[str], at_end: Callable[[Results], None] | None = None) -> Results:
-    """Run a plan to its end and write every view of its results; `command` is recorded with them. `at_end` is called while no
-    other search can change them. Raises UserError (also where another search runs on the experiment), KeyboardInterrupt (the
-    ledger stays whole) or what stopped the preparation."""
+def run(
+    plan: Plan,
+    command: Sequence[str],
+    at_end: Callable[[Results], None] | None = None,
+    local_ray: LocalRay | None = None,
+) -> Results:
+    """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start.
+    `at_end` is called while no other search can change them. Raises UserError (also where another search runs on the experiment),
+    KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
     store = FolderStore(plan.experiment_dir)
     with store.lock():
-        results = _run(plan, store, command)
+        results = _run(plan, store, command, local_ray)
         if at_end is not None:
             at_end(results)
     return results
 
 
-def _run(plan: Plan, store: FolderStore, command: Sequence[str]) -> Results:
+def _run(plan: Plan, store: FolderStore, command: Sequence[str], local_ray: LocalRay | None) -> Results:
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
 
     started = time.monotonic()
@@ -130,6 +136,7 @@ def _run(plan: Plan, store: FolderStore, command: Sequence[str]) -> Results:
         scheduler=settings.scheduler,
         inline=settings.inline,
         address=settings.address,
+        local_ray=local_ray,
         resources=plan.resources,
         ways={model.run.label: model.memory.way for model in plan.models},
         trial_timeout_s=settings.trial_timeout_s,

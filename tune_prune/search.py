@@ -8,6 +8,7 @@ the same (tune_prune/api.py).
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import shlex
 import sys
@@ -19,6 +20,7 @@ from tune_prune import api
 from tune_prune.cli import flags
 from tune_prune.cli.search_flags import COMMAND, parser, settings_from
 from tune_prune.core.terminal import progress
+from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
 
 if TYPE_CHECKING:
     from tune_prune.results import Results
@@ -46,6 +48,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
+    with started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
+        _search(args, argv, local_ray)
+
+
+def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | None) -> None:
     settings = settings_from(args)
     from tune_prune.analysis.cost import cost_line
     from tune_prune.cli.plan_text import describe, shown_path
@@ -72,7 +79,7 @@ def _main(argv: list[str]) -> None:
         with progress.shown(
             _BESIDE_THE_LINE_S
         ):  # of trials in this process, in the place of the line that says how far all are
-            results = run(plan, command, at_end)
+            results = run(plan, command, at_end, local_ray)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
     folder = shown_path(plan.experiment_dir)

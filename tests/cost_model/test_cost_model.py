@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from transformers import GPT2TokenizerFast, MistralConfig
 
 from tests.conftest import build_tiny
 from tune_prune.core.config import EvaluationProtocol
+from tune_prune.cost_model import device_speed, tokens
 from tune_prune.cost_model import estimate as estimates
-from tune_prune.cost_model import tokens
 from tune_prune.cost_model.device_speed import (
     BUILT_BYTES,
     LONG_ROW,
@@ -331,6 +332,18 @@ def test_a_small_model_is_measured_whole_and_threads_are_put_back(tiny_llama):
     assert speed.head_gradient > speed.head > 0
     assert speed.forward(256) >= speed.forward(16)
     assert speed.snapshots["taylor"] > 0 and speed.engine > 0
+
+
+def test_threads_that_wait_for_each_other_do_not_make_the_measured_speed_slower(tiny_llama, monkeypatch):
+    """As beside other programs: what takes microseconds waits for the turn of the other thread."""
+    original = device_speed._Bench._seconds
+
+    def seconds(self: _Bench, run: Callable[[], object]) -> float:
+        return original(self, run) + 0.1 * (torch.get_num_threads() - 1)
+
+    monkeypatch.setattr(device_speed._Bench, "_seconds", seconds)
+    alone, two = (measure(SpeedRequest(tiny_llama[0], "float32", "cpu", count, 64)) for count in (1, 2))
+    assert two.forward(SHORT_ROW) < 20 * alone.forward(SHORT_ROW)
 
 
 def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 
-from tests.residencies import WAYS, in_way
+from tests.residencies import CASES, WAYS, in_way
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.head import NextTokenLosses
@@ -37,7 +37,7 @@ def runner_of(model, residency: Residency) -> LayerRunner:
     return LayerRunner(model, FAMILIES[model.config.model_type], residency)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("variant", "dtype"), CASES)
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_the_whole_model(tiny, variant, way, dtype, tmp_path):
     model = tiny(variant, dtype)

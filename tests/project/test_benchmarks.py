@@ -224,7 +224,9 @@ def test_gpu_on_a_cpu_without_what_such_a_machine_may_lack(run_without: Callable
 
 
 @pytest.mark.slow
-def test_what_plans_assume_of_a_gpu_on_a_cpu(run_without: Callable[..., str]) -> None:
+def test_what_plans_assume_of_a_gpu_on_a_cpu(
+    run_without: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = SCRIPTS / "bench_gpu_plan.py"
     code = (
         f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport bench_gpu_plan\nbench_gpu_plan.main(sys.argv[1:])\n"
@@ -237,8 +239,9 @@ def test_what_plans_assume_of_a_gpu_on_a_cpu(run_without: Callable[..., str]) ->
     assert found.pop("left behind") == {"bytes": 0}  # no GPU here
     assert positive(*(value for line in found.values() for value in line.values()))
     assert list(found["decoding"]) == ["eager_s"]
-    stopped = run_without(without, code, "--device", "cpu", "--tiny", "--limit", "-1")
-    assert json.loads(stopped) == {"stopped before": "left behind"}
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    importlib.import_module("bench_gpu_plan").main(["--device", "cpu", "--tiny", "--limit", "-1"])
+    assert json.loads(capsys.readouterr().out) == {"stopped before": "left behind"}
 
 
 @needs_data

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.residencies import WAYS, in_way
+from tests.residencies import CASES, WAYS, in_way
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.head import NextTokenLosses
@@ -26,7 +26,6 @@ from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 from tune_prune.pruning.statistics.taylor import taylor
 
 SEQ_LEN = 9
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 ELSEWHERE = [way for way in WAYS if way != "resident"]
 SNAPSHOTS = [1, 3, 4, 6, 7, 8, 11]  # inside a batch of four, at its end, inside the next one, in a ragged one
 
@@ -44,7 +43,7 @@ def family_of(model: nn.Module):
     return FAMILIES[model.config.model_type]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("variant", "dtype"), CASES)
 @pytest.mark.parametrize("way", ELSEWHERE)
 def test_gradients_by_layer_have_the_bits_of_the_whole_model(tiny, variant, way, dtype, tmp_path):
     model, samples = tiny(variant, dtype), windows(11)
@@ -103,7 +102,7 @@ def losses_of_whole_models(model: nn.Module, samples: torch.Tensor) -> tuple[np.
     return np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("variant", "dtype"), CASES)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "by layer"])
 def test_removals_in_one_sweep_have_the_bits_of_removed_models(tiny, variant, way, dtype, tmp_path):
     model, samples = tiny(variant, dtype), windows(7)
@@ -135,7 +134,7 @@ def squares_of_whole_model(model: nn.Module, samples: torch.Tensor) -> dict[str,
     return sums
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("variant", "dtype"), CASES)
 @pytest.mark.parametrize("way", WAYS)
 def test_input_norms_have_the_bits_of_the_whole_model(tiny, variant, way, dtype, tmp_path):
     model, samples, statistic = tiny(variant, dtype), windows(11), load_statistic("input_norms")
@@ -149,7 +148,7 @@ def test_input_norms_have_the_bits_of_the_whole_model(tiny, variant, way, dtype,
             np.testing.assert_array_equal(found[need][name], value.numpy(), err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("variant", "dtype"), CASES)
 @pytest.mark.parametrize("way", WAYS)
 def test_perplexity_has_the_bits_of_the_whole_model(tiny, variant, way, dtype, tmp_path):
     model, tokens = tiny(variant, dtype), windows(9).flatten()

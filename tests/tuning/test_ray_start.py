@@ -1,37 +1,191 @@
-"""A local Ray that does not start: tried twice, then a sentence and not a traceback."""
+"""The start of a local Ray, in a process of its own beside imports and plan: what does not start ends in a sentence, and whatever
+ends the search ends Ray."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
 from tests.search_folders import TINY
 from tune_prune import search
-from tune_prune.tuning.ray_cluster import cluster
+from tune_prune.core.errors import MachineError
+from tune_prune.planning import preflight
+from tune_prune.tuning.ray_cluster import cluster, head, local
 
+ROOT = Path(__file__).resolve().parents[2]
 RAYS_WORDS = (
     "The current node timed out during startup. This could happen because some of the raylet failed to startup."
 )
 
 
 @pytest.mark.parametrize("error", [Exception(RAYS_WORDS), ConnectionError(RAYS_WORDS), RuntimeError(RAYS_WORDS)])
-def test_a_ray_that_does_not_start_is_tried_again_and_then_a_sentence(error, tmp_path, monkeypatch, capfd):
+def test_a_ray_that_does_not_start_is_tried_again_and_then_a_sentence(error, monkeypatch):
     tried = []
 
     def init(**options: object) -> None:
         tried.append(options)
         raise error
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(os, "getloadavg", lambda: (10.25, 9.0, 8.0))
-    assert search.main([*TINY, "--limit", "2", "--storage-path", str(tmp_path)]) == 1
-    said = capfd.readouterr().err
+    for name in ("RAY_preload_python_modules", "RAY_prestart_worker_first_driver"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # put back what `start` sets
+    with pytest.raises(MachineError) as refused:
+        head.start(2)
+    said = str(refused.value)
     assert len(tried) == 2
-    assert said.startswith("error: Ray did not start in 2 attempts (The current node timed out during startup; ")
-    assert f"; load 10.2 of {len(os.sched_getaffinity(0))} CPU" in said and "--inline" in said and said.count("\n") == 1
+    assert said.startswith("Ray did not start in 2 attempts (The current node timed out during startup; ")
+    assert f"; load 10.2 of {len(os.sched_getaffinity(0))} CPU" in said and "--inline" in said
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch) -> Callable[[str], Path]:
+    """A function (code): that code is run in place of a local Ray, whose last act is to write the file that it returns."""
+    ended = tmp_path / "ended"
+
+    def put(code: str) -> Path:
+        (tmp_path / "stand_in.py").write_text(
+            f"import sys\n{code}\nsys.stdin.read()\nopen({str(ended)!r}, 'w').close()\n"
+        )
+        return ended
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(local, "_HEAD", "stand_in")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    return put
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "sentence"),
+    [
+        ("""print('{"machine_error": "Ray did not start in 2 attempts"}', flush=True)""", 1, "Ray did not start in 2"),
+        ("""print('{"user_error": "set RAY_TMPDIR"}', flush=True)""", 2, "set RAY_TMPDIR"),
+        ("sys.exit(3)", 1, "Ray ended while it started (exit code 3; load "),
+    ],
+)
+def test_what_its_process_says_is_what_the_search_says(code, exit_code, sentence, stand_in, tmp_path, capfd):
+    ended = stand_in(code)
+    assert search.main([*TINY, "--limit", "2", "--storage-path", str(tmp_path)]) == exit_code
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: {sentence}") and said.count("\n") == 1
+    assert ended.exists() == ("exit" not in code)
+
+
+@pytest.mark.parametrize(
+    ("stops", "exit_code"), [(["--num-trials", "3"], 2), (["--search-space", "nowhere"], 2), ([], 130)]
+)
+def test_a_plan_that_is_refused_or_interrupted_ends_ray(stops, exit_code, stand_in, tmp_path, monkeypatch):
+    def interrupted(settings: object) -> None:
+        raise KeyboardInterrupt
+
+    ended = stand_in("")
+    if exit_code == 130:
+        monkeypatch.setattr(preflight, "make_plan", interrupted)
+    assert search.main([*TINY, *stops, "--storage-path", str(tmp_path)]) == exit_code
+    assert ended.exists()
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--inline"])
+def test_a_dry_run_and_a_search_without_ray_start_none(flag, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(local, "LocalRay", lambda: pytest.fail("Ray is started"))
+    space = tmp_path / "one.yaml"
+    space.write_text("search: grid\nmethod: random\nseq_len: 16\nnum_samples: 8\n")
+    argv = ["--model", "tiny-llama", "--search-space", str(space), "--tasks", "boolq", "--limit", "2"]
+    assert search.main([*argv, flag, "--storage-path", str(tmp_path)]) == 0
+
+
+@pytest.fixture
+def ray_folder(monkeypatch) -> Iterator[Path]:
+    """Where a Ray of the test keeps its files; the name is short, as socket paths end at 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        yield Path(folder)
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Those whose command names it, as those of a Ray do."""
+    found = psutil.process_iter(["cmdline"])
+    return [
+        process for process in found if str(folder) in " ".join(process.info["cmdline"] or ())
+    ]  # None: it has ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("far", ["half", "up"])
+def test_a_ray_that_no_search_has_joined_leaves_nothing(far, ray_folder):
+    with local.LocalRay(1) as starting:
+        if far == "up":
+            starting.address()
+        else:
+            wait_for(lambda: any("raylet" in process.name() for process in processes_of(ray_folder)))
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    wait_for(lambda: not processes_of(ray_folder), 5)
+    assert list((ray_folder / "ray").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_ray_ends_with_a_search_that_is_killed(ray_folder):
+    code = "from tune_prune.tuning.ray_cluster.local import LocalRay\nprint(LocalRay(1).address(), flush=True)\ninput()"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert driver.stdout is not None and b"127.0.0.1" in driver.stdout.readline()
+    assert processes_of(ray_folder)
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+    wait_for(lambda: not processes_of(ray_folder), 10)
+
+
+@pytest.mark.slow
+def test_the_workers_that_have_started_with_ray_run_the_trials(ray_folder, tmp_path):
+    """In a process of its own, as a command: two workers, which have imported before they were asked to."""
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    command = [
+        "taskset",
+        "-c",
+        ",".join(map(str, cpus)),
+        sys.executable,
+        "-m",
+        "tune_prune.search",
+        *TINY,
+        "--limit",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, "--storage-path", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[6/6]" in done.stdout
+    (logs,) = (ray_folder / "ray").glob("session_2*/logs")  # kept: a search was on it
+    assert len(list(logs.glob("python-core-worker-*.log"))) == len(cpus)
+    wait_for(lambda: not processes_of(ray_folder), 5)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune import __version__
 from tune_prune.checkpoint import generation_speed, layers, manifest, padded
-from tune_prune.checkpoint.card import model_card
 from tune_prune.checkpoint.license import base_license, copy_license_files
 from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import sizes
@@ -104,6 +103,8 @@ def save_checkpoint(
         )
         copy_license_files(dense.source, work)
         manifest.write(work, about)
+        from tune_prune.checkpoint.card import model_card  # imports matplotlib, which a search does without
+
         model_card.write_card(work, about, geometry)
     return about
 

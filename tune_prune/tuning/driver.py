@@ -28,6 +28,7 @@ from tune_prune.tuning.observers.results import LedgerObserver, PrepareObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue
+from tune_prune.tuning.ray_cluster.local import LocalRay
 from tune_prune.tuning.ray_cluster.resources import TrialResources, trial_slots
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.stopping.asha import AshaRule
@@ -51,6 +52,7 @@ class TuneOptions:
     inline: bool = False  # one trial after the other in this process, without Ray
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
     num_cpus: int | None = None  # of the local Ray; None: all
+    local_ray: LocalRay | None = None  # one that has begun to start; None: it does when it is needed
     resources: TrialResources = field(default_factory=TrialResources)  # of one trial
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     trial_timeout_s: float | None = None
@@ -143,7 +145,7 @@ def _slots(options: TuneOptions) -> Iterator[int]:
         return
     from tune_prune.tuning.ray_cluster import cluster  # imports ray
 
-    with cluster.connected(options.address, options.num_cpus):
+    with cluster.connected(options.address, options.num_cpus, options.local_ray):
         slots = trial_slots(options.resources, cluster.node_resources())
         cluster.check_shared_storage(options.experiment_dir)
         yield slots

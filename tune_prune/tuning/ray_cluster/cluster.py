@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
-from ray._private.node import Node
 from ray._private.utils import read_ray_address
+from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tune_prune.core.errors import MachineError, UserError
 from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster import address as address_check
+from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
+from tune_prune.tuning.ray_cluster.local import INSTEAD, LocalRay
 
 PROBE_TIMEOUT_S = 120.0  # a node's first worker has to import torch
-ATTEMPTS = 2  # to start a local Ray
-LOCAL_OBJECT_STORE_BYTES = 256 * 2**20  # only records travel; weights are read from disk by each worker
 
 
 @contextmanager
-def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None]:
-    """A Ray to work with: one that is already up in this process, the cluster at `address`, or a local one.
+def connected(address: str | None, num_cpus: int | None = None, local: LocalRay | None = None) -> Iterator[None]:
+    """A Ray to work with: one that is already up in this process, the cluster at `address`, or a local one: `local`, else one of
+    `num_cpus` that ends here.
 
     Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`, MachineError when a local
     Ray does not start, tried twice.
@@ -40,60 +39,25 @@ def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None
     if ray.is_initialized():
         yield
         return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is None:
-        _start(quiet | {"num_cpus": num_cpus or machine.cpus()})
-    else:
-        _join(address, quiet)
-    try:
+    with ExitStack() as stack:
+        if address is not None:
+            _join(address)
+        else:
+            _join_local(local or stack.enter_context(LocalRay(num_cpus)))
+        stack.callback(ray.shutdown)
         yield
-    finally:
-        ray.shutdown()
 
 
-def _start(options: dict[str, Any]) -> None:
-    """Start a local Ray."""
-    options |= {"address": "local", "include_dashboard": False, "object_store_memory": LOCAL_OBJECT_STORE_BYTES}
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            with _for_this_process():
-                ray.init(**options)
-            return
-        except Exception as error:  # of no narrower type where Ray's processes come too late
-            if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-                # Most often a socket path beyond 107 bytes.
-                folder = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
-                raise UserError(
-                    f"Ray cannot start with its files in {folder} ({error}); set RAY_TMPDIR to a short writable path, e.g. "
-                    "/tmp/r"
-                ) from error
-            ray.shutdown()
-            if attempt == ATTEMPTS:
-                raise MachineError(
-                    f"Ray did not start in {ATTEMPTS} attempts ({str(error).partition('.')[0]}; {machine.load()}); try again "
-                    "when the machine is less busy, or add --inline, which runs the trials in this process without Ray"
-                ) from error
-
-
-@contextmanager
-def _for_this_process() -> Iterator[None]:
-    """A Ray that is started within serves this process alone. Ray has no options for that, so parts of it are replaced:
-
-    It listens on 127.0.0.1 only; else it takes the machine's outward address, also in place of a loopback one. Ray has this
-    switch for macOS and Windows, from the environment as it is imported: too early for a process that may join a cluster.
-    It starts no autoscaler and no dashboard process, which it waits for even where no dashboard is wanted. Both together are
-    a third of the CPU time of its start.
-    """
-    replaced: list[tuple[Any, str, Any]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
-    replaced += [(Node, name, lambda self, **options: None) for name in ("start_monitor", "start_api_server")]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
+def _join_local(local: LocalRay) -> None:
+    """Join a Ray that starts or is up in a process of its own."""
+    address = local.address()
+    Config.initialize("")  # RAY_AUTH_MODE, where ray was imported before it was set
     try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        with for_this_process():
+            ray.init(address=address, **QUIET)
+    except (ConnectionError, RuntimeError) as error:
+        raise MachineError(f"Ray did not answer ({str(error).splitlines()[0]}; {machine.load()}); {INSTEAD}") from error
+    local.keep_logs()
 
 
 def _announced() -> str:
@@ -108,13 +72,13 @@ def _announced() -> str:
     return address
 
 
-def _join(address: str, options: dict[str, Any]) -> None:
+def _join(address: str) -> None:
     """Join the cluster at `address`. Raises UserError where none answers."""
     address = _announced() if address == "auto" else address
     address_check.check(address)
-    options |= {"address": address, "runtime_env": {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}}
+    environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}
     try:
-        ray.init(**options)
+        ray.init(address=address, runtime_env=environment, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}): start one with `ray start --head`, correct "

@@ -14,6 +14,7 @@ from typing import Any
 
 from ray import tune
 from ray.tune import Callback, Stopper
+from ray.tune.execution import class_cache
 from ray.tune.experiment import Trial as RayTrial
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
@@ -48,6 +49,8 @@ def run(
             return f"prepare-{work.run.label}-{'baseline' if work.seq_len is None else f's{work.seq_len}'}"
         return f"{work.run.label}-{work.config.name}-{work.key[:6]}"
 
+    # Tune's variable for Lightning makes an environment of its own, which no worker has that has started before.
+    class_cache.DEFAULT_ENV_VARS.clear()
     trainable = tune.with_parameters(PruneTrainable, specs=dict(specs), jobs=list(jobs), settings=settings)
     tuner = tune.Tuner(
         tune.with_resources(trainable, settings.resources.to_ray()),
