@@ -13,6 +13,7 @@ from tests.trials import BLOCKWISE, RUN, open_context
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.evaluation.engine import prefix_trees
+from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import TrialProgress
@@ -34,7 +35,8 @@ def context(tmp_path_factory) -> TrialContext:
 def settings(context, tmp_path, monkeypatch) -> WorkerSettings:
     """Of workers that share the loaded model of `context`, and have computed nothing yet."""
 
-    def open_here(run, artifact_dir, device):
+    def open_here(run, artifact_dir, device, residency):
+        assert residency == RESIDENT
         other = TrialContext(run, context.loaded, context.artifacts.__class__(artifact_dir))
         other.suite = context.suite
         return other
