@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,3 +35,21 @@ def in_way(model: PreTrainedModel, way: str, folder: Path | None = None) -> tupl
     if way == "streamed in blocks":
         residency = replace(residency, block_tokens=40)
     return empty.eval().requires_grad_(False), residency
+
+
+class Counted(Mapping[str, torch.Tensor]):
+    """Weights that remember what was asked of them."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.weights = weights
+        self.asked: list[str] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.asked.append(name)
+        return self.weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)

@@ -122,7 +122,7 @@ def test_trees_longer_than_a_block_score_as_each_request_alone(variant, tiny, mo
 
 def test_the_attention_that_was_chosen_stays(tiny):
     model = tiny("llama", attn_implementation="eager", max_position_embeddings=128)
-    with tree_attention.blocked_attention(model):
+    with tree_attention.blocked_attention(model, model.device):
         assert model.config._attn_implementation == "eager"
     model = tiny("llama")
     seen = []

@@ -308,16 +308,16 @@ def test_each_wrong_mask_is_noticed(tiny, monkeypatch):
     right = prefix_trees.tree_inputs
     model = tiny("mistral-sliding")
 
-    def no_window(model, trees, width):
-        inputs = right(model, trees, width)
-        windowless = right(tiny("llama"), trees, width)
+    def no_window(model, trees, width, device):
+        inputs = right(model, trees, width, device)
+        windowless = right(tiny("llama"), trees, width, device)
         return inputs | {"attention_mask": windowless["attention_mask"]}
 
-    def no_positions(model, trees, width):
-        return {"attention_mask": right(model, trees, width)["attention_mask"]}
+    def no_positions(*args):
+        return {"attention_mask": right(*args)["attention_mask"]}
 
-    def no_branches(model, trees, width):
-        return {"position_ids": right(model, trees, width)["position_ids"]}
+    def no_branches(*args):
+        return {"position_ids": right(*args)["position_ids"]}
 
     for wrong in (no_window, no_positions, no_branches):
         monkeypatch.setattr(prefix_trees, "tree_inputs", wrong)

@@ -7,12 +7,11 @@ import errno
 import gc
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
 
-from tests.residencies import CASES, WAYS, in_way
+from tests.residencies import CASES, WAYS, Counted, in_way
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.head import NextTokenLosses
@@ -55,24 +54,6 @@ def test_losses_are_those_of_the_whole_model(tiny, variant, way, dtype, tmp_path
                     assert torch.equal(losses(samples, states[name]), expected.pop(name)), name
     assert not expected
     assert sizes == {"resident": [1, 1, 1], "by layer": [1, 1, 1], "streamed in blocks": [1, 2]}.get(way, [3])
-
-
-class Counted(Mapping[str, torch.Tensor]):
-    """Weights that remember what was asked of them."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self.weights = weights
-        self.asked: list[str] = []
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        self.asked.append(name)
-        return self.weights[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
 
 
 def test_every_weight_of_a_block_is_read_once(tiny):

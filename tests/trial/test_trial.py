@@ -18,7 +18,9 @@ import pandas
 import pytest
 import torch
 
+from tests.residencies import in_way
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
+from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
@@ -155,6 +157,17 @@ def test_a_trial_that_holds_less_at_once_has_the_same_numbers(first, tmp_path):
     assert (record.key, record.metrics) == (first[0].key, first[0].metrics)
     assert [stage["tokens"] for stage in record.stages] == [stage["tokens"] for stage in first[0].stages]
     assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
+
+
+def test_a_dense_model_whose_weights_come_by_layer_has_the_same_numbers(context, fresh, tmp_path):
+    expected = run_trial(None, fresh)
+    empty, residency = in_way(context.loaded.model, "streamed")
+    other = TrialContext(
+        RUN, replace(context.loaded, model=empty, residency=residency), ArtifactStore(tmp_path / "other")
+    )
+    found = run_trial(None, other)
+    assert (found.key, found.metrics, found.notes) == (expected.key, expected.metrics, expected.notes)
+    assert [stage["tokens"] for stage in found.stages] == [stage["tokens"] for stage in expected.stages]
 
 
 def test_a_trial_leaves_the_dense_model_as_it_was(context, fresh):

@@ -23,6 +23,7 @@ from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_pla
 from tune_prune.evaluation.engine.rows import Request, RequestScores
 from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.slices import even_slices
+from tune_prune.models.runner.residency import RESIDENT, Residency
 
 __all__ = ["Item", "RequestScores", "ZeroShotSuite"]
 
@@ -69,13 +70,18 @@ class ZeroShotSuite:
         return self._slices[slice_index].rows(share).num_tokens
 
     def request_scores(
-        self, model: PreTrainedModel, slice_index: int, batch_tokens: int | None = None, share: bool = True
+        self,
+        model: PreTrainedModel,
+        slice_index: int,
+        batch_tokens: int | None = None,
+        share: bool = True,
+        residency: Residency = RESIDENT,
     ) -> RequestScores:
         """Scores of the requests that this slice adds to the one before it.
 
         `model` is any causal language model of transformers, structurally pruned or not. `batch_tokens` bounds one
         forward pass (None: by device). `share`: whether the choices of an item share their prefix; a model must be able
-        to (`prefix_trees.unsupported_reason`).
+        to (`prefix_trees.unsupported_reason`). `residency`: where the model's weights are.
         """
 
         def tokens_before(end: int) -> int:
@@ -83,7 +89,7 @@ class ZeroShotSuite:
 
         done, total = (partial(tokens_before, end) for end in (slice_index, self.num_slices))
         with progress.step("zero-shot", total, "tokens", done) as advance:
-            return score_planned(model, self._slices[slice_index].rows(share), batch_tokens, advance)
+            return score_planned(model, self._slices[slice_index].rows(share), batch_tokens, advance, residency)
 
     def judge(self, slice_index: int, scores: RequestScores) -> list[ItemScore]:
         """The items that this slice adds, with their accuracies."""

@@ -106,7 +106,7 @@ class TrialContext:
     @cached_property
     def _sharing_unsupported(self) -> str | None:
         """Why the choices of an item are scored one by one on this model; None: they share their prefix."""
-        return prefix_trees.unsupported_reason(self.loaded.model)
+        return prefix_trees.unsupported_reason(self.loaded.model, self.loaded.residency)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class TrialContext:
         if stored is not None:
             return self.suite.judge(index, RequestScores(stored["loglikelihoods"], stored["greedy"])), 0
         share = self._sharing_unsupported is None
-        scores = self.suite.request_scores(model, index, share=share)
+        scores = self.suite.request_scores(model, index, share=share, residency=self.loaded.residency)
         self.artifacts.put("zero_shot", key, {"loglikelihoods": scores.loglikelihoods, "greedy": scores.greedy})
         return self.suite.judge(index, scores), self.suite.tokens_in_slice(index, share)
 

@@ -12,8 +12,9 @@ Legend: R rows of a batch, T tokens of its longest row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tune_prune.core.terminal import progress
 from tune_prune.evaluation.engine.rows import Request, RequestScores, Row, pad, plain_rows, score_rows
 from tune_prune.evaluation.engine.tree_attention import blocked_attention
+from tune_prune.models.runner.residency import RESIDENT, Residency
 
 # An input joins the row of the one before it, in alphabetical order, if they share this fraction of its tokens. Less is
 # not worth it: the mask costs 2% of the time at a hidden size of 512 and up to a third at 64, where attention is most of
@@ -40,6 +42,18 @@ class Tree(Row):
 
     positions: np.ndarray  # [T] depth of each token: its position in its own input
     ends: np.ndarray  # [T] where the tokens end that follow from it; those from itself up to here see it
+
+    masked: ClassVar[bool] = True
+
+    @classmethod
+    def extra_inputs(
+        cls, model: PreTrainedModel, rows: Sequence[Row], width: int, device: torch.device
+    ) -> dict[str, Any]:
+        return tree_inputs(model, rows, width, device)
+
+    @classmethod
+    def attention(cls, model: PreTrainedModel, device: torch.device) -> AbstractContextManager[None]:
+        return blocked_attention(model, device)
 
 
 @dataclass(frozen=True)
@@ -85,21 +99,27 @@ def plan_rows(items: Sequence[Sequence[Request]], share: bool = True) -> Rows:
 
 
 def score_items(
-    model: PreTrainedModel, items: Sequence[Sequence[Request]], batch_tokens: int | None = None, share: bool = True
+    model: PreTrainedModel,
+    items: Sequence[Sequence[Request]],
+    batch_tokens: int | None = None,
+    share: bool = True,
+    residency: Residency = RESIDENT,
 ) -> RequestScores:
-    """Scores of all requests of `items`, in order. `batch_tokens` as in `rows.score_rows`; `share` needs a model
-    for which `unsupported_reason` is None."""
-    return score_planned(model, plan_rows(items, share), batch_tokens)
+    """Scores of all requests of `items`, in order. `batch_tokens` and `residency` as in `rows.score_rows`; `share` needs a
+    model for which `unsupported_reason` is None."""
+    return score_planned(model, plan_rows(items, share), batch_tokens, residency=residency)
 
 
 def score_planned(
-    model: PreTrainedModel, rows: Rows, batch_tokens: int | None = None, advance: progress.Advance = progress.unseen
+    model: PreTrainedModel,
+    rows: Rows,
+    batch_tokens: int | None = None,
+    advance: progress.Advance = progress.unseen,
+    residency: Residency = RESIDENT,
 ) -> RequestScores:
     """`score_items` of what was planned before; `advance` is told the tokens that are done."""
     scores = RequestScores.blank(rows.num_requests)
-    score_rows(model, rows.plain, scores, batch_tokens, advance=advance)
-    with blocked_attention(model):
-        score_rows(model, rows.trees, scores, batch_tokens, tree_inputs, advance)
+    score_rows(model, [*rows.plain, *rows.trees], scores, batch_tokens, advance, residency)
     return scores
 
 
@@ -141,8 +161,8 @@ def _merge(rows: Sequence[Row], shared: Sequence[int]) -> Tree:
     )
 
 
-def tree_inputs(model: PreTrainedModel, trees: Sequence[Row], width: int) -> dict[str, Any]:
-    """position_ids [R, T] and attention masks [R, 1, T, T] of `trees` padded to `width` tokens.
+def tree_inputs(model: PreTrainedModel, trees: Sequence[Row], width: int, device: torch.device) -> dict[str, Any]:
+    """position_ids [R, T] and attention masks [R, 1, T, T] of `trees` padded to `width` tokens, on `device`.
 
     Masks are added to the attention scores, in the model's dtype: eager attention would add a boolean one as 0 and 1.
     Models whose layers differ take a mask for each type of layer.
@@ -150,10 +170,10 @@ def tree_inputs(model: PreTrainedModel, trees: Sequence[Row], width: int) -> dic
     assert all(isinstance(tree, Tree) for tree in trees)
     # Padding sees itself: a row of the mask that allowed nothing would give nan in some kernels.
     positions, ends = (
-        torch.from_numpy(pad((getattr(tree, name) for tree in trees), len(trees), width, filler)).to(model.device)
+        torch.from_numpy(pad((getattr(tree, name) for tree in trees), len(trees), width, filler)).to(device)
         for name, filler in (("positions", 0), ("ends", width))
     )
-    place = torch.arange(width, device=model.device)
+    place = torch.arange(width, device=device)
     seen = (place <= place[:, None]) & (place[:, None] < ends[:, None, :])  # [R, T, T], queries before keys
     distance = positions[:, :, None] - positions[:, None, :]
     windows = attention_windows(model.config)
@@ -187,16 +207,16 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
-def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Why `model` cannot score trees, in words; None where it can.
+def unsupported_reason(model: PreTrainedModel, residency: Residency = RESIDENT) -> str | None:
+    """Why `model` cannot score trees, in words; None where it can. `residency` as in `rows.score_rows`.
 
     Tried on a few random tokens: scores of trees must equal those of plain rows, and whatever the model raises on a
     mask of four dimensions or on position_ids is a reason, too.
     """
     items = _probe_items(model)
-    expected = score_items(model, items, share=False).loglikelihoods
+    expected = score_items(model, items, share=False, residency=residency).loglikelihoods
     try:
-        found = score_items(model, items).loglikelihoods
+        found = score_items(model, items, residency=residency).loglikelihoods
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -9,10 +9,11 @@ Legend: R rows of a batch, T tokens of its longest row, P scored positions of a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,8 +21,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.terminal import progress
-from tune_prune.evaluation.engine.scored_positions import at_positions
-from tune_prune.models.head import MAX_LOGIT_ELEMENTS, NextTokenLosses, head_input
+from tune_prune.evaluation.engine.passes import Batch, Pass, layer_by_layer, whole_model
+from tune_prune.models.families import family_of
+from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.residency import RESIDENT, Residency
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +33,8 @@ log = logging.getLogger(__name__)
 _SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
 # Where a batch scores so many positions that their logits are made in such parts, too: 12,000 at that vocabulary are 3.7 GB.
 _HEAD_IN_PARTS = {"cuda"}
+# Tokens that go through the layers together where weights are elsewhere: at a hidden size of 4,096 and in bfloat16, 2 GB.
+BLOCK_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,21 @@ class Row:
     scored: np.ndarray  # [m] position in the row that predicts each target; several may share one
     targets: np.ndarray  # [m]
 
+    masked: ClassVar[bool] = False  # whether rows of this kind come with masks
+
+    @classmethod
+    def extra_inputs(
+        cls, model: PreTrainedModel, rows: Sequence[Row], width: int, device: torch.device
+    ) -> dict[str, Any]:
+        """What the forward pass of `rows` of this kind, padded to `width` tokens, needs besides their tokens. Plain rows need no
+        mask: padding stands right of every real token, where causal attention never looks."""
+        return {}
+
+    @classmethod
+    def attention(cls, model: PreTrainedModel, device: torch.device) -> AbstractContextManager[None]:
+        """Within it `model`'s layers attend as suits rows of this kind."""
+        return nullcontext()
+
 
 @dataclass(frozen=True)
 class RequestScores:
@@ -65,10 +86,6 @@ class RequestScores:
     def blank(cls, count: int) -> RequestScores:
         """To be filled in."""
         return cls(np.full(count, np.nan), np.zeros(count, dtype=bool))
-
-
-# What the forward pass of some rows, padded to a width, needs besides their tokens.
-ExtraInputs = Callable[[PreTrainedModel, Sequence[Row], int], dict[str, Any]]
 
 
 def default_batch_tokens(config: PretrainedConfig, device: str) -> int:
@@ -108,30 +125,59 @@ def score_rows(
     rows: Sequence[Row],
     scores: RequestScores,
     batch_tokens: int | None = None,
-    extra_inputs: ExtraInputs | None = None,
     advance: progress.Advance = progress.unseen,
+    residency: Residency = RESIDENT,
 ) -> None:
     """Write the scores of the requests of `rows` into `scores`, each at its number.
 
-    Rows run longest first, which limits padding. `batch_tokens` bounds rows times longest row of one forward pass (a
-    single longer row is still run; None: by device). Where that does not fit into memory, it is halved for the rest;
-    raises what the allocator raises where not even one row fits. `advance` is told the tokens of every batch that is done.
+    Rows of a kind run together, longest first, which limits padding. `batch_tokens` bounds rows times longest row of one forward
+    pass (a single longer row is still run; None: by device). With `residency.weights`, batches of
+    `residency.block_tokens` in all (None: BLOCK_TOKENS) go through each layer together. What does not fit into memory is
+    halved for the rest, the block too; raises what the allocator raises where not even one row fits. `advance` is told the
+    tokens of every block that is done.
     """
-    rows = sorted(rows, key=lambda row: -len(row.tokens))
-    budget = batch_tokens or default_batch_tokens(model.config, model.device.type)
-    most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if model.device.type == "cpu" else budget
-    in_parts = model.device.type in _HEAD_IN_PARTS and NextTokenLosses(model).separate
+    rows = sorted(rows, key=lambda row: (row.masked, -len(row.tokens)))
+    device = residency.device or model.device
+    budget = batch_tokens or default_batch_tokens(model.config, device.type)
+    most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if device.type == "cpu" else budget
     start = 0
     with torch.inference_mode():
+        in_parts = device.type in _HEAD_IN_PARTS
+        if residency.weights is None:
+            block_tokens, run = 0, whole_model(model, in_parts)
+        else:
+            block_tokens = residency.block_tokens or BLOCK_TOKENS
+            run = layer_by_layer(LayerRunner(model, family_of(model.config.model_type), residency), in_parts)
         while start < len(rows):
-            batch = rows[start : _batch_end(rows, start, budget, most_scored)]
-            if _fits(model, batch, scores, extra_inputs, in_parts):
-                start += len(batch)
-                advance(sum(len(row.tokens) for row in batch))
+            block = _block(rows, start, budget, most_scored, block_tokens)
+            if _fits(model, device, run, block, scores):
+                start += sum(map(len, block))
+                advance(sum(len(row.tokens) for batch in block for row in batch))
             else:  # tried again out here: in the handler, the exception would keep the failed pass's tensors alive
-                longest = len(batch[0].tokens)
-                log.warning("out of memory with %d rows of %d tokens; going on with half", len(batch), longest)
-                budget = len(batch) // 2 * longest
+                largest = max(block, key=_padded)
+                longest = len(largest[0].tokens)
+                log.warning("out of memory with %d rows of %d tokens; going on with half", len(largest), longest)
+                budget = len(largest) // 2 * longest
+                block_tokens = sum(map(_padded, block)) // 2
+
+
+def _block(rows: Sequence[Row], start: int, budget: int, most_scored: int, block_tokens: int) -> list[Sequence[Row]]:
+    """The batches from `start` on that are scored together: one, or as many as have `block_tokens`."""
+    block: list[Sequence[Row]] = []
+    tokens = 0
+    while start < len(rows):
+        batch = rows[start : _batch_end(rows, start, budget, most_scored)]
+        tokens += _padded(batch)
+        if block and tokens > block_tokens:
+            break
+        block.append(batch)
+        start += len(batch)
+    return block
+
+
+def _padded(batch: Sequence[Row]) -> int:
+    """Tokens with padding."""
+    return len(batch) * len(batch[0].tokens)
 
 
 def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -> int:
@@ -139,67 +185,57 @@ def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -
     most_rows = budget // max(1, len(rows[start].tokens))
     scored = len(rows[start].scored)
     end = start + 1
-    while end < len(rows) and end - start < most_rows and scored + len(rows[end].scored) <= most_scored:
+    while (
+        end < len(rows)
+        and rows[end].masked == rows[start].masked
+        and end - start < most_rows
+        and scored + len(rows[end].scored) <= most_scored
+    ):
         scored += len(rows[end].scored)
         end += 1
     return end
 
 
 def _fits(
-    model: PreTrainedModel,
-    batch: Sequence[Row],
-    scores: RequestScores,
-    extra_inputs: ExtraInputs | None,
-    in_parts: bool,
+    model: PreTrainedModel, device: torch.device, run: Pass, block: Sequence[Sequence[Row]], scores: RequestScores
 ) -> bool:
-    """Score `batch`; False where memory does not suffice and fewer rows can be tried."""
+    """Score `block`; False where memory does not suffice and fewer rows can be tried."""
     try:
-        _score_batch(model, batch, scores, extra_inputs, in_parts)
+        _score_block(model, device, run, block, scores)
     except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no class of its own
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-        if len(batch) == 1 or not out_of_memory:
+        if sum(map(len, block)) == 1 or not out_of_memory:
             raise
         return False
     return True
 
 
-def _score_batch(
-    model: PreTrainedModel,
-    batch: Sequence[Row],
-    scores: RequestScores,
-    extra_inputs: ExtraInputs | None,
-    in_parts: bool,
+def _score_block(
+    model: PreTrainedModel, device: torch.device, run: Pass, block: Sequence[Sequence[Row]], scores: RequestScores
 ) -> None:
-    device = model.device
-    width = len(batch[0].tokens)
-    if extra_inputs is not None and device.type == "cuda":
+    batches, predicting = zip(*(_prepared(model, device, rows) for rows in block), strict=True)
+    for rows, where, (given, head) in zip(block, predicting, run(batches), strict=True):
+        targets = np.concatenate([row.targets for row in rows])
+        chosen, exact = token_log_probs(given, torch.from_numpy(targets.astype(np.int64)).to(device), where, head)
+        lengths = [length for row in rows for length in row.lengths]
+        indices = [index for row in rows for index in row.requests]
+        # Each sum is taken as HFLM takes it, in the softmax's precision: of a thousand nats, its rounding is 1e-4.
+        scores.loglikelihoods[indices] = [part.sum().item() for part in chosen.cpu().split(lengths)]
+        scores.greedy[indices] = [part.all().item() for part in exact.cpu().split(lengths)]
+
+
+def _prepared(model: PreTrainedModel, device: torch.device, rows: Sequence[Row]) -> tuple[Batch, Tensor]:
+    """The batch of `rows`, and which of its positions predicts each target."""
+    kind = type(rows[0])
+    width = len(rows[0].tokens)
+    if kind.masked and device.type == "cuda":
         width = -(-width // 8) * 8  # the memory-efficient kernels want masks whose rows are aligned
-    input_ids = pad((row.tokens for row in batch), len(batch), width, 0)  # [R, T]
-    scored = np.concatenate([index * width + row.scored for index, row in enumerate(batch)])
-    positions, where = np.unique(scored, return_inverse=True)  # [P]: the choices of an item begin at the same one
-    targets = np.concatenate([row.targets for row in batch])
-    # Plain rows need no mask: padding stands right of every real token, where causal attention never looks.
-    extra = extra_inputs(model, batch, width) if extra_inputs else {}
-    seen: list[Tensor] = []
-
-    def kept_back(hidden: Tensor) -> Tensor:
-        seen.append(hidden)
-        return hidden[:, :0]
-
-    ids, at = (torch.from_numpy(values).to(device) for values in (input_ids, positions))
-    with at_positions(model, at), head_input(model, kept_back) if in_parts else nullcontext():
-        logits = model(input_ids=ids, use_cache=False, **extra).logits[0]  # [P, V]
-    chosen, exact = token_log_probs(
-        seen[0][0] if in_parts else logits,
-        torch.from_numpy(targets.astype(np.int64)).to(device),
-        torch.from_numpy(where).to(device),
-        cast(nn.Linear, model.get_output_embeddings()) if in_parts else None,
-    )
-    lengths = [length for row in batch for length in row.lengths]
-    indices = [index for row in batch for index in row.requests]
-    # Each sum is taken as HFLM takes it, in the softmax's precision: of a thousand nats, its rounding is 1e-4.
-    scores.loglikelihoods[indices] = [part.sum().item() for part in chosen.cpu().split(lengths)]
-    scores.greedy[indices] = [part.all().item() for part in exact.cpu().split(lengths)]
+    tokens = pad((row.tokens for row in rows), len(rows), width, 0)
+    scored = np.concatenate([index * width + row.scored for index, row in enumerate(rows)])
+    positions, where = np.unique(scored, return_inverse=True)  # the choices of an item begin at the same one
+    extra = kind.extra_inputs(model, rows, width, device)
+    ids, at, predicting = (torch.from_numpy(values).to(device) for values in (tokens, positions, where))
+    return Batch(ids, at, extra, partial(kind.attention, model, device)), predicting
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
@@ -216,7 +252,7 @@ def pad(values: Iterable[np.ndarray], count: int, width: int, filler: int) -> np
 
 
 def token_log_probs(
-    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: nn.Linear | None = None
+    logits: Tensor, targets: Tensor, rows: Tensor | None = None, head: nn.Module | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [P] of `targets` [P] under `logits` [P, V], and whether each is the likeliest token [P].
 
@@ -229,7 +265,7 @@ def token_log_probs(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     chosen = torch.empty(len(targets), dtype=dtype, device=logits.device)
     likeliest = torch.zeros(len(targets), dtype=torch.bool, device=logits.device)
-    vocabulary = logits.shape[-1] if head is None else len(head.weight)
+    vocabulary = logits.shape[-1] if head is None else len(head.weight)  # type: ignore[arg-type]
     step = max(1, _SOFTMAX_ELEMENTS.get(logits.device.type, 1 << 20) // vocabulary)
     for start in range(0, len(logits), step):
         part = logits[start : start + step]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tune_prune.models.families import decoder_layers, known_family
+from tune_prune.models.families import Family, decoder_layers, known_family
 from tune_prune.models.head import head_input
 
 
@@ -22,21 +22,27 @@ from tune_prune.models.head import head_input
 def at_positions(model: PreTrainedModel, positions: Tensor) -> Iterator[None]:
     """Within it `model` gives logits [1, P, V] at the flat `positions` [P] of its rows. Of a family that is not in the table
     only the head is spared."""
+    family = known_family(model)
     with ExitStack() as hooks:
-        hooks.enter_context(head_input(model, lambda hidden: _at(hidden, positions)))
-        for block in _position_wise(model):
+        hooks.enter_context(head_input(model, lambda hidden: values_at(hidden, positions)[None]))
+        if family is not None:
+            hooks.enter_context(layer_at_positions(decoder_layers(model, family)[-1], family, positions))
+        yield
+
+
+@contextmanager
+def layer_at_positions(last: nn.Module, family: Family, positions: Tensor) -> Iterator[None]:
+    """Within it what works on each position by itself, of the layer `last`, runs at `positions` only."""
+    output = family.linears(last).get("output")  # gone where the layer has lost its attention
+    with ExitStack() as hooks:
+        for block in (*([output] if output is not None else []), last.get_submodule(family.mlp)):
             hooks.enter_context(_sparse(block, positions))
         yield
 
 
-def _position_wise(model: PreTrainedModel) -> list[nn.Module]:
-    """Of the last layer, what works on each position by itself."""
-    family = known_family(model)
-    if family is None:
-        return []
-    last = decoder_layers(model, family)[-1]
-    output = family.linears(last).get("output")  # gone where the layer has lost its attention
-    return [*([output] if output is not None else []), last.get_submodule(family.mlp)]
+def values_at(values: Tensor, positions: Tensor) -> Tensor:
+    """[R, T, H] -> [P, H]. A model that is spread over devices has its last layer elsewhere than its first."""
+    return values.flatten(0, 1)[positions.to(values.device)]
 
 
 @contextmanager
@@ -46,7 +52,7 @@ def _sparse(block: nn.Module, positions: Tensor) -> Iterator[None]:
 
     def gather(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         shape[:] = args[0].shape[:2]
-        return (_at(args[0], positions),)
+        return (values_at(args[0], positions)[None],)
 
     def scatter(_: nn.Module, __: object, found: Tensor) -> Tensor:
         rows, width = shape
@@ -60,8 +66,3 @@ def _sparse(block: nn.Module, positions: Tensor) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _at(values: Tensor, positions: Tensor) -> Tensor:
-    """[R, T, H] -> [1, P, H]. A model that is spread over devices has its last layer elsewhere than its first."""
-    return values.flatten(0, 1)[positions.to(values.device)][None]

@@ -60,11 +60,12 @@ AttentionInterface.register(NAME, attend)
 
 
 @contextmanager
-def blocked_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within it `model` attends as above, if it is on a CPU, of a family that is in the table, and uses torch's kernel."""
+def blocked_attention(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """Within it `model`, and copies of its layers, attend as above, if `device`, where they run, is a CPU, and if the model is
+    of a family that is in the table and uses torch's kernel."""
     family = known_family(model)
     configs: list[Any] = []
-    if family is not None and model.device.type == "cpu":
+    if family is not None and device.type == "cpu":
         blocks = (getattr(layer, family.attention) for layer in decoder_layers(model, family))
         # Layers of one model may have configs of their own; a block that was removed has none.
         distinct = {id(block.config): block.config for block in blocks if hasattr(block, "config")}

@@ -118,12 +118,12 @@ class LayerRunner:
             return SpilledStates(self.device, self.residency.spill_folder)
         return KeptStates(self.device, self.device if self.residency.states == "device" else torch.device("cpu"))
 
-    def embedded(self, batches: Mapping[Key, Tensor]) -> Carried:
-        """The batches in front of layer 0."""
+    def embedded(self, batches: Mapping[Key, Tensor], extra: Mapping[Key, Mapping[str, Any]] | None = None) -> Carried:
+        """The batches in front of layer 0. `extra`: what else the model is given with a batch (masks, position ids)."""
         carried = Carried(self.states())
         with self._start() as start:
             for key, samples in batches.items():
-                carried.add(key, *start(samples.to(self.device)))
+                carried.add(key, *start(samples.to(self.device), **(extra or {}).get(key, {})))
         return carried
 
     def layers(self, order: Sequence[int] | None = None) -> Iterator[tuple[int, nn.Module]]:
@@ -153,8 +153,8 @@ class LayerRunner:
                 yield self._make_tail(parameters)
 
     @contextmanager
-    def _start(self) -> Iterator[Callable[[Tensor], tuple[Tensor, list[_Call]]]]:
-        """A function: samples -> their embedding, and what every layer is given."""
+    def _start(self) -> Iterator[Callable[..., tuple[Tensor, list[_Call]]]]:
+        """A function: samples, and what else the model is given -> their embedding, and what every layer is given."""
         if self.residency.weights is None:
             yield self._resident_start
         else:
@@ -162,14 +162,14 @@ class LayerRunner:
                 yield self._make_start(parameters)
 
     @cached_property
-    def _resident_start(self) -> Callable[[Tensor], tuple[Tensor, list[_Call]]]:
+    def _resident_start(self) -> Callable[..., tuple[Tensor, list[_Call]]]:
         return self._make_start({})
 
     @cached_property
     def _resident_tail(self) -> NextTokenLosses:
         return self._make_tail({})
 
-    def _make_start(self, parameters: Mapping[int, nn.Parameter]) -> Callable[[Tensor], tuple[Tensor, list[_Call]]]:
+    def _make_start(self, parameters: Mapping[int, nn.Parameter]) -> Callable[..., tuple[Tensor, list[_Call]]]:
         inputs: list[Tensor] = []
         calls: list[_Call] = []
 
@@ -182,9 +182,9 @@ class LayerRunner:
 
         shell = self._shell(parameters, record)
 
-        def start(samples: Tensor) -> tuple[Tensor, list[_Call]]:
+        def start(samples: Tensor, **extra: Any) -> tuple[Tensor, list[_Call]]:
             with suppress(_AllRecorded):
-                shell(input_ids=samples, use_cache=False)
+                shell(input_ids=samples, use_cache=False, **extra)
             found = inputs[0], [*calls]
             inputs.clear()
             calls.clear()
