@@ -101,7 +101,7 @@ def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_m
     """The probe asks whether the choices of an item may share their prefix; it runs the model."""
     asked = []
 
-    def out_of_memory(model: object) -> None:
+    def out_of_memory(model: object, residency: object) -> None:
         asked.append(model)
         raise torch.OutOfMemoryError("out of memory")
 
