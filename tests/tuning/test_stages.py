@@ -120,7 +120,7 @@ def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_m
 
 
 def test_notes_of_the_measurement_are_in_the_record_of_a_cached_trial_too(context, settings, monkeypatch):
-    monkeypatch.setattr(prefix_trees, "unsupported_reason", lambda model: "it takes no masks")
+    monkeypatch.setattr(prefix_trees, "unsupported_reason", lambda model, residency: "it takes no masks")
     key = context.key(CONFIG)
     first, again = (messages(worker(settings, key))[-1].record for _ in range(2))
     assert first.notes == again.notes == ["zero-shot choices are scored one by one: it takes no masks"]
