@@ -28,7 +28,7 @@ from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
+from tune_prune.pruning.statistics import Arrays, Need, Statistic, by_statistic, load_statistic
 from tune_prune.pruning.surgery import pruned_weights
 from tune_prune.trial.statistics import StatisticCache
 
@@ -152,7 +152,7 @@ class TrialContext:
         """Of the model that keeps what `plan` says: weights that are elsewhere are cut when they are brought."""
         dense = self.loaded
         if dense.residency.weights is None:
-            return dense.residency
+            return dense.residency.forward_only
         return replace(
             dense.residency, weights=pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
         )
@@ -180,11 +180,20 @@ class TrialContext:
         ((name, wanted),) = by_statistic((*missing, *also)).items()
         statistic, loaded = load_statistic(name), self.loaded
         windows = self.windows(seq_len, max(need.num_samples for need in wanted))
-        made = statistic.collect(loaded.model, loaded.family, windows, wanted, loaded.residency)
+        made = statistic.collect(loaded.model, loaded.family, windows, wanted, self._residency_for(statistic))
         for need, arrays in made.items():
             self.cache.put(seq_len, need, arrays)
             found |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}
         return found, statistic.work(wanted, seq_len, loaded.geometry.num_layers, loaded.device.type).tokens
+
+    def _residency_for(self, statistic: Statistic) -> Residency:
+        residency = self.loaded.residency
+        return residency if statistic.backward else residency.forward_only
+
+    def way(self, statistic: Statistic) -> str:
+        """How the model is held for a pass, for the record; "" where it is all there."""
+        residency = self._residency_for(statistic)
+        return str(residency) if residency.by_layer and statistic.backward else ""
 
     def _measurement(self, structure: str, **more: Any) -> dict[str, Any]:
         return {
