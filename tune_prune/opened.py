@@ -163,9 +163,8 @@ class Model:
             )
         plan = request.plan
         if plan is None:
-            dense = self.loaded()
-            if not self._from_files:
-                dense = replace(dense, residency=self._way(request.config))
+            way = None if self._from_files else self._way(request.config)
+            dense = self.loaded() if way is None else replace(self.loaded(), residency=way)
             context = TrialContext(request.run, dense, ArtifactStore(request.artifact_dir or self._folder))
             trial = Trial(request.config, context)
             for report in trial.stages():
