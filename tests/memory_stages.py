@@ -13,26 +13,37 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tune_prune.cost_model.memory import MemoryPlan, plan_memory
+from tune_prune.cost_model.memory import Shapes, StageMemory
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.statistics import Need
-from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
+from tune_prune.models.runner.residency import RESIDENT, WAYS
+from tune_prune.pruning.statistics import Need, load_statistic
+from tune_prune.pruning.statistics.block_removal import KINDS
 
-STAGES = {"taylor": 8000, "copies": 2000, "evaluation": 8000}  # with the vocabulary of the model
+# Statistic and numbers of samples; of an evaluation neither.
+STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "taylor": ("taylor", (20,)),
+    "copies": ("taylor", (5, 20)),
+    "taylor by layer": ("taylor", (20,)),
+    "copies by layer": ("taylor", (5, 20)),
+    "removal": ("block_removal", (12,)),
+    "input_norms": ("input_norms", (20,)),
+    "evaluation": ("", ()),
+}
 
 
 @dataclass(frozen=True)
 class Stage:
-    plan: MemoryPlan
+    plan: StageMemory
     run: Callable[[], Any]
 
 
 def build(name: str) -> Stage:
     """A Llama of four layers with what the plan says of it and the stage `name`, already run once on few tokens, so that
     what torch itself takes at its first use is there."""
-    vocab = STAGES[name]
+    statistic, numbers = STAGES[name]
+    vocab = 2000 if name.startswith("copies") else 8000
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=384,
@@ -44,14 +55,19 @@ def build(name: str) -> Stage:
     )
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     family = family_of("llama")
-    snapshots = [5, 20] if name == "copies" else [20]
-    work = STATISTIC.work([Need("taylor", "", n) for n in snapshots], 256, 4, "cpu")
-    plan = plan_memory(read_geometry(model, family), config, 4, "cpu", [work], 0, 512, 5 * 512, 64)
+    shapes = Shapes(read_geometry(model, family), config, 4, "cpu")
     windows = torch.randint(vocab, (20, 256))
-    taylor(model, family, windows[:1, :4], [1])
-    if name == "evaluation":
-        return Stage(plan, lambda: perplexity(model, windows.flatten()[: 5 * 512], 512))
-    return Stage(plan, lambda: taylor(model, family, windows, snapshots))
+    if not statistic:
+        perplexity(model, windows[0, :4], 4)
+        _, stage, _ = shapes.evaluation(0, 512, 5 * 512, 64)
+        return Stage(stage, lambda: perplexity(model, windows.flatten()[: 5 * 512], 512))
+    way = WAYS[1] if name.endswith("by layer") else RESIDENT
+    found = load_statistic(statistic)
+    needs = [Need(statistic, kind, n) for kind in (KINDS if statistic == "block_removal" else ("",)) for n in numbers]
+    plans = shapes.ways([(found.stage, found.work(needs, 256, 4, "cpu"))])
+    (stage,) = next(plan for plan in plans if plan.way == way or len(plans) == 1).stages
+    found.collect(model, family, windows[:1, :4], [Need(statistic, need.kind, 1) for need in needs], way)
+    return Stage(stage, lambda: found.collect(model, family, windows, needs, way))
 
 
 def _resident(name: str) -> int:

@@ -36,6 +36,7 @@ def open(
     dtype: str | None = None,
     device: str = "auto",
     perplexity_window: int | None = None,
+    memory: str | int | None = None,
 ) -> Model:
     """The model of that name, with everything checked that can be without loading its weights.
 
@@ -51,6 +52,8 @@ def open(
     device       auto (a GPU if there is one), cpu or cuda
     perplexity_window    length in tokens of the windows that the perplexity text is cut into, shortened to the model's limit;
                  None: 2048, of an embedded model 128 (the length it was trained on), of a pruned checkpoint as recorded
+    memory       most that pruning may take, e.g. "20GiB", or in bytes: gradients are taken layer by layer where the whole
+                 model's do not fit: slower, the same numbers; None: what is free
 
     Returns a Model, whose weights are loaded when they are needed. Raises UserError for a name that is unknown, a model that is
     not available, damaged or of another family, and for a keyword's value.
@@ -65,12 +68,17 @@ def open(
         raise UserError(f"seed is {seed!r}; it must be {whole}")
     if perplexity_window is not None and not (whole := Whole(2, 10**6)).holds(perplexity_window):
         raise UserError(f"perplexity_window is {perplexity_window!r}; it must be {whole}")
+    from tune_prune.cost_model.machine import parse_size
     from tune_prune.data import calibration as texts  # imports torch
     from tune_prune.models.loading import pick_device, usual_dtype
     from tune_prune.opened import Model
     from tune_prune.planning.plan import SearchSettings
     from tune_prune.planning.resolve import model_run
 
+    try:
+        limit = parse_size(memory) if isinstance(memory, str) else memory
+    except ValueError as error:
+        raise UserError(f"memory: {error}") from None
     device = pick_device(device)
     settings = SearchSettings(
         (name,),
@@ -82,7 +90,7 @@ def open(
     run = model_run(settings, name, source, dtype or usual_dtype(device))
     if calibration is not None:
         calibration = texts.resolve(calibration, run.data_dir, source.kind == "embedded")
-    return Model(run, device, calibration, perplexity_window)
+    return Model(run, device, calibration, perplexity_window, limit)
 
 
 def search(
@@ -103,6 +111,7 @@ def search(
     seed: int = 0,
     dtype: str | None = None,
     scheduler: str = "none",
+    memory: str | None = None,
     gpus_per_trial: float | str = "auto",
     cpus_per_trial: float | str = "auto",
     trial_timeout: float | None = None,
@@ -124,6 +133,7 @@ def search(
     tasks, limit    as for `Model.evaluate`
     scheduler       which trials are stopped early: none; race, what cannot be the best any more (95% confidence); asha, the weaker
                     half at a quarter and at half of the items
+    memory          most that a trial may take, e.g. "20GiB", as for `open`
     gpus_per_trial  GPUs of one trial: 0, 1, 1/k for k trials on each GPU, or auto
     cpus_per_trial  CPUs of one trial, or auto
     trial_timeout   seconds after which a trial is ended and recorded as failed; None: no limit

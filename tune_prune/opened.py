@@ -24,15 +24,20 @@ from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError, require
 from tune_prune.core.records import StageReport
+from tune_prune.cost_model import machine
+from tune_prune.cost_model.memory import Place, Shapes, choose_within
+from tune_prune.cost_model.workload import passes_of
 from tune_prune.data import calibration
 from tune_prune.data.checks import check_data
 from tune_prune.data.sources import EMBEDDED_DATA
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.loading import LoadedModel
+from tune_prune.models.runner.residency import Residency
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import surgery
 from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.selection import target_params
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
@@ -54,10 +59,16 @@ class Model:
     """
 
     def __init__(
-        self, run: ModelRun, device: str = "auto", calibration: str | None = None, perplexity_window: int | None = None
+        self,
+        run: ModelRun,
+        device: str = "auto",
+        calibration: str | None = None,
+        perplexity_window: int | None = None,
+        memory: int | None = None,
     ) -> None:
         """`calibration`: as `data.calibration.resolve` gives it; None: what suits the model, once it is needed.
-        `perplexity_window`: None: as recorded of a checkpoint, else the run's."""
+        `perplexity_window`: None: as recorded of a checkpoint, else the run's. `memory`: bytes that `prune` may take; None:
+        what is free then."""
         self.device = loading.pick_device(device)
         self._source = catalog.resolve(run.model, run.revision)
         self._config = loading.load_config(self._source)
@@ -76,6 +87,7 @@ class Model:
             weight_files.check_weights(Path(self._source.location), loading.meta_model(self._config))
         self._calibration = calibration
         self._loaded: LoadedModel | None = None
+        self._memory = memory
         # What was computed for this model, and is found again; what a search has measured is not asked for.
         self._folder = tempfile.mkdtemp(prefix="tune_prune_")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -148,7 +160,9 @@ class Model:
             )
         plan = request.plan
         if plan is None:
-            context = TrialContext(request.run, self.loaded(), ArtifactStore(request.artifact_dir or self._folder))
+            way = self._way(request.config)
+            dense = replace(self.loaded(), residency=way)
+            context = TrialContext(request.run, dense, ArtifactStore(request.artifact_dir or self._folder))
             trial = Trial(request.config, context)
             for report in trial.stages():
                 on_stage(report)
@@ -157,6 +171,20 @@ class Model:
             plan = trial.plan
         assert plan is not None
         return PrunedModel(self, request, plan)
+
+    def _way(self, config: PruningConfig) -> Residency:
+        """The fastest to hold the model in that fits while it is pruned. Raises UserError for too little `memory`."""
+        geometry, device, itemsize = self.geometry, self.device, getattr(torch, self.run.dtype).itemsize
+        shapes = Shapes(geometry, self._config, itemsize, device)
+        cut = shapes.pruning(target_params(geometry, config.pruning_ratio, config.shape))
+        ways = shapes.ways(passes_of([config], geometry.num_layers, device), [cut])
+        free = machine.memory().available
+        bounds: dict[Place, int] = {"device": free, "host": free, "file": shutil.disk_usage(tempfile.gettempdir()).free}
+        if device == "cuda":
+            bounds["device"] = torch.cuda.mem_get_info()[0]
+        if self._loaded is not None:
+            bounds["device"] += ways[0].weights
+        return choose_within(ways, bounds, self._memory, f"to prune {self.label} by {config.name}").way
 
     def evaluate(
         self,

@@ -99,6 +99,7 @@ def parser() -> Parser:
         action="store_true",
         help="also measure speed (tokens/s) and memory of the dense and the pruned model",
     )
+    flags.add_memory_flag(how, "pruning")
     flags.add_device_flag(how)
     return p
 
@@ -124,7 +125,7 @@ def _main(argv: list[str]) -> None:
     if args.config is not None:
         request = prune_request.from_config(args.config, args.model, args.base, args.revision)
         check_agreement(args, request)
-        dense = Model(request.run, device_of(request, args.device, args.measure))
+        dense = Model(request.run, device_of(request, args.device, args.measure), memory=args.memory)
     else:
         dense = api.open(
             args.model,
@@ -133,6 +134,7 @@ def _main(argv: list[str]) -> None:
             data_dir=args.data_dir,
             seed=args.seed or 0,
             device=args.device,
+            memory=args.memory,
         )
         request = dense.request({name: getattr(args, name) for name in HYPERPARAMETERS}, args.align)
     how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}

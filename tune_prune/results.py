@@ -138,6 +138,7 @@ def _run(plan: Plan, store: FolderStore, command: Sequence[str], local_ray: Loca
         address=settings.address,
         local_ray=local_ray,
         resources=plan.resources,
+        ways={model.run.label: model.memory.way for model in plan.models},
         trial_timeout_s=settings.trial_timeout_s,
         cost=plan.cost,
     )

@@ -71,9 +71,9 @@ STAGES = ("importance", "removal", "pruning", "perplexity", "zero-shot")
 
 
 def table(out: str) -> dict[str, list[str]]:
-    """The cost table of a plan: stage -> times, tokens, FLOPs, time."""
+    """The cost table of a plan: stage -> times, tokens, FLOPs, time, memory, way."""
     rows = [line.split() for line in out.splitlines()]
-    return {row[0]: row[1:] for row in rows if row and row[0] in STAGES and len(row) == 5}
+    return {row[0]: row[1:] for row in rows if row and row[0] in STAGES and len(row) >= 8}
 
 
 def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:

@@ -46,6 +46,16 @@ def test_other_amounts_are_refused_with_the_nearest_good_ones(text, named):
     assert all(word in str(error.value) for word in ["gpus-per-trial", *named])
 
 
+def test_trials_share_a_gpu_as_far_as_their_hidden_states_fit_elsewhere():
+    nodes, gpu = [{"CPU": 16, "GPU": 2}], Memory(80 * GIB, 80 * GIB)
+    assert [plan_resources(None, None, nodes, 20 * GIB, gpu, most).gpus for most in (1, 2, 3, 4)] == [
+        1,
+        0.5,
+        0.3333,
+        0.3333,
+    ]
+
+
 def test_zero_cpus_are_refused():
     with pytest.raises(UserError, match="cpus-per-trial is 0"):
         parse_amount("0", "cpus-per-trial", allow_zero=False)

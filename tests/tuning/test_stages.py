@@ -13,6 +13,7 @@ from tests.trials import BLOCKWISE, RUN, open_context
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.evaluation.engine import prefix_trees
+from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import TrialProgress
@@ -34,7 +35,8 @@ def context(tmp_path_factory) -> TrialContext:
 def settings(context, tmp_path, monkeypatch) -> WorkerSettings:
     """Of workers that share the loaded model of `context`, and have computed nothing yet."""
 
-    def open_here(run, artifact_dir, device):
+    def open_here(run, artifact_dir, device, residency):
+        assert residency == RESIDENT
         other = TrialContext(run, context.loaded, context.artifacts.__class__(artifact_dir))
         other.suite = context.suite
         return other
@@ -99,7 +101,7 @@ def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_m
     """The probe asks whether the choices of an item may share their prefix; it runs the model."""
     asked = []
 
-    def out_of_memory(model: object) -> None:
+    def out_of_memory(model: object, residency: object) -> None:
         asked.append(model)
         raise torch.OutOfMemoryError("out of memory")
 
@@ -118,7 +120,7 @@ def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_m
 
 
 def test_notes_of_the_measurement_are_in_the_record_of_a_cached_trial_too(context, settings, monkeypatch):
-    monkeypatch.setattr(prefix_trees, "unsupported_reason", lambda model: "it takes no masks")
+    monkeypatch.setattr(prefix_trees, "unsupported_reason", lambda model, residency: "it takes no masks")
     key = context.key(CONFIG)
     first, again = (messages(worker(settings, key))[-1].record for _ in range(2))
     assert first.notes == again.notes == ["zero-shot choices are scored one by one: it takes no masks"]

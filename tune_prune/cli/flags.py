@@ -68,6 +68,17 @@ def add_device_flag(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_memory_flag(group: argparse._ActionsContainer, of: str) -> None:
+    """--memory, in bytes."""
+    group.add_argument(
+        "--memory",
+        type=memory,
+        metavar="SIZE",
+        help=f"most that {of} may take, e.g. 20GiB or 24GB; gradients are taken layer by layer where the whole model's do not fit: "
+        "slower, the same numbers (default: what is free)",
+    )
+
+
 def add_hyperparameter_flags(
     group: argparse._ActionsContainer, names: Iterable[str], default: str | None = None
 ) -> None:
@@ -142,6 +153,13 @@ def gigabytes(text: str) -> float:
     if not 0.0001 <= value <= 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of gigabytes from 0.0001 to 1e6, e.g. 5")
     return value
+
+
+def memory(text: str) -> int:
+    try:
+        return machine.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _number(text: str) -> float:

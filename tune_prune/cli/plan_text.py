@@ -11,13 +11,15 @@ import torch
 
 from tune_prune.analysis.cost import between, duration
 from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, alignment, group_labels
+from tune_prune.core.records import in_order
 from tune_prune.cost_model import machine
-from tune_prune.cost_model.memory import MemoryPlan
+from tune_prune.cost_model.machine import size
 from tune_prune.data.sources import uses_embedded_data
+from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.planning.plan import Plan
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
-from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
+from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse, statistic_names
 
 
 def describe(plan: Plan) -> str:
@@ -57,7 +59,7 @@ def describe(plan: Plan) -> str:
         ),
         ("shared", f"{passes}1 dense baseline a model"),
         ("resources", _resources(plan)),
-        ("memory", _memory(plan.memory)),
+        *(("" if index else "memory", line) for index, line in enumerate(_memory(plan))),
     ]
     lines = [f"{name:<12} {text}" for name, text in rows]
     return "\n".join([*lines, "", *_aligned(_models(plan)), "", *_cost(plan)])
@@ -150,35 +152,51 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cost(plan: Plan) -> list[str]:
-    """The cost as a table of stages, and the whole in one line."""
+    """A line for each stage, with the peak of a worker's memory and how it holds the model, and the whole in one line."""
     cost = plan.cost
-    if cost is None:
-        return ["cost         not predicted: no worker of the cluster was free to measure its speed"]
-    if not cost.wall_seconds:
+    if cost is not None and not cost.wall_seconds:
         return ["cost         nothing is left to compute"]
-    about = any("~" in note for note in cost.notes)
-    table = [("stage", "times", "tokens", "FLOPs", "time")]
-    for stage in cost.stages():
-        tokens = f"{'~' if about and stage.stage == 'zero_shot' else ''}{stage.tokens:,}" if stage.tokens else "-"
-        flops = f"{stage.flops:.1e}" if stage.flops else "-"
-        table.append((stage.stage.replace("_", "-"), str(stage.runs), tokens, flops, duration(stage.seconds)))
+    about = cost is not None and any("~" in note for note in cost.notes)
+    stages = {} if cost is None else {stage.stage: stage for stage in cost.stages()}
+    table = [("stage", "times", "tokens", "FLOPs", "time", "memory", "way")]
+    for name in stages or in_order(stage.stage for model in plan.models for stage in model.memory.stages):
+        numbers = ("-", "-", "-", "-")
+        if stage := stages.get(name):
+            tokens = f"{'~' if about and name == 'zero_shot' else ''}{stage.tokens:,}" if stage.tokens else "-"
+            flops = f"{stage.flops:.1e}" if stage.flops else "-"
+            numbers = (str(stage.runs), tokens, flops, duration(stage.seconds))
+        table.append((name.replace("_", "-"), *numbers, *_held(plan, name)))
+    if cost is None:
+        return [*_aligned(table), "cost         not predicted: no worker of the cluster was free to measure its speed"]
     workers = f"{cost.slots} worker{'s' if cost.slots > 1 else ''}"
     gpus = f", {cost.gpu_hours:.2g} GPU-hours" if cost.gpu_hours else ""
     total = f"cost         about {between(cost.wall_range)} on {workers}{gpus}, measured at {cost.load}"
     return [*_aligned(table), "; ".join([total, *cost.notes])]
 
 
-def _memory(plan: MemoryPlan) -> str:
-    """Where the peak of a trial comes from."""
-    return (
-        f"a trial {_bytes(plan.total)}: process {_bytes(plan.process)}, dense weights {_bytes(plan.weights)}, and either gradients "
-        f"{_bytes(plan.accumulators)} + activations {_bytes(plan.statistics_activations)} or pruned {_bytes(plan.pruned)} + "
-        f"activations {_bytes(plan.evaluation_activations)}"
-    )
+def _memory(plan: Plan) -> list[str]:
+    """Where the peak of a trial comes from, and what waits elsewhere."""
+    memory, largest = plan.memory, plan.memory.largest
+    lines = [
+        f"a trial {size(memory.total)}: process {size(memory.process)}, dense weights {size(memory.weights)}, and in its largest "
+        f"stage, {largest.stage.replace('_', '-')}, {size(largest.held)} + activations {size(largest.activations)}"
+    ]
+    for model in plan.models:
+        if (own := model.memory).way != RESIDENT:
+            elsewhere = f" ({size(own.away)})" if own.away else ""
+            lines.append(
+                f"{model.run.label}: gradients {own.way}{elsewhere}; of the whole model at once a trial would take "
+                f"{size(model.ways[0].total)}"
+            )
+    return lines
 
 
-def _bytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+def _held(plan: Plan, name: str) -> tuple[str, str]:
+    """The peak of a stage, and in which way models are held, of all that differ."""
+    found = [(model.memory, stage) for model in plan.models for stage in model.memory.stages if stage.stage == name]
+    gradients = any(load_statistic(one).backward and load_statistic(one).stage == name for one in statistic_names())
+    ways = dict.fromkeys(str(memory.way if gradients else RESIDENT) for memory, _ in found)
+    return size(max(memory.peak(stage) for memory, stage in found)), " / ".join(ways)
 
 
 def _resources(plan: Plan) -> str:
@@ -190,7 +208,7 @@ def _resources(plan: Plan) -> str:
     )
     at_once = "one after the other in this process" if settings.inline else f"{plan.slots} at once"
     return (
-        f"{where}; a trial takes {each.cpus:g} CPU, {each.gpus:g} GPU and about {_bytes(plan.memory.total)}; {at_once}; "
+        f"{where}; a trial takes {each.cpus:g} CPU, {each.gpus:g} GPU and about {size(plan.memory.total)}; {at_once}; "
         f"scheduler {settings.scheduler}"
     )
 

@@ -71,6 +71,7 @@ def parser() -> Parser:
         help="which trials are stopped early: race stops one as soon as it is, with 95%% confidence, not the best; asha stops "
         "the weaker half at a quarter and at half of the items (default: %(default)s)",
     )
+    flags.add_memory_flag(how, "a trial")
     how.add_argument(
         "--gpus-per-trial",
         default="auto",
@@ -151,6 +152,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         seed=args.seed,
         dtype=args.dtype,
         scheduler=args.scheduler,
+        memory=args.memory,
         gpus_per_trial=gpus_per_trial,
         cpus_per_trial=cpus_per_trial,
         trial_timeout_s=args.trial_timeout,

@@ -66,7 +66,7 @@ class PassLog:
 
     def write(self, about: Mapping[str, Any], report: StageReport) -> None:
         """Record a pass: `about` (model, seq_len, samples) and its cost."""
-        cost = {"stage": report.stage, "duration_s": report.duration_s, "tokens": report.tokens}
+        cost = {"stage": report.stage, "duration_s": report.duration_s, "tokens": report.tokens, "way": report.way}
         self._store.put(f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json", to_json({**about, **cost}))
 
     def read(self) -> list[dict[str, Any]]:

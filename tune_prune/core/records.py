@@ -48,6 +48,9 @@ class StageReport:
     items_scored: int = 0  # zero-shot items scored so far, over all tasks
     items_total: int = 0  # zero-shot items the last slice will have reached
     tokens: int = 0  # tokens forwarded by this stage; 0 where all it needed was cached
+    way: str = (
+        ""  # how the model was held for what it computed, if not as usual: nothing that was measured depends on it
+    )
     outcomes: dict[str, str] = field(default_factory=dict)  # of this slice: task -> "0" or "1" per item, in order
 
 

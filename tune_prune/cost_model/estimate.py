@@ -20,12 +20,16 @@ from tune_prune.cost_model.device_speed import DeviceSpeed
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.machine import Load
 from tune_prune.cost_model.tokens import ZeroShotTokens
-from tune_prune.pruning.statistics import Need, by_statistic, load_statistic
+from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 
 # Measured on a two-core machine without a GPU, but for one.
 WORKER_START_S = 10.0  # Ray, a worker's imports and its model's configuration
 INLINE_START_S = 1.0  # without Ray: what the plan has not imported
-DISK_BYTES_PER_S = 1e9  # weights, from a local disk or its cache
+DISK_BYTES_PER_S = 1e9  # weights and hidden states, from and to a local disk or its cache
+# Gradients by layer over those of the whole model, as the forward pass is made twice: 1.21 for a model of 207M parameters.
+BY_LAYER = 1.2
+HOST_BYTES_PER_S = 1e10  # hidden states, between a GPU and host memory
 SUITE_S = 3.0  # importing lm-eval
 SUITE_S_PER_ITEM = 0.8e-3  # rendering and tokenising
 TRIAL_OVERHEAD_S = 0.15  # of each trial outside of its stages: Ray's scheduling, files, TensorBoard
@@ -59,6 +63,8 @@ class ModelWork:
     perplexity_tokens: int
     perplexity_window: int
     zero_shot: ZeroShotTokens
+    way: Residency = RESIDENT
+    state_bytes: int = 0  # of a token between two layers
 
 
 @dataclass(frozen=True)
@@ -231,8 +237,17 @@ def _passes(work: ModelWork, seq_len: int, needs: Sequence[Need]) -> list[StageC
         rate, head = (speed.gradient, speed.head_gradient) if todo.backward else (speed.forward, speed.head)
         seconds = tokens * rate(seq_len) + todo.head_positions * head
         seconds += todo.snapshots * speed.snapshots.get(name, 0.0)
+        if todo.backward and work.way.by_layer:
+            seconds = BY_LAYER * seconds + _waiting_s(work, todo)
         stages.append(StageCost(statistic.stage, 1, todo.tokens, arithmetic.of_pass(todo, seq_len), seconds))
     return stages
+
+
+def _waiting_s(work: ModelWork, todo: PassWork) -> float:
+    """Seconds in which hidden states that are not on the device come and go: for every layer a token's are read and written
+    forward; backward they are read again, and their gradient is read and written."""
+    rates = {"device": math.inf, "host": HOST_BYTES_PER_S, "file": DISK_BYTES_PER_S}
+    return 5 * todo.attention_tokens * work.state_bytes / rates[work.way.states]
 
 
 def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:

@@ -7,12 +7,22 @@ in. Files and units: admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst and schedul
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")  # of proc/ and sys/
+UNITS = {
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}  # of amounts of memory, in bytes
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,25 @@ def gpus() -> list[Gpu]:
 def load() -> Load:
     """What the CPUs were doing in the last minute."""
     return Load(os.getloadavg()[0], cpus())
+
+
+def parse_size(text: str) -> int:
+    """Bytes of an amount of memory such as 20GiB, 24 GB or 900MiB. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]+)", text.strip(), re.IGNORECASE)
+    unit = found and next((UNITS[name] for name in UNITS if name.lower() == found[2].lower()), None)
+    if not found or not unit or not 2**20 <= float(found[1]) * unit <= 2**50:
+        raise ValueError(f"{text!r} is not an amount of memory of 1 MiB or more, such as 20GiB, 24GB or 900MiB")
+    return int(float(found[1]) * unit)
+
+
+def size(count: float) -> str:
+    """Bytes as text."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def at_least(count: int) -> str:
+    """As `size`, but never less and as `parse_size` reads it."""
+    return f"{math.ceil(10 * count / 2**30) / 10:g}GiB" if count >= 2**30 else f"{math.ceil(count / 2**20)}MiB"
 
 
 def _control_groups(controller: str) -> Iterator[Path]:

@@ -1,11 +1,12 @@
-"""Peak memory of one trial, part by part, from the shapes of its model and of its batches.
+"""Peak memory of a trial, stage by stage, from the shapes of its model and of its batches, for each way to hold a model.
 
-A worker holds the dense model all the time. Beside it stands the larger of two things:
+A worker holds the dense model all the time. Beside it a stage takes:
 
-    statistics      the largest pass: float32 sums of the projections' gradients (twice where a snapshot falls inside a batch),
-                    what every layer saves for its backward pass, and a part of the logits with what their log-softmax
-                    leaves; of a forward pass one layer's activations and the hidden states that it carries (of all removed
-                    models at once)
+    gradients       float32 sums of the projections' gradients, twice where a snapshot falls inside a batch; what every layer
+                    saves for its backward pass; and a part of the logits with what their log-softmax leaves
+      by layer      sums of one layer, what one layer saves, and, until the pass has come back to it, what every layer was
+                    given: hidden states of all samples, on the device, in host memory or in a file
+    other passes    one layer's activations and the hidden states that the pass carries (of all removed models at once)
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
                     windows or zero-shot rows
 
@@ -16,15 +17,20 @@ inputs of two norms 2 H (compare Korthikanti et al., arXiv:2205.05198, who count
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from transformers.configuration_utils import PretrainedConfig
 
+from tune_prune.core.errors import UserError
+from tune_prune.cost_model.machine import at_least, size
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
+from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
 from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
 
@@ -41,81 +47,191 @@ EVALUATION_SLACK = {"cpu": 2.3, "cuda": 1.2}
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes of one trial. The passes for its statistics and the evaluation do not overlap."""
+class StageMemory:
+    """Bytes that a stage takes beside the process and the dense weights."""
 
-    process: int  # without any model
-    weights: int  # dense model
-    accumulators: int  # sums of gradients
-    statistics_activations: int  # 0 where it needs none
-    pruned: int  # projections of the pruned model, with what they are padded with
-    evaluation_activations: int
+    stage: str  # as in records
+    held: int  # while it runs: sums of gradients and hidden states, or the pruned projections with their padding
+    activations: int  # of a batch
+    away: int = 0  # hidden states in host memory or in a file, of a trial on a GPU; those in a file on a CPU
 
     @property
     def total(self) -> int:
-        statistics = self.accumulators + self.statistics_activations
-        return self.process + self.weights + max(statistics, self.pruned + self.evaluation_activations)
+        return self.held + self.activations
 
 
-def plan_memory(
-    geometry: Geometry,
-    config: PretrainedConfig,
-    itemsize: int,
-    device: str,
-    passes: Iterable[PassWork],
-    removed_params: int,
-    window: int,
-    text_tokens: int,
-    longest_row: int,
-) -> MemoryPlan:
-    """Memory of a trial on `device` ("cpu" or "cuda") in weights of `itemsize` bytes.
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one trial that holds its model in one way."""
 
-    `passes`: those that its statistics take. `window`: tokens of a perplexity window; `text_tokens`: of its
-    text. `longest_row`: of the longest zero-shot item.
-    """
-    h, vocab = geometry.hidden_size, config.vocab_size
-    q = max(geometry.kv_heads) * geometry.queries_per_kv * geometry.head_dim
-    m = max(geometry.mlp_width)
-    projections = sum(
-        k * group + width * channel
-        for k, group, width, channel in zip(
-            geometry.kv_heads, geometry.group_cost, geometry.mlp_width, geometry.channel_cost, strict=True
+    way: Residency
+    process: int  # without any model
+    weights: int  # dense model
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def largest(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def total(self) -> int:
+        """The peak, where the model is computed with."""
+        return self.peak(self.largest)
+
+    def peak(self, stage: StageMemory) -> int:
+        return self.process + self.weights + stage.total
+
+    @property
+    def away(self) -> int:
+        """Hidden states that are elsewhere, at most."""
+        return max(stage.away for stage in self.stages)
+
+    def fits(self, bounds: Bounds) -> bool:
+        return self.total <= bounds.get("device", self.total) and self.away <= bounds.get(self.way.states, self.away)
+
+
+Place = Literal["device", "host", "file"]
+# Bytes that a trial may take of what it computes on and of where hidden states can wait; no limit where none is named.
+Bounds = Mapping[Place, int]
+
+
+def choose(ways: Sequence[MemoryPlan], bounds: Bounds) -> MemoryPlan:
+    """The first of `ways` that fits, else the one that takes least where it computes."""
+    leanest = min(reversed(ways), key=lambda plan: plan.total)  # of equal ones that with states in a file
+    return next((plan for plan in ways if plan.fits(bounds)), leanest)
+
+
+def choose_within(ways: Sequence[MemoryPlan], bounds: Bounds, limit: int | None, what: str) -> MemoryPlan:
+    """The same, where `limit` bytes of the device were allowed by hand (None: as the bounds say). Raises UserError where `what`
+    needs more than that in its leanest way, or has no place for its hidden states."""
+    if limit is not None:
+        bounds = {**bounds, "device": min(limit, bounds.get("device", limit))}
+    plan = choose(ways, bounds)
+    if limit is not None and plan.total > limit:
+        raise UserError(
+            f"--memory is {size(limit)}, but {what} needs {size(plan.total)} in its leanest way ({plan.way}; the most in its stage "
+            f"{plan.largest.stage}); use --memory {at_least(plan.total)} or more, or a smaller model"
         )
-    )
-    largest = h * max(q, m)  # weights of a projection
-
-    saved = geometry.num_layers * (itemsize * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h)
-    backward = itemsize * (3 * h + 4 * q + 4 * m)  # gradients inside one layer
-    inner = itemsize * (max(3 * m, 6 * q) + 3 * h) + FLOAT32 * 2 * h
-    activations = accumulators = 0
-    for work in passes:
-        tokens = work.batch_tokens
-        # Logits, their log-softmax and two gradients of a part; they are gone before the first layer's backward pass.
-        scores = (
-            min(MAX_LOGIT_ELEMENTS[device], tokens * vocab) * (itemsize + 3 * FLOAT32) if work.head_positions else 0
+    if plan.total <= bounds.get("device", plan.total) and not plan.fits(bounds):
+        raise UserError(
+            f"{what} fits into memory only with gradients layer by layer, whose hidden states need {size(plan.away)}, and "
+            f"{size(bounds['file'])} are free for them in {tempfile.gettempdir()}: set TMPDIR to a folder with more room, or use "
+            "fewer or shorter samples"
         )
-        if work.backward:
-            need = tokens * saved + max(scores, tokens * backward) + 2 * largest * itemsize
+    return plan
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of a model, with what its batches are on `device` ("cpu" or "cuda") in weights of `itemsize` bytes."""
+
+    geometry: Geometry
+    config: PretrainedConfig
+    itemsize: int
+    device: str
+
+    def ways(self, passes: Sequence[tuple[str, PassWork]], evaluation: Sequence[StageMemory] = ()) -> list[MemoryPlan]:
+        """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first."""
+        process, weights = PROCESS_BYTES[self.device], self.geometry.total_params * self.itemsize
+        backward = any(work.backward for _, work in passes)
+        return [
+            MemoryPlan(way, process, weights, (*self._passes(passes, way), *evaluation))
+            for way in WAYS
+            if way == RESIDENT or (backward and not (self.device == "cpu" and way.states == "host"))
+        ]
+
+    def evaluation(
+        self, removed_params: int, window: int, text_tokens: int, longest_row: int
+    ) -> tuple[StageMemory, ...]:
+        """Pruning and what follows. `window`: tokens of a perplexity window; `text_tokens`: of its text; `longest_row`: of the
+        longest zero-shot item."""
+        vocab, device, config = self.config.vocab_size, self.device, self.config
+        positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
+        at_once = min(
+            positions, max(1, MAX_LOGIT_ELEMENTS[device] // vocab)
+        )  # positions whose logits are there at a time
+        # They come when the layers are done, but the allocator has kept some of the layers' blocks.
+        perplexity = positions * self._inner + at_once * vocab * (self.itemsize + 2 * FLOAT32) // 2
+        tokens = max(default_batch_tokens(config, device), longest_row)
+        scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
+        masks = tokens * longest_row * (8 + 4 + self.itemsize)  # made from distances in int64
+        logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
+        zero_shot = tokens * self._inner + masks + FLOAT32 * logits
+        zero_shot += self.itemsize * (logits if device == "cuda" else scored * vocab)
+        pruning = self.pruning(removed_params)
+        needs = {"perplexity": perplexity, "zero_shot": zero_shot}
+        slack = EVALUATION_SLACK[device]
+        return pruning, *(StageMemory(stage, pruning.held, int(slack * need)) for stage, need in needs.items())
+
+    def pruning(self, removed_params: int) -> StageMemory:
+        """The pruned model, which shares all but its projections with the dense one."""
+        padding = most_bytes(self.geometry.channel_cost, self.itemsize, self.device)
+        return StageMemory("pruning", (sum(self._projections) - removed_params) * self.itemsize + padding, 0)
+
+    def _passes(self, passes: Iterable[tuple[str, PassWork]], way: Residency) -> list[StageMemory]:
+        """The largest pass of each stage."""
+        found: dict[str, StageMemory] = {}
+        for stage, work in passes:
+            one = self._gradients(stage, work, way) if work.backward else self._forward(stage, work)
+            found[stage] = max(one, found.get(stage, one), key=lambda stage: (stage.total, stage.away))
+        return list(found.values())
+
+    def _forward(self, stage: str, work: PassWork) -> StageMemory:
+        h, tokens = self.geometry.hidden_size, work.batch_tokens
+        # Logits, in float32 too, and their log-softmax; what goes into the head, and its norm in float32.
+        head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + tokens * 2 * h * (self.itemsize + FLOAT32)
+        need = max(tokens * self._inner, head)
+        return StageMemory(stage, tokens * work.carried * h * self.itemsize, int(EVALUATION_SLACK[self.device] * need))
+
+    def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
+        h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens
+        layers, logits = self.geometry.num_layers, self._logits(work)
+        saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h  # of a token in a layer
+        one = 2 * h * max(q, m) * item  # a projection's gradient
+        # Read out in float64: a projection's mean gradient, its absolute values, and these again.
+        results = (2 * FLOAT32 + 8) * h * max(q, m)
+        sums, states = work.weight_sums * max(FLOAT32, item), 0
+        if way.by_layer:
+            sums *= max(self._projections)
+            states = work.attention_tokens // layers * h * item * (layers + 1)
+            # Log-softmax and two gradients of a part of the logits, beside no layer.
+            head = logits * 3 * FLOAT32 + tokens * h * (6 * item + 2 * FLOAT32)
+            inside = item * (2 * h + max(2 * m, 4 * q))  # gradients, while what was saved goes
+            need = max(head - sums, tokens * (saved + inside) + one, results)
         else:
-            need = tokens * (inner + work.carried * h * itemsize) + scores
-        activations = max(activations, need)
-        accumulators = max(accumulators, work.weight_sums * projections * max(FLOAT32, itemsize))
+            sums *= sum(self._projections)
+            inside = item * (3 * h + 4 * q + 4 * m)
+            # Logits, their log-softmax and two gradients of a part; they are gone before the first layer's backward pass.
+            scores = logits * (item + 3 * FLOAT32)
+            need = max(layers * tokens * saved + max(scores, tokens * inside) + one, results)
+        away = states if way.states != "device" else 0
+        return StageMemory(stage, sums + states - away, int(FRAGMENTATION[self.device] * need), away)
 
-    positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
-    at_once = min(positions, max(1, MAX_LOGIT_ELEMENTS[device] // vocab))  # positions whose logits are there at a time
-    # They come when the layers are done, but the allocator has kept some of the layers' blocks.
-    perplexity = positions * inner + at_once * vocab * (itemsize + 2 * FLOAT32) // 2
-    tokens = max(default_batch_tokens(config, device), longest_row)
-    scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
-    masks = tokens * longest_row * (8 + 4 + itemsize)  # made from distances in int64
-    logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
-    zero_shot = tokens * inner + masks + FLOAT32 * logits
-    zero_shot += itemsize * (logits if device == "cuda" else scored * vocab)
-    return MemoryPlan(
-        process=PROCESS_BYTES[device],
-        weights=geometry.total_params * itemsize,
-        accumulators=accumulators,
-        statistics_activations=int(FRAGMENTATION[device] * activations),
-        pruned=(projections - removed_params) * itemsize + most_bytes(geometry.channel_cost, itemsize, device),
-        evaluation_activations=int(EVALUATION_SLACK[device] * max(perplexity, zero_shot)),
-    )
+    def _logits(self, work: PassWork) -> int:
+        """Of the largest part that is there at once."""
+        return min(
+            MAX_LOGIT_ELEMENTS[self.device], work.batch_tokens * self.config.vocab_size * bool(work.head_positions)
+        )
+
+    @property
+    def _inner(self) -> int:
+        """Of a token inside one layer of a forward pass."""
+        h = self.geometry.hidden_size
+        return self.itemsize * (max(3 * self._m, 6 * self._q) + 3 * h) + FLOAT32 * 2 * h
+
+    @property
+    def _projections(self) -> list[int]:
+        """Weights of each layer's."""
+        g = self.geometry
+        return [
+            k * group + width * channel
+            for k, group, width, channel in zip(g.kv_heads, g.group_cost, g.mlp_width, g.channel_cost, strict=True)
+        ]
+
+    @property
+    def _q(self) -> int:
+        return max(self.geometry.kv_heads) * self.geometry.queries_per_kv * self.geometry.head_dim
+
+    @property
+    def _m(self) -> int:
+        return max(self.geometry.mlp_width)

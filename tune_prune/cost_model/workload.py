@@ -10,7 +10,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import ModelRun, PruningConfig
-from tune_prune.cost_model.memory import MemoryPlan, plan_memory
+from tune_prune.cost_model.memory import MemoryPlan, Shapes
 from tune_prune.cost_model.tokens import (
     HUB_PERPLEXITY_TOKENS,
     ZeroShotTokens,
@@ -21,7 +21,7 @@ from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
-from tune_prune.pruning.statistics import Need, by_statistic, load_statistic
+from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 from tune_prune.trial.context import suite_key
 from tune_prune.trial.statistics import StatisticCache, by_seq_len
 
@@ -77,24 +77,20 @@ def memory_of(
     removed_params: int,
     itemsize: int,
     device: str,
-) -> MemoryPlan:
-    """Memory of the largest trial among `configs`."""
-    passes = [
-        load_statistic(name).work(needs, seq_len, geometry.num_layers, device)
+) -> list[MemoryPlan]:
+    """Memory of the largest trial among `configs`, in every way to hold the model, the fastest first."""
+    shapes = Shapes(geometry, work.config, itemsize, device)
+    measured = shapes.evaluation(removed_params, work.perplexity_window, work.perplexity_tokens, work.longest_row)
+    return shapes.ways(passes_of(configs, geometry.num_layers, device), measured)
+
+
+def passes_of(configs: Iterable[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
+    """What the statistics of `configs` take: stage and work of each pass."""
+    return [
+        (load_statistic(name).stage, load_statistic(name).work(needs, seq_len, num_layers, device))
         for seq_len, shared in by_seq_len(configs).items()
         for name, needs in by_statistic(shared).items()
     ]
-    return plan_memory(
-        geometry,
-        work.config,
-        itemsize,
-        device,
-        passes,
-        removed_params,
-        work.perplexity_window,
-        work.perplexity_tokens,
-        work.longest_row,
-    )
 
 
 def passes_to_make(

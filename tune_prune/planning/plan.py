@@ -36,6 +36,7 @@ class SearchSettings:
     seed: int = 0
     dtype: str | None = None
     scheduler: Literal["none", "race", "asha"] = "none"
+    memory: int | None = None  # bytes that a trial may take; None: what is free
     gpus_per_trial: float | None = None
     cpus_per_trial: float | None = None
     trial_timeout_s: float | None = None
@@ -56,7 +57,8 @@ class ModelPlan:
     targets: Mapping[float, int]  # pruning ratio -> parameters to remove
     trials: tuple[tuple[PruningConfig, str], ...]  # configuration and trial key
     workload: Workload
-    memory: MemoryPlan  # of its largest trial
+    ways: tuple[MemoryPlan, ...]  # memory of its largest trial, the fastest way first
+    memory: MemoryPlan  # that which was chosen
 
     @property
     def shapes(self) -> tuple[str, ...]:

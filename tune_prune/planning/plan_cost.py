@@ -5,6 +5,8 @@ from __future__ import annotations
 from statistics import mean
 from typing import TYPE_CHECKING
 
+import torch
+
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.store import BASELINES, FolderStore
 from tune_prune.cost_model import own_process
@@ -51,6 +53,8 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
                 perplexity_tokens=model.workload.perplexity_tokens,
                 perplexity_window=model.workload.perplexity_window,
                 zero_shot=model.workload.zero_shot,
+                way=model.memory.way,
+                state_bytes=model.geometry.hidden_size * getattr(torch, model.run.dtype).itemsize,
             )
         )
     notes = []

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.cost_model import machine, own_process
+from tune_prune.cost_model.memory import Bounds, Place, choose_within
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
@@ -33,7 +36,14 @@ from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
 from tune_prune.pruning.selection import target_params
 from tune_prune.tuning.ray_cluster import address
-from tune_prune.tuning.ray_cluster.resources import plan_resources, trial_slots, usable_bytes
+from tune_prune.tuning.ray_cluster.resources import (
+    MAX_TRIALS_PER_GPU,
+    TrialResources,
+    plan_resources,
+    sharing_trials,
+    trial_slots,
+    usable_bytes,
+)
 
 
 def make_plan(settings: SearchSettings) -> Plan:
@@ -53,12 +63,19 @@ def make_plan(settings: SearchSettings) -> Plan:
         dtype = settings.dtype or ("bfloat16" if on_gpu and all(gpu.bfloat16 for gpu in gpus) else "float32")
         models = tuple(_plan_model(settings, space, name, device, dtype, store) for name in settings.models)
         _check_distinct(models)
-        trial_bytes = max(model.memory.total for model in models)
         # Inline, the trial of the moment has a GPU to itself.
         share = 1.0 if settings.inline and on_gpu else settings.gpus_per_trial
         smallest = min((gpu.memory for gpu in gpus), key=usable_bytes, default=None)
-        resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest)
-        slots = min(trial_slots(resources, nodes), 1 if settings.inline else sys.maxsize)
+        bounds = _bounds(settings, nodes, share, smallest)
+        models = tuple(
+            replace(model, memory=choose_within(model.ways, bounds, settings.memory, f"a trial of {model.run.label}"))
+            for model in models
+        )
+        trial_bytes = max(model.memory.total for model in models)
+        waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
+        most = min((bounds[place] // away for place, away in waiting if place in bounds), default=MAX_TRIALS_PER_GPU)
+        resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most)
+        slots = _slots(settings, resources, nodes)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, machine.memory())
         folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
@@ -145,6 +162,7 @@ def _plan_model(
     fingerprints = loading.model_fingerprint(source, config), data_fingerprint(run)
     work = workload(run, config, model.tokenizer, store, fingerprints[0])
     itemsize = getattr(torch, run.dtype).itemsize
+    ways = memory_of(work, geometry, configs, min(targets.values()), itemsize, device)
     return ModelPlan(
         run=run,
         geometry=geometry,
@@ -153,7 +171,8 @@ def _plan_model(
         targets=targets,
         trials=tuple((config, trial_key(config, *fingerprints, run)) for config in configs),
         workload=work,
-        memory=memory_of(work, geometry, configs, min(targets.values()), itemsize, device),
+        ways=tuple(ways),
+        memory=ways[0],
     )
 
 
@@ -165,6 +184,28 @@ def _configs(space: SearchSpace, geometry: Geometry) -> tuple[PruningConfig, ...
             f"shape lists {', '.join(named)}, of which two are the same here ({', '.join(named.values())}); keep one of them"
         )
     return replace(space, values=space.values | {"shape": tuple(named.values())}).configs()
+
+
+def _slots(settings: SearchSettings, resources: TrialResources, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Trials that run at once."""
+    return min(trial_slots(resources, nodes), 1 if settings.inline else sys.maxsize)
+
+
+def _bounds(
+    settings: SearchSettings, nodes: Sequence[Mapping[str, float]], share: float | None, gpu: machine.Memory | None
+) -> Bounds:
+    """What a trial may take: of the GPU with the least room or, on CPUs, of the memory of this machine; and of what this machine
+    has where hidden states can wait. Of the nodes of a cluster only GPUs are known."""
+    bounds: dict[Place, int] = {}
+    if gpu is not None:
+        bounds["device"] = usable_bytes(gpu) // sharing_trials(share or 1.0)
+    if settings.address is None:
+        # Without a share of those that would have a GPU of their own.
+        slots = _slots(settings, plan_resources(settings.cpus_per_trial, share or float(gpu is not None), nodes), nodes)
+        host = machine.memory().available // slots
+        bounds |= {"host": host, "file": shutil.disk_usage(tempfile.gettempdir()).free // slots}
+        bounds.setdefault("device", host)
+    return bounds
 
 
 def _check_memory(trial_bytes: int, slots: int, memory: machine.Memory) -> None:

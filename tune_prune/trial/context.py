@@ -27,7 +27,7 @@ from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
+from tune_prune.pruning.statistics import Arrays, Need, Statistic, by_statistic, load_statistic
 from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class TrialContext:
         stored = self.artifacts.get("perplexity", key)
         if stored is not None:
             return PerplexityResult(float(stored["ppl"]), float(stored["mean_loss"]), int(stored["num_tokens"])), 0
-        residency = self.loaded.residency
+        residency = self.loaded.residency.forward_only
         result = perplexity.perplexity(model, self.perplexity_tokens, self.perplexity_window, residency=residency)
         self.artifacts.put("perplexity", key, {name: np.array(value) for name, value in asdict(result).items()})
         return result, result.num_tokens
@@ -160,11 +160,20 @@ class TrialContext:
         ((name, wanted),) = by_statistic((*missing, *also)).items()
         statistic, loaded = load_statistic(name), self.loaded
         windows = self.windows(seq_len, max(need.num_samples for need in wanted))
-        made = statistic.collect(loaded.model, loaded.family, windows, wanted, loaded.residency)
+        made = statistic.collect(loaded.model, loaded.family, windows, wanted, self._residency_for(statistic))
         for need, arrays in made.items():
             self.cache.put(seq_len, need, arrays)
             found |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}
         return found, statistic.work(wanted, seq_len, loaded.geometry.num_layers, loaded.device.type).tokens
+
+    def _residency_for(self, statistic: Statistic) -> Residency:
+        residency = self.loaded.residency
+        return residency if statistic.backward else residency.forward_only
+
+    def way(self, statistic: Statistic) -> str:
+        """How the model is held for a pass, for the record; "" where it is all there."""
+        residency = self._residency_for(statistic)
+        return str(residency) if residency.by_layer and statistic.backward else ""
 
     def _measurement(self, structure: str, **more: Any) -> dict[str, Any]:
         return {

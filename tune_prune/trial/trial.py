@@ -131,6 +131,7 @@ class Trial:
             with self._stage(statistic.stage) as report:
                 shared = [need for need in self._shared if need.statistic == name]
                 arrays, report.tokens = context.collect(config.seq_len, wanted, shared)
+                report.way = context.way(statistic) if report.tokens else ""
                 found |= arrays
                 report.metrics = statistic.metrics(arrays)
                 self._files |= statistic.files(arrays)
@@ -216,7 +217,8 @@ def prepare(context: TrialContext, seq_len: int, needs: Sequence[Need]) -> Itera
         _, tokens = context.collect(seq_len, missing)
         about = {"model": context.run.label, "seq_len": seq_len}
         about |= {need.kind or "num_samples": need.num_samples for need in missing}
-        yield about, StageReport(load_statistic(name).stage, time.perf_counter() - started, tokens=tokens)
+        statistic, duration_s = load_statistic(name), time.perf_counter() - started
+        yield about, StageReport(statistic.stage, duration_s, tokens=tokens, way=context.way(statistic))
 
 
 @cache

@@ -7,7 +7,7 @@ are run again.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, FolderStore
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline, preparation
 from tune_prune.tuning.observers.results import LedgerObserver, PrepareObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
@@ -53,6 +54,7 @@ class TuneOptions:
     num_cpus: int | None = None  # of the local Ray; None: all
     local_ray: LocalRay | None = None  # one that has begun to start; None: it does when it is needed
     resources: TrialResources = field(default_factory=TrialResources)  # of one trial
+    ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     trial_timeout_s: float | None = None
     cost: CostEstimate | None = None  # for the time left; None: it is not shown
 
@@ -94,7 +96,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
 
     with _slots(options) as slots:
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
-        settings = WorkerSettings(folder, artifact_dir, options.resources, options.trial_timeout_s)
+        settings = WorkerSettings(folder, artifact_dir, options.resources, options.ways, options.trial_timeout_s)
 
         finished = [record for record in recorded if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import Status, TrialRecord
 from tune_prune.core.store import FolderStore
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.ray_cluster.resources import TrialResources, limit_process
@@ -39,6 +40,7 @@ class WorkerSettings:
     experiment_dir: Path  # absolute, the same on every node
     artifact_dir: Path  # likewise
     resources: TrialResources
+    ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     trial_timeout_s: float | None = None
     search_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of this start, in the records that it makes
 
@@ -74,7 +76,9 @@ class ContextCache:
     def open(self, run: ModelRun) -> TrialContext:
         if self._context is None or self._run != run:
             self._context = None  # let go of the old model first: two may not fit
-            limit_process(self.settings.resources)
-            self._context = TrialContext.open(run, self.settings.artifact_dir, device=self.settings.resources.device)
+            settings = self.settings
+            limit_process(settings.resources)
+            way = settings.ways.get(run.label, RESIDENT)
+            self._context = TrialContext.open(run, settings.artifact_dir, settings.resources.device, way)
             self._run = run
         return self._context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -33,5 +33,22 @@ class Residency:
         """Whether gradients are taken one layer at a time."""
         return self.gradients_by_layer or self.weights is not None
 
+    @property
+    def forward_only(self) -> Residency:
+        """Of passes without gradients. With weights on the device they take batch after batch, so that little waits."""
+        return self if self.weights is not None else replace(self, states="device")
+
+    def __str__(self) -> str:
+        where = {"device": "", "host": ", states in host memory", "file": ", states in a file"}[self.states]
+        return f"by layer{where}" if self.by_layer else "resident"
+
 
 RESIDENT = Residency()
+
+# The ways in which a trial can hold a model whose weights are on the device, the fastest first.
+WAYS = (
+    RESIDENT,
+    Residency(gradients_by_layer=True),
+    Residency(gradients_by_layer=True, states="host"),
+    Residency(gradients_by_layer=True, states="file"),
+)

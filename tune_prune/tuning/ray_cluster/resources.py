@@ -96,12 +96,13 @@ def plan_resources(
     nodes: Sequence[Mapping[str, float]],
     trial_bytes: int | None = None,
     gpu: Memory | None = None,
+    most: int = MAX_TRIALS_PER_GPU,
 ) -> TrialResources:
     """Fill in what was left to "auto" (None), from the nodes' Ray resources and the memory one trial needs.
 
     Without any GPU: 0 GPUs and one CPU. With GPUs: the smallest share that holds `trial_bytes` on `gpu`, the one with the
-    least usable memory (a whole GPU when either is unknown), and an even share of the node's CPUs, at most 4. Raises UserError
-    where as many trials as a share means do not fit.
+    least usable memory (a whole GPU when either is unknown), for `most` trials on it, and an even share of the node's CPUs, at
+    most 4. Raises UserError where as many trials as a share means do not fit.
     """
     gpu_nodes = [node for node in nodes if node.get("GPU", 0) > 0]
     fit = 1
@@ -113,7 +114,7 @@ def plan_resources(
                 f"{usable_bytes(gpu) / 2**30:.1f} GiB that the smallest GPU has to use: use {1 / fit:.4g} or more, or auto"
             )
     if gpus is None:
-        gpus = math.floor(1e4 / min(MAX_TRIALS_PER_GPU, fit)) / 1e4 if gpu_nodes else 0.0
+        gpus = math.floor(1e4 / min(MAX_TRIALS_PER_GPU, most, fit)) / 1e4 if gpu_nodes else 0.0
     if cpus is None:
         cpus = 1.0
         if gpus > 0 and gpu_nodes:

@@ -1,0 +1,172 @@
+"""The way in which a search holds its models: chosen by what is free or by --memory, said by a dry run, and of no effect on
+any number."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import tune_prune
+from tests.search_folders import TINY
+from tune_prune import prune, search
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger, PassLog
+from tune_prune.core.store import FolderStore
+from tune_prune.cost_model import machine
+from tune_prune.cost_model.machine import Memory, at_least, parse_size
+from tune_prune.planning import preflight
+from tune_prune.planning.plan import Plan, SearchSettings
+from tune_prune.planning.preflight import make_plan
+
+SPACE = "search: grid\nmethod: [taylor, layerwise]\nseq_len: 256\nnum_samples: [5, 16]\n"
+
+
+def planned(**settings: object) -> Plan:
+    return make_plan(SearchSettings(("tiny-llama",), "space.yaml", tasks=("boolq",), limit=4, inline=True, **settings))
+
+
+@pytest.fixture
+def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What a trial of the space takes layer by layer: less than with the gradients of the whole model."""
+    monkeypatch.chdir(tmp_path)
+    Path("space.yaml").write_text(SPACE)
+    whole, by_layer, _ = planned().models[0].ways
+    assert by_layer.total < whole.total
+    return by_layer.total
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("20GiB", 20 * 2**30), ("24 GB", 24 * 10**9), ("900mib", 900 * 2**20), ("1.5TiB", 1536 * 2**30), ("1MB", None)]
+    + [(text, None) for text in ("20", "GiB", "-3GiB", "0GiB", "3 GiB 2", "20G", "lots", "", "1e3GiB", "9999TiB")],
+)
+def test_amounts_of_memory(text: str, count: int | None) -> None:
+    if count is not None:
+        assert parse_size(text) == count
+        return
+    with pytest.raises(ValueError, match="is not an amount of memory of 1 MiB or more, such as 20GiB, 24GB or 900MiB"):
+        parse_size(text)
+
+
+def test_what_would_fit_does() -> None:
+    for count in (2**20 + 1, 700 * 2**20 - 1, 2**30, 31 * 2**30 + 1):
+        assert count <= parse_size(at_least(count)) <= 1.1 * count + 2**20
+
+
+def test_the_whole_model_at_once_where_that_fits(bound: int) -> None:
+    assert str(planned().memory.way) == "resident"
+    assert str(planned(memory=bound).memory.way) == "by layer"
+    resident = planned().memory.total
+    assert [str(planned(memory=resident - less).memory.way) for less in (0, 1)] == ["resident", "by layer"]
+
+
+def test_memory_that_is_free_decides_where_none_is_named(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each of the trials that run at once."""
+    for free, slots, way in ((bound, 1, "by layer"), (4 * bound, 4, "by layer"), (8 * bound, 4, "resident")):
+        monkeypatch.setattr(machine, "memory", lambda free=free: Memory(2**40, free))
+        monkeypatch.setattr(preflight, "trial_slots", lambda *_, slots=slots: slots)
+        plan = make_plan(SearchSettings(("tiny-llama",), "space.yaml", tasks=("boolq",), limit=4))
+        assert str(plan.memory.way) == way
+    monkeypatch.setattr(machine, "memory", lambda: Memory(2**40, bound // 2))
+    with pytest.raises(UserError, match=r"a trial needs about .* are free; end other programs"):
+        planned()
+
+
+def test_a_file_is_for_hidden_states_that_fit_on_its_disk(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, in_file = planned().models[0].ways
+    room = {"free": in_file.away}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(**room))
+    assert str(planned(memory=in_file.total).memory.way) == "by layer, states in a file"
+    room["free"] -= 1
+    with pytest.raises(UserError, match=r"whose hidden states need .* are free for them in .*: set TMPDIR to"):
+        planned(memory=in_file.total)
+
+
+def test_a_dry_run_says_of_every_stage_what_it_takes_and_how(bound: int, plan_text: Callable[..., str]) -> None:
+    argv = ("--model", "tiny-llama", "--search-space", "space.yaml", "--tasks", "boolq", "--limit", "4", "--inline")
+    seen = {}
+    for more in ((), ("--memory", at_least(bound))):
+        out = plan_text(*argv, "--gpus-per-trial", "0", *more)
+        rows = re.findall(
+            r"^(importance|removal|pruning|perplexity|zero-shot) +\d.* (\d+) MiB  +(.*)$", out, re.MULTILINE
+        )
+        seen[bool(more)] = {stage: (int(peak), way) for stage, peak, way in rows}
+        assert ("tiny-llama: gradients by layer; of the whole model at once a trial would take" in out) == bool(more)
+    assert list(seen[True]) == ["importance", "removal", "pruning", "perplexity", "zero-shot"]
+    whole, by_layer = seen[False].pop("importance"), seen[True].pop("importance")
+    assert (whole[1], by_layer[1]) == ("resident", "by layer") and by_layer[0] < whole[0]
+    assert seen[False] == seen[True] and {way for _, way in seen[True].values()} == {"resident"}
+
+
+def test_no_number_knows_the_way(bound: int, tmp_path: Path) -> None:
+    """Whole records of a search, and its identity; what the passes were is noted."""
+    found = {}
+    for name, memory in (("whole", None), ("lean", at_least(bound))):
+        folder = tmp_path / name
+        tune_prune.search(
+            "tiny-llama", "space.yaml", tasks=["boolq"], limit=4, inline=True, gpus_per_trial=0, storage_path=folder,
+            name="one", memory=memory,
+        )  # fmt: skip
+        store = FolderStore(folder / "one")
+        records = [
+            replace(record, search_id="", started_at="", elapsed_time_s=0, peak_memory_bytes=0, stages=[])
+            for record in Ledger(store).records()
+        ]
+        identity = json.loads((folder / "one" / "experiment.json").read_text())["models"]
+        trial_files = sorted(
+            (path.relative_to(folder), path.read_bytes()) for path in (folder / "one" / "trials").rglob("*.json")
+        )
+        passes = {(one["stage"], one["way"]) for one in PassLog(store).read()}
+        found[name] = records, identity, trial_files, passes
+    *whole, made = found["whole"]
+    *lean, made_by_layer = found["lean"]
+    assert len(whole[0]) == 4 and all(record.status == "complete" for record in whole[0])
+    assert lean == whole
+    assert (made, made_by_layer) == (
+        {("importance", ""), ("removal", "")}, {("importance", "by layer"), ("removal", "")}
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_created")
+@pytest.mark.parametrize("text", ["20", "lots", "0GiB"])
+def test_nonsense_is_a_sentence(text: str, refused: Callable[..., str]) -> None:
+    assert f"{text!r} is not an amount of memory" in refused(search.main, *TINY, "--memory", text)
+    with pytest.raises(UserError, match=r"memory: .* is not an amount of memory"):
+        tune_prune.open("tiny-llama", memory=text)
+
+
+def test_too_little_memory_is_a_sentence_with_what_would_fit(refusal: Callable[..., str], bound: int) -> None:
+    argv = ("--model", "tiny-llama", "--search-space", "space.yaml", "--gpus-per-trial", "0", "--inline")
+    sentence = refusal(*argv, "--memory", "100MiB")
+    found = re.search(
+        r"--memory is 100 MiB, but a trial of tiny-llama needs \d+ MiB in its leanest way \(by layer.*; the most in its stage "
+        r"\w+\); use --memory (\S+) or more",
+        sentence,
+    )
+    assert found, sentence
+    assert (
+        str(make_plan(SearchSettings(("tiny-llama",), "space.yaml", memory=parse_size(found[1]))).memory.way)
+        != "resident"
+    )
+
+
+def test_a_model_is_pruned_within_what_it_may_take(refused: Callable[..., str], tmp_path: Path) -> None:
+    """The same plan, by the leaner way; and the sentence of the command line says what would fit."""
+    taylor = {"seq_len": 256, "num_samples": 16}
+    argv = ("--model", "tiny-llama", "--method", "taylor", "--seq-len", "256", "--num-samples", "16", "--device", "cpu")
+    sentence = refused(prune.main, *argv, "--output", tmp_path / "out", "--memory", "100MiB", begun=True)
+    found = re.search(
+        "100 MiB, but to prune tiny-llama by taylor-s256-n16 needs .*; use --memory (\\S+) or more", sentence
+    )
+    assert found, sentence
+    whole = tune_prune.open("tiny-llama", device="cpu").prune("taylor", **taylor)
+    lean = tune_prune.open("tiny-llama", device="cpu", memory=found[1])
+    assert str(lean._way(whole.config)) == "by layer, states in a file"
+    assert lean.prune("taylor", **taylor).plan == whole.plan
