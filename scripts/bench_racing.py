@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -36,6 +35,7 @@ import numpy as np
 import pandas as pd
 from bench_common import data_dir, table, write_json
 
+from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.ledger import Ledger
@@ -295,7 +295,7 @@ def shown(title: str, found: dict[str, dict[str, float]]) -> None:
     print(f"\n{title}\n{table([['', *(column.replace('_', ' ') for column in columns)], *rows])}")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--grid", type=Path, metavar="CSV", help=f"a published grid (default: TUNE_PRUNE_DATA/{GRID})")
     p.add_argument("--grids", type=int, default=200, metavar="N", help="to simulate (default: %(default)s)")
@@ -306,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     p.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON, too")
     options = p.parse_args(arguments)
-    grid = pd.read_csv(options.grid or data_dir() / GRID)
+    grid = read_results_csv(options.grid or data_dir() / GRID, "grid").rows
     experiment = read_experiment(options.experiment) if options.experiment else {}
     latent = correlations(experiment, options.seed) if experiment else (CROSS_METHOD, SAME_METHOD)
 
@@ -329,8 +329,8 @@ def main(arguments: list[str] | None = None) -> int:
         results["replayed"][label] = compare(orders, options.confidence)
         shown(f"{label}: its {population.num_configs} trials in {ORDERS} orders", results["replayed"][label])
     write_json(options.output, results)
-    return 0
+    return results
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -223,6 +223,17 @@ def test_gpu_on_a_cpu_without_what_such_a_machine_may_lack(run_without: Callable
     assert positive(*values["projection"].values())
 
 
+@needs_data
+@pytest.mark.slow
+def test_racing(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    values = bench("racing", "--grids", "1")
+    rules = values["simulated"]
+    for name, found in rules.items():
+        assert 0 < found["tokens"] <= found["largest_tokens"] <= 1, name
+        assert found["cases"] == 1 and found["same_winner"] <= found["same_or_within_noise"], name
+    assert "1 grids of 45 trials" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_what_plans_assume_of_a_gpu_on_a_cpu(
     run_without: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -39,10 +39,11 @@ PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
 SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
 SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
 FLOAT32 = 4
-# What an allocator holds over what is counted of a gradient pass's tensors: on a CPU 0.97 to 1.26 in 24 fresh processes.
+# What an allocator holds over what is counted of the tensors of a gradient pass through the whole model: on a CPU 0.97 to 1.26 in
+# 24 fresh processes.
 FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
 # The same of an evaluation, where layers and logits are counted as if they stood there together: on CPUs 0.6 to 1.86 in some 50
-# fresh processes on two machines.
+# fresh processes on two machines; and of gradients by layer and of forward passes, which keep their blocks in the same way.
 EVALUATION_SLACK = {"cpu": 2.3, "cuda": 1.2}
 
 
@@ -205,7 +206,8 @@ class Shapes:
             scores = logits * (item + 3 * FLOAT32)
             need = max(layers * tokens * saved + max(scores, tokens * inside) + one, results)
         away = states if way.states != "device" else 0
-        return StageMemory(stage, sums + states - away, int(FRAGMENTATION[self.device] * need), away)
+        slack = (EVALUATION_SLACK if way.by_layer else FRAGMENTATION)[self.device]
+        return StageMemory(stage, sums + states - away, int(slack * need), away)
 
     def _logits(self, work: PassWork) -> int:
         """Of the largest part that is there at once."""
