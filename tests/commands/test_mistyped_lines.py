@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("nothing_created")
 SEE = " (see python -m tune_prune.{command} --help)"
 MISTYPED = {
     "search --models tiny-llama": f"unknown flag --models, did you mean --model?{SEE}",
-    "search -m tiny-llama": f"unknown flag -m, did you mean --model?{SEE}",
+    "search -m tiny-llama": f"unknown flag -m, did you mean --model or --memory?{SEE}",
     "search tiny-llama": f"--model is missing{SEE}",
     "search --model": f"--model has no value{SEE}",
     "search --model tiny-llama out": f"unexpected argument out, every value follows its flag{SEE}",
