@@ -61,6 +61,14 @@ def test_models_take_turns(models: dict[str, PreTrainedModel], calls: list[tuple
         assert used == (9, 3, 2, 2, "float32", "CPU, 1 thread")
 
 
+def six_tokens(model: PreTrainedModel, prompt: torch.Tensor) -> list[list[int]]:
+    """The prompt and what `generate` puts behind it."""
+    mask = torch.ones_like(prompt)
+    return model.generate(
+        prompt, attention_mask=mask, do_sample=False, max_new_tokens=6, min_new_tokens=6, pad_token_id=0
+    ).tolist()
+
+
 def test_decoding_is_that_of_generate(
     models: dict[str, PreTrainedModel], calls: list[tuple[str, torch.Tensor]]
 ) -> None:
@@ -69,15 +77,7 @@ def test_decoding_is_that_of_generate(
     assert [len(ids) for ids in fed.values()] == [7, 7]
     for name, model in models.items():
         prompt = fed[name][0]
-        alone = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=6,
-            min_new_tokens=6,
-            pad_token_id=0,
-        )
-        assert torch.cat(fed[name], dim=1).tolist() == alone.tolist()
+        assert torch.cat(fed[name], dim=1).tolist() == six_tokens(model, prompt)
 
 
 def test_steps_with_a_static_cache_decode_the_same_tokens(
@@ -95,15 +95,7 @@ def test_steps_with_a_static_cache_decode_the_same_tokens(
         seconds = generation_speed._static_seconds(model, prompt, 5, captured)
         assert min(seconds) > 0
         fed = [ids for caller, ids in calls if caller == name]
-        alone = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=6,
-            min_new_tokens=6,
-            pad_token_id=0,
-        )
-        assert torch.cat(fed[:7], dim=1).tolist() == alone.tolist()
+        assert torch.cat(fed[:7], dim=1).tolist() == six_tokens(model, prompt)
 
 
 def test_only_gpus_decode_by_graphs_and_only_what_can_be_captured(

@@ -1,4 +1,4 @@
-"""Model names, loading, what is said of folders and hubs that do not work, and fingerprints."""
+"""Model names, loading, and what is said of folders and hubs that do not work."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 from transformers.configuration_utils import PretrainedConfig
 
+from tests.pruned_checkpoints import change_weights
 from tune_prune import embedded
 from tune_prune.checkpoint import layers
 from tune_prune.core.errors import UserError
@@ -21,7 +19,7 @@ from tune_prune.models import loading, weight_files
 from tune_prune.models.catalog import HUB_ALIASES, ModelSource, aliases, resolve
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
-from tune_prune.models.loading import load_config, load_model, load_tokenizer, model_fingerprint
+from tune_prune.models.loading import load_config, load_model, load_tokenizer
 from tune_prune.models.registration import auto_map
 from tune_prune.pruning.groups import PruningPlan
 
@@ -32,22 +30,6 @@ def one_sentence(error: pytest.ExceptionInfo[UserError]) -> str:
     text = str(error.value)
     assert "\n" not in text and not text.endswith(".") and len(text) < 500
     return text
-
-
-@pytest.fixture(scope="module")
-def complete(tiny, tmp_path_factory) -> Path:
-    """A folder as `save_pretrained` leaves it."""
-    folder = tmp_path_factory.mktemp("models") / "my-model"
-    tiny("qwen2", torch.float32).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(complete, tmp_path) -> Path:
-    """A copy of it that a test may damage."""
-    return Path(shutil.copytree(complete, tmp_path / "my-model"))
 
 
 def load(folder: Path) -> loading.LoadedModel:
@@ -156,22 +138,18 @@ def test_tied_embeddings_may_be_stored_under_the_name_of_the_head(tiny, complete
     model.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(complete / name, tmp_path)
-    edit_weights(tmp_path, lambda weights: weights.update({"lm_head.weight": weights.pop("model.embed_tokens.weight")}))
+    change_weights(
+        tmp_path, lambda weights: weights.update({"lm_head.weight": weights.pop("model.embed_tokens.weight")})
+    )
     weight_files.check_weights(tmp_path, loading.meta_model(load_config(resolve(str(tmp_path)))))
     assert torch.equal(load(tmp_path).model.model.embed_tokens.weight, model.model.embed_tokens.weight)
-    edit_weights(tmp_path, lambda weights: weights.pop("lm_head.weight"))
+    change_weights(tmp_path, lambda weights: weights.pop("lm_head.weight"))
     with pytest.raises(UserError, match=r"1 tensors .* model\.embed_tokens\.weight is missing"):
         weight_files.check_weights(tmp_path, loading.meta_model(load_config(resolve(str(tmp_path)))))
 
 
-def edit_weights(folder: Path, change) -> None:
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def test_missing_tensors_are_never_left_random(folder):
-    edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.up_proj.weight"))
+    change_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.up_proj.weight"))
     with pytest.raises(UserError, match=r"do not fit its config\.json: .*model\.layers\.2\.mlp\.up_proj") as error:
         load(folder)
     one_sentence(error)
@@ -183,7 +161,7 @@ def test_tensors_of_another_shape_are_refused(folder):
             weights[f"model.layers.1.mlp.{name}.weight"] = torch.zeros(8, 32)
         weights["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 8)
 
-    edit_weights(folder, narrow)  # what a structured pruning tool leaves behind
+    change_weights(folder, narrow)  # what a structured pruning tool leaves behind
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp") as error:
         load(folder)
     one_sentence(error)
@@ -191,7 +169,7 @@ def test_tensors_of_another_shape_are_refused(folder):
 
 @pytest.mark.parametrize("name", ["model.layers.4.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.bias"])
 def test_weights_that_the_config_has_no_place_for_are_not_dropped_silently(folder, name):
-    edit_weights(folder, lambda weights: weights.__setitem__(name, torch.zeros(40)))
+    change_weights(folder, lambda weights: weights.__setitem__(name, torch.zeros(40)))
     with pytest.raises(UserError, match="do not fit its config") as error:
         load(folder)
     assert name in one_sentence(error)
@@ -318,85 +296,6 @@ def test_a_gated_model_says_how_to_get_access(monkeypatch, message):
         load_config(resolve("llama"))
     text = one_sentence(error)
     assert "accept its licence at https://huggingface.co/meta-llama/Meta-Llama-3-8B" in text and "hf auth login" in text
-
-
-# --- fingerprints
-
-
-def mark(folder: Path) -> str:
-    source = resolve(str(folder))
-    return model_fingerprint(source, load_config(source))
-
-
-def test_a_model_is_its_content_not_its_place(complete, folder, tmp_path):
-    assert mark(folder) == mark(complete)
-    (folder / "README.md").write_text("notes do not count")
-    assert mark(folder) == mark(complete)
-    moved = folder.rename(tmp_path / "elsewhere")
-    assert mark(moved) == mark(complete)
-
-
-def test_one_changed_weight_is_another_model(complete, folder):
-    edit_weights(folder, lambda weights: weights["model.norm.weight"].__setitem__(0, 9.0))
-    assert mark(folder) != mark(complete)
-
-
-def test_a_changed_tokenizer_or_config_is_another_model(complete, folder):
-    text = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(text.replace('"w63"', '"x63"'))
-    one = mark(folder)
-    (folder / "tokenizer.json").write_text(text)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert len({mark(complete), one, mark(folder)}) == 3
-
-
-def test_large_pickles_are_hashed_from_first_to_last_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
-    path = tmp_path / "large.bin"
-    raw = bytearray(3 * 2**20 + 5)
-    path.write_bytes(raw)
-    marks = {weight_files.content_hash(path)}
-    for position in (0, 3 * 2**19, len(raw) - 1):
-        changed = bytearray(raw)
-        changed[position] = 1
-        path.write_bytes(changed)
-        marks.add(weight_files.content_hash(path))
-    path.write_bytes(raw + b"\0")
-    marks.add(weight_files.content_hash(path))
-    assert len(marks) == 5
-
-
-def test_of_large_weight_files_every_tensor_counts(folder, monkeypatch):
-    """A change of any tensor, be it of a tenth of its values, is another model; and so is one of the header."""
-    sizes = {"first.weight": 10, "second.weight": 40_000, "third.weight": 1_000_000}
-    weights = {name: torch.zeros(size) for name, size in sizes.items()}
-    save_file(weights, folder / "model.safetensors")
-    marks = {mark(folder)}  # all of it
-    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
-    marks.add(mark(folder))
-    for name in sizes:
-        for part in weights[name].chunk(10):
-            part += 1
-            save_file(weights, folder / "model.safetensors")
-            marks.add(mark(folder))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert len({*marks, mark(folder)}) == 2 + 3 * 10 + 1
-
-
-def test_a_model_is_found_again_by_the_fingerprint_of_older_versions(folder, complete, monkeypatch):
-    """It read 64 MiB of a large file, so that what was recorded says less, but it is still what was recorded."""
-    monkeypatch.setattr(weight_files, "WHOLE_HASH_BYTES", 2**20)
-    weights = {"first.weight": torch.zeros(500_000)}
-    save_file(weights, folder / "model.safetensors")
-    source = resolve(str(folder))
-    config = load_config(source)
-    older = loading._folder_fingerprint(folder, weight_files.pieces_hash)
-    assert older != mark(folder)
-    assert loading.is_model_of(older, source, config) and loading.is_model_of(mark(folder), source, config)
-    weights["first.weight"][0] = 1
-    save_file(weights, folder / "model.safetensors")
-    assert not loading.is_model_of(older, source, config)
 
 
 def test_a_folder_keeps_its_own_tokenizer_whatever_its_family(tmp_path):
