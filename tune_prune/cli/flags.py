@@ -74,8 +74,8 @@ def add_memory_flag(group: argparse._ActionsContainer, of: str) -> None:
         "--memory",
         type=memory,
         metavar="SIZE",
-        help=f"most that {of} may take, e.g. 20GiB or 24GB; gradients are taken layer by layer where the whole model's do not fit: "
-        "slower, the same numbers (default: what is free)",
+        help=f"most that {of} may take, e.g. 20GiB or 24GB; where the whole model does not fit, it goes layer by layer: slower, "
+        "the same numbers (default: what is free)",
     )
 
 
