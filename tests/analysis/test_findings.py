@@ -135,7 +135,7 @@ def test_levels_methods_and_effects_are_of_the_rows(findings: Findings) -> None:
     assert model.trends.keys() == {"seq_len", "num_samples"}
     assert model.effects is not None and model.importance_basis == "anova"
     assert max(model.importance, key=lambda factor: model.importance[factor]) == "seq_len"
-    assert {correlation.column for correlation in model.correlations} >= {"ppl", "grad_mean_ratio"}
+    assert {correlation.measure for correlation in model.correlations} >= {"ppl", "grad_mean_ratio"}
 
 
 def test_what_is_missing_is_counted_and_said(tmp_path: Path) -> None:
