@@ -107,7 +107,7 @@ def test_transfer_is_the_paired_difference_to_the_own_best(findings: Findings) -
             assert losses[other]["loss_points"] == pytest.approx(expected.points)
             assert losses[other]["loss_points_stderr"] == pytest.approx(expected.stderr_points)
     means = [model.eligible.set_index("name")["acc_mean"] for model in findings.models.values()]
-    assert findings.best_for_all is not None and findings.best_for_all["config"] == (means[0] + means[1]).idxmax()
+    assert findings.transfer is not None and findings.transfer.best_for_all["config"] == (means[0] + means[1]).idxmax()
 
 
 def test_transfer_to_what_was_not_run_is_unknown(findings: Findings) -> None:
@@ -198,7 +198,7 @@ def test_warnings_follow_from_the_numbers(study: Study) -> None:
 
 def test_seed_decides_and_other_models_do_not(study: Study, findings: Findings) -> None:
     alone = find(Study({"alpha": study.models["alpha"]}, costs=study.costs))
-    assert alone.transfer is None and alone.best_for_all is None
+    assert alone.transfer is None
     first, again = findings.models["alpha"], alone.models["alpha"]
     pd.testing.assert_frame_equal(first.eligible, again.eligible)
     assert first.cross_fit == again.cross_fit

@@ -89,8 +89,9 @@ def test_the_comparison_says_what_the_findings_say(two_models: Findings, languag
         assert printed(found.best["acc_mean"] / found.model.baseline["acc_mean"], "percent") in screen
         assert label in screen and found.best["name"] in screen
     across = across.partition("\n7. ")[2]
-    best = two_models.best_for_all
-    assert best is not None and best["config"] in across and printed(best["acc_mean"], "acc") in across
+    assert two_models.transfer is not None
+    best = two_models.transfer.best_for_all
+    assert best["config"] in across and printed(best["acc_mean"], "acc") in across
     assert text_table(all_tables(two_models)["transfer"], language) in across
 
 

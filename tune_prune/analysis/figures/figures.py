@@ -33,13 +33,7 @@ from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.config import HYPERPARAMETERS
 
 _DENSE: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 7}
-_RING: dict[str, Any] = {
-    "linestyle": "none",
-    "marker": "o",
-    "markersize": 8,
-    "markeredgewidth": 1.2,
-    "fillstyle": "none",
-}
+_RING = _DENSE | {"marker": "o", "markersize": 8, "markeredgewidth": 1.2, "fillstyle": "none"}
 
 
 def draw_all(findings: Findings, folder: Path) -> list[Path]:

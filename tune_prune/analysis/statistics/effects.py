@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -67,14 +68,10 @@ def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
     median, max, best (name of the configuration).
     """
     ordered = eligible.sort_values("acc_mean", ascending=False, kind="stable")  # of equal ones the first: as ranked
-    table = {}
-    for method, rows in ordered.groupby("method"):
-        acc = rows["acc_mean"]
-        summary = acc.agg(["mean", "std", "min", "median", "max"])
-        table[method] = {"n": len(acc), **summary, "std_n": acc.std(ddof=0), "best": rows["name"].iloc[0]}
-    columns = ["n", "mean", "std", "std_n", "min", "median", "max", "best"]
-    frame = pd.DataFrame.from_dict(table, orient="index", columns=columns)
-    return frame.rename_axis("method").sort_values("mean", ascending=False, kind="stable")
+    groups = ordered.groupby("method")
+    moments = {"mean": pd.Series.mean, "std": pd.Series.std, "std_n": partial(pd.Series.std, ddof=0)}
+    table = groups["acc_mean"].agg(n="count", **moments, min="min", median="median", max="max")
+    return table.assign(best=groups["name"].first()).sort_values("mean", ascending=False, kind="stable")
 
 
 def level_table(eligible: pd.DataFrame, factor: str) -> pd.DataFrame:
