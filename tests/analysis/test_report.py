@@ -170,7 +170,7 @@ def test_a_language_that_is_not_there(published: Findings) -> None:
 
 def test_tables_are_straight_where_characters_are_two_columns_wide() -> None:
     rows = [["taylor", "7", ".5412"], ["逐层", "45", ".5323"]]
-    assert aligned(["方法", "n", "准确率"], rows) == (
+    assert aligned(["方法", "n", "准确率"], rows, "lrr") == (
         "  方法     n  准确率\n"  #
         "  ------  --  ------\n"
         "  taylor   7   .5412\n"
@@ -179,11 +179,11 @@ def test_tables_are_straight_where_characters_are_two_columns_wide() -> None:
 
 
 def test_a_table_too_wide_goes_on_below() -> None:
-    text = aligned(["model", *"abc"], [["m1", "1" * 10, "2" * 10, "3" * 10]], columns=32)
+    text = aligned(["model", *"abc"], [["m1", "1" * 10, "2" * 10, "3" * 10]], "lrrr", columns=32)
     assert [line.split() for line in text.splitlines() if line and "-" not in line] == (
         [["model", "a", "b"], ["m1", "1" * 10, "2" * 10], ["model", "c"], ["m1", "3" * 10]]
     )
-    assert max(map(width, aligned(["x" * 70, "y" * 70], [["甲" * 70, "z" * 70]]).splitlines())) == COLUMNS
+    assert max(map(width, aligned(["x" * 70, "y" * 70], [["甲" * 70, "z" * 70]], "lr").splitlines())) == COLUMNS
 
 
 def test_folded_text_is_whole_and_breaks_where_it_may() -> None:

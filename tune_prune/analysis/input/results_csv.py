@@ -94,8 +94,9 @@ def read_results_csv(path: Path, model: str | None) -> Model:
     if rows.empty:
         problems.append(Problem(str(path), "it has no rows"))
     rows = rows.assign(where=[f"line {line} of {path}" for line in rows.index]).reset_index(drop=True)
-    measured = f"csv {model}"
-    return Model(model or "", rows, baseline, None, None, (path,), tuple(problems), "published", measured=measured)
+    return Model(
+        model or "", rows, baseline, None, None, (path,), tuple(problems), "published", measured=f"csv {model}"
+    )
 
 
 def _cells(path: Path) -> pd.DataFrame:

@@ -7,7 +7,7 @@ names each of these in a `Problem`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,12 @@ from typing import Any, Literal
 import pandas as pd
 
 from tune_prune.core.config import PruningConfig
+
+
+def tasks_of(columns: Iterable[str]) -> list[str]:
+    """The tasks whose accuracies are among the columns of a frame."""
+    names = (name.removeprefix("acc_") for name in columns if name.startswith("acc_"))
+    return [name for name in names if name != "mean" and not name.endswith("_stderr")]
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,7 @@ class Model:
     @property
     def tasks(self) -> list[str]:
         """The tasks that the rows have a column for."""
-        names = (name.removeprefix("acc_") for name in self.rows if name.startswith("acc_"))
-        return [name for name in names if name != "mean" and not name.endswith("_stderr")]
+        return tasks_of(self.rows)
 
     @property
     def ratio(self) -> float:

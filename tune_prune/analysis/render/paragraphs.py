@@ -86,7 +86,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "methods": [_METHODS.get(name, name) for name in sorted(eligible["method"].unique())],
         "seq_lens": sorted(eligible["seq_len"].unique()),
         "num_samples": sorted(eligible["num_samples"].unique()),
-        "tasks": dict(pd.concat([found.tasks["items"] for found in findings.models.values()]).items()),
+        "tasks": dict(pd.concat([found.tasks["items"].drop("mean") for found in findings.models.values()]).items()),
         "calibration": sorted({Path(source["calibration"]).name for source in sources}),
         "dtype": sorted({source["dtype"] for source in sources}),
         "seed": sorted({str(source["seed"]) for source in sources}),

@@ -102,21 +102,20 @@ class ModelFindings:
 
     @cached_property
     def methods(self) -> pd.DataFrame:
-        """`effects.method_table`: index method, highest mean first; columns n, mean, std (n - 1), std_n (over n), min, median, max,
-        best (name); and tied: not distinguishable from the highest mean by `method_pairs`."""
+        """`effects.method_table`, and tied: not distinguishable from the highest mean by `method_pairs`."""
         table = effects.method_table(self.eligible)
         gaps = self.method_pairs["p_value"].get(table.index[0], pd.Series(dtype="float64"))
         return table.assign(tied=[not gaps.get(method, 1.0) <= 0.05 for method in table.index])
 
     @cached_property
     def method_pairs(self) -> pd.DataFrame:
-        """`method_pairs.method_pairs`: index first, second; columns n, points, stderr_points, p_value (corrected for all pairs)."""
+        """`method_pairs.method_pairs`."""
         generator = np.random.default_rng(seed_for(self.seed, f"methods of {self.model.label}"))
         return method_pairs(self.model.rows, self.eligible, self.comparison, generator)
 
     @cached_property
     def levels(self) -> Mapping[str, pd.DataFrame]:
-        """Hyperparameter -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
+        """Hyperparameter -> `effects.level_table`."""
         shown = [factor for factor in NUMERIC if factor in CALIBRATION or factor in varied(self.eligible)]
         return {factor: effects.level_table(self.reading(factor), factor) for factor in shown}
 
@@ -128,8 +127,7 @@ class ModelFindings:
 
     @cached_property
     def effects(self) -> pd.DataFrame | None:
-        """`effects.anova`, where the eligible trials are a full grid; index term ("method", "method:seq_len", ...,
-        "residual"); columns df, sum_sq, share, F, p."""
+        """`effects.anova`, where the eligible trials are a full grid."""
         return effects.anova(self.reading(*varied(self.model.rows)))
 
     @cached_property
@@ -148,9 +146,9 @@ class ModelFindings:
 
     @cached_property
     def tasks(self) -> pd.DataFrame:
-        """The tasks of `best`: acc, stderr, dense, retained, and the columns of `guessing`; NaN what is not known."""
+        """The tasks of `best` and their "mean": acc, stderr, dense, retained, the columns of `guessing`; NaN what is not known."""
         best, dense = self.best, self.model.baseline
-        tasks = [task for task in self.model.tasks if not pd.isna(best[f"acc_{task}"])]
+        tasks = [task for task in (*self.model.tasks, "mean") if not pd.isna(best[f"acc_{task}"])]
         columns = {
             "acc": [best[f"acc_{task}"] for task in tasks],
             "stderr": [best.get(f"acc_{task}_stderr", math.nan) for task in tasks],

@@ -25,8 +25,8 @@ TRIALS = Column("n", "Trials", "int")
 
 def accuracy_column(task: str, label: str, **style: Any) -> Column:
     """The accuracy on a task, or that of all ("mean"), in rows with `limits`."""
-    names = {"stderr": f"acc_{task}_stderr", "threshold": f"_threshold_{task}", "items": f"_items_{task}"}
-    return Column(f"acc_{task}", label, "acc", **names, **style)
+    limits: dict[str, Any] = {"threshold": f"_threshold_{task}", "items": f"_items_{task}"}
+    return Column(f"acc_{task}", label, "acc", f"acc_{task}_stderr", **limits, **style)
 
 
 ACCURACY = accuracy_column("mean", "Accuracy", hint="mean over the tasks ± standard error")
@@ -126,13 +126,9 @@ def task_accuracies(findings: Findings) -> Table:
     """Per-task accuracies of the best configuration, and the dense model's."""
     rows = []
     for label, found in findings.models.items():
-        dense, best = found.model.baseline, found.best
-        mean = {"task": "mean", "acc": best["acc_mean"], "stderr": best["acc_mean_stderr"]}
-        mean |= {"dense": dense.get("acc_mean"), "retained": found.retained(best["acc_mean"])}
-        mean |= found.guessing.loc["mean"].to_dict()
-        for row in [*found.tasks.reset_index(names="task").to_dict("records"), mean]:
-            dense_stderr = dense.get(f"acc_{row['task']}_stderr")
-            rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": best["name"]})
+        for row in found.tasks.reset_index(names="task").to_dict("records"):
+            dense_stderr = found.model.baseline.get(f"acc_{row['task']}_stderr")
+            rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": found.best["name"]})
     columns = [
         *(MODEL, CONFIG, Column("task", "Task"), Column("items", "Items", "int")),
         Column("acc", "Pruned", "acc", "stderr", threshold="threshold", items="items"),
@@ -189,7 +185,7 @@ def configuration_impact(findings: Findings) -> Table | None:
     rows = []
     for label, found in findings.models.items():
         for setting, config, values in _settings(findings, label, found):
-            row = {"model": label, "setting": setting, "config": config} | limits(found)
+            row: dict[str, Any] = {"model": label, "setting": setting, "config": config, **limits(found)}
             row |= {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
             loss = row["loss_points"]
             row["loss"] = None if missing(loss) else loss / 100 / found.best["acc_mean"]
