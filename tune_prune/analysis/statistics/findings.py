@@ -102,20 +102,21 @@ class ModelFindings:
 
     @cached_property
     def methods(self) -> pd.DataFrame:
-        """`effects.method_table`, and tied: not distinguishable from the highest mean by `method_pairs`."""
+        """`effects.method_table`: index method, highest mean first; columns n, mean, std (n - 1), std_n (over n), min, median, max,
+        best (name); and tied: not distinguishable from the highest mean by `method_pairs`."""
         table = effects.method_table(self.eligible)
         gaps = self.method_pairs["p_value"].get(table.index[0], pd.Series(dtype="float64"))
         return table.assign(tied=[not gaps.get(method, 1.0) <= 0.05 for method in table.index])
 
     @cached_property
     def method_pairs(self) -> pd.DataFrame:
-        """`method_pairs.method_pairs`."""
+        """`method_pairs.method_pairs`: index first, second; columns n, points, stderr_points, p_value (corrected for all pairs)."""
         generator = np.random.default_rng(seed_for(self.seed, f"methods of {self.model.label}"))
         return method_pairs(self.model.rows, self.eligible, self.comparison, generator)
 
     @cached_property
     def levels(self) -> Mapping[str, pd.DataFrame]:
-        """Hyperparameter -> `effects.level_table`."""
+        """Hyperparameter -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
         shown = [factor for factor in NUMERIC if factor in CALIBRATION or factor in varied(self.eligible)]
         return {factor: effects.level_table(self.reading(factor), factor) for factor in shown}
 
@@ -127,7 +128,8 @@ class ModelFindings:
 
     @cached_property
     def effects(self) -> pd.DataFrame | None:
-        """`effects.anova`, where the eligible trials are a full grid."""
+        """`effects.anova`, where the eligible trials are a full grid; index term ("method", "method:seq_len", ...,
+        "residual"); columns df, sum_sq, share, F, p."""
         return effects.anova(self.reading(*varied(self.model.rows)))
 
     @cached_property
