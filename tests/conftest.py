@@ -5,11 +5,12 @@ Zero biases and unit norms would hide mistakes, so every parameter is random. Si
 equal by accident: 8 heads of 6 in 4 KV groups, i.e. queries 48 wide on a hidden size of 32, and 40 MLP channels.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import gc
 
-gc.disable()  # until all is collected: what is imported and rewritten stays, and looking through it for garbage takes seconds
+gc.disable()  # until the tests begin: what is imported before stays, and looking through it for garbage takes seconds
 
 import importlib
 import json

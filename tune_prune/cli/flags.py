@@ -20,6 +20,7 @@ from tune_prune.core.errors import exit_code, whole_number
 from tune_prune.cost_model import machine
 from tune_prune.pruning.methods import method_names
 
+_LIBRARIES = "transformers.modeling_utils"  # the last import that every model needs
 MODEL_HELP = "alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder"
 REVISION_HELP = "branch, tag or commit of a hub model (default: main)"
 CALIBRATION_HELP = (
@@ -79,8 +80,8 @@ def add_memory_flag(group: argparse._ActionsContainer, of: str) -> None:
         "--memory",
         type=memory,
         metavar="SIZE",
-        help=f"most that {of} may take, e.g. 20GiB or 24GB; gradients are taken layer by layer where the whole model's do not fit: "
-        "slower, the same numbers (default: what is free)",
+        help=f"most that {of} may take, e.g. 20GiB or 24GB; where the whole model does not fit, it goes layer by layer: slower, "
+        "the same numbers (default: what is free)",
     )
 
 
