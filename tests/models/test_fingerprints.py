@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.pruned_checkpoints import change_weights
+from tune_prune.checkpoint import manifest
 from tune_prune.models import loading, weight_files
 from tune_prune.models.catalog import resolve
 from tune_prune.models.loading import load_config, model_fingerprint
@@ -56,6 +59,19 @@ def test_large_pickles_are_hashed_from_first_to_last_byte(tmp_path, monkeypatch)
     path.write_bytes(raw + b"\0")
     marks.add(weight_files.content_hash(path))
     assert len(marks) == 5
+
+
+@pytest.mark.parametrize("digest", [weight_files.content_hash, weight_files.pieces_hash, manifest.weight_file])
+def test_to_hash_a_file_takes_no_memory_of_its_size(digest, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4, 2**20)}, path)
+    tracemalloc.start()
+    try:
+        digest(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size / 4
 
 
 def test_of_large_weight_files_every_tensor_counts(folder, monkeypatch):

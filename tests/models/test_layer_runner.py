@@ -3,7 +3,6 @@ at a time; and what is said when a weight or the room for hidden states is missi
 
 from __future__ import annotations
 
-import errno
 import gc
 import tempfile
 import weakref
@@ -111,19 +110,20 @@ def test_a_file_of_hidden_states_has_no_name_and_uses_its_room_again(tmp_path):
 
 def test_no_room_for_hidden_states_is_a_sentence(tiny, tmp_path, monkeypatch):
     empty, residency = in_way(tiny("llama"), "spilled", tmp_path / "gone")
-    with pytest.raises(UserError, match=r"gone cannot be made \(No such file or directory\); make room"):
+    with pytest.raises(
+        UserError, match=r"gone cannot be made \(No such file or directory\); make room there, or set TMPDIR"
+    ):
         runner_of(empty, residency).forward(batches())
-
-    class Full:
-        def seek(self, start: int) -> None:
-            if start:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        def write(self, content: object) -> None: ...
-
-        def flush(self) -> None: ...
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Full())
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
     empty, residency = in_way(tiny("llama"), "spilled", tmp_path)
     with pytest.raises(UserError, match=r"cannot grow to 0\.00 GB \(No space left on device\); make room there, or"):
         runner_of(empty, residency).forward(batches())
+
+
+def test_hidden_states_that_are_lost_are_a_sentence(tmp_path):
+    states = SpilledStates(torch.device("cpu"), tmp_path)
+    states["a"], states["b"] = torch.randn(2, 3), torch.randn(2, 3)
+    states._file.truncate(40)
+    assert states["a"].shape == (2, 3)
+    with pytest.raises(UserError, match=rf"in {tmp_path} cannot be read \(it has been cut\); make room"):
+        states["b"]

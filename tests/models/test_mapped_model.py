@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -81,34 +82,42 @@ def test_where_a_tensor_begins_in_its_file_changes_nothing(folder, shift):
     assert torch.equal(losses(loaded), expected)
 
 
-def cut(path: Path, lost: int) -> None:
-    """Put a shorter file in its place; what is being read is not changed."""
-    shorter = path.with_suffix(".shorter")
-    shorter.write_bytes(path.read_bytes()[:-lost])
-    shorter.replace(path)
+def swap(path: Path, content: bytes) -> None:
+    """Put another file in its place; what is being read is not changed."""
+    other = path.with_suffix(".other")
+    other.write_bytes(content)
+    other.replace(path)
 
 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (lambda path: path.unlink(), "No such file"),
-        (lambda path: cut(path, 100), "ncomplete"),
+        (lambda path: swap(path, path.read_bytes()[:-100]), "it has changed since the start"),
+        (
+            lambda path: os.truncate(path, 5000),
+            "it has changed since the start",
+        ),  # to read its map would end the process
+        (
+            lambda path: swap(path, path.read_bytes()[:-4] + bytes(4)),
+            "it has changed since the start",
+        ),  # of the same size
     ],
-    ids=["gone", "cut off"],
+    ids=["gone", "cut off", "cut in place", "another one"],
 )
 def test_a_file_that_cannot_be_read_in_the_middle_of_a_pass_is_a_sentence(folder, damage, says):
     loaded = mapped(folder)
     runner = LayerRunner(loaded.model, loaded.family, loaded.residency)
-    last = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][
-        "model.layers.3.mlp.up_proj.weight"
-    ]
+    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    last = where["model.layers.3.mlp.up_proj.weight"]
+    assert last not in {file for name, file in where.items() if name.startswith(("model.layers.0.", "model.layers.1."))}
     with pytest.raises(UserError) as error:  # noqa: PT012
         for index, _ in runner.layers():
-            if index == 1:
+            if index == 0:  # the next one may be on its way
                 damage(folder / last)
     text = str(error.value)
-    assert text.startswith(("model.layers.2.", "model.layers.3."))  # the third may be read already, or on its way
-    assert last in text and says in text and "\n" not in text
+    assert text.startswith(("model.layers.2.", "model.layers.3."))
+    assert last in text and says in text and "restore the file, then start again" in text and "\n" not in text
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_runs(folder):

@@ -34,7 +34,7 @@ from tune_prune.pruning.groups import PruningPlan
 
 MANIFEST = "tune_prune.json"
 SCHEMA_VERSION = 1
-_PIECE_BYTES = 2**24
+_PIECE_BYTES = 2**20
 Format = Literal["hf", "hf-padded", "gguf"]
 
 _AGAIN = f"copy the whole checkpoint again, or remove {MANIFEST} to use the files as they are"

@@ -189,7 +189,8 @@ def pieces_hash(path: Path) -> str:
     state = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         if size <= WHOLE_HASH_BYTES:
-            state.update(file.read())
+            while part := file.read(2**20):
+                state.update(part)
         else:
             for piece in range(HASHED_PIECES):
                 file.seek((size - 2**20) * piece // (HASHED_PIECES - 1))

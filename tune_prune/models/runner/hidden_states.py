@@ -6,10 +6,10 @@ all layers: in bfloat16, 512 samples of 256 tokens at a hidden size of 4,096 are
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from collections.abc import Hashable, Iterator, MutableMapping
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -45,14 +45,15 @@ class SpilledStates(MutableMapping[Hashable, Tensor]):
     """The same in a file of `folder` (None: the system's folder for temporary files).
 
     The file has no name, so nothing is left behind however the process ends; it is gone when the object is. Room that a key
-    had is used again for one of equal size. Raises UserError where the file cannot be made or cannot grow.
+    had is used again for one of equal size. Raises UserError where the file cannot be made, cannot grow or cannot be read.
     """
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         self.device = device
-        self._folder = folder or Path(tempfile.gettempdir())
+        self._folder = folder
         try:
-            self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 closed when it is collected
+            # Closed when it is collected. Without a buffer, in which what a full disk has refused would wait for that.
+            self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
         except OSError as error:
             raise self._error("cannot be made", error) from error
         self._places: dict[Hashable, tuple[int, torch.Size, torch.dtype]] = {}  # where each begins, in bytes
@@ -64,10 +65,11 @@ class SpilledStates(MutableMapping[Hashable, Tensor]):
             del self[key]
         room = self._free.get(states.nbytes)
         start = room.pop() if room else self._end
+        content = _bytes(states.detach().to("cpu").contiguous())
         try:
             self._file.seek(start)
-            self._file.write(_bytes(states.detach().to("cpu").contiguous()))
-            self._file.flush()
+            while content:  # the system takes 2 GiB at a time
+                content = content[self._file.write(content) :]
         except OSError as error:
             raise self._error(f"cannot grow to {(start + states.nbytes) / 1e9:.2f} GB", error) from error
         self._end = max(self._end, start + states.nbytes)
@@ -76,9 +78,15 @@ class SpilledStates(MutableMapping[Hashable, Tensor]):
     def __getitem__(self, key: Hashable) -> Tensor:
         start, shape, dtype = self._places[key]
         states = torch.empty(shape, dtype=dtype)
-        self._file.seek(start)
-        if self._file.readinto(_bytes(states)) != states.nbytes:  # type: ignore[attr-defined]
-            raise OSError(f"the file for hidden states in {self._folder} has been cut")
+        content = _bytes(states)
+        try:
+            self._file.seek(start)
+            while content:
+                if not (count := self._file.readinto(content)):
+                    raise OSError(errno.EIO, "it has been cut")
+                content = content[count:]
+        except OSError as error:
+            raise self._error("cannot be read", error) from error
         return states.to(self.device)
 
     def __delitem__(self, key: Hashable) -> None:
@@ -93,7 +101,8 @@ class SpilledStates(MutableMapping[Hashable, Tensor]):
 
     def _error(self, what: str, error: OSError) -> UserError:
         return UserError(
-            f"the file for hidden states in {self._folder} {what} ({error.strerror}); make room there, or name another folder"
+            f"the file for hidden states in {self._folder or tempfile.gettempdir()} {what} ({error.strerror}); make room there, or "
+            "set TMPDIR to another folder"
         )
 
 

@@ -57,21 +57,30 @@ def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: R
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family), residency)
 
 
+def readable_in_place(source: ModelSource) -> bool:
+    """Whether the weights can stay in their files: those that are pickled cannot. Downloads those of the hub. Raises UserError."""
+    return bool(weight_files.files(_folder(source)))
+
+
 def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype) -> LazyWeights:
     """Parameters as `dtype`; `places`: where each is. A file is opened for every tensor, so that none stays mapped. A tensor that
-    cannot be read any more is a UserError."""
+    cannot be read any more is a UserError, and so is one whose file has changed: numbers would be those of two models, and to read
+    a map beyond the end of a file that was cut ends the process."""
     kind = str(dtype).removeprefix("torch.")
     index = {
         name: {"safetensors_file": str(path), "weight_name": stored, "dtype": kind}
         for name, (path, stored) in places.items()
     }
     loader = OffloadedWeightsLoader(index=index)
+    states = {path: _state(path) for path, _ in places.values()}
 
     def find(name: str) -> torch.Tensor:
+        path, stored = places[name]
         try:
+            if _state(path) != states[path]:
+                raise OSError("it has changed since the start")
             tensor: torch.Tensor = loader[name]
         except (OSError, SafetensorError) as error:
-            path, stored = places[name]
             cause = " ".join(str(error).split())
             raise UserError(
                 f"{stored} cannot be read from weight file {path} any more ({cause}); restore the file, then start again"
@@ -79,6 +88,12 @@ def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype
         return tensor
 
     return LazyWeights(places, find)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """What tells that a file is still the same: bytes and time of its last change."""
+    about = path.stat()
+    return about.st_size, about.st_mtime_ns
 
 
 def _folder(source: ModelSource) -> Path:

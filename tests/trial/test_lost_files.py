@@ -1,0 +1,119 @@
+"""Weight files and room for hidden states that are lost while a trial runs: a failed record with one sentence, nothing left
+behind, and the same trial afterwards as if nothing had been."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trials import BLOCKWISE, RUN
+from tune_prune import embedded, prune
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import TRIALS
+from tune_prune.data.sources import EMBEDDED_DATA
+from tune_prune.models.catalog import resolve
+from tune_prune.models.runner.mapped_model import map_model
+from tune_prune.models.runner.residency import Residency
+from tune_prune.trial.context import ArtifactStore, TrialContext
+from tune_prune.trial.trial import Trial
+from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.stages import StageRunner
+from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+
+CONFIG = replace(BLOCKWISE, method="taylor")
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[StageRunner, WorkerSettings]]:
+    """A function that begins the trial on a folder's model whose weights stay in their files, with hidden states in another."""
+    shutil.copytree(embedded.model_dir("tiny-llama"), tmp_path / "model")
+    (tmp_path / "waiting").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "waiting"))
+    run = replace(RUN, model=str(tmp_path / "model"), data_dir=EMBEDDED_DATA)
+
+    def open_mapped(run: object, artifact_dir: Path, device: str, residency: Residency) -> TrialContext:
+        loaded = map_model(resolve(str(tmp_path / "model")), torch.float32, "cpu", Residency(states="file"))
+        return TrialContext(run, loaded, ArtifactStore(artifact_dir))
+
+    monkeypatch.setattr(TrialContext, "open", open_mapped)
+
+    def begin() -> tuple[StageRunner, WorkerSettings]:
+        settings = WorkerSettings(tmp_path / "experiment", tmp_path / "artifacts", TrialResources())
+        key = TrialContext.open(run, settings.artifact_dir, "cpu", Residency()).key(CONFIG)
+        runner = StageRunner({key: (spec := TrialSpec(run, CONFIG, key))}, settings)
+        runner.begin(spec)
+        return runner, settings
+
+    return begin
+
+
+def ended(runner: StageRunner) -> TrialRecord:
+    while not (message := runner.step()).ended:
+        pass
+    return message.record
+
+
+def test_a_weight_file_that_is_cut_is_a_failed_record(begun, tmp_path):
+    runner, settings = begun()
+    stages = [runner.step().stage.stage for _ in range(2)]
+    path = tmp_path / "model" / "model.safetensors"
+    content, about = path.read_bytes(), path.stat()
+    os.truncate(path, 20_000)  # what is mapped of it is gone
+    failed = ended(runner)
+    assert (failed.status, [stage["stage"] for stage in failed.stages]) == ("failed", stages)
+    assert f"{path} any more (it has changed since the start)" in failed.reason and "\n" not in failed.reason
+    assert settings.ledger.read(failed.key) == failed
+    assert not settings.store.path(TRIALS).exists() and list((tmp_path / "waiting").iterdir()) == []
+    path.write_bytes(content)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    done = ended(begun()[0])
+    assert (done.key, done.status) == (failed.key, "complete")
+    assert done.stages[0]["tokens"] == 0  # what had been computed is found again
+
+
+def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
+
+
+def gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "waiting" / "gone"))
+
+
+@pytest.mark.parametrize(("lose", "says"), [(full, "No space left on device"), (gone, "No such file or directory")])
+def test_no_room_for_hidden_states_is_a_failed_record(begun, lose, says, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        runner, settings = begun()
+        lose(patch, tmp_path)
+        failed = ended(runner)
+    assert (failed.status, failed.stages) == ("failed", [])
+    assert failed.reason.startswith(f"the file for hidden states in {tmp_path / 'waiting'}") and says in failed.reason
+    assert not settings.store.path(TRIALS).exists() and list((tmp_path / "waiting").iterdir()) == []
+    assert ended(begun()[0]).status == "complete"
+
+
+@pytest.mark.parametrize(("lose", "says"), [(full, "No space left on device"), (gone, "No such file or directory")])
+def test_no_room_while_a_model_is_pruned_is_a_sentence(lose, says, refused, tmp_path):
+    (tmp_path / "waiting").mkdir()
+    flags = ["--method", "taylor", "--seq-len", "16", "--num-samples", "8", "--device", "cpu"]
+    original = Trial.stages
+    with pytest.MonkeyPatch.context() as patch:
+
+        def stages(self):
+            lose(patch, tmp_path)
+            return original(self)
+
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "waiting"))
+        patch.setattr("tune_prune.opened.choose_within", lambda ways, *_: ways[-1])  # with hidden states in a file
+        patch.setattr(Trial, "stages", stages)
+        text = refused(prune.main, "--model", "tiny-llama", *flags, "--output", tmp_path / "out", begun=True)
+    assert text.startswith("error: the file for hidden states in ") and says in text
+    gc.collect()  # what an opened model has for itself goes with it
+    assert [path.name for path in tmp_path.iterdir()] == ["waiting"] and [*(tmp_path / "waiting").iterdir()] == []
