@@ -9,6 +9,8 @@ begun, so that a machine that is lent for ten minutes loses nothing. Of a model 
     first call      forward passes of one shape, the first and the third: kernels are loaded in the first, and no speed counts it
     left behind     memory of the GPU that is gone after a plan has measured it in a process that ended: none should be
     forecast        seconds of a forward pass and of a gradient pass as a plan foresees them, and as they are
+    ways            a gradient pass in every way to hold the model: seconds, and peak memory planned and taken (streamed: weights
+                    come from host memory, so that no disk is measured)
     pruning         seconds of slicing, foreseen and taken
     widths          matrix products of MLPs with an odd number of channels against multiples of 8 and of 64
     shapes          attention on 50 masks of different shape, the first and the second time, with cuDNN's kernels and without
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,11 +37,13 @@ from bench_gpu import build
 from tune_prune.checkpoint import generation_speed
 from tune_prune.cost_model import estimate, machine, own_process
 from tune_prune.cost_model.device_speed import SpeedRequest, measure
+from tune_prune.cost_model.memory import Shapes
 from tune_prune.models import loading
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.statistics.taylor import taylor
+from tune_prune.pruning.statistics import Need
+from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
 from tune_prune.pruning.surgery import prune
 
 WIDTHS = (11_469, 11_472, 11_520)  # 80% of Mistral-7B's 14,336: free, the next multiple of 8, the next of 64
@@ -58,6 +63,7 @@ class Bench:
         self.family = family_of(self.model.config.model_type)
         yield "first call", self.first_call
         yield "forecast", self.forecast
+        yield "ways", self.ways
         yield "pruning", self.pruning
         yield "widths", self.widths
         yield "shapes", self.shapes
@@ -115,6 +121,29 @@ class Bench:
             "gradients_foreseen_s": foreseen,
             "gradients_s": self.seconds(gradients),
         }
+
+    def ways(self) -> dict[str, float]:
+        samples, length = (4, 32) if self.args.tiny else (64, 256)
+        windows, device = torch.randint(self.model.config.vocab_size, (samples, length)), self.device
+        geometry = read_geometry(self.model, self.family)
+        shapes = Shapes(geometry, self.model.config, self.dtype.itemsize, device.type)
+        work = STATISTIC.work([Need("taylor", "", samples)], length, geometry.num_layers, device.type)
+        weights = {name: p.cpu() for name, p in self.model.named_parameters(remove_duplicate=False)}
+        found: dict[str, float] = {}
+        for plan in shapes.ways([("importance", work)]):
+            if plan.way.pruned_whole or plan.way.states == "file":
+                continue
+            way = replace(plan.way, weights=weights if plan.way.from_files else None, device=device)
+            name = str(plan.way).replace(", states in host memory", ", host")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+            found[f"{name} s"] = self.seconds(partial(taylor, self.model, self.family, windows, [samples], way))
+            found[f"{name} planned_bytes"] = plan.largest.total
+            if device.type == "cuda":
+                found[f"{name} bytes"] = torch.cuda.max_memory_allocated() - before
+        return found
 
     def plan(self) -> tuple[Geometry, PruningPlan]:
         """Every fifth group and channel goes."""
