@@ -24,6 +24,7 @@ class Residency:
     gradients_by_layer: bool = False
     # Hidden states that go through the layers together; None: those of a batch, or 2**18 where layers are brought.
     block_tokens: int | None = None
+    gpus: int = 1  # over which a model in memory is spread, layer by layer
 
     @property
     def by_layer(self) -> bool:
@@ -39,7 +40,8 @@ class Residency:
         where = {"device": "", "host": ", states in host memory", "file": ", states in a file"}[self.states]
         if self.weights is not None:
             return f"streamed{where}"
-        return f"by layer{where}" if self.gradients_by_layer else "resident"
+        way = f"by layer{where}" if self.gradients_by_layer else "resident"
+        return way if self.gpus == 1 else f"{way}, on {self.gpus} GPUs"
 
 
 RESIDENT = Residency()
