@@ -5,7 +5,12 @@ Zero biases and unit norms would hide mistakes, so every parameter is random. Si
 equal by accident: 8 heads of 6 in 4 KV groups, i.e. queries 48 wide on a hidden size of 32, and 40 MLP channels.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import gc
+
+gc.disable()  # until the tests begin: what is imported before stays, and looking through it for garbage takes seconds
 
 import importlib
 import json
@@ -16,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere: no test may ask the network
+os.environ["OMP_NUM_THREADS"] = "1"  # of every process that a test starts, too: tiny tensors, threads only cost
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,8 +38,6 @@ from tune_prune.models.families import FAMILIES
 from tune_prune.planning import plan_cost
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-
-torch.set_num_threads(1)  # tiny tensors: threads only cost
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -78,6 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest) -> str:
     """Every family and what its config can switch on, one after the other."""
@@ -91,9 +100,11 @@ def tiny() -> Callable[..., PreTrainedModel]:
 
 
 # As if the packages were not installed: they are not found, and asking whether they are there says no. The code may take
-# names out of `hidden`.
+# names out of `hidden`. A process that imports torch spends a third of its time on looking for garbage, most of it at its end.
 HIDE_PACKAGES = """
-import sys
+import atexit, gc, sys
+gc.set_threshold(100_000)
+atexit.register(gc.freeze)
 hidden = {hidden!r}
 class Without:
     def __init__(self, finder):
@@ -115,7 +126,7 @@ def run_without() -> Callable[..., str]:
         root = str(Path(__file__).resolve().parents[1])
         done = subprocess.run(
             [sys.executable, "-c", HIDE_PACKAGES.format(hidden=set(hidden)) + code, *arguments],
-            env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": root},
             capture_output=True,
             text=True,
             timeout=120,

@@ -52,8 +52,8 @@ def open(
     device       auto (a GPU if there is one), cpu or cuda
     perplexity_window    length in tokens of the windows that the perplexity text is cut into, shortened to the model's limit;
                  None: 2048, of an embedded model 128 (the length it was trained on), of a pruned checkpoint as recorded
-    memory       most that pruning may take, e.g. "20GiB", or in bytes: gradients are taken layer by layer where the whole
-                 model's do not fit: slower, the same numbers; None: what is free
+    memory       most that pruning and measuring may take, e.g. "20GiB", or in bytes: where the whole model does not fit, it goes
+                 layer by layer, from its files if need be: slower, the same numbers; None: what is free
 
     Returns a Model, whose weights are loaded when they are needed. Raises UserError for a name that is unknown, a model that is
     not available, damaged or of another family, and for a keyword's value.

@@ -37,6 +37,7 @@ def parser() -> Parser:
         metavar="S",
         help="seed of the order of the items (default: 0)",
     )
+    flags.add_memory_flag(p, "the measurement")
     flags.add_device_flag(p)
     p.add_argument("--output", type=flags.text, metavar="FILE", help="file to write all numbers to, as JSON")
     return p
@@ -64,6 +65,7 @@ def _main(argv: list[str]) -> None:
         seed=args.seed,
         dtype=args.dtype,
         device=args.device,
+        memory=args.memory,
         perplexity_window=args.perplexity_window,
     )
     run = model.protocol(args.limit, args.tasks)
@@ -72,7 +74,7 @@ def _main(argv: list[str]) -> None:
     from tune_prune.core.files import atomic_write_text, to_json
     from tune_prune.data.sources import measured_on
 
-    model.loaded()  # weights that are not there are said before anything else
+    model.loaded(way=model.way_to_measure(run))  # weights that are not there are said before anything else
     print(
         f"{model.label}: {model.params:,} parameters, {model.geometry.num_layers} layers, {run.dtype} on {model.device}",
         flush=True,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,19 +25,21 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError, require
 from tune_prune.core.records import StageReport
 from tune_prune.cost_model import machine
-from tune_prune.cost_model.memory import Place, Shapes, choose_within
-from tune_prune.cost_model.workload import passes_of
-from tune_prune.data import calibration
+from tune_prune.cost_model.memory import Shapes, StageMemory, choose_within
+from tune_prune.cost_model.workload import LONGEST_ROW, passes_of
+from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.checks import check_data
-from tune_prune.data.sources import EMBEDDED_DATA
+from tune_prune.data.sources import EMBEDDED_DATA, uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.loading import LoadedModel
-from tune_prune.models.runner.residency import Residency
+from tune_prune.models.runner.mapped_model import map_model, readable_in_place
+from tune_prune.models.runner.residency import RESIDENT, Place, Residency
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import surgery
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.selection import target_params
+from tune_prune.pruning.statistics import PassWork
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
@@ -65,12 +67,10 @@ class Model:
         calibration: str | None = None,
         perplexity_window: int | None = None,
         memory: int | None = None,
-        from_files: bool = False,
     ) -> None:
         """`calibration`: as `data.calibration.resolve` gives it; None: what suits the model, once it is needed.
-        `perplexity_window`: None: as recorded of a checkpoint, else the run's. `memory`: bytes that `prune` may take; None:
-        what is free then. `from_files`: leave weights in their files and bring one layer at a time; a torch module that
-        `model` gives is then on the meta device."""
+        `perplexity_window`: None: as recorded of a checkpoint, else the run's. `memory`: bytes that `prune` and `evaluate` may
+        take; None: what is free then."""
         self.device = loading.pick_device(device)
         self._source = catalog.resolve(run.model, run.revision)
         self._config = loading.load_config(self._source)
@@ -90,7 +90,6 @@ class Model:
         self._calibration = calibration
         self._loaded: LoadedModel | None = None
         self._memory = memory
-        self._from_files = from_files
         # What was computed for this model, and is found again; what a search has measured is not asked for.
         self._folder = tempfile.mkdtemp(prefix="tune_prune_")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -163,8 +162,7 @@ class Model:
             )
         plan = request.plan
         if plan is None:
-            way = None if self._from_files else self._way(request.config)
-            dense = self.loaded() if way is None else replace(self.loaded(), residency=way)
+            dense = self.loaded(way=self._way(request.config))
             context = TrialContext(request.run, dense, ArtifactStore(request.artifact_dir or self._folder))
             trial = Trial(request.config, context)
             for report in trial.stages():
@@ -177,17 +175,43 @@ class Model:
 
     def _way(self, config: PruningConfig) -> Residency:
         """The fastest to hold the model in that fits while it is pruned. Raises UserError for too little `memory`."""
-        geometry, device, itemsize = self.geometry, self.device, getattr(torch, self.run.dtype).itemsize
-        shapes = Shapes(geometry, self._config, itemsize, device)
-        cut = shapes.pruning(target_params(geometry, config.pruning_ratio, config.shape))
-        ways = shapes.ways(passes_of([config], geometry.num_layers, device), [cut])
+        removed = target_params(self.geometry, config.pruning_ratio, config.shape)
+        passes = passes_of([config], self.geometry.num_layers, self.device)
+        cut = partial(self._shapes.pruning, removed)
+        return self._fastest(passes, lambda way: [cut(way=way)], f"to prune {self.label} by {config.name}")
+
+    def way_to_measure(self, run: ModelRun, removed_params: int = 0) -> Residency:
+        """The same while it is measured, without so many parameters."""
+        text = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
+        tokens, positions = len(calibration.tokenize(self.tokenizer, text)), self._config.max_position_embeddings
+        read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
+        measured = partial(self._shapes.evaluation, removed_params, *read)
+        return self._fastest([], lambda way: measured(way=way), f"to measure {self.label}")
+
+    def _way_to_save(self, dtype: torch.dtype, whole: bool) -> Residency:
+        """A tensor at a time from its files, unless the model is there in `dtype` or `whole` is wanted."""
+        kept = self._loaded
+        there = kept is not None and kept.model.dtype == dtype and not kept.residency.from_files
+        return RESIDENT if whole or there or not readable_in_place(self._source) else Residency(from_files=True)
+
+    @property
+    def _shapes(self) -> Shapes:
+        return Shapes(self.geometry, self._config, getattr(torch, self.run.dtype).itemsize, self.device)
+
+    def _fastest(
+        self,
+        passes: Sequence[tuple[str, PassWork]],
+        evaluation: Callable[[Residency], Sequence[StageMemory]],
+        what: str,
+    ) -> Residency:
+        ways = self._shapes.ways(passes, evaluation, readable_in_place(self._source))
         free = machine.memory().available
         bounds: dict[Place, int] = {"device": free, "host": free, "file": shutil.disk_usage(tempfile.gettempdir()).free}
-        if device == "cuda":
+        if self.device == "cuda":
             bounds["device"] = torch.cuda.mem_get_info()[0]
-        if self._loaded is not None:
+        if self._loaded is not None and not self._loaded.residency.from_files:
             bounds["device"] += ways[0].weights
-        return choose_within(ways, bounds, self._memory, f"to prune {self.label} by {config.name}").way
+        return choose_within(ways, bounds, self._memory, what).way
 
     def evaluate(
         self,
@@ -204,7 +228,7 @@ class Model:
 
         Raises UserError where texts or tasks are not available.
         """
-        return self._measured(self.protocol(limit, tasks), None, Trial.stages, on_stage)
+        return self._measured(self.protocol(limit, tasks), None, None, on_stage)
 
     def protocol(self, limit: int | None = None, tasks: Sequence[str] | str | None = None) -> ModelRun:
         """The settings by which `evaluate` measures, once texts and tasks were found. Raises UserError."""
@@ -222,10 +246,11 @@ class Model:
         self,
         run: ModelRun,
         config: PruningConfig | None,
-        stages: Callable[[Trial], Iterable[StageReport]],
+        plan: PruningPlan | None,
         on_stage: Callable[[StageReport], None],
     ) -> Evaluation:
-        context = TrialContext(run, self.loaded(), ArtifactStore(self._folder))
+        way = self.way_to_measure(run, 0 if plan is None else plan.removed_params)
+        context = TrialContext(run, self.loaded(way=way), ArtifactStore(self._folder))
         largest, vocab_size = int(context.perplexity_tokens.max()), context.loaded.model.config.vocab_size
         if largest >= vocab_size:
             raise UserError(
@@ -233,22 +258,21 @@ class Model:
                 "use the model's own tokenizer files"
             )
         trial = Trial(config, context)
-        for report in stages(trial):
+        for report in trial.stages() if plan is None else trial.measure(context.pruned(plan), plan):
             on_stage(report)
         return Evaluation(run, trial.progress.record("complete"), tuple(trial.items), context.perplexity_window)
 
-    def loaded(self, dtype: torch.dtype | None = None) -> LoadedModel:
-        """With its weights, in `dtype`; None: that of `run`. One copy is kept, the last. Raises UserError."""
+    def loaded(self, dtype: torch.dtype | None = None, way: Residency = RESIDENT) -> LoadedModel:
+        """In `dtype` (None: that of `run`), held in that `way`: with its weights, or without them where that leaves them in their
+        files. One copy is kept, the last. Raises UserError."""
         dtype = dtype or getattr(torch, self.run.dtype)
-        if self._loaded is None or self._loaded.model.dtype != dtype:
-            self._loaded = None  # before the weights are loaded again
-            if self._from_files:
-                from tune_prune.models.runner.mapped_model import map_model  # imports accelerate
-
-                self._loaded = map_model(self._source, dtype, self.device)
-            else:
-                self._loaded = loading.load_model(self._source, dtype, self.device)
-        return self._loaded
+        kept = self._loaded
+        if kept is None or kept.model.dtype != dtype or kept.residency.from_files != way.from_files:
+            self._loaded = kept = None  # before the weights are loaded again
+            load = map_model if way.from_files else loading.load_model
+            self._loaded = kept = load(self._source, dtype, self.device)
+        own = kept.residency
+        return replace(kept, residency=replace(way, weights=own.weights, device=own.device))
 
 
 class PrunedModel:
@@ -289,8 +313,7 @@ class PrunedModel:
         on_stage: Callable[[StageReport], None] = _silent,
     ) -> Evaluation:
         """As `Model.evaluate`: the numbers of the trial of this configuration in a search."""
-        run = self.dense.protocol(limit, tasks)
-        return self.dense._measured(run, self.config, lambda trial: trial.measure(self.model, self.plan), on_stage)
+        return self.dense._measured(self.dense.protocol(limit, tasks), self.config, self.plan, on_stage)
 
     def save(
         self,
@@ -318,9 +341,9 @@ class PrunedModel:
         require("dtype", dtype or "float32", ("float32", "bfloat16", "float16"))
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
-        own = getattr(self.dense._config, "dtype", None) or torch.float32
+        kind = getattr(torch, dtype) if dtype else getattr(self.dense._config, "dtype", None) or torch.float32
         return save_checkpoint(
-            self.dense.loaded(getattr(torch, dtype) if dtype else own),
+            self.dense.loaded(kind, self.dense._way_to_save(kind, whole=format == "gguf" or measure)),
             self.plan,
             self._request.origin(),
             path,

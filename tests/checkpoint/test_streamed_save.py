@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,17 +11,33 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, LAYERS, plan_of
-from tune_prune.checkpoint.manifest import Format
+from tune_prune.checkpoint.card import model_card
+from tune_prune.checkpoint.manifest import Format, Manifest
 from tune_prune.checkpoint.save import Origin, save_checkpoint
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.models.catalog import resolve
+from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel, load_model
 from tune_prune.models.runner.mapped_model import map_model
 
 ORIGIN = Origin(PruningConfig("random", 16, 8, 0.2), None, None, None, None)
 PLANS = {name: KEEP_SETS[name] for name in ("different in every layer", "both of a middle layer", "all but one group")}
 PLANS |= {"alike": ((ALL_GROUPS,) * LAYERS, (ALL_CHANNELS[3:],) * LAYERS)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def pictures_drawn_once() -> Iterator[None]:
+    """The picture of a card, which takes most of the time, is drawn once from the same numbers."""
+    draw, drawn = model_card.picture, dict[str, bytes]()
+
+    def picture(manifest: Manifest, geometry: Geometry) -> bytes:
+        key = repr((manifest.plan, manifest.dropped_layers, geometry))
+        return drawn[key] if key in drawn else drawn.setdefault(key, draw(manifest, geometry))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_card, "picture", picture)
+        yield
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tune_prune import api, prune, search
 from tune_prune.checkpoint import manifest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.models.runner.residency import Residency
 from tune_prune.opened import Model
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
@@ -37,11 +38,14 @@ def pruned(model: Model) -> Any:
     return model.prune("layerwise", ratio=0.3, seq_len=16, num_samples=10)
 
 
-def test_weights_that_stay_in_their_files_make_the_same_pruned_model(model: Model, pruned: Any, tmp_path: Path) -> None:
-    mapped = Model(model.run, "cpu", from_files=True)
+def test_weights_that_stay_in_their_files_make_the_same_pruned_model(
+    model: Model, pruned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = Model(model.run, "cpu")
+    monkeypatch.setattr(mapped, "_fastest", lambda *_: Residency(from_files=True))
     other = mapped.prune("layerwise", ratio=0.3, seq_len=16, num_samples=10)
-    assert other.plan == pruned.plan and {p.device.type for p in other.model.parameters()} == {"meta"}
     found, expected = (one.evaluate(limit=3, tasks="boolq,piqa") for one in (other, pruned))
+    assert other.plan == pruned.plan and mapped.loaded(way=Residency(from_files=True)).model.device.type == "meta"
     assert found.record.metrics == expected.record.metrics and found.items == expected.items
     for one, name in ((other, "mapped"), (pruned, "loaded")):
         one.save(tmp_path / name)

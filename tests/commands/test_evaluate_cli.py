@@ -170,7 +170,7 @@ def test_broken_models_and_data(sentence: Callable[..., str], tmp_path: Path) ->
 
 
 def test_interrupted(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Model, "loaded", interrupted)

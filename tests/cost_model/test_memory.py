@@ -74,7 +74,7 @@ def mistral(*num_samples: int, seq_len: int = 512) -> list[MemoryPlan]:
     shapes = Shapes(geometry, config, 2, "cuda")
     needs = [Need("taylor", "", n) for n in num_samples]
     passes = [("importance", STATISTIC.work(needs, seq_len, 32, "cuda"))] if needs else []
-    return shapes.ways(passes, shapes.evaluation(0, 2048, 300_000, 600))
+    return shapes.ways(passes, lambda way: shapes.evaluation(0, 2048, 300_000, 600, 3_000_000, way))
 
 
 def test_memory_adds_up_for_a_7b_model_on_a_gpu():
@@ -89,20 +89,44 @@ def test_memory_adds_up_for_a_7b_model_on_a_gpu():
     assert plan.total == PROCESS_BYTES["cuda"] + plan.weights + gradients.total
     assert plan.largest == gradients and plan.peak(evaluation[0]) == plan.total - gradients.total + evaluation[0].held
     assert mistral(3, 5, 256)[0].stages[0].held == 2 * gradients.held
-    (only,) = mistral()
+    only, *others = mistral()
     assert only.stages == tuple(evaluation) and str(only.way) == "resident"
+    assert others and all(
+        plan.way.from_files for plan in others
+    )  # there are no gradients that a layer alone could have
 
 
 def test_layer_by_layer_a_7b_model_keeps_what_its_layers_were_given_in_place_of_its_gradients():
     """256 samples of 512 tokens in bfloat16: of 33 places, and float32 sums of one layer."""
     states = 256 * 512 * 4096 * 2 * 33
-    resident, *others = mistral(256)
+    resident, *others = [plan for plan in mistral(256) if not plan.way.from_files]
     assert [str(plan.way) for plan in others] == [
         "by layer", "by layer, states in host memory", "by layer, states in a file"
     ]  # fmt: skip
     assert [plan.stages[0].held - 4 * LAYER for plan in others] == [states, 0, 0]
     assert [plan.away for plan in others] == [0, states, states]
     assert len({plan.stages[1:] for plan in (resident, *others)}) == 1
+
+
+def test_streamed_a_7b_model_needs_two_layers_and_a_card_of_24_gb_holds_its_pruned_copy():
+    """256 samples of 512 tokens in bfloat16; blocks of 2**18 tokens carry 2 GB of hidden states."""
+    weights, layers = 2 * 7_241_732_096, 2 * (2 * (LAYER + 4 * 4096) + 4096 * 14336)
+    streamed = [plan for plan in mistral(256) if plan.way.from_files]
+    assert [(str(plan.way), plan.way.pruned_whole) for plan in streamed] == [
+        (f"streamed{where}", whole)
+        for whole in (True, False)
+        for where in ("", ", states in host memory", ", states in a file")
+    ]
+    assert {plan.weights for plan in streamed} == {0}
+    assert [plan.stages[0].held - 4 * LAYER - layers for plan in streamed] == [256 * 512 * 4096 * 2 * 33, 0, 0] * 2
+    pruning, perplexity, zero_shot = zip(*(plan.stages[1:] for plan in streamed), strict=True)
+    assert [stage.held for stage in pruning[2:4]] == [weights + 2 * 32 * 63 * 3 * 4096, layers]
+    assert [(stage.way, stage.held) for stage in perplexity[2:4]] == [
+        ("resident", pruning[2].held), ("streamed", layers + 2**18 * 4096 * 2)
+    ]  # fmt: skip
+    masks = 2**18 * 600 * 2
+    assert [stage.held - layers for stage in zero_shot[3:]] == [2**18 * 4096 * 2 + masks, masks, masks]
+    assert streamed[2].total < 20 * 2**30 and streamed[5].total < 6 * 2**30
 
 
 def test_the_fastest_way_that_fits_is_chosen():
@@ -119,4 +143,6 @@ def test_the_fastest_way_that_fits_is_chosen():
     assert chosen(many, lean, host=many[2].away, file=0) == "by layer, states in host memory"
     assert chosen(many, lean, host=many[2].away - 1, file=many[3].away) == "by layer, states in a file"
     assert chosen(many, lean) == "by layer, states in host memory"  # of a cluster's host memory nothing is known
-    assert choose(many, {"device": 0}).total == lean  # where nothing fits: the leanest
+    assert chosen(many, lean - 1, host=many[2].away) == chosen(many, 6 * 2**30) == "streamed, states in host memory"
+    assert [choose(many, {"device": bound}).way.pruned_whole for bound in (lean - 1, 6 * 2**30)] == [True, False]
+    assert choose(many, {"device": 0}) == many[-1]  # where nothing fits: the leanest

@@ -20,7 +20,9 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog
 from tune_prune.core.store import FolderStore
 from tune_prune.cost_model import machine
+from tune_prune.cost_model import memory as memory_plan
 from tune_prune.cost_model.machine import Memory, at_least, parse_size
+from tune_prune.models.runner.residency import WAYS
 from tune_prune.planning import preflight
 from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
@@ -37,7 +39,7 @@ def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """What a trial of the space takes layer by layer: less than with the gradients of the whole model."""
     monkeypatch.chdir(tmp_path)
     Path("space.yaml").write_text(SPACE)
-    whole, by_layer, _ = planned().models[0].ways
+    whole, by_layer, *_ = planned().models[0].ways
     assert by_layer.total < whole.total
     return by_layer.total
 
@@ -80,12 +82,12 @@ def test_memory_that_is_free_decides_where_none_is_named(bound: int, monkeypatch
 
 
 def test_a_file_is_for_hidden_states_that_fit_on_its_disk(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, in_file = planned().models[0].ways
+    in_file = next(plan for plan in planned().models[0].ways if str(plan.way) == "by layer, states in a file")
     room = {"free": in_file.away}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(**room))
     assert str(planned(memory=in_file.total).memory.way) == "by layer, states in a file"
     room["free"] -= 1
-    with pytest.raises(UserError, match=r"whose hidden states need .* are free for them in .*: set TMPDIR to"):
+    with pytest.raises(UserError, match=r"with hidden states that need .* are free for them in .*: set TMPDIR to"):
         planned(memory=in_file.total)
 
 
@@ -105,10 +107,17 @@ def test_a_dry_run_says_of_every_stage_what_it_takes_and_how(bound: int, plan_te
     assert seen[False] == seen[True] and {way for _, way in seen[True].values()} == {"resident"}
 
 
-def test_no_number_knows_the_way(bound: int, tmp_path: Path) -> None:
+def test_no_number_knows_the_way(bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole records of a search, and its identity; what the passes were is noted."""
     found = {}
-    for name, memory in (("whole", None), ("lean", at_least(bound))):
+    streamed = tuple(way for way in WAYS if way.from_files and way.states == "file")
+    for name, memory, ways in (
+        ("whole", None, WAYS),
+        ("lean", at_least(bound), WAYS),
+        ("copies read", None, streamed[:1]),
+        ("streamed", None, streamed[1:]),
+    ):
+        monkeypatch.setattr(memory_plan, "WAYS", ways)
         folder = tmp_path / name
         tune_prune.search(
             "tiny-llama", "space.yaml", tasks=["boolq"], limit=4, inline=True, gpus_per_trial=0, storage_path=folder,
@@ -123,15 +132,20 @@ def test_no_number_knows_the_way(bound: int, tmp_path: Path) -> None:
         trial_files = sorted(
             (path.relative_to(folder), path.read_bytes()) for path in (folder / "one" / "trials").rglob("*.json")
         )
-        passes = {(one["stage"], one["way"]) for one in PassLog(store).read()}
-        found[name] = records, identity, trial_files, passes
-    *whole, made = found["whole"]
-    *lean, made_by_layer = found["lean"]
+        passes = {one["stage"]: one["way"] for one in PassLog(store).read()}
+        stages = [stage for one in Ledger(store).records() for stage in one.stages if stage["tokens"]]
+        (measured,) = {stage["way"] for stage in stages if stage["stage"] == "zero_shot"}
+        found[name] = [records, identity, trial_files], passes | {"zero_shot": measured}
+    whole, ways = found["whole"]
     assert len(whole[0]) == 4 and all(record.status == "complete" for record in whole[0])
-    assert lean == whole
-    assert (made, made_by_layer) == (
-        {("importance", ""), ("removal", "")}, {("importance", "by layer"), ("removal", "")}
-    )  # fmt: skip
+    assert all(other == whole for other, _ in found.values())
+    in_file = "streamed, states in a file"
+    assert [ways for _, ways in found.values()] == [
+        {"importance": "", "removal": "", "zero_shot": ""},
+        {"importance": "by layer", "removal": "", "zero_shot": ""},
+        {"importance": in_file, "removal": in_file, "zero_shot": ""},
+        {"importance": in_file, "removal": in_file, "zero_shot": in_file},
+    ]
 
 
 @pytest.mark.usefixtures("nothing_created")

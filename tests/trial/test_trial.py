@@ -157,17 +157,22 @@ def test_a_trial_that_holds_less_at_once_has_the_same_numbers(first, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
 
 
-@pytest.mark.parametrize("method", ["blockwise", "wanda_sp", "magnitude"])
-def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(method, context, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "whole"), [("blockwise", False), ("blockwise", True), ("wanda_sp", False), ("magnitude", True)]
+)
+def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(method, whole, context, tmp_path):
+    """Also where its pruned copy is read as a whole."""
     config = replace(BLOCKWISE, method=method)
     expected = run_trial(config, context)
-    other = TrialContext.open(RUN, tmp_path, "cpu", from_files=True)
+    other = TrialContext.open(RUN, tmp_path, "cpu", Residency(from_files=True, pruned_whole=whole))
     trial = Trial(config, other)
     for _ in trial.stages():
         pass
     record = trial.progress.record("complete")
     assert (record.key, record.metrics, record.notes) == (expected.key, expected.metrics, expected.notes)
     assert {p.device.type for p in other.loaded.model.parameters()} == {"meta"}
+    ways = {stage["stage"]: stage["way"] for stage in record.stages}
+    assert ways["zero_shot"] == ways["perplexity"] == ("" if whole else "streamed")
     dense = run_trial(None, other)
     assert dense.metrics == run_trial(None, context).metrics
 

@@ -19,7 +19,7 @@ from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.planning.plan import Plan
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
-from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse, statistic_names
+from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
 
 
 def describe(plan: Plan) -> str:
@@ -184,8 +184,9 @@ def _memory(plan: Plan) -> list[str]:
     for model in plan.models:
         if (own := model.memory).way != RESIDENT:
             elsewhere = f" ({size(own.away)})" if own.away else ""
+            gradients = "" if own.way.from_files else "gradients "
             lines.append(
-                f"{model.run.label}: gradients {own.way}{elsewhere}; of the whole model at once a trial would take "
+                f"{model.run.label}: {gradients}{own.way}{elsewhere}; of the whole model at once a trial would take "
                 f"{size(model.ways[0].total)}"
             )
     return lines
@@ -194,8 +195,7 @@ def _memory(plan: Plan) -> list[str]:
 def _held(plan: Plan, name: str) -> tuple[str, str]:
     """The peak of a stage, and in which way models are held, of all that differ."""
     found = [(model.memory, stage) for model in plan.models for stage in model.memory.stages if stage.stage == name]
-    gradients = any(load_statistic(one).backward and load_statistic(one).stage == name for one in statistic_names())
-    ways = dict.fromkeys(str(memory.way if gradients else RESIDENT) for memory, _ in found)
+    ways = dict.fromkeys(stage.way for _, stage in found)
     return size(max(memory.peak(stage) for memory, stage in found)), " / ".join(ways)
 
 

@@ -20,6 +20,7 @@ from tune_prune.cost_model.device_speed import DeviceSpeed
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.machine import Load
 from tune_prune.cost_model.tokens import ZeroShotTokens
+from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 
@@ -65,6 +66,7 @@ class ModelWork:
     zero_shot: ZeroShotTokens
     way: Residency = RESIDENT
     state_bytes: int = 0  # of a token between two layers
+    slices: int = 1  # of the zero-shot items
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
     passes = {seq_len: _passes(work, seq_len, shared) for seq_len, shared in work.passes.items()}
     dense = {stage.stage: stage for stage in _evaluation(work, 0)}
     pruned = {stage.stage: stage for stage in _evaluation(work, work.removed_params)}
-    loading = work.weight_bytes / DISK_BYTES_PER_S
+    loading = 0.0 if work.way.streamed else work.weight_bytes / DISK_BYTES_PER_S
     # Requests that have been counted are in the cache.
     suite = 0.0 if work.zero_shot.exact else SUITE_S + SUITE_S_PER_ITEM * work.zero_shot.items
     jobs: dict[int | None, Seconds] = {}
@@ -204,7 +206,11 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
         jobs[None] = {name: stage.seconds for name, stage in dense.items()}
         jobs[None]["zero_shot"] += suite + loading
     trial = {name: stage.seconds for name, stage in pruned.items()}
-    trial["pruning"] = PRUNING_S + work.weight_bytes / PRUNING_BYTES_PER_S[work.device]
+    trial["pruning"] = PRUNING_S
+    if work.way.pruned_whole:
+        trial["pruning"] += work.weight_bytes / DISK_BYTES_PER_S
+    elif not work.way.streamed:
+        trial["pruning"] += work.weight_bytes / PRUNING_BYTES_PER_S[work.device]
     for seq_len, parts in passes.items():
         if not statistics_in_trials:
             jobs[seq_len] = {stage.stage: stage.seconds for stage in parts}
@@ -239,6 +245,8 @@ def _passes(work: ModelWork, seq_len: int, needs: Sequence[Need]) -> list[StageC
         seconds += todo.snapshots * speed.snapshots.get(name, 0.0)
         if todo.backward and work.way.by_layer:
             seconds = BY_LAYER * seconds + _waiting_s(work, todo)
+        if work.way.streamed:
+            seconds += 2 * _reading_s(work) if todo.backward else _reading_s(work, todo.tokens)
         stages.append(StageCost(statistic.stage, 1, todo.tokens, arithmetic.of_pass(todo, seq_len), seconds))
     return stages
 
@@ -250,9 +258,16 @@ def _waiting_s(work: ModelWork, todo: PassWork) -> float:
     return 5 * todo.attention_tokens * work.state_bytes / rates[work.way.states]
 
 
+def _reading_s(work: ModelWork, tokens: int = 0, parts: int = 1) -> float:
+    """Seconds in which weights come from their files for a pass over so many tokens, which go through the layers in blocks, no
+    fewer than `parts`."""
+    return max(parts, math.ceil(tokens / BLOCK_TOKENS)) * work.weight_bytes / DISK_BYTES_PER_S
+
+
 def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
     """Perplexity and zero-shot of one model of which `removed_params` are gone."""
     arithmetic = work.arithmetic.pruned(removed_params)
+    brought = work.way.streamed and not (work.way.pruned_whole and removed_params)
     tokens, window = work.perplexity_tokens, min(work.perplexity_window, work.perplexity_tokens)
     zero_shot, speed = work.zero_shot, work.speed
 
@@ -260,13 +275,16 @@ def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
         share = arithmetic.all_layers(count, row_length) / work.arithmetic.all_layers(count, row_length)
         return count * share * speed.forward(row_length) + scored * speed.head
 
+    reading = [_reading_s(work, tokens), _reading_s(work, zero_shot.tokens, work.slices)] if brought else [0.0, 0.0]
     return [
-        StageCost("perplexity", 1, tokens, arithmetic.forward(tokens, window), seconds(tokens, window, tokens)),
+        StageCost(
+            "perplexity", 1, tokens, arithmetic.forward(tokens, window), reading[0] + seconds(tokens, window, tokens)
+        ),
         StageCost(
             "zero_shot",
             1,
             zero_shot.tokens,
             arithmetic.forward(zero_shot.tokens, zero_shot.row_length, zero_shot.scored),
-            speed.engine * seconds(zero_shot.tokens, zero_shot.row_length, zero_shot.scored),
+            reading[1] + speed.engine * seconds(zero_shot.tokens, zero_shot.row_length, zero_shot.scored),
         ),
     ]

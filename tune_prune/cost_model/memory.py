@@ -1,6 +1,6 @@
 """Peak memory of a trial, stage by stage, from the shapes of its model and of its batches, for each way to hold a model.
 
-A worker holds the dense model all the time. Beside it a stage takes:
+A worker holds the dense model all the time, unless its weights stay in their files. Beside it a stage takes:
 
     gradients       float32 sums of the projections' gradients, twice where a snapshot falls inside a batch; what every layer
                     saves for its backward pass; and a part of the logits with what their log-softmax leaves
@@ -9,6 +9,8 @@ A worker holds the dense model all the time. Beside it a stage takes:
     other passes    one layer's activations and the hidden states that the pass carries (of all removed models at once)
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
                     windows or zero-shot rows
+    streamed        the layer of the moment and the next, or what stands before or behind the layers; the hidden states that
+                    wait between two layers, and the masks of zero-shot rows; or, of a pruned copy, all its weights
 
 Saved per token and layer under sdpa attention, with H hidden size, Q width of the query heads, M channels: inputs of the
 projections 2 H + Q + M, queries, keys, values and output of the kernel 4 Q, the MLP's inner products 3 M, and the float32
@@ -17,10 +19,10 @@ inputs of two norms 2 H (compare Korthikanti et al., arXiv:2205.05198, who count
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from transformers.configuration_utils import PretrainedConfig
 
@@ -30,7 +32,8 @@ from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
-from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
+from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
+from tune_prune.models.runner.residency import RESIDENT, WAYS, Place, Residency
 from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
 
@@ -52,7 +55,8 @@ class StageMemory:
     """Bytes that a stage takes beside the process and the dense weights."""
 
     stage: str  # as in records
-    held: int  # while it runs: sums of gradients and hidden states, or the pruned projections with their padding
+    way: str  # in which the model is held
+    held: int  # while it runs: sums of gradients and hidden states, the pruned projections with their padding, brought layers
     activations: int  # of a batch
     away: int = 0  # hidden states in host memory or in a file, of a trial on a GPU; those in a file on a CPU
 
@@ -67,7 +71,7 @@ class MemoryPlan:
 
     way: Residency
     process: int  # without any model
-    weights: int  # dense model
+    weights: int  # dense model; 0: they stay in their files
     stages: tuple[StageMemory, ...]
 
     @property
@@ -91,7 +95,6 @@ class MemoryPlan:
         return self.total <= bounds.get("device", self.total) and self.away <= bounds.get(self.way.states, self.away)
 
 
-Place = Literal["device", "host", "file"]
 # Bytes that a trial may take of what it computes on and of where hidden states can wait; no limit where none is named.
 Bounds = Mapping[Place, int]
 
@@ -115,7 +118,7 @@ def choose_within(ways: Sequence[MemoryPlan], bounds: Bounds, limit: int | None,
         )
     if plan.total <= bounds.get("device", plan.total) and not plan.fits(bounds):
         raise UserError(
-            f"{what} fits into memory only with gradients layer by layer, whose hidden states need {size(plan.away)}, and "
+            f"{what} fits into memory only layer by layer, with hidden states that need {size(plan.away)}, and "
             f"{size(bounds['file'])} are free for them in {tempfile.gettempdir()}: set TMPDIR to a folder with more room, or use "
             "fewer or shorter samples"
         )
@@ -131,21 +134,34 @@ class Shapes:
     itemsize: int
     device: str
 
-    def ways(self, passes: Sequence[tuple[str, PassWork]], evaluation: Sequence[StageMemory] = ()) -> list[MemoryPlan]:
-        """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first."""
+    def ways(
+        self,
+        passes: Sequence[tuple[str, PassWork]],
+        evaluation: Callable[[Residency], Sequence[StageMemory]] = lambda way: (),
+        from_files: bool = True,
+    ) -> list[MemoryPlan]:
+        """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first.
+        `from_files`: whether weights can stay in their files."""
         process, weights = PROCESS_BYTES[self.device], self.geometry.total_params * self.itemsize
         backward = any(work.backward for _, work in passes)
+        places = {"device": True, "host": self.device != "cpu", "file": True}
         return [
-            MemoryPlan(way, process, weights, (*self._passes(passes, way), *evaluation))
+            MemoryPlan(way, process, 0 if way.from_files else weights, (*self._passes(passes, way), *evaluation(way)))
             for way in WAYS
-            if way == RESIDENT or (backward and not (self.device == "cpu" and way.states == "host"))
+            if way == RESIDENT or ((from_files if way.from_files else backward) and places[way.states])
         ]
 
     def evaluation(
-        self, removed_params: int, window: int, text_tokens: int, longest_row: int
+        self,
+        removed_params: int,
+        window: int,
+        text_tokens: int,
+        longest_row: int,
+        row_tokens: int = sys.maxsize,
+        way: Residency = RESIDENT,
     ) -> tuple[StageMemory, ...]:
         """Pruning and what follows. `window`: tokens of a perplexity window; `text_tokens`: of its text; `longest_row`: of the
-        longest zero-shot item."""
+        longest zero-shot item; `row_tokens`: of all of them."""
         vocab, device, config = self.config.vocab_size, self.device, self.config
         positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
         at_once = min(
@@ -159,30 +175,68 @@ class Shapes:
         logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
         zero_shot = tokens * self._inner + masks + FLOAT32 * logits
         zero_shot += self.itemsize * (logits if device == "cuda" else scored * vocab)
-        pruning = self.pruning(removed_params)
-        needs = {"perplexity": perplexity, "zero_shot": zero_shot}
-        slack = EVALUATION_SLACK[device]
-        return pruning, *(StageMemory(stage, pruning.held, int(slack * need)) for stage, need in needs.items())
+        pruning = self.pruning(removed_params, way)
+        block = min(max(BLOCK_TOKENS, tokens), row_tokens)
+        needs = {
+            "perplexity": (perplexity, min(max(BLOCK_TOKENS, positions), text_tokens), 0),
+            "zero_shot": (zero_shot, block, block * longest_row * self.itemsize),
+        }
+        return pruning, *(self._measuring(stage, *need, pruning.held, way) for stage, need in needs.items())
 
-    def pruning(self, removed_params: int) -> StageMemory:
-        """The pruned model, which shares all but its projections with the dense one."""
+    def _measuring(
+        self, stage: str, batch: int, block_tokens: int, block_masks: int, pruned: int, way: Residency
+    ) -> StageMemory:
+        """`batch`: bytes of its activations; `block_tokens`: that go through brought layers together, with masks of `block_masks`
+        bytes; `pruned`: bytes of the pruned copy."""
+        whole = StageMemory(stage, str(RESIDENT), pruned, int(EVALUATION_SLACK[self.device] * batch))
+        if not way.from_files:
+            return whole
+        states = block_tokens * self.geometry.hidden_size * self.itemsize
+        streamed = self._streamed(replace(whole, held=block_masks), states, way)
+        # Of copies that are read as a whole, the dense model is the baseline's, which is not.
+        return max(whole, streamed, key=lambda stage: stage.total) if way.pruned_whole else streamed
+
+    def _streamed(self, stage: StageMemory, states: int, way: Residency) -> StageMemory:
+        """A stage for which layers are brought, with bytes of hidden states that wait between them."""
+        away = states if way.states != "device" else 0
+        return replace(stage, way=str(way), held=stage.held + states - away + self._brought, away=away)
+
+    def pruning(self, removed_params: int, way: Residency = RESIDENT) -> StageMemory:
+        """The pruned model, which shares all but its projections with the dense one where that is there."""
         padding = most_bytes(self.geometry.channel_cost, self.itemsize, self.device)
-        return StageMemory("pruning", (sum(self._projections) - removed_params) * self.itemsize + padding, 0)
+        if way.from_files and not way.pruned_whole:
+            return StageMemory("pruning", str(way), self._brought, 0)
+        of = self.geometry.total_params if way.from_files else sum(self._projections)
+        held = (of - removed_params) * self.itemsize + padding
+        return StageMemory("pruning", str(RESIDENT), held, self._brought if way.from_files else 0)
+
+    @property
+    def _brought(self) -> int:
+        """Weights of those that stay in their files: a layer, the next and the tensor that is just being read; or the embedding or
+        the head, on a CPU beside what is mapped of its file."""
+        h, vocab = self.geometry.hidden_size, self.config.vocab_size
+        layers = 2 * (max(self._projections) + 4 * h) + h * max(self._q, self._m)
+        return self.itemsize * max(layers, vocab * h * (2 if self.device == "cpu" else 1))
 
     def _passes(self, passes: Iterable[tuple[str, PassWork]], way: Residency) -> list[StageMemory]:
         """The largest pass of each stage."""
         found: dict[str, StageMemory] = {}
         for stage, work in passes:
-            one = self._gradients(stage, work, way) if work.backward else self._forward(stage, work)
+            one = self._gradients(stage, work, way) if work.backward else self._forward(stage, work, way)
             found[stage] = max(one, found.get(stage, one), key=lambda stage: (stage.total, stage.away))
         return list(found.values())
 
-    def _forward(self, stage: str, work: PassWork) -> StageMemory:
+    def _forward(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, tokens = self.geometry.hidden_size, work.batch_tokens
         # Logits, in float32 too, and their log-softmax; what goes into the head, and its norm in float32.
         head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + tokens * 2 * h * (self.itemsize + FLOAT32)
         need = max(tokens * self._inner, head)
-        return StageMemory(stage, tokens * work.carried * h * self.itemsize, int(EVALUATION_SLACK[self.device] * need))
+        carried, activations = tokens * work.carried, int(EVALUATION_SLACK[self.device] * need)
+        if way.from_files:
+            run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
+            states = min(max(BLOCK_TOKENS, carried), run) * h * self.itemsize
+            return self._streamed(StageMemory(stage, "", 0, activations), states, way)
+        return StageMemory(stage, str(RESIDENT), carried * h * self.itemsize, activations)
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens
@@ -207,7 +261,8 @@ class Shapes:
             need = max(layers * tokens * saved + max(scores, tokens * inside) + one, results)
         away = states if way.states != "device" else 0
         slack = (EVALUATION_SLACK if way.by_layer else FRAGMENTATION)[self.device]
-        return StageMemory(stage, sums + states - away, int(slack * need), away)
+        brought = self._brought if way.from_files else 0
+        return StageMemory(stage, str(way), sums + states - away + brought, int(slack * need), away)
 
     def _logits(self, work: PassWork) -> int:
         """Of the largest part that is there at once."""

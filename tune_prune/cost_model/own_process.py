@@ -6,6 +6,7 @@ later. A search is planned in a process that lives as long as its trials, which 
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -43,7 +44,10 @@ def _serve() -> None:
     """The other side: the call comes in on standard input, what it gives or raises goes out on standard output, alone."""
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
+    gc.disable()  # what is imported now, torch perhaps, stays to the end: to look through it for garbage takes a second
     function, arguments = pickle.load(sys.stdin.buffer)
+    gc.freeze()
+    gc.enable()
     result: tuple[Any, Exception | None]
     try:
         result = function(*arguments), None
@@ -51,3 +55,4 @@ def _serve() -> None:
         result = None, error
     with answer:
         pickle.dump(result, answer)
+    gc.freeze()  # at the exit, too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
@@ -25,6 +26,8 @@ from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_sta
 from tune_prune.trial.context import suite_key
 from tune_prune.trial.statistics import StatisticCache, by_seq_len
 
+LONGEST_ROW = 1024  # tokens of a zero-shot item, where none was read
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -40,7 +43,7 @@ class Workload:
         """Tokens of the longest sampled item."""
         rows = self.zero_shot.rows
         if rows is None:
-            return min(1024, self.config.max_position_embeddings)
+            return min(LONGEST_ROW, self.config.max_position_embeddings)
         return max(len(row.tokens) for row in (*rows.plain, *rows.trees))
 
 
@@ -77,11 +80,14 @@ def memory_of(
     removed_params: int,
     itemsize: int,
     device: str,
+    from_files: bool = True,
 ) -> list[MemoryPlan]:
-    """Memory of the largest trial among `configs`, in every way to hold the model, the fastest first."""
+    """Memory of the largest trial among `configs`, in every way to hold the model, the fastest first. `from_files`: whether weights
+    can stay in their files."""
     shapes = Shapes(geometry, work.config, itemsize, device)
-    measured = shapes.evaluation(removed_params, work.perplexity_window, work.perplexity_tokens, work.longest_row)
-    return shapes.ways(passes_of(configs, geometry.num_layers, device), measured)
+    read = work.perplexity_window, work.perplexity_tokens, work.longest_row, work.zero_shot.tokens
+    measured = partial(shapes.evaluation, removed_params, *read)
+    return shapes.ways(passes_of(configs, geometry.num_layers, device), lambda way: measured(way=way), from_files)
 
 
 def passes_of(configs: Iterable[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:

@@ -44,7 +44,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
                 label=model.run.label,
                 arithmetic=Arithmetic.of(model.geometry, model.workload.config.vocab_size),
                 device=device,
-                weight_bytes=model.memory.weights,
+                weight_bytes=model.ways[0].weights,
                 speed=speed,
                 passes=dict(list(passes.items())[: max(0, trials)]),  # an adaptive trial visits one seq_len at most
                 baseline=model.run.label not in measured,
@@ -54,6 +54,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
                 perplexity_window=model.workload.perplexity_window,
                 zero_shot=model.workload.zero_shot,
                 way=model.memory.way,
+                slices=len(model.run.protocol.slices),
                 state_bytes=model.geometry.hidden_size * getattr(torch, model.run.dtype).itemsize,
             )
         )

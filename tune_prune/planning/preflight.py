@@ -162,7 +162,9 @@ def _plan_model(
     fingerprints = loading.model_fingerprint(source, config), data_fingerprint(run)
     work = workload(run, config, model.tokenizer, store, fingerprints[0])
     itemsize = getattr(torch, run.dtype).itemsize
-    ways = memory_of(work, geometry, configs, min(targets.values()), itemsize, device)
+    # Of a hub's model it is not known before it is downloaded, and hardly any has pickled weights alone.
+    from_files = source.kind == "hub" or bool(weight_files.files(Path(source.location)))
+    ways = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files)
     return ModelPlan(
         run=run,
         geometry=geometry,

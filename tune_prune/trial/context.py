@@ -26,10 +26,12 @@ from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner.layer_weights import bring
+from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Arrays, Need, Statistic, by_statistic, load_statistic
-from tune_prune.pruning.surgery import pruned_weights
+from tune_prune.pruning.surgery import prune, pruned_weights
 from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
@@ -54,17 +56,13 @@ class TrialContext:
         artifact_dir: str | Path,
         device: str = "auto",
         residency: Residency = RESIDENT,
-        from_files: bool = False,
     ) -> TrialContext:
-        """Load the model of `run`; `from_files`: leave its weights in their files, and bring one layer at a time. `residency` says
-        what else of a pass is in memory at once. Raises UserError where the model is not available."""
+        """Load the model of `run`. `residency` says whether its weights stay in their files, and what of a pass is in memory at
+        once. Raises UserError where the model is not available."""
         source, dtype = catalog.resolve(run.model, run.revision), getattr(torch, run.dtype)
-        where = loading.pick_device(device)
-        if from_files:
-            from tune_prune.models.runner.mapped_model import map_model  # imports accelerate
-
-            return cls(run, map_model(source, dtype, where, residency), ArtifactStore(artifact_dir))
-        return cls(run, loading.load_model(source, dtype, where, residency), ArtifactStore(artifact_dir))
+        load = map_model if residency.from_files else loading.load_model
+        loaded = load(source, dtype, loading.pick_device(device), residency)
+        return cls(run, loaded, ArtifactStore(artifact_dir))
 
     def key(self, config: PruningConfig | None) -> str:
         return trial_key(config, self.model_fingerprint, self.data_fingerprint, self.run)
@@ -131,7 +129,7 @@ class TrialContext:
         stored = self.artifacts.get("perplexity", key)
         if stored is not None:
             return PerplexityResult(float(stored["ppl"]), float(stored["mean_loss"]), int(stored["num_tokens"])), 0
-        residency = self._residency_of(plan)
+        residency = self._residency_of(model, plan)
         result = perplexity.perplexity(model, self.perplexity_tokens, self.perplexity_window, residency=residency)
         self.artifacts.put("perplexity", key, {name: np.array(value) for name, value in asdict(result).items()})
         return result, result.num_tokens
@@ -144,15 +142,24 @@ class TrialContext:
         if stored is not None:
             return self.suite.judge(index, RequestScores(stored["loglikelihoods"], stored["greedy"])), 0
         share = self._sharing_unsupported is None
-        scores = self.suite.request_scores(model, index, share=share, residency=self._residency_of(plan))
+        scores = self.suite.request_scores(model, index, share=share, residency=self._residency_of(model, plan))
         self.artifacts.put("zero_shot", key, {"loglikelihoods": scores.loglikelihoods, "greedy": scores.greedy})
         return self.suite.judge(index, scores), self.suite.tokens_in_slice(index, share)
 
-    def _residency_of(self, plan: PruningPlan) -> Residency:
-        """Of the model that keeps what `plan` says: weights that are elsewhere are cut when they are brought."""
+    def pruned(self, plan: PruningPlan) -> PreTrainedModel:
+        """The dense model without what `plan` drops; as empty as the dense one is, or with its own weights on the device where the
+        residency says so."""
         dense = self.loaded
-        if dense.residency.weights is None:
-            return dense.residency.forward_only
+        model = prune(dense.model, dense.family, plan)
+        if dense.residency.pruned_whole and dense.residency.weights is not None:
+            bring(model, pruned_weights(dense.model, dense.family, plan, dense.residency.weights), dense.device)
+        return model
+
+    def _residency_of(self, model: PreTrainedModel, plan: PruningPlan) -> Residency:
+        """Of `model`, which keeps what `plan` says: weights that are elsewhere are cut when they are brought."""
+        dense = self.loaded
+        if dense.residency.weights is None or model.device.type != "meta":
+            return RESIDENT
         return replace(
             dense.residency, weights=pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
         )
@@ -192,8 +199,11 @@ class TrialContext:
 
     def way(self, statistic: Statistic) -> str:
         """How the model is held for a pass, for the record; "" where it is all there."""
-        residency = self._residency_for(statistic)
-        return str(residency) if residency.by_layer and statistic.backward else ""
+        return _way(self._residency_for(statistic))
+
+    def way_to_measure(self, model: PreTrainedModel, plan: PruningPlan) -> str:
+        """The same of `model`, which keeps what `plan` says, while it is measured."""
+        return _way(self._residency_of(model, plan))
 
     def _measurement(self, structure: str, **more: Any) -> dict[str, Any]:
         return {
@@ -204,6 +214,11 @@ class TrialContext:
             "device": loading.device_key(self.loaded.device),
             **more,
         }
+
+
+def _way(residency: Residency) -> str:
+    """For a record; "" where the model is all there."""
+    return "" if residency == RESIDENT else str(residency)
 
 
 def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import Dense, load_method
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
-from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
 
 if TYPE_CHECKING:
@@ -141,14 +140,14 @@ class Trial:
             values = {name: load_statistic(need.statistic).value(found[need], need) for name, need in needs.items()}
             dense = Dense(loaded.model, loaded.family, loaded.geometry, context.run.seed, values, loaded.residency)
             self.plan = select(method.scores(dense), loaded.geometry, config.pruning_ratio, config.shape)
-            model = prune(loaded.model, loaded.family, self.plan)
+            model = context.pruned(self.plan)
             report.metrics = {
                 "params_count": float(sum(p.numel() for p in model.parameters())),
                 "removed_fraction": self.plan.removed_fraction,
                 "extreme_pruning_layers": float(extreme_pruning_layers(self.plan, loaded.geometry)),
             }
-            if loaded.device.type in padding.MULTIPLE and loaded.residency.weights is None:
-                padding.pad(model, loaded.family, padding.MULTIPLE[loaded.device.type])  # after it was counted
+            if model.device.type in padding.MULTIPLE:
+                padding.pad(model, loaded.family, padding.MULTIPLE[model.device.type])  # after it was counted
         yield report
         return model, self.plan
 
@@ -157,6 +156,7 @@ class Trial:
         context = self.context
         with self._stage("perplexity") as report:
             result, report.tokens = context.measure_perplexity(model, plan)
+            report.way = context.way_to_measure(model, plan) if report.tokens else ""
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
@@ -166,6 +166,7 @@ class Trial:
         for index in range(len(context.run.protocol.slices)):
             with self._stage("zero_shot") as report:
                 added, report.tokens = context.item_scores(model, plan, index)
+                report.way = context.way_to_measure(model, plan) if report.tokens else ""
                 self.items += added
                 report.metrics, report.outcomes = summarize(self.items), outcomes_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items

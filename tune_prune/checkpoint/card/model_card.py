@@ -53,10 +53,7 @@ _ORANGE, _BLUE, _GONE, _GREY = "#e69f00", "#0072b2", "#e4e4e4", "#666666"
 def write_card(folder: Path, manifest: Manifest, geometry: Geometry) -> None:
     """Write README.md and layers.png into the checkpoint `folder`, each atomically; older ones are replaced. `geometry` is the
     dense model's: the manifest says what was kept, not of how much."""
-    with matplotlib.style.context(_STYLE, after_reset=True):
-        content = io.BytesIO()
-        layers_figure(manifest, geometry).savefig(content, format="png", dpi=_DPI, metadata={"Software": None})
-    atomic_write_bytes(folder / PICTURE, content.getvalue())
+    atomic_write_bytes(folder / PICTURE, picture(manifest, geometry))
     atomic_write_text(folder / CARD, render(folder, manifest, geometry))
 
 
@@ -312,6 +309,14 @@ def picture_text(manifest: Manifest, geometry: Geometry) -> str:
             f"{shares.max():.1%} (layer {shares.argmax()})"
         )
     return "; ".join(parts) + "."
+
+
+def picture(manifest: Manifest, geometry: Geometry) -> bytes:
+    """The content of layers.png."""
+    content = io.BytesIO()
+    with matplotlib.style.context(_STYLE, after_reset=True):
+        layers_figure(manifest, geometry).savefig(content, format="png", dpi=_DPI, metadata={"Software": None})
+    return content.getvalue()
 
 
 def layers_figure(manifest: Manifest, geometry: Geometry) -> Figure:

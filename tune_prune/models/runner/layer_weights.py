@@ -45,6 +45,19 @@ def on_device(tensor: Tensor, device: torch.device) -> nn.Parameter:
     return nn.Parameter(tensor.clone(memory_format=torch.contiguous_format).to(device), requires_grad=False)
 
 
+def bring(model: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Give the modules of `model`, which is on the meta device, their `weights` on `device`. Parameters that it shares with another
+    model stay as they are there."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    brought: dict[int, nn.Parameter] = {}  # tied ones are brought once
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            brought.setdefault(id(p), on_device(weights[names[id(p)]], device))
+            module.register_parameter(name, brought[id(p)])
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
 def shared(module: nn.Module) -> dict[int, object]:
     """A memo for `copy.deepcopy`: the copy has the parameters, buffers and configs of `module` itself."""
     configs = (part.config for part in module.modules() if hasattr(part, "config"))

@@ -57,6 +57,11 @@ def map_model(source: ModelSource, dtype: torch.dtype, device: str, residency: R
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family), residency)
 
 
+def readable_in_place(source: ModelSource) -> bool:
+    """Whether the weights can stay in their files: those that are pickled cannot. Downloads those of the hub. Raises UserError."""
+    return bool(weight_files.files(_folder(source)))
+
+
 def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype) -> LazyWeights:
     """Parameters as `dtype`; `places`: where each is. A file is opened for every tensor, so that none stays mapped. A tensor that
     cannot be read any more is a UserError, and so is one whose file has changed: numbers would be those of two models, and to read

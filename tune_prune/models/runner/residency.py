@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
+
+
+Place = Literal["device", "host", "file"]
 
 
 @dataclass(frozen=True)
@@ -18,38 +21,56 @@ class Residency:
     # By parameter name, in host memory or files, for layers that are brought one at a time; None: the model's own, on the device.
     weights: Mapping[str, torch.Tensor] | None = None
     device: torch.device | None = None  # on which layers run; None: the model's own
-    states: Literal["device", "host", "file"] = "device"  # where hidden states wait for their next layer
+    states: Place = "device"  # where hidden states wait for their next layer
     spill_folder: Path | None = None  # of that file; None: the system's folder for temporary files
     # With weights on the device: one layer's gradients at a time, or those of the whole model, whose sums are all there at once.
     gradients_by_layer: bool = False
     # Hidden states that go through the layers together; None: those of a batch, or 2**18 where layers are brought.
     block_tokens: int | None = None
+    from_files: bool = False  # the model is opened without its weights, which stay in their files: `weights` reads them
+    # Of such a model: pruned copies are read as a whole, and measured with their weights on the device.
+    pruned_whole: bool = False
+    # Times that what need not be done at once is halved, where memory does not suffice: perplexity windows and zero-shot rows of a
+    # batch, removals of a sweep, blocks. Batches of calibration samples stay: gradients and norms are sums over them.
+    halvings: int = 0
     gpus: int = 1  # over which a model in memory is spread, layer by layer
+
+    def at_once(self, count: int) -> int:
+        """How many of `count` such things are done at once: at least 1."""
+        return max(1, count >> self.halvings)
 
     @property
     def by_layer(self) -> bool:
         """Whether gradients are taken one layer at a time."""
-        return self.gradients_by_layer or self.weights is not None
+        return self.gradients_by_layer or self.streamed
+
+    @property
+    def streamed(self) -> bool:
+        """Whether layers are brought one at a time."""
+        return self.from_files or self.weights is not None
 
     @property
     def forward_only(self) -> Residency:
         """Of passes without gradients. With weights on the device they take batch after batch, so that little waits."""
-        return self if self.weights is not None else replace(self, states="device")
+        return self if self.streamed else RESIDENT
 
     def __str__(self) -> str:
         where = {"device": "", "host": ", states in host memory", "file": ", states in a file"}[self.states]
-        if self.weights is not None:
+        if self.halvings:
+            where += f", 1/{2**self.halvings} at once"
+        if self.streamed:
             return f"streamed{where}"
-        way = f"by layer{where}" if self.gradients_by_layer else "resident"
+        way = f"by layer{where}" if self.gradients_by_layer else f"resident{where}"
         return way if self.gpus == 1 else f"{way}, on {self.gpus} GPUs"
 
 
 RESIDENT = Residency()
 
-# The ways in which a trial can hold a model whose weights are on the device, the fastest first.
+# The ways in which a trial can hold its model, the fastest first.
+_PLACES: tuple[Place, ...] = ("device", "host", "file")
 WAYS = (
     RESIDENT,
-    Residency(gradients_by_layer=True),
-    Residency(gradients_by_layer=True, states="host"),
-    Residency(gradients_by_layer=True, states="file"),
+    *(Residency(gradients_by_layer=True, states=place) for place in _PLACES),
+    *(Residency(from_files=True, pruned_whole=True, states=place) for place in _PLACES),
+    *(Residency(from_files=True, states=place) for place in _PLACES),
 )
