@@ -146,7 +146,7 @@ def test_a_trial_on_several_gpus_needs_less_of_each(planned) -> None:
     assert one.memory.weights / 2 < two.memory.weights < one.memory.weights
     assert one.memory.process < two.memory.total < one.memory.total
     between = (one.memory.total + two.memory.total) / 2 / GIB
-    small = ("A10", 8, 1.12 * between, 1.12 * between)  # of which 90% are used
+    small = ("A10", 8, between / 0.9, between / 0.9)  # of which 90% are used
     plan = planned([small, small], gpus_per_trial=2)
     assert str(plan.memory.way) == "resident, on 2 GPUs"
     inline = planned([small, small], gpus_per_trial=2, inline=True)
