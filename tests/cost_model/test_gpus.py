@@ -151,7 +151,8 @@ def test_a_trial_on_several_gpus_needs_less_of_each(planned) -> None:
     assert str(plan.memory.way) == "resident, on 2 GPUs"
     inline = planned([small, small], gpus_per_trial=2, inline=True)
     assert (inline.resources, inline.slots, inline.memory) == (plan.resources, 1, plan.memory)
-    assert str(planned([small, small], gpus_per_trial=1).memory.way) != "resident"  # something has to give way
+    with pytest.raises(UserError, match=r"a trial needs about .* the smallest GPU has"):
+        planned([small, small], gpus_per_trial=1)
     with pytest.raises(UserError, match=r"2 GPUs but no node has them together"):
         planned([CARD], gpus_per_trial=2)
 
