@@ -62,6 +62,7 @@ def test_a_published_grid_where_nothing_heavy_is_installed(tmp_path: Path, run_w
     assert re.search(r"Llama +blockwise-s64-n128 +\.5980 ± \.0048 +13\.17 +11 of 44\n", out)
     assert "the best's accuracy cannot be cross-fitted" in out
     assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert "准确率" in (tmp_path / "final_analysis_report.txt").read_text(encoding="utf-8")
 
 
 def test_help_and_usage_errors_need_nothing_at_all(run_without: Callable[..., str]) -> None:

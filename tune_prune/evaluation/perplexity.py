@@ -46,7 +46,8 @@ def perplexity(
     """Perplexity of `tokens` (LongTensor [N]) in windows of `window` tokens, at most the model's position limit.
 
     The first token of each window is context only. `batch_size` windows are run at once (None:
-    by device); `residency` says where weights and hidden states are. An infinite or undefined loss is a result, not an error.
+    by device), or a part of them one after the other where `residency` says so (the losses are summed up as if they had been
+    together), as it says where weights and hidden states are. An infinite or undefined loss is a result, not an error.
     Raises UserError for fewer than 2 tokens.
     """
     if len(tokens) < 2:
@@ -62,16 +63,25 @@ def perplexity(
     if len(rest) > 1:
         batches.append(rest[None])
 
+    parts = {  # by the batch's number and whether it is its last part
+        (number, index, batch is pieces[-1]): batch
+        for number, pieces in enumerate(batch.split(residency.at_once(batch_size)) for batch in batches)
+        for index, batch in enumerate(pieces)
+    }
+
     total, count = 0.0, 0
+    found: list[Tensor] = []  # losses of the parts of a batch so far, [B, W - 1] each
     with progress.step("perplexity", lambda: len(tokens), "tokens") as advance:
-        for block in runner.blocks(dict(enumerate(batches))):
+        for block in runner.blocks(parts):
             states = runner.forward(block)
             with runner.tail() as losses:
-                for number, batch in block.items():
-                    found = losses(batch.to(runner.device), states.pop(number))  # [B, W - 1]
-                    total += found.double().sum().item()
-                    count += found.numel()
-                    advance(batch.numel())
+                for key, samples in block.items():
+                    found.append(losses(samples.to(runner.device), states.pop(key)))
+                    if key[-1]:
+                        total += torch.cat(found).double().sum().item()
+                        count += sum(part.numel() for part in found)
+                        found = []
+                    advance(samples.numel())
     mean_loss = total / count
     return PerplexityResult(ppl=_exp(mean_loss), mean_loss=mean_loss, num_tokens=count)
 

@@ -20,7 +20,7 @@ from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.terminal import progress
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
-from tune_prune.evaluation.engine.rows import Request, RequestScores
+from tune_prune.evaluation.engine.rows import Request, RequestScores, most_halvings
 from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.slices import even_slices
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -76,12 +76,14 @@ class ZeroShotSuite:
         batch_tokens: int | None = None,
         share: bool = True,
         residency: Residency = RESIDENT,
+        scores: RequestScores | None = None,
     ) -> RequestScores:
         """Scores of the requests that this slice adds to the one before it.
 
         `model` is any causal language model of transformers, structurally pruned or not. `batch_tokens` bounds one
         forward pass (None: by device). `share`: whether the choices of an item share their prefix; a model must be able
-        to (`prefix_trees.unsupported_reason`). `residency`: where the model's weights are.
+        to (`prefix_trees.unsupported_reason`). `residency`: where the model's weights are, and how many rows go together.
+        `scores`: `blank_scores`, or those of an attempt that has failed, to be completed.
         """
 
         def tokens_before(end: int) -> int:
@@ -89,7 +91,17 @@ class ZeroShotSuite:
 
         done, total = (partial(tokens_before, end) for end in (slice_index, self.num_slices))
         with progress.step("zero-shot", total, "tokens", done) as advance:
-            return score_planned(model, self._slices[slice_index].rows(share), batch_tokens, advance, residency)
+            rows = self._slices[slice_index].rows(share)
+            return score_planned(model, rows, batch_tokens, advance, residency, scores)
+
+    def blank_scores(self, slice_index: int) -> RequestScores:
+        """Of the requests that this slice adds, to be filled in."""
+        return RequestScores.blank(self._slices[slice_index].rows(True).num_requests)
+
+    def most_halvings(self, slice_index: int, model: PreTrainedModel, share: bool, residency: Residency) -> int:
+        """Times that `request_scores` can do with half as much at once."""
+        device = residency.device or model.device
+        return most_halvings(self._slices[slice_index].rows(share).all, model.config, residency, device.type)
 
     def judge(self, slice_index: int, scores: RequestScores) -> list[ItemScore]:
         """The items that this slice adds, with their accuracies."""

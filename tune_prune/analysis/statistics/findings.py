@@ -148,9 +148,9 @@ class ModelFindings:
 
     @cached_property
     def tasks(self) -> pd.DataFrame:
-        """The tasks of `best`: acc, stderr, dense, retained, and the columns of `guessing`; NaN what is not known."""
+        """The tasks of `best` and their "mean": acc, stderr, dense, retained, the columns of `guessing`; NaN what is not known."""
         best, dense = self.best, self.model.baseline
-        tasks = [task for task in self.model.tasks if not pd.isna(best[f"acc_{task}"])]
+        tasks = [task for task in (*self.model.tasks, "mean") if not pd.isna(best[f"acc_{task}"])]
         columns = {
             "acc": [best[f"acc_{task}"] for task in tasks],
             "stderr": [best.get(f"acc_{task}_stderr", math.nan) for task in tasks],
@@ -172,9 +172,8 @@ class ModelFindings:
     def retained(self, accuracy: Any, task: str = "mean") -> float | None:
         """`accuracy` over the dense model's; None where that is not known, or may itself come from guessing."""
         dense = self.model.baseline.get(f"acc_{task}", math.nan)
-        return (
-            float(accuracy / dense) if accuracy is not None and dense > 0 and not self.at_chance(dense, task) else None
-        )
+        known = accuracy is not None and dense > 0 and not self.at_chance(dense, task)
+        return float(accuracy / dense) if known else None
 
     @cached_property
     def statistics(self) -> Mapping[str, float]:
@@ -199,10 +198,8 @@ class ModelFindings:
 
     def _warnings(self) -> Iterator[Message]:
         rows, eligible, fit = self.model.rows, self.eligible, self.cross_fit
-        dense, guess = (
-            self.model.baseline.get("acc_mean", math.nan),
-            self.guessing.loc["mean", ["chance", "majority"]].max(),
-        )
+        dense = self.model.baseline.get("acc_mean", math.nan)
+        guess = self.guessing.loc["mean", ["chance", "majority"]].max()
         if not math.isfinite(dense):
             yield Message("dense_unknown")
         if self.at_chance(dense):
@@ -254,11 +251,6 @@ class Findings:
             return None
         rows = {label: found.eligible for label, found in self.models.items()}
         return transfer(rows, {label: found.best for label, found in self.models.items()}, self.items)
-
-    @property
-    def best_for_all(self) -> Mapping[str, Any] | None:
-        """`Transfer.best_for_all`."""
-        return None if self.transfer is None else self.transfer.best_for_all
 
     @cached_property
     def sizes(self) -> pd.DataFrame | None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,8 +23,17 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.terminal import progress
-from tune_prune.evaluation.engine.rows import Request, RequestScores, Row, pad, plain_rows, score_rows
+from tune_prune.evaluation.engine.rows import (
+    Request,
+    RequestScores,
+    Row,
+    most_halvings,
+    pad,
+    plain_rows,
+    score_rows,
+)
 from tune_prune.evaluation.engine.tree_attention import blocked_attention
+from tune_prune.models.runner.out_of_memory import first_that_fits, is_out_of_memory
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 # An input joins the row of the one before it, in alphabetical order, if they share this fraction of its tokens. Less is
@@ -65,9 +75,13 @@ class Rows:
     num_requests: int
 
     @property
+    def all(self) -> list[Row]:
+        return [*self.plain, *self.trees]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that are forwarded, without padding."""
-        return sum(len(row.tokens) for row in (*self.plain, *self.trees))
+        return sum(len(row.tokens) for row in self.all)
 
 
 def plan_rows(items: Sequence[Sequence[Request]], share: bool = True) -> Rows:
@@ -106,8 +120,15 @@ def score_items(
     residency: Residency = RESIDENT,
 ) -> RequestScores:
     """Scores of all requests of `items`, in order. `batch_tokens` and `residency` as in `rows.score_rows`; `share` needs a
-    model for which `unsupported_reason` is None."""
-    return score_planned(model, plan_rows(items, share), batch_tokens, residency=residency)
+    model for which `unsupported_reason` is None. Where memory does not suffice, fewer rows go together; raises OutOfMemory where
+    not even one fits."""
+    rows = plan_rows(items, share)
+    scores = RequestScores.blank(rows.num_requests)
+    device = residency.device or model.device
+    most = most_halvings(rows.all, model.config, residency, device.type, batch_tokens)
+    ways = (replace(residency, halvings=halvings) for halvings in range(most + 1))
+    score = partial(score_planned, model, rows, batch_tokens, scores=scores)
+    return first_that_fits("zero-shot", ways, lambda way: score(residency=way), device)
 
 
 def score_planned(
@@ -116,10 +137,12 @@ def score_planned(
     batch_tokens: int | None = None,
     advance: progress.Advance = progress.unseen,
     residency: Residency = RESIDENT,
+    scores: RequestScores | None = None,
 ) -> RequestScores:
-    """`score_items` of what was planned before; `advance` is told the tokens that are done."""
-    scores = RequestScores.blank(rows.num_requests)
-    score_rows(model, [*rows.plain, *rows.trees], scores, batch_tokens, advance, residency)
+    """Scores of what was planned before, with no second attempt. `advance` is told the tokens that are done. `scores`: of an
+    attempt that has failed, to be completed."""
+    scores = RequestScores.blank(rows.num_requests) if scores is None else scores
+    score_rows(model, rows.all, scores, batch_tokens, advance, residency)
     return scores
 
 
@@ -214,12 +237,12 @@ def unsupported_reason(model: PreTrainedModel, residency: Residency = RESIDENT) 
     mask of four dimensions or on position_ids is a reason, too.
     """
     items = _probe_items(model)
-    expected = score_items(model, items, share=False, residency=residency).loglikelihoods
+    expected = score_planned(model, plan_rows(items, share=False), residency=residency).loglikelihoods
     try:
-        found = score_items(model, items, residency=residency).loglikelihoods
-    except torch.OutOfMemoryError:
-        raise
+        found = score_planned(model, plan_rows(items), residency=residency).loglikelihoods
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         return f"{type(model).__name__} does not take the masks of shared prefixes ({cause})"
     difference = np.abs(found - expected).max() / _PROBE_TARGETS  # nats per token

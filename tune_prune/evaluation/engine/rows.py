@@ -8,7 +8,6 @@ Legend: R rows of a batch, T tokens of its longest row, P scored positions of a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from tune_prune.models.families import family_of
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
-
-log = logging.getLogger(__name__)
 
 # Float32 log-softmax elements held at once (256 MiB on a GPU), so that a 150k vocabulary does not set the peak memory.
 _SOFTMAX_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
@@ -118,6 +115,17 @@ def score_requests(
     return scores
 
 
+def most_halvings(
+    rows: Sequence[Row], config: PretrainedConfig, residency: Residency, device: str, batch_tokens: int | None = None
+) -> int:
+    """Times that `score_rows` can do with half as much at once: then every row is alone."""
+    lengths = [len(row.tokens) for row in rows] or [1]
+    together = batch_tokens or default_batch_tokens(config, device)
+    if residency.weights is not None:
+        together = max(together, residency.block_tokens or BLOCK_TOKENS)
+    return max(1, min(together, len(rows) * max(lengths)) // max(1, min(lengths))).bit_length() - 1
+
+
 def score_rows(
     model: PreTrainedModel,
     rows: Sequence[Row],
@@ -128,35 +136,36 @@ def score_rows(
 ) -> None:
     """Write the scores of the requests of `rows` into `scores`, each at its number.
 
-    Rows of a kind run together, longest first, which limits padding. `batch_tokens` bounds rows times longest row of one forward
-    pass (a single longer row is still run; None: by device). With `residency.weights`, batches of
-    `residency.block_tokens` in all (None: BLOCK_TOKENS) go through each layer together. What does not fit into memory is
-    halved for the rest, the block too; raises what the allocator raises where not even one row fits. `advance` is told the
-    tokens of every block that is done.
+    Rows of a kind run together, longest first, which limits padding; those whose requests all have scores are left out.
+    `batch_tokens` bounds rows times longest row of one forward pass (a single longer row is still run; None: by device). With
+    `residency.weights`, batches of `residency.block_tokens` in all (None: BLOCK_TOKENS) go through each layer together; with
+    `residency.halvings` batches and blocks are that much smaller. `advance` is told the tokens of every block that is done.
     """
+    missing = np.isnan(scores.loglikelihoods).tolist()
+    if not all(missing):
+        advance(sum(len(row.tokens) for row in rows if not any(missing[index] for index in row.requests)))
+        rows = [row for row in rows if any(missing[index] for index in row.requests)]
+    if not rows:
+        return
     rows = sorted(rows, key=lambda row: (row.masked, -len(row.tokens)))
     device = residency.device or model.device
     budget = batch_tokens or default_batch_tokens(model.config, device.type)
     most_scored = MAX_LOGIT_ELEMENTS["cpu"] // _vocabulary(model) if device.type == "cpu" else budget
+    longest = max(len(row.tokens) for row in rows)
+    budget = residency.at_once(min(budget, len(rows) * longest))
     start = 0
     with torch.inference_mode():
         in_parts = device.type in _HEAD_IN_PARTS
         if residency.weights is None:
             block_tokens, run = 0, whole_model(model, in_parts)
         else:
-            block_tokens = residency.block_tokens or BLOCK_TOKENS
+            block_tokens = residency.at_once(min(residency.block_tokens or BLOCK_TOKENS, len(rows) * longest))
             run = layer_by_layer(LayerRunner(model, family_of(model.config.model_type), residency), in_parts)
         while start < len(rows):
             block = _block(rows, start, budget, most_scored, block_tokens)
-            if _fits(model, device, run, block, scores):
-                start += sum(map(len, block))
-                advance(sum(len(row.tokens) for batch in block for row in batch))
-            else:  # tried again out here: in the handler, the exception would keep the failed pass's tensors alive
-                largest = max(block, key=_padded)
-                longest = len(largest[0].tokens)
-                log.warning("out of memory with %d rows of %d tokens; going on with half", len(largest), longest)
-                budget = len(largest) // 2 * longest
-                block_tokens = sum(map(_padded, block)) // 2
+            _score_block(model, device, run, block, scores)
+            start += sum(map(len, block))
+            advance(sum(len(row.tokens) for batch in block for row in batch))
 
 
 def _block(rows: Sequence[Row], start: int, budget: int, most_scored: int, block_tokens: int) -> list[Sequence[Row]]:
@@ -192,20 +201,6 @@ def _batch_end(rows: Sequence[Row], start: int, budget: int, most_scored: int) -
         scored += len(rows[end].scored)
         end += 1
     return end
-
-
-def _fits(
-    model: PreTrainedModel, device: torch.device, run: Pass, block: Sequence[Sequence[Row]], scores: RequestScores
-) -> bool:
-    """Score `block`; False where memory does not suffice and fewer rows can be tried."""
-    try:
-        _score_block(model, device, run, block, scores)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no class of its own
-        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-        if sum(map(len, block)) == 1 or not out_of_memory:
-            raise
-        return False
-    return True
 
 
 def _score_block(

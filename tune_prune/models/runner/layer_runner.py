@@ -104,6 +104,7 @@ class LayerRunner:
         limit = self.residency.block_tokens
         if limit is None:
             limit = 0 if self.residency.weights is None else BLOCK_TOKENS
+        limit >>= self.residency.halvings
         block: dict[Key, Tensor] = {}
         tokens = 0
         for key, samples in batches.items():

@@ -27,11 +27,16 @@ class Residency:
     gradients_by_layer: bool = False
     # Hidden states that go through the layers together; None: those of a batch, or 2**18 where layers are brought.
     block_tokens: int | None = None
-    from_files: bool = (
-        False  # the model is opened without its weights, which stay in its files: `weights` reads them there
-    )
+    from_files: bool = False  # the model is opened without its weights, which stay in their files: `weights` reads them
     # Of such a model: pruned copies are read as a whole, and measured with their weights on the device.
     pruned_whole: bool = False
+    # Times that what need not be done at once is halved, where memory does not suffice: perplexity windows and zero-shot rows of a
+    # batch, removals of a sweep, blocks. Batches of calibration samples stay: gradients and norms are sums over them.
+    halvings: int = 0
+
+    def at_once(self, count: int) -> int:
+        """How many of `count` such things are done at once: at least 1."""
+        return max(1, count >> self.halvings)
 
     @property
     def by_layer(self) -> bool:
@@ -50,9 +55,11 @@ class Residency:
 
     def __str__(self) -> str:
         where = {"device": "", "host": ", states in host memory", "file": ", states in a file"}[self.states]
+        if self.halvings:
+            where += f", 1/{2**self.halvings} at once"
         if self.streamed:
             return f"streamed{where}"
-        return f"by layer{where}" if self.gradients_by_layer else "resident"
+        return f"by layer{where}" if self.gradients_by_layer else f"resident{where}"
 
 
 RESIDENT = Residency()

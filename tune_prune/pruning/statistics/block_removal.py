@@ -116,7 +116,8 @@ def removal_losses(
     """Per-sample losses of the dense model and of every removal of `kinds` (of KINDS) on `windows` [samples, seq_len]; those
     of the first n are, bit for bit, what n samples give alone.
 
-    All removals go through the layers together: each begins at its layer, from what the dense model has there.
+    All removals go through the layers together, or a part of them at a time where `residency` says so: each begins at its layer,
+    from what the dense model has there.
     """
     kinds = tuple(dict.fromkeys(kinds))
     runner = LayerRunner(model, family, residency)
@@ -125,27 +126,32 @@ def removal_losses(
     for start, size in growing_batches(len(windows), batch_size(windows.shape[1], runner.device.type)):
         own[start] = windows[start : start + size]
         batches[start] = own[start][torch.arange(size) % len(own[start])]
-    dense: list[np.ndarray] = []
-    removed: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
-    total = len(windows) * len(kinds) * runner.num_layers
-    with progress.step("removals", lambda: total, "samples") as advance:
-        for block in runner.blocks(batches, 1 + len(kinds) * runner.num_layers):
-            carried = runner.embedded(block)
-            for index, layer in runner.layers():
-                for start in block:
-                    _pass_layer(carried, start, family, layer, index, kinds)
-                    advance(len(own[start]) * len(kinds))
-            with runner.tail() as losses:
-                for start, batch in block.items():
-                    samples, count = batch.to(runner.device), len(own[start])
-                    dense.append(_means(losses, samples, carried.states.pop(start), count))
-                    for kind in kinds:
-                        keys = [(start, kind, index) for index in range(runner.num_layers)]
-                        rows = [_means(losses, samples, carried.states.pop(key), count) for key in keys]
-                        removed[kind].append(np.stack(rows))
-    return RemovalLosses(
-        np.concatenate(dense), {kind: np.concatenate(parts, axis=1) for kind, parts in removed.items()}
-    )
+    removals = [(kind, index) for kind in kinds for index in range(runner.num_layers)]
+    at_once = residency.at_once(len(removals))
+    dense: dict[int, np.ndarray] = {}  # by batch
+    removed: dict[tuple[str, int], list[np.ndarray]] = {removal: [] for removal in removals}
+    with progress.step("removals", lambda: len(windows) * len(removals), "samples") as advance:
+        for first in range(0, max(1, len(removals)), at_once):  # of none the dense losses alone
+            sweep = removals[first : first + at_once]
+            for block in runner.blocks(batches, 1 + len(sweep)):
+                carried = runner.embedded(block)
+                for index, layer in runner.layers():
+                    for start in block:
+                        begun = _pass_layer(carried, start, family, layer, index, sweep)
+                        advance(len(own[start]) * begun)
+                with runner.tail() as losses:
+                    for start, batch in block.items():
+                        samples, count = batch.to(runner.device), len(own[start])
+                        states = carried.states.pop(start)
+                        if start not in dense:  # every sweep has it
+                            dense[start] = _means(losses, samples, states, count)
+                        for removal in sweep:
+                            removed[removal].append(
+                                _means(losses, samples, carried.states.pop((start, *removal)), count)
+                            )
+    found = {removal: np.concatenate(parts) for removal, parts in removed.items()}
+    by_kind = {kind: np.stack([found[kind, index] for index in range(runner.num_layers)]) for kind in kinds}
+    return RemovalLosses(np.concatenate([*dense.values()]), by_kind)
 
 
 def _means(losses: NextTokenLosses, samples: torch.Tensor, states: torch.Tensor, count: int) -> np.ndarray:
@@ -154,20 +160,23 @@ def _means(losses: NextTokenLosses, samples: torch.Tensor, states: torch.Tensor,
 
 
 def _pass_layer(
-    carried: Carried, batch: int, family: Family, layer: nn.Module, index: int, kinds: Sequence[str]
-) -> None:
-    """Take a batch through `layer`, number `index`: the dense model's state, by the key `batch`, and those of the removals, by
-    (batch, kind, number of the layer), of which one of every kind begins here."""
+    carried: Carried, batch: int, family: Family, layer: nn.Module, index: int, removals: Sequence[tuple[str, int]]
+) -> int:
+    """Take a batch through `layer`, number `index`: the dense model's state, by the key `batch`, and those of `removals` (kind,
+    number of the layer), by (batch, kind, number). Returns how many of them begin here."""
     states = carried.states
     hidden = states[batch]
-    for kind in kinds:
-        for before in range(index):
-            key = (batch, kind, before)
+    begun = 0
+    for kind, removed in removals:
+        key = (batch, kind, removed)
+        if removed < index:
             states[key] = carried.run(layer, index, batch, states[key])
-        whole = kind == "layer"
-        passed = hidden if whole else carried.run(_without(layer, family, kind), index, batch, hidden)
-        states[batch, kind, index] = passed
+        elif removed == index:
+            whole = kind == "layer"
+            states[key] = hidden if whole else carried.run(_without(layer, family, kind), index, batch, hidden)
+            begun += 1
     states[batch] = carried.run(layer, index, batch, hidden)
+    return begun
 
 
 def _without(layer: nn.Module, family: Family, kind: str) -> nn.Module:

@@ -1,0 +1,130 @@
+"""Which errors say that memory does not suffice; what is given back after one; and what is tried next."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.limited_memory import LimitedMemory
+from tests.residencies import in_way
+from tune_prune.evaluation.perplexity import perplexity
+from tune_prune.models.families import FAMILIES
+from tune_prune.models.runner.out_of_memory import OutOfMemory, Shortage, attempt, first_that_fits, is_out_of_memory
+from tune_prune.models.runner.residency import RESIDENT
+from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
+
+CPU = torch.device("cpu")
+HALVED = [replace(RESIDENT, halvings=halvings) for halvings in range(4)]
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError(CUBLAS),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_errors_that_say_so(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+        ValueError("CUDA out of memory"),
+        OSError(28, "No space left on device"),
+    ],
+)
+def test_other_errors_pass_untouched(error):
+    runs = []
+
+    def run(way):
+        runs.append(way)
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        first_that_fits("perplexity", HALVED, run, CPU)
+    assert raised.value is error and runs == [RESIDENT]
+
+
+def test_what_real_allocators_say_is_understood():
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for run in (lambda: torch.empty(2**45, dtype=torch.uint8), lambda: np.empty(2**45, dtype=np.uint8)):
+        found = attempt(run, CPU)
+        assert isinstance(found, Shortage) and found.asked == 2**45
+        assert found.free is not None and found.free < 100 * free
+
+
+def test_what_the_failed_attempt_had_is_gone_when_the_next_one_begins():
+    with LimitedMemory() as memory:
+        held = []
+
+        def run(way):
+            held.append(memory.live)
+            kept = torch.zeros(1000)
+            circle = [kept]
+            circle.append(circle)
+            if way.halvings < 2:
+                raise RuntimeError(CUBLAS)
+            return kept.sum().item()
+
+        gc.disable()  # by itself it would come at any time
+        try:
+            assert first_that_fits("pruning", HALVED, run, CPU) == 0
+        finally:
+            gc.enable()
+    assert held == [0, 0, 0]
+
+
+def test_where_nothing_fits_the_error_has_the_figures():
+    def run(_):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 8 GiB"
+        )
+
+    with pytest.raises(OutOfMemory) as raised:
+        first_that_fits("perplexity", HALVED[:3], run, CPU)
+    said = str(raised.value)
+    assert said.startswith("perplexity does not fit into memory, even resident, 1/4 at once (20.0 MiB asked for, ")
+    assert "iB free; before that: resident, then resident, 1/2 at once)" in said and "smaller model" in said
+
+
+def windows(count: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 64, (count, length), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("way", ["resident", "streamed", "spilled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_less_at_once_takes_less_memory_and_gives_the_same_bits(tiny, way, dtype, tmp_path):
+    """Bit for bit on a CPU, whose matrix products do not ask how many rows there are once there are some dozens."""
+    model = tiny("llama", dtype)
+    held, residency = in_way(model, way, tmp_path)
+    tokens, samples = windows(19, 32).flatten()[:-5], windows(9, 16)
+    stages = {
+        "perplexity": lambda how: perplexity(held, tokens, 32, 8, how).mean_loss,
+        "removals": lambda how: removal_losses(held, FAMILIES["llama"], samples, KINDS, how),
+    }
+    for name, run in stages.items():
+        found, peaks = [], []
+        for halvings in range(4):
+            with LimitedMemory() as memory:
+                result = run(replace(residency, halvings=halvings))
+            if name == "removals":
+                result = [result.dense.tolist(), {kind: losses.tolist() for kind, losses in result.removed.items()}]
+            found.append(result)
+            peaks.append(memory.peak)
+        assert all(one == found[0] for one in found), name
+        if way != "spilled" or name == "perplexity":  # else what waits is in a file anyway
+            assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 0.75 * peaks[0], (name, peaks)
