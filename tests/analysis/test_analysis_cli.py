@@ -101,7 +101,12 @@ def test_bad_command_lines(refusal: Callable[..., str], argv: list[str], expecte
 
 
 @pytest.mark.parametrize("written", ["0.7", "70", "70%"])
-def test_a_baseline_and_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str) -> None:
+def test_a_baseline_and_percent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    if written != "0.7":  # figures take seconds: once
+        for drawing in ("figures.figures.draw_all", "layout.draw_best"):
+            monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
     path, output = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv", tmp_path / "out"
     argv = ["--csv", f"Llama={path}", "--output", str(output), "--baseline", f"Llama={written}"]
     assert command.main([*argv, *(["--percent"] if written == "0.7" else [])]) == 0

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers.configuration_utils import PretrainedConfig
 
@@ -34,6 +34,7 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Place, Residency
+from tune_prune.models.runner.spread import layers_on
 from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
 
@@ -133,6 +134,7 @@ class Shapes:
     config: PretrainedConfig
     itemsize: int
     device: str
+    gpus: int = 1  # over which the layers are spread; bytes are those of the fullest
 
     def ways(
         self,
@@ -142,13 +144,21 @@ class Shapes:
     ) -> list[MemoryPlan]:
         """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first.
         `from_files`: whether weights can stay in their files."""
-        process, weights = PROCESS_BYTES[self.device], self.geometry.total_params * self.itemsize
+        process, projections = PROCESS_BYTES[self.device], self._projections
+        # What stands outside the layers is on the first GPU and the last: counted as if one had it all.
+        weights = (self.geometry.total_params - sum(projections) + self._on_one(projections)) * self.itemsize
         backward = any(work.backward for _, work in passes)
         places = {"device": True, "host": self.device != "cpu", "file": True}
         return [
-            MemoryPlan(way, process, 0 if way.from_files else weights, (*self._passes(passes, way), *evaluation(way)))
+            MemoryPlan(
+                replace(way, gpus=self.gpus),
+                process,
+                0 if way.from_files else weights,
+                (*self._passes(passes, way), *evaluation(way)),
+            )
             for way in WAYS
-            if way == RESIDENT or ((from_files if way.from_files else backward) and places[way.states])
+            if way == RESIDENT
+            or ((from_files and self.gpus == 1 if way.from_files else backward) and places[way.states])
         ]
 
     def evaluation(
@@ -210,7 +220,10 @@ class Shapes:
         if way.from_files and not way.pruned_whole:
             return StageMemory("pruning", str(way), self._two_layers, 0)
         of = self.geometry.total_params if way.from_files else sum(self._projections)
-        held = (of - removed_params) * self.itemsize + padding
+        left = of - removed_params
+        if not way.from_files:  # what is removed may all be on other GPUs
+            left = min(left, self._on_one(self._projections))
+        held = left * self.itemsize + padding
         return StageMemory("pruning", str(RESIDENT), held, self._ends if way.from_files else 0)
 
     @property
@@ -255,7 +268,8 @@ class Shapes:
         sums, states = work.weight_sums * max(FLOAT32, item), 0
         if way.by_layer:
             sums *= max(self._projections)
-            states = work.attention_tokens // layers * h * item * (layers + 1)
+            states = work.attention_tokens // layers * h * item
+            states *= (layers if way.states != "device" else layers_on(layers, self.gpus)) + 1
             # Log-softmax and two gradients of a part of the logits, beside no layer.
             head = logits * 3 * FLOAT32 + tokens * h * (6 * item + 2 * FLOAT32)
             inside = item * (2 * h + max(2 * m, 4 * q))  # gradients, while what was saved goes
@@ -264,11 +278,12 @@ class Shapes:
                 return self._streamed(stage, sums, states, inner, max(0, head - sums), way)
             need = max(head - sums, inner)
         else:
-            sums *= sum(self._projections)
+            sums *= self._on_one(self._projections)
             inside = item * (3 * h + 4 * q + 4 * m)
             # Logits, their log-softmax and two gradients of a part; they are gone before the first layer's backward pass.
             scores = logits * (item + 3 * FLOAT32)
-            need = max(layers * tokens * saved + max(scores, tokens * inside) + one, results)
+            here = layers_on(layers, self.gpus)
+            need = max(here * tokens * saved + max(scores, tokens * inside) + one, results)
         away = states if way.states != "device" else 0
         slack = (EVALUATION_SLACK if way.by_layer else FRAGMENTATION)[self.device]
         return StageMemory(stage, str(way), sums + states - away, int(slack * need), away)
@@ -293,6 +308,11 @@ class Shapes:
             k * group + width * channel
             for k, group, width, channel in zip(g.kv_heads, g.group_cost, g.mlp_width, g.channel_cost, strict=True)
         ]
+
+    def _on_one(self, of: Sequence[int]) -> int:
+        """The most that one GPU has of what layers have."""
+        each = layers_on(len(of), self.gpus)
+        return max(sum(of[start : start + each]) for start in range(0, len(of), each))
 
     @property
     def _q(self) -> int:

@@ -93,8 +93,7 @@ def methods(models: Mapping[str, ModelFindings]) -> Figure:
         axes.tick_params(axis="x", length=0)
         axes.grid(axis="x", visible=False)
     figure.supylabel(figure_style.fractions(ACCURACY, *grid))
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def curves(models: Mapping[str, ModelFindings], factor: str) -> Figure:
@@ -119,8 +118,7 @@ def curves(models: Mapping[str, ModelFindings], factor: str) -> Figure:
             axes.plot(mean, color=BLACK, linestyle="--", linewidth=1, label="all methods")
         axes.plot([], [], color=GREY, alpha=0.25, linewidth=5, label="± standard error")
         figure_style.level_axis(axes.xaxis, mean.index.tolist())
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def ppl_accuracy(models: Mapping[str, ModelFindings]) -> Figure:
@@ -132,8 +130,7 @@ def ppl_accuracy(models: Mapping[str, ModelFindings]) -> Figure:
         if all(map(math.isfinite, dense)):
             axes.plot(*dense, **_DENSE, color=BLACK, label="dense model")
         figure_style.spread_axis(axes.xaxis)
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
@@ -149,8 +146,7 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
         axes.plot(highest.index, highest, **line, label="best at this cost")
         axes.set_xlabel("Trial time (s)" if timed else "Calibration tokens")
         figure_style.spread_axis(axes.xaxis)
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def accuracy_size(sizes: pd.DataFrame) -> Figure:
@@ -168,8 +164,7 @@ def accuracy_size(sizes: pd.DataFrame) -> Figure:
     if (sizes["ratio"] == 0).any():
         axes.plot([], [], color=BLACK, label="dense model", **_DENSE)
     axes.set(xlabel="Parameters kept (%)", ylabel=figure_style.fractions(ACCURACY, axes))
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def _panels(models: Mapping[str, ModelFindings], height: float, x: str = "") -> tuple[Figure, list[Axes]]:

@@ -54,7 +54,6 @@ class ModelFindings:
     scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
     scores_message: Message | None  # what is missing of them
     chosen: Mapping[str, list[str]]  # rule -> names; one but for "pareto"
-    items: Items
     seed: int
 
     @cached_property
@@ -310,7 +309,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
             raise UserError(
                 f"selection rule {rule!r} needs a finite ppl, which no complete trial of {label} has; use --rule accuracy"
             )
-        models[label] = ModelFindings(model, rule, eligible, comparison, scores, message, chosen, items, seed)
+        models[label] = ModelFindings(model, rule, eligible, comparison, scores, message, chosen, seed)
     return Findings(study, rule, models, tuple(label for label in study.models if label not in models), items)
 
 

@@ -99,9 +99,8 @@ def effects(findings: Findings) -> Table | None:
         terms = pd.DataFrame({"share": found.importance}) if found.effects is None else found.effects
         for term, values in terms.iterrows():
             rows.append({"model": label, "term": term, "_term": term.replace(":", " × "), **values})
-        basis = found.importance_basis if found.importance else "none"
-        shares = [f"{name} {100 * share:.1f}%" for name, share in sorted(found.importance.items(), key=lambda i: -i[1])]
-        notes.append(Message(f"note_importance_{basis}", {"model": label, "shares": shares}))
+        shares = [f"{name} {100 * share:.1f}%" for name, share in found.importance.items()]
+        notes.append(Message(f"note_importance_{found.importance_basis}", {"model": label, "shares": shares}))
     if not rows:
         return None
     if any(found.effects is not None for found in findings.models.values()):
