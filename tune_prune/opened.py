@@ -164,7 +164,7 @@ class Model:
         if plan is None:
             dense = self.loaded(way=self._way(request.config))
             context = TrialContext(request.run, dense, ArtifactStore(request.artifact_dir or self._folder))
-            trial = Trial(request.config, context)
+            trial = Trial(request.config, context, key="")  # nothing is measured: no tasks have to be there
             for report in trial.stages():
                 on_stage(report)
                 if trial.plan is not None:

@@ -297,6 +297,17 @@ def test_a_plain_config_has_the_names_of_transformers_4(rope: dict[str, Any], tm
     assert torch.equal(again(ids).logits, load(out)(ids).logits)
 
 
+def test_no_tasks_have_to_be_there(tmp_path: Path) -> None:
+    """Of the texts the one that is measured on, which calibration must not read."""
+    text = tmp_path / "data" / "text" / "valid.txt"
+    text.parent.mkdir(parents=True)
+    text.write_text(embedded.calibration_text()[:20_000])
+    (text.parent / "wikitext2-raw.test.txt").write_text(embedded.perplexity_text())
+    base, out = model_folder(tmp_path / "base"), tmp_path / "out"
+    assert prune.main(["--model", str(base), *FLAGS, "--data-dir", str(tmp_path / "data"), "--output", str(out)]) == 0
+    assert read(out / MANIFEST)["source"]["calibration"] == str(text)
+
+
 def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]) -> None:
     out = tmp_path / "out"
     argv = ["--model", "tiny-llama", *FLAGS, "--output", str(out), "--dtype", "bfloat16", "--shard-gb", "0.0001"]

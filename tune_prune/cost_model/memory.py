@@ -40,6 +40,7 @@ from tune_prune.pruning.statistics import PassWork
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
 PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
+INLINE_BYTES = {"cpu": 200 * 2**20, "cuda": 0}  # more of one that also plans and reports
 SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
 SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
 FLOAT32 = 4

@@ -24,12 +24,13 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.cost_model import machine, own_process
-from tune_prune.cost_model.memory import Bounds, Place, choose_within
+from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.geometry import Geometry
+from tune_prune.models.runner.residency import Place
 from tune_prune.planning import experiment, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
@@ -162,6 +163,8 @@ def _plan_model(
     from_files = source.kind == "hub" or bool(weight_files.files(Path(source.location)))
     gpus = max(1, int(settings.gpus_per_trial or 1))
     ways = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files, gpus)
+    if settings.inline:
+        ways = [replace(plan, process=plan.process + INLINE_BYTES[device]) for plan in ways]
     return ModelPlan(
         run=run,
         geometry=geometry,

@@ -93,13 +93,20 @@ class TrialProgress:
 
 class Trial:
     """One trial and what it has found so far. `config` None: the dense model. `shared`: what trials beside it will need of
-    the dense model, so that one pass serves them too."""
+    the dense model, so that one pass serves them too. `key`: in the ledger; None: by model, configuration and data, which have
+    to be there."""
 
-    def __init__(self, config: PruningConfig | None, context: TrialContext, shared: Sequence[Need] = ()) -> None:
+    def __init__(
+        self,
+        config: PruningConfig | None,
+        context: TrialContext,
+        shared: Sequence[Need] = (),
+        key: str | None = None,
+    ) -> None:
         self.config = config
         self.context = context
         self.progress = TrialProgress(
-            context.key(config),
+            context.key(config) if key is None else key,
             context.run.label,
             config,
             device_name=device_name(context.loaded.device),

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.hidden_states import KeptStates, SpilledStates
-from tune_prune.models.runner.layer_weights import layers_in_turn, on_device, shared
+from tune_prune.models.runner.layer_weights import give_back, layers_in_turn, on_device, shared
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 # Hidden states that are carried together where every layer has to be brought: 2 GB at a hidden size of 4,096 in bfloat16.
@@ -240,6 +240,7 @@ class LayerRunner:
         finally:
             for p in parameters.values():
                 p.data = p.data.new_empty(0)  # now, and not when the last module that has it is found to be garbage
+            give_back()
 
 
 def _equal(one: object, other: object) -> bool:
