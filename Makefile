@@ -14,6 +14,9 @@ READY := $(VENV)/.installed
 OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.installed
 
+# A process that imports torch and this package compiles them once, and not every time it starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-oldest lint check format train clean
 
 demo: $(READY)

@@ -22,7 +22,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -177,27 +177,34 @@ class Bench:
         }
 
     def sharing(self) -> dict[str, float]:
-        alone, together = (sum(self.workers(count)) for count in (1, 2))
+        """One of two processes works while the other waits, then both."""
+        command = [sys.executable, __file__, "--device", self.args.device, *["--tiny"] * self.args.tiny, "--worker"]
+        workers = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(2)]
+        for worker in workers:  # built and warm
+            assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+        alone, together = (sum(self.speeds(some)) for some in (workers[:1], workers))
+        for worker in workers:
+            worker.communicate()
         return {"tokens_per_s_alone": alone, "tokens_per_s_of_two": together, "ratio": together / alone}
 
-    def workers(self, count: int) -> list[float]:
-        """Tokens per second of each of so many processes at once."""
-        command = [sys.executable, __file__, "--device", self.args.device, *["--tiny"] * self.args.tiny, "--worker"]
-        started = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(count)]
-        for process in started:  # built and warm
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        return [float(process.communicate("go\n")[0]) for process in started]
+    def speeds(self, workers: Sequence[Any]) -> list[float]:
+        """Tokens per second of each of the processes, at once."""
+        for worker in workers:
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+        return [float(worker.stdout.readline()) for worker in workers]
 
     def work(self) -> None:
-        """What such a process does: layers of the shape run for some seconds, from the word on."""
+        """What such a process does: layers of the shape run for some seconds, at each word."""
         self.model = build(self.args, self.device, self.dtype)
-        run, seconds, times = self.forward(8, 64 if self.args.tiny else 512), 0.0, 0
+        run = self.forward(8, 64 if self.args.tiny else 512)
         self.seconds(run)
         print("ready", flush=True)
-        sys.stdin.readline()
-        while seconds < (0.2 if self.args.tiny else SHARING_S):
-            seconds, times = seconds + self.seconds(run), times + 1
-        print(times * 8 * (64 if self.args.tiny else 512) / seconds)
+        for _ in sys.stdin:
+            seconds, times = 0.0, 0
+            while seconds < (0.2 if self.args.tiny else SHARING_S):
+                seconds, times = seconds + self.seconds(run), times + 1
+            print(times * 8 * (64 if self.args.tiny else 512) / seconds, flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:

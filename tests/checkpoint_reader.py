@@ -10,6 +10,7 @@ Numbers are largest absolute differences of logits.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -150,3 +151,4 @@ def main(how: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     Path(sys.argv[2]).write_text(json.dumps(main(sys.argv[1])), encoding="utf-8")
+    gc.freeze()  # the exit would look through torch for garbage

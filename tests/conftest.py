@@ -31,9 +31,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tune_prune import search
+from tune_prune import embedded, search
 from tune_prune.cost_model import device_speed
 from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest
+from tune_prune.data import calibration
 from tune_prune.models.families import FAMILIES
 from tune_prune.planning import plan_cost
 
@@ -180,6 +181,32 @@ def speeds_measured_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_cost, "measure", measure)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def texts_tokenized_once() -> Iterator[None]:
+    """A tokenizer reads the same text once in a test process: of a plan's time it is half."""
+    read: dict[tuple[str, str], torch.Tensor] = {}
+    tokenize = calibration.tokenize
+
+    def tokens(tokenizer: Any, text: str) -> torch.Tensor:
+        key = tokenizer.backend_tokenizer.to_str(), text
+        if key not in read:
+            read[key] = tokenize(tokenizer, text)
+        return read[key].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "tokenize", tokens)
+        yield
+
+
+@pytest.fixture(scope="module")
+def short_text() -> Iterator[None]:
+    """The text of the embedded models' perplexity is its beginning: to measure the whole is most of a trial's time."""
+    text = embedded.perplexity_text()[:5000]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "perplexity_text", lambda: text)
         yield
 
 

@@ -9,6 +9,7 @@ same trials without Ray), one that would take minutes is planned (`--dry-run`): 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -248,3 +249,4 @@ def do_what_contributing_says(folder: Path) -> None:
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     do_what_contributing_says(Path(sys.argv[1]))
+    gc.freeze()  # the exit would look through torch for garbage

@@ -3,16 +3,18 @@ set of its fresh process grows at most."""
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.residencies import in_way
 from tune_prune.cost_model.memory import Shapes, StageMemory
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import family_of
@@ -30,6 +32,10 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "removal": ("block_removal", (12,)),
     "input_norms": ("input_norms", (20,)),
     "evaluation": ("", ()),
+    "taylor streamed": ("taylor", (20,)),
+    "removal streamed": ("block_removal", (12,)),
+    "input_norms streamed": ("input_norms", (20,)),
+    "evaluation streamed": ("", ()),
 }
 
 
@@ -54,18 +60,22 @@ def build(name: str) -> Stage:
         max_position_embeddings=512,
     )
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    way = RESIDENT
+    if name.endswith("by layer"):
+        way = WAYS[1]
+    elif name.endswith("streamed"):
+        model, way = in_way(model, "streamed")
     family = family_of("llama")
     shapes = Shapes(read_geometry(model, family), config, 4, "cpu")
     windows = torch.randint(vocab, (20, 256))
     if not statistic:
-        perplexity(model, windows[0, :4], 4)
-        _, stage, _ = shapes.evaluation(0, 512, 5 * 512, 64)
-        return Stage(stage, lambda: perplexity(model, windows.flatten()[: 5 * 512], 512))
-    way = WAYS[1] if name.endswith("by layer") else RESIDENT
+        perplexity(model, windows[0, :4], 4, residency=way)
+        _, stage, _ = shapes.evaluation(0, 512, 5 * 512, 64, way=replace(way, from_files=way.streamed))
+        return Stage(stage, lambda: perplexity(model, windows.flatten()[: 5 * 512], 512, residency=way))
     found = load_statistic(statistic)
     needs = [Need(statistic, kind, n) for kind in (KINDS if statistic == "block_removal" else ("",)) for n in numbers]
     plans = shapes.ways([(found.stage, found.work(needs, 256, 4, "cpu"))])
-    (stage,) = next(plan for plan in plans if plan.way == way or len(plans) == 1).stages
+    (stage,) = next(plan for plan in plans if str(plan.way) == str(way)).stages
     found.collect(model, family, windows[:1, :4], [Need(statistic, need.kind, 1) for need in needs], way)
     return Stage(stage, lambda: found.collect(model, family, windows, needs, way))
 
@@ -82,3 +92,4 @@ if __name__ == "__main__":
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
     stage.run()
     print(resident("VmHWM") - before)
+    gc.freeze()  # the exit would look through torch for garbage

@@ -134,7 +134,7 @@ def search(
     scheduler       which trials are stopped early: none; race, what cannot be the best any more (95% confidence); asha, the weaker
                     half at a quarter and at half of the items
     memory          most that a trial may take, e.g. "20GiB", as for `open`
-    gpus_per_trial  GPUs of one trial: 0, 1, 1/k for k trials on each GPU, or auto
+    gpus_per_trial  GPUs of one trial: 0, 1, 1/k for k trials on each GPU, several to spread its layers over, or auto
     cpus_per_trial  CPUs of one trial, or auto
     trial_timeout   seconds after which a trial is ended and recorded as failed; None: no limit
     inline          one trial after the other in this process, without Ray

@@ -62,6 +62,7 @@ def test_a_published_grid_where_nothing_heavy_is_installed(tmp_path: Path, run_w
     assert re.search(r"Llama +blockwise-s64-n128 +\.5980 ± \.0048 +13\.17 +11 of 44\n", out)
     assert "the best's accuracy cannot be cross-fitted" in out
     assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert "准确率" in (tmp_path / "final_analysis_report.txt").read_text(encoding="utf-8")
 
 
 def test_help_and_usage_errors_need_nothing_at_all(run_without: Callable[..., str]) -> None:
@@ -100,7 +101,12 @@ def test_bad_command_lines(refusal: Callable[..., str], argv: list[str], expecte
 
 
 @pytest.mark.parametrize("written", ["0.7", "70", "70%"])
-def test_a_baseline_and_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str) -> None:
+def test_a_baseline_and_percent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    if written != "0.7":  # figures take seconds: once
+        for drawing in ("figures.figures.draw_all", "layout.draw_best"):
+            monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
     path, output = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv", tmp_path / "out"
     argv = ["--csv", f"Llama={path}", "--output", str(output), "--baseline", f"Llama={written}"]
     assert command.main([*argv, *(["--percent"] if written == "0.7" else [])]) == 0

@@ -65,15 +65,15 @@ def test_published_methods_and_levels(llama: pd.DataFrame) -> None:
 
 
 def test_published_correlations(llama: pd.DataFrame) -> None:
-    found = {entry.column: entry for entry in effects.correlations(llama)}
+    found = {entry.measure: entry for entry in effects.correlations(llama)}
     expected = {"ppl": -0.7972, "grad_mean_ratio": 0.6972, "grad_mean_range": 0.4659, "extreme_pruning_layers": -0.2940}
     assert {name: round(found[name].r or 0, 4) for name in expected} == expected
     norms = found["grad_norm_ratio"]
     assert (norms.r, norms.n, norms.low) == (None, 45, None)
     assert norms.reason == Message("not_finite", {"column": "grad_norm_ratio", "count": 3})
     assert "grad_std_ratio" not in found  # an empty column
-    assert found["ppl"].n_independent is None
-    assert found["grad_mean_ratio"].n_independent == found["grad_mean_range"].n_independent == 15
+    assert found["ppl"].passes is None
+    assert found["grad_mean_ratio"].passes == found["grad_mean_range"].passes == 15
 
 
 def test_method_table_by_hand() -> None:
@@ -277,7 +277,7 @@ def test_correlation_and_its_interval() -> None:
     half = stats.norm.ppf(0.975) / math.sqrt(45 - 3)  # Fisher
     interval = [math.tanh(math.atanh(r) + sign * half) for sign in (-1, 1)]
     assert [found.r, found.low, found.high] == pytest.approx([r, *interval])
-    assert (found.n, found.n_independent, found.reason) == (45, None, None)
+    assert (found.n, found.passes, found.reason) == (45, None, None)
 
 
 def test_rows_of_one_gradient_pass_count_once() -> None:
@@ -290,23 +290,23 @@ def test_rows_of_one_gradient_pass_count_once() -> None:
     means = rows["acc_mean"].groupby(rows["seq_len"]).mean()
     expected = stats.pearsonr(list(by_length.values()), means)
     interval = expected.confidence_interval(0.95)
-    assert (shared.n, shared.n_independent, shared.r_independent) == (15, 5, pytest.approx(expected.statistic))
+    assert (shared.n, shared.passes, shared.r_passes) == (15, 5, pytest.approx(expected.statistic))
     assert (shared.low, shared.high) == pytest.approx((interval.low, interval.high))
     assert shared.r == pytest.approx(np.corrcoef(rows["grad_mean_ratio"], rows["acc_mean"])[0, 1])
-    assert (own.n_independent, ppl.n_independent) == (None, None)
+    assert (own.passes, ppl.passes) == (None, None)
     assert (ppl.low or 0) > -1 and (ppl.high or 0) - (ppl.low or 0) < (shared.high or 0) - (shared.low or 0)
     alone = rows[rows["method"] == "taylor"]  # every pass has one row
-    assert effects.correlations(alone)[1].n_independent is None
+    assert effects.correlations(alone)[1].passes is None
     few = rows[rows["seq_len"] < 128]  # 3 passes give no interval
     (_, three, _) = effects.correlations(few)
-    assert (three.n_independent, three.low, three.high, three.r is None) == (3, None, None, False)
+    assert (three.passes, three.low, three.high, three.r is None) == (3, None, None, False)
 
 
 def test_correlations_that_cannot_be_computed() -> None:
     rows = planted(grid(samples=(8,)), 0.01).assign(ppl=np.arange(15.0), removed_fraction=0.2, grad_std_ratio=math.nan)
     rows["grad_max_ratio"] = [math.inf, math.nan, *range(13)]
     found = effects.correlations(rows)
-    assert [entry.column for entry in found] == ["ppl", "grad_max_ratio", "removed_fraction"]
+    assert [entry.measure for entry in found] == ["ppl", "grad_max_ratio", "removed_fraction"]
     assert [entry.reason for entry in found] == [
         None,
         Message("not_finite", {"column": "grad_max_ratio", "count": 2}),

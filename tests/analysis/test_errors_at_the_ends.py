@@ -16,7 +16,7 @@ from tune_prune.analysis.input.errors import wilson_interval, wilson_stderr
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.layout import write_layout
-from tune_prune.analysis.render.paragraphs import write_paragraphs
+from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.core.ledger import Ledger, read_baselines
 from tune_prune.core.store import FolderStore
@@ -96,8 +96,5 @@ def test_published_results_have_the_sizes_of_the_tasks(tmp_path: Path) -> None:
     findings = from_csv(tmp_path, {"M": lambda *key: 1.0 if key == best else 0.5})
     expected = math.sqrt(sum(wilson_stderr(n) ** 2 for n in TASK_ITEMS.values())) / TASKS
     assert findings.models["M"].best["acc_mean_stderr"] == pytest.approx(expected)
-    text = tmp_path / "paragraphs.md"
-    write_paragraphs(findings, text)
-    assert "Wilson's 95% interval [@wilson1927]" in text.read_text()
-    write_paragraphs(from_csv(tmp_path, {"M": lambda *_: 0.5}), text)
-    assert "wilson" not in text.read_text() + text.with_name("references.bib").read_text()
+    assert "Wilson's 95% interval [@wilson1927]" in paragraphs(findings)[0]
+    assert "wilson" not in "".join(paragraphs(from_csv(tmp_path, {"M": lambda *_: 0.5})))

@@ -40,7 +40,7 @@ def test_accuracy_retained_is_not_given_where_the_dense_model_is_at_chance(tmp_p
     dense = found.model.baseline
     assert found.retained(0.5) == pytest.approx(0.5 / dense["acc_mean"])
     found.model.baseline["acc_piqa"] = 0.55  # type: ignore[index]
-    assert found.tasks.loc["piqa"].isna()["retained"] and found.tasks["retained"].notna().sum() == 6
+    assert found.tasks.loc["piqa"].isna()["retained"] and found.tasks["retained"].notna().sum() == 7
     found.model.baseline["acc_mean"] = 0.39  # type: ignore[index]
     assert found.retained(0.5) is None
     assert next(found.warnings.__iter__()).kind == "dense_at_chance"

@@ -95,9 +95,7 @@ def figure(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def html(findings: Findings, figure: Path) -> str:
-    path = figure.parent / "report.html"
-    page.write_page(findings, [figure, figure.with_suffix(".pdf")], path)
-    return path.read_text(encoding="utf-8")
+    return page.render(findings, [figure, figure.with_suffix(".pdf")])
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
 from tune_prune.analysis.input.reading import read_study
-from tune_prune.analysis.render.paragraphs import write_paragraphs
+from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 
 CLAIMS = r"\brises\b|\bfalls\b|\bbetter than\b|more accurate than|\bcorrelates\b|\bloses\b"
@@ -24,11 +24,6 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     """Two models with items and dense baselines, 18 configurations each, two of them failed or stopped."""
     folder = tmp_path_factory.mktemp("simulated")
     return simulated_findings(folder, failed=["taylor-s16-n128"], stopped=["layerwise-s64-n512"])
-
-
-def written(findings: Findings, folder: Path) -> str:
-    write_paragraphs(findings, folder / "paragraphs.md")
-    return (folder / "paragraphs.md").read_text(encoding="utf-8")
 
 
 def test_paragraphs_of_noise_claim_nothing(tmp_path: Path) -> None:
@@ -45,7 +40,7 @@ def test_paragraphs_of_noise_claim_nothing(tmp_path: Path) -> None:
         assert all(trend.direction == "flat" for trend in found.trends.values())
         assert found.effects.loc["method", "p"] > 0.05
         assert all(entry.low is None or entry.low < 0 < entry.high for entry in found.correlations if entry.high)
-    text = written(findings, tmp_path)
+    text = paragraphs(findings)[0]
     assert not re.search(CLAIMS, text)
     assert (
         "These data do not show which" in text and "taylor and layerwise are not distinguishable" in text
@@ -64,7 +59,7 @@ def test_paragraphs_say_what_is_significant(tmp_path: Path) -> None:
         return 0.9 - accuracy(method, seq_len, samples)
 
     findings = from_csv(tmp_path, {"up": accuracy, "down": falling})
-    text = written(findings, tmp_path)
+    text = paragraphs(findings)[0]
     up, down = text.partition("# Findings")[2].split("**down.**")[:2]
     assert "Accuracy rises with tokens per sample" in up and "Accuracy falls" not in up
     assert "Accuracy falls with tokens per sample" in down
@@ -80,25 +75,25 @@ def test_paragraphs_say_what_is_significant(tmp_path: Path) -> None:
     assert re.search(rf"up loses {loss:.2f} ± \d\.\d\d points, {percent:.1f}% of its accuracy", text)
 
 
-def test_paragraphs_of_experiments(simulated: Findings, tmp_path: Path) -> None:
+def test_paragraphs_of_experiments(simulated: Findings) -> None:
     """The cross-fitted score beside the naive one, the size of the confidence set, correlations with n and interval."""
-    text = written(simulated, tmp_path)
+    text = paragraphs(simulated)[0]
     for found in simulated.models.values():
         assert found.cross_fit is not None
         assert f"{found.cross_fit.corrected:.4f}"[1:] in text and f"{found.cross_fit.naive:.4f}"[1:] in text
         inside = int(found.eligible["in_confidence_set"].sum())
         assert f"The confidence set of the best holds {inside} configurations" in text
-        ppl = next(entry for entry in found.correlations if entry.column == "ppl")
+        ppl = next(entry for entry in found.correlations if entry.measure == "ppl")
         low, high = (f"{bound:.4f}".replace("0.", ".", 1) for bound in (ppl.low, ppl.high) if bound is not None)
         assert f"over {ppl.n} trials, 95% interval {low} to {high}" in text
     assert "36 trials and 224 task evaluations; 32 trials (88.9%) are complete, 2 failed, 2 were stopped early" in text
 
 
-def test_references_are_those_of_the_text(simulated: Findings, tmp_path: Path) -> None:
+def test_references_are_those_of_the_text(simulated: Findings) -> None:
     for findings in (simulated, published_findings()):
-        text = written(findings, tmp_path)
+        text, references = paragraphs(findings)
         cited = set(re.findall(r"@(\w+)", text))
-        entries = re.findall(r"^@\w+{(\w+),$", (tmp_path / "references.bib").read_text(), re.MULTILINE)
+        entries = re.findall(r"^@\w+{(\w+),$", references, re.MULTILINE)
         assert sorted(entries) == sorted(cited) and {"ma2023llmpruner", "clark2018arc", "hsu1984constrained"} <= cited
 
 
@@ -106,23 +101,23 @@ def test_hardware_and_software_are_those_of_the_records(tmp_path: Path) -> None:
     study = read_study([simulated_study(tmp_path, models=("alpha",))], [])
     study.models["alpha"].rows["device_name"] = "NVIDIA H100"
     study.models["alpha"].rows["torch_version"] = "2.13.0"
-    text = written(find(study), tmp_path)
+    text = paragraphs(find(study))[0]
     assert "Hardware: NVIDIA H100; 1 CPU per trial.\nSoftware: torch 2.13.0, tune_prune 0.1.0." in text
     rows = study.models["alpha"].rows
     study.models["alpha"] = replace(
         study.models["alpha"], rows=rows.assign(cpus=4.0, gpus=[0.5, *[1.0] * (len(rows) - 1)])
     )
-    text = written(find(study), tmp_path)
+    text = paragraphs(find(study))[0]
     assert "Hardware: NVIDIA H100; 4 CPUs and 0.5 GPUs or 4 CPUs and 1 GPU per trial.\n" in text
     study.models["alpha"].rows["cpus"] = math.nan  # as in older results files
-    assert "Hardware: NVIDIA H100.\n" in written(find(study), tmp_path)
+    assert "Hardware: NVIDIA H100.\n" in paragraphs(find(study))[0]
 
 
 def test_paragraphs_under_another_rule(tmp_path: Path) -> None:
     """The most accurate stays the subject of the test; what the rule chooses instead stands beside it."""
     findings = simulated_findings(tmp_path, rule="one-standard-error", items=60)
     found = next(entry for entry in findings.models.values() if entry.best["name"] != entry.eligible["name"].iloc[0])
-    text = written(findings, tmp_path)
+    text = paragraphs(findings)[0]
     assert f"By the rule one-standard-error, {found.best['name']} is chosen instead" in text
     assert f"trials is {found.eligible['name'].iloc[0]}, with an accuracy" in text
 
@@ -131,6 +126,6 @@ def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
     """And of a single run without perplexity nothing is claimed."""
     one = {("taylor", 16, 128): 0.5}
     findings = from_csv(tmp_path, {"M": lambda *key: one.get(key, math.nan), "lost": lambda *_: math.nan})
-    text = written(findings, tmp_path)
+    text = paragraphs(findings)[0]
     assert not re.search(rf"{CLAIMS}|\bnan\b|\bNone\b", text)
     assert "No trial of lost is complete." in text

@@ -12,7 +12,7 @@ import pytest
 from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.messages import LANGUAGES, format_message, printed
-from tune_prune.analysis.render.report import SHOWN_PROBLEMS, report, write_report
+from tune_prune.analysis.render.report import SHOWN_PROBLEMS, report
 from tune_prune.analysis.render.text import COLUMNS, aligned, fold, text_table, width
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
@@ -89,8 +89,9 @@ def test_the_comparison_says_what_the_findings_say(two_models: Findings, languag
         assert printed(found.best["acc_mean"] / found.model.baseline["acc_mean"], "percent") in screen
         assert label in screen and found.best["name"] in screen
     across = across.partition("\n7. ")[2]
-    best = two_models.best_for_all
-    assert best is not None and best["config"] in across and printed(best["acc_mean"], "acc") in across
+    assert two_models.transfer is not None
+    best = two_models.transfer.best_for_all
+    assert best["config"] in across and printed(best["acc_mean"], "acc") in across
     assert text_table(all_tables(two_models)["transfer"], language) in across
 
 
@@ -162,17 +163,14 @@ def test_a_model_with_one_complete_trial(tmp_path: Path, language: str) -> None:
     assert section(text, 3).count("\n  - ") == 1  # why nothing is correlated, once for all measures
 
 
-def test_the_file_and_a_language_that_is_not_there(published: Findings, tmp_path: Path) -> None:
-    write_report(published, tmp_path / "report.txt", "zh")
-    assert (tmp_path / "report.txt").read_text(encoding="utf-8") == report(published, "zh")
+def test_a_language_that_is_not_there(published: Findings) -> None:
     with pytest.raises(UserError, match="language is 'fr'; it must be one of en, zh"):
-        write_report(published, tmp_path / "other.txt", "fr")
-    assert not (tmp_path / "other.txt").exists()
+        report(published, "fr")
 
 
 def test_tables_are_straight_where_characters_are_two_columns_wide() -> None:
     rows = [["taylor", "7", ".5412"], ["逐层", "45", ".5323"]]
-    assert aligned(["方法", "n", "准确率"], rows) == (
+    assert aligned(["方法", "n", "准确率"], rows, "lrr") == (
         "  方法     n  准确率\n"  #
         "  ------  --  ------\n"
         "  taylor   7   .5412\n"
@@ -181,11 +179,11 @@ def test_tables_are_straight_where_characters_are_two_columns_wide() -> None:
 
 
 def test_a_table_too_wide_goes_on_below() -> None:
-    text = aligned(["model", *"abc"], [["m1", "1" * 10, "2" * 10, "3" * 10]], columns=32)
+    text = aligned(["model", *"abc"], [["m1", "1" * 10, "2" * 10, "3" * 10]], "lrrr", columns=32)
     assert [line.split() for line in text.splitlines() if line and "-" not in line] == (
         [["model", "a", "b"], ["m1", "1" * 10, "2" * 10], ["model", "c"], ["m1", "3" * 10]]
     )
-    assert max(map(width, aligned(["x" * 70, "y" * 70], [["甲" * 70, "z" * 70]]).splitlines())) == COLUMNS
+    assert max(map(width, aligned(["x" * 70, "y" * 70], [["甲" * 70, "z" * 70]], "lr").splitlines())) == COLUMNS
 
 
 def test_folded_text_is_whole_and_breaks_where_it_may() -> None:

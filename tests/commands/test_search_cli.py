@@ -85,7 +85,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "GPU share": ([*TINY, "--gpus-per-trial", "0.3"], ["--gpus-per-trial", "0.3", "0.25", "0.3333"]),
     "one and a half GPUs": ([*TINY, "--gpus-per-trial", "1.5"], ["1.5", "use 1 or 2"]),
     "a GPU that is not there": ([*TINY, "--gpus-per-trial", "1"], ["1 GPUs", "at most", "--address"]),
-    "several GPUs": ([*TINY, "--gpus-per-trial", "2"], ["--gpus-per-trial is 2", "runs on one GPU", "use 1"]),
+    "several GPUs": ([*TINY, "--gpus-per-trial", "2"], ["2 GPUs", "no node has them together", "--gpus-per-trial"]),
     "CPUs that are not there": ([*TINY, "--cpus-per-trial", "9999"], ["9999 CPUs", "at most", "--cpus-per-trial"]),
     "no CPU": ([*TINY, "--cpus-per-trial", "0"], ["--cpus-per-trial is 0"]),
     "no time": ([*TINY, "--trial-timeout", "0"], ["--trial-timeout", "'0'", "from 1"]),

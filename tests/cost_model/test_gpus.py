@@ -140,6 +140,36 @@ def test_a_share_that_was_asked_for_must_hold_a_trial(planned) -> None:
         planned([("small", 8, 0.9 * need, 0.9 * need)], inline=True)
 
 
+def test_a_trial_on_several_gpus_needs_less_of_each(planned) -> None:
+    one, two = planned([CARD], gpus_per_trial=1), planned([CARD] * 5, gpus_per_trial=2, cpus_per_trial=1)
+    assert (two.resources.gpus, two.slots, two.memory.way.gpus) == (2, min(2, machine.cpus()), 2)
+    assert one.memory.weights / 2 < two.memory.weights < one.memory.weights
+    assert one.memory.process < two.memory.total < one.memory.total
+    between = (one.memory.total + two.memory.total) / 2 / GIB
+    small = ("A10", 8, between / 0.9, between / 0.9)  # of which 90% are used
+    plan = planned([small, small], gpus_per_trial=2)
+    assert str(plan.memory.way) == "resident, on 2 GPUs"
+    inline = planned([small, small], gpus_per_trial=2, inline=True)
+    assert (inline.resources, inline.slots, inline.memory) == (plan.resources, 1, plan.memory)
+    with pytest.raises(UserError, match=r"a trial needs about .* the smallest GPU has"):
+        planned([small, small], gpus_per_trial=1)
+    with pytest.raises(UserError, match=r"2 GPUs but no node has them together"):
+        planned([CARD], gpus_per_trial=2)
+
+
+def test_a_stage_waits_for_all_gpus_and_the_fullest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(trial, "peak_memory_bytes", lambda device: {"cuda:0": 5, "cuda:1": 7}[str(device)])
+    one = trial.Trial.__new__(trial.Trial)
+    devices = tuple(torch.device("cuda", index) for index in range(2))
+    one.context = SimpleNamespace(loaded=SimpleNamespace(devices=devices))
+    one.progress = trial.TrialProgress("key", "m", PruningConfig("random", 8, 8))
+    with one._stage("pruning"):
+        pass
+    assert (tuple(waited), one.progress.peak_memory_bytes) == (devices, 7)
+
+
 def test_several_kinds_of_gpu_are_said(planned) -> None:
     plan = planned([CARD, ("A100", 8, 79, 80)])
     assert any("H100, A100" in note for note in plan.cost.notes)
@@ -251,7 +281,7 @@ def test_a_stage_ends_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(trial.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(trial, "peak_memory_bytes", lambda device: 0)
     one = trial.Trial.__new__(trial.Trial)
-    one.context = SimpleNamespace(loaded=SimpleNamespace(device=torch.device("cuda")))
+    one.context = SimpleNamespace(loaded=SimpleNamespace(devices=(torch.device("cuda"),)))
     one.progress = trial.TrialProgress("key", "m", PruningConfig("random", 8, 8))
     with one._stage("pruning") as report:
         now[0] += 1.0

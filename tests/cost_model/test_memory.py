@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import Executor, Future
 from itertools import accumulate
 from pathlib import Path
 
@@ -16,17 +17,31 @@ from transformers import MistralConfig
 from tests.memory_stages import STAGES, build
 from tune_prune.cost_model.memory import EVALUATION_SLACK, FRAGMENTATION, PROCESS_BYTES, MemoryPlan, Shapes, choose
 from tune_prune.models import loading
+from tune_prune.models.runner import layer_weights
 from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.taylor import STATISTIC
 
 ROOT = Path(__file__).resolve().parents[2]
 # Planned over measured at most. An evaluation's plan counts layers and logits, which do not stand at the same time, because
 # the allocator may keep the layers' blocks.
-TENSORS = dict.fromkeys(STAGES, 1.25) | {"evaluation": 1.75}
+TENSORS = dict.fromkeys(STAGES, 1.25) | {"evaluation": 1.75, "evaluation streamed": 1.75, "removal streamed": 1.35}
+
+
+class _AtOnce(Executor):
+    """In this thread, which is the one that the profiler sees."""
+
+    def __init__(self, *_):
+        pass
+
+    def submit(self, function, *args):
+        done = Future()
+        done.set_result(function(*args))
+        return done
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_planned_tensors_are_those_that_torch_allocates(name):
+def test_planned_tensors_are_those_that_torch_allocates(name, monkeypatch):
+    monkeypatch.setattr(layer_weights, "ThreadPoolExecutor", _AtOnce)
     stage = build(name)
     with profile(profile_memory=True) as found:
         stage.run()
@@ -47,11 +62,11 @@ def resident(name: str, **environment: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["taylor", "copies", "taylor by layer", "copies by layer"])
+@pytest.mark.parametrize("name", ["taylor", "copies", "taylor by layer", "copies by layer", "taylor streamed"])
 def test_planned_memory_of_gradients_is_what_fresh_processes_take(name):
     """Of which the C library makes 0.97 to 1.26 of what is counted, differently in each process; of layer by layer up to 1.5."""
     planned, measured = build(name).plan.total, resident(name)
-    assert measured <= planned <= (2.2 if "by layer" in name else 1.5) * measured
+    assert measured <= planned <= (1.5 if name in ("taylor", "copies") else 2.2) * measured
 
 
 @pytest.mark.slow

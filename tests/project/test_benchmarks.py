@@ -161,6 +161,7 @@ def test_grid_tells_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_text")
 def test_overhead(bench: Callable[..., dict[str, Any]]) -> None:
     argv = ["--model", "tiny-llama", "--trials", "1", "--limit", "3", "--num-samples", "8", "--search-space", ""]
     values = bench("overhead", *argv, "--memory-trials", "12", "--memory-limit", "1", "--threads", "1")

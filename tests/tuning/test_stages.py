@@ -27,7 +27,7 @@ CONFIG = replace(BLOCKWISE, method="taylor")
 
 
 @pytest.fixture(scope="module")
-def context(tmp_path_factory) -> TrialContext:
+def context(short_text, tmp_path_factory) -> TrialContext:
     return open_context(tmp_path_factory.mktemp("artifacts"))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.core.errors import UserError, exit_code, whole_number
-from tune_prune.core.store import EXPERIMENT
+from tune_prune.core.store import EXPERIMENT, FolderStore
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.parser import Parser
 
@@ -166,22 +166,19 @@ def write_analysis(
     from tune_prune.analysis.figures.figures import draw_all
     from tune_prune.analysis.layout import write_layout
     from tune_prune.analysis.render.messages import accuracies_in_percent
-    from tune_prune.analysis.render.page import write_page
-    from tune_prune.analysis.render.paragraphs import write_paragraphs
-    from tune_prune.analysis.render.report import write_report
+    from tune_prune.analysis.render.page import render
+    from tune_prune.analysis.render.paragraphs import paragraphs
+    from tune_prune.analysis.render.report import report
     from tune_prune.analysis.tables.all_tables import write_tables
 
-    output.mkdir(parents=True, exist_ok=True)
-    page, report, paragraphs, _ = (output / name for name in _REPORTS)
     with accuracies_in_percent(percent):
         files = write_layout(findings, output)
         done("layout")
         figures = draw_all(findings, output / "figures")
         done("figures")
         files += [*figures, *write_tables(findings, output / "tables")]
-        write_paragraphs(findings, paragraphs)
-        write_report(findings, report, language)
-        write_page(findings, figures, page)
+        texts = render(findings, figures), report(findings, language), *paragraphs(findings)
+        FolderStore(output).put_all(dict(zip(_REPORTS, texts, strict=True)))
     done("tables and reports")
     return files
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,7 @@ from typing import Any
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.records import MODEL_STAGES, TrialRecord, in_order, pass_name
 
-Totals = Mapping[
-    str, Mapping[str, Any]
-]  # stage -> sums: "seconds", "tokens", "computed" (how often it forwarded tokens)
+Totals = Mapping[str, Counter]  # "seconds", "tokens", "computed" (how often tokens were forwarded) -> sums by stage
 
 
 def totals(
@@ -19,13 +18,12 @@ def totals(
 ) -> Totals:
     """What `records`, the dense `baselines` and the `passes` made for all trials (`PassLog.read`) have taken together. A stage
     served from the cache forwards no token."""
-    sums: dict[str, dict[str, Any]] = {}
+    sums: Totals = {"seconds": Counter(), "tokens": Counter(), "computed": Counter()}
     stages = [stage for record in (*records, *baselines.values()) for stage in record.stages]
     for stage in (*stages, *passes):
-        own = sums.setdefault(stage["stage"], {"seconds": 0.0, "tokens": 0, "computed": 0})
-        own["seconds"] += stage["duration_s"]
-        own["tokens"] += stage["tokens"]
-        own["computed"] += stage["tokens"] > 0
+        sums["seconds"][stage["stage"]] += stage["duration_s"]
+        sums["tokens"][stage["stage"]] += stage["tokens"]
+        sums["computed"][stage["stage"]] += stage["tokens"] > 0
     return sums
 
 
@@ -45,12 +43,9 @@ def write_cost(
     """
     records = list(records)
     now = totals(records, baselines, passes)
-    seconds, tokens, computed = (
-        {stage: sums[name] for stage, sums in now.items()} for name in ("seconds", "tokens", "computed")
-    )
+    seconds, computed = now["seconds"], now["computed"]
     total = sum(seconds.values())
-    computed = {"importance": 0, "removal": 0} | computed
-    statistics = [stage for stage in in_order(sorted(computed)) if stage not in MODEL_STAGES]
+    statistics = [s for s in in_order(sorted({"importance", "removal", *computed})) if s not in MODEL_STAGES]
     done = [*records, *baselines.values()]
     gpu_share = max((record.resources.get("gpu", 0.0) for record in done), default=0.0)  # passes ran on a trial's share
     gpu_seconds = sum(record.elapsed_time_s * record.resources.get("gpu", 0.0) for record in done)
@@ -59,21 +54,18 @@ def write_cost(
         "trials": len(records),
         **{f"{pass_name(stage)}_passes": computed[stage] for stage in statistics},
         "seconds_per_stage": seconds,
-        "tokens_per_stage": tokens,
+        "tokens_per_stage": now["tokens"],
         "worker_seconds": total,
-        "evaluation_fraction": (seconds.get("perplexity", 0.0) + seconds.get("zero_shot", 0.0)) / (total or 1.0),
+        "evaluation_fraction": (seconds["perplexity"] + seconds["zero_shot"]) / (total or 1.0),
         "gpu_hours": gpu_seconds / 3600,
         "shared_passes": list(passes),
     }
     if predicted is not None:
-        stages = predicted["stages"]
-
-        def measured(stage: str, name: str) -> float:
-            later, earlier = (sums.get(stage, {}).get(name, 0) for sums in (now, before or {}))
-            return later - earlier
+        stages, earlier = predicted["stages"], before or totals([], {}, [])
 
         def beside(name: str) -> dict[str, Any]:
-            return {s: {"predicted": values[name], "measured": measured(s, name)} for s, values in stages.items()}
+            measured = {stage: now[name][stage] - earlier[name][stage] for stage in stages}
+            return {s: {"predicted": values[name], "measured": measured[s]} for s, values in stages.items()}
 
         cost["last_start"] = {
             "wall_seconds": {"predicted": predicted["wall_seconds"], "measured": wall_seconds},

@@ -77,11 +77,7 @@ def best_entry(found: ModelFindings, folder: Path) -> dict[str, Any]:
         "source": None if found.model.source is None else dict(found.model.source),
         **plain_values(best, "name", "removed_fraction", "params_count", "acc_mean", "acc_mean_stderr", "ppl", "key"),
         "output_dir": relative(plain_value(best["output_dir"]), folder),
-        "tasks": {
-            task: {"acc": best[f"acc_{task}"], "stderr": plain_value(best.get(f"acc_{task}_stderr"))}
-            for task in found.model.tasks
-            if not pd.isna(best[f"acc_{task}"])
-        },
+        "tasks": {task: plain_values(row, "acc", "stderr") for task, row in found.tasks.drop("mean").iterrows()},
         "baseline": plain_values(dense, *dense) or None,
         "perplexity_window": found.model.window,
         "retained_accuracy": found.retained(best["acc_mean"]),
@@ -101,9 +97,8 @@ def _methods(findings: Findings, label: str) -> dict[str, Any]:
         if found is not None and method in found.methods.index:
             row = found.methods.loc[method]
             n = int(row["n"])
-            best = plain_values(
-                found.named(row["best"]), "name", *CALIBRATION, "acc_mean", "acc_mean_stderr", "ppl", "key"
-            )
+            names = ("name", *CALIBRATION, "acc_mean", "acc_mean_stderr", "ppl", "key")
+            best = plain_values(found.named(row["best"]), *names)
         values = plain_values(row, "mean", "std", "min", "max")
         methods[str(method)] = {"n": n, "n_failed_or_stopped": int(trials) - n, **values, "best": best}
     return methods

@@ -116,7 +116,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
 def _evaluation(found: ModelFindings, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Accuracies as fractions; `dense` is the model before pruning, `retained` acc over that."""
     names = ("model", "name", "acc_mean", "acc_mean_stderr", "ppl", "params_count", "removed_fraction")
-    fit, tasks = found.cross_fit, found.tasks.astype({"items": "Int64"})
+    fit, tasks = found.cross_fit, found.tasks.drop("mean").astype({"items": "Int64"})
     return {
         "schema_version": SCHEMA_VERSION,
         **{name: entry[name] for name in (*names, "retained_accuracy", "baseline")},

@@ -25,16 +25,8 @@ def command(model: Model, row: Mapping[str, Any]) -> str | None:
     protocol = source["protocol"]
     values = {**protocol, **source, "search_space": f"{config.name}.yaml", "tasks": ",".join(protocol["tasks"])}
     names = (
-        "model",
-        "revision",
-        "search_space",
-        "calibration",
-        "data_dir",
-        "tasks",
-        "limit",
-        "perplexity_window",
-        "dtype",
-        "seed",
+        *("model", "revision", "search_space", "calibration", "data_dir", "tasks", "limit", "perplexity_window"),
+        *("dtype", "seed"),
     )
     flags = " ".join(
         f"--{name.replace('_', '-')} {shlex.quote(str(values[name]))}" for name in names if values[name] is not None

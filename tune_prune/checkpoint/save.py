@@ -27,7 +27,7 @@ from tune_prune import __version__
 from tune_prune.checkpoint import generation_speed, layers, manifest, padded
 from tune_prune.checkpoint.license import base_license, copy_license_files
 from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, WeightFile
-from tune_prune.checkpoint.sizes import sizes
+from tune_prune.checkpoint.sizes import Sizes, sizes
 from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.data.sources import MeasuredOn
@@ -75,34 +75,18 @@ def save_checkpoint(
             f"{what} a model that is in memory, but the weights of {dense.source.label} were left in their files; leave that out "
             "(a checkpoint of format hf can be converted later), or load the model"
         )
-    geometry, family = dense.geometry, dense.family
     _check_plan(plan, dense)
-    pruned, dropped = layers.compact(dense.model, family, plan)
-    rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
-    weights = layers.compact_weights(dense, plan, pruned, dropped)
     with _renamed_at_the_end(folder) as work:
-        notes: tuple[str, ...] = ()
-        if fmt == "gguf":
-            model = pruned
-            notes = _write_gguf(dense, pruned, work)
-        else:
-            model = as_saved(dense.model, pruned, family, geometry, fmt)
-            _write_hf(dense, model, weights, work, shard_bytes)
-            if fmt == "hf-padded":
-                rows["padded"] = sizes(model, family)
-        measured = generation_speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
+        written = _write(dense, plan, work, fmt, shard_bytes, measure_speed)
         about = Manifest(
             format=fmt,
             base=_base(dense),
             **vars(origin),
             plan=plan,
             structure=plan.structure,
-            dropped_layers=tuple(dropped),
-            params=rows.get("padded", rows["pruned"]).params,
+            **vars(written),
+            params=written.sizes.get("padded", written.sizes["pruned"]).params,
             files=_files(work),
-            sizes=rows,
-            notes=list(notes),
-            speed=measured,
             versions={"tune_prune": __version__}
             | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
             created=datetime.now(UTC).date().isoformat(),
@@ -112,8 +96,38 @@ def save_checkpoint(
         manifest.write(work, about)
         from tune_prune.checkpoint.card import model_card  # imports matplotlib, which a search does without
 
-        model_card.write_card(work, about, geometry)
+        model_card.write_card(work, about, dense.geometry)
     return about
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Fields of the manifest."""
+
+    sizes: dict[str, Sizes]
+    dropped_layers: tuple[int, ...]
+    notes: list[str]
+    speed: dict[str, generation_speed.GenerationSpeed] | None
+
+
+def _write(
+    dense: loading.LoadedModel, plan: PruningPlan, work: Path, fmt: Format, shard_bytes: int, measure_speed: bool
+) -> _Written:
+    """Weights, config and tokenizer of the pruned model, which is gone again afterwards."""
+    geometry, family = dense.geometry, dense.family
+    pruned, dropped = layers.compact(dense.model, family, plan)
+    rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
+    notes: list[str] = []
+    if fmt == "gguf":
+        model = pruned
+        notes += _write_gguf(dense, pruned, work)
+    else:
+        model = as_saved(dense.model, pruned, family, geometry, fmt)
+        _write_hf(dense, model, layers.compact_weights(dense, plan, pruned, dropped), work, shard_bytes)
+        if fmt == "hf-padded":
+            rows["padded"] = sizes(model, family)
+    measured = generation_speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
+    return _Written(rows, tuple(dropped), notes, measured)
 
 
 def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:

@@ -15,7 +15,6 @@ from tune_prune.core.records import in_order
 from tune_prune.cost_model import machine
 from tune_prune.cost_model.machine import size
 from tune_prune.data.sources import uses_embedded_data
-from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.planning.plan import Plan
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
@@ -182,7 +181,7 @@ def _memory(plan: Plan) -> list[str]:
         f"stage, {largest.stage.replace('_', '-')}, {size(largest.held)} + activations {size(largest.activations)}"
     ]
     for model in plan.models:
-        if (own := model.memory).way != RESIDENT:
+        if (own := model.memory).way != model.ways[0].way:
             elsewhere = f" ({size(own.away)})" if own.away else ""
             gradients = "" if own.way.from_files else "gradients "
             lines.append(
@@ -207,8 +206,9 @@ def _resources(plan: Plan) -> str:
         else f"this machine: {machine.cpus()} CPUs, {torch.cuda.device_count()} GPUs"
     )
     at_once = "one after the other in this process" if settings.inline else f"{plan.slots} at once"
+    of_each = " of each" if each.gpus > 1 else ""
     return (
-        f"{where}; a trial takes {each.cpus:g} CPU, {each.gpus:g} GPU and about {size(plan.memory.total)}; {at_once}; "
+        f"{where}; a trial takes {each.cpus:g} CPU, {each.gpus:g} GPU and about {size(plan.memory.total)}{of_each}; {at_once}; "
         f"scheduler {settings.scheduler}"
     )
 

@@ -76,7 +76,8 @@ def parser() -> Parser:
         "--gpus-per-trial",
         default="auto",
         metavar="X",
-        help="GPUs of one trial: 0, 1, or 1/k for k trials on each GPU, e.g. 0.25 (default: auto, by the memory it needs)",
+        help="GPUs of one trial: 0, 1, 1/k for k trials on each GPU, e.g. 0.25, or several, over which its layers are spread "
+        "(default: auto, by the memory it needs)",
     )
     how.add_argument(
         "--cpus-per-trial",

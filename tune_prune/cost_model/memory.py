@@ -34,6 +34,7 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Place, Residency
+from tune_prune.models.runner.spread import layers_on
 from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
 
@@ -133,6 +134,7 @@ class Shapes:
     config: PretrainedConfig
     itemsize: int
     device: str
+    gpus: int = 1  # over which the layers are spread; bytes are those of the fullest
 
     def ways(
         self,
@@ -142,13 +144,21 @@ class Shapes:
     ) -> list[MemoryPlan]:
         """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first.
         `from_files`: whether weights can stay in their files."""
-        process, weights = PROCESS_BYTES[self.device], self.geometry.total_params * self.itemsize
+        process, projections = PROCESS_BYTES[self.device], self._projections
+        # What stands outside the layers is on the first GPU and the last: counted as if one had it all.
+        weights = (self.geometry.total_params - sum(projections) + self._on_one(projections)) * self.itemsize
         backward = any(work.backward for _, work in passes)
         places = {"device": True, "host": self.device != "cpu", "file": True}
         return [
-            MemoryPlan(way, process, 0 if way.from_files else weights, (*self._passes(passes, way), *evaluation(way)))
+            MemoryPlan(
+                replace(way, gpus=self.gpus),
+                process,
+                0 if way.from_files else weights,
+                (*self._passes(passes, way), *evaluation(way)),
+            )
             for way in WAYS
-            if way == RESIDENT or ((from_files if way.from_files else backward) and places[way.states])
+            if way == RESIDENT
+            or ((from_files and self.gpus == 1 if way.from_files else backward) and places[way.states])
         ]
 
     def evaluation(
@@ -168,13 +178,13 @@ class Shapes:
             positions, max(1, MAX_LOGIT_ELEMENTS[device] // vocab)
         )  # positions whose logits are there at a time
         # They come when the layers are done, but the allocator has kept some of the layers' blocks.
-        perplexity = positions * self._inner + at_once * vocab * (self.itemsize + 2 * FLOAT32) // 2
+        perplexity = positions * self._inner, at_once * vocab * (self.itemsize + 2 * FLOAT32) // 2
         tokens = max(default_batch_tokens(config, device), longest_row)
         scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
         masks = tokens * longest_row * (8 + 4 + self.itemsize)  # made from distances in int64
         logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
-        zero_shot = tokens * self._inner + masks + FLOAT32 * logits
-        zero_shot += self.itemsize * (logits if device == "cuda" else scored * vocab)
+        scores = FLOAT32 * logits + self.itemsize * (logits if device == "cuda" else scored * vocab)
+        zero_shot = tokens * self._inner + masks, scores
         pruning = self.pruning(removed_params, way)
         block = min(max(BLOCK_TOKENS, tokens), row_tokens)
         needs = {
@@ -184,39 +194,49 @@ class Shapes:
         return pruning, *(self._measuring(stage, *need, pruning.held, way) for stage, need in needs.items())
 
     def _measuring(
-        self, stage: str, batch: int, block_tokens: int, block_masks: int, pruned: int, way: Residency
+        self, stage: str, batch: tuple[int, int], block_tokens: int, block_masks: int, pruned: int, way: Residency
     ) -> StageMemory:
-        """`batch`: bytes of its activations; `block_tokens`: that go through brought layers together, with masks of `block_masks`
-        bytes; `pruned`: bytes of the pruned copy."""
-        whole = StageMemory(stage, str(RESIDENT), pruned, int(EVALUATION_SLACK[self.device] * batch))
+        """`batch`: bytes of its activations in the layers, and of its logits; `block_tokens`: that go through brought layers
+        together, with masks of `block_masks` bytes; `pruned`: bytes of the pruned copy."""
+        layers, logits = batch
+        whole = StageMemory(stage, str(RESIDENT), pruned, int(EVALUATION_SLACK[self.device] * (layers + logits)))
         if not way.from_files:
             return whole
         states = block_tokens * self.geometry.hidden_size * self.itemsize
-        streamed = self._streamed(replace(whole, held=block_masks), states, way)
+        streamed = self._streamed(stage, block_masks, states, layers, layers + logits, way)
         # Of copies that are read as a whole, the dense model is the baseline's, which is not.
         return max(whole, streamed, key=lambda stage: stage.total) if way.pruned_whole else streamed
 
-    def _streamed(self, stage: StageMemory, states: int, way: Residency) -> StageMemory:
-        """A stage for which layers are brought, with bytes of hidden states that wait between them."""
-        away = states if way.states != "device" else 0
-        return replace(stage, way=str(way), held=stage.held + states - away + self._brought, away=away)
+    def _streamed(self, stage: str, held: int, states: int, layers: int, head: int, way: Residency) -> StageMemory:
+        """A stage for which layers are brought, with `states`, bytes of hidden states that wait between them. `layers`, `head`: of
+        a batch there; beside the layers are two of them, beside the head its own weights."""
+        away, slack = states if way.states != "device" else 0, EVALUATION_SLACK[self.device]
+        activations = max(slack * layers, slack * head + self._ends - self._two_layers)
+        return StageMemory(stage, str(way), held + states - away + self._two_layers, int(activations), away)
 
     def pruning(self, removed_params: int, way: Residency = RESIDENT) -> StageMemory:
         """The pruned model, which shares all but its projections with the dense one where that is there."""
         padding = most_bytes(self.geometry.channel_cost, self.itemsize, self.device)
         if way.from_files and not way.pruned_whole:
-            return StageMemory("pruning", str(way), self._brought, 0)
+            return StageMemory("pruning", str(way), self._two_layers, 0)
         of = self.geometry.total_params if way.from_files else sum(self._projections)
-        held = (of - removed_params) * self.itemsize + padding
-        return StageMemory("pruning", str(RESIDENT), held, self._brought if way.from_files else 0)
+        left = of - removed_params
+        if not way.from_files:  # what is removed may all be on other GPUs
+            left = min(left, self._on_one(self._projections))
+        held = left * self.itemsize + padding
+        return StageMemory("pruning", str(RESIDENT), held, self._ends if way.from_files else 0)
 
     @property
-    def _brought(self) -> int:
-        """Weights of those that stay in their files: a layer, the next and the tensor that is just being read; or the embedding or
-        the head, on a CPU beside what is mapped of its file."""
-        h, vocab = self.geometry.hidden_size, self.config.vocab_size
-        layers = 2 * (max(self._projections) + 4 * h) + h * max(self._q, self._m)
-        return self.itemsize * max(layers, vocab * h * (2 if self.device == "cpu" else 1))
+    def _two_layers(self) -> int:
+        """Weights that stay in their files, while layers are brought: of two, and of the tensor that is just being read."""
+        h = self.geometry.hidden_size
+        return self.itemsize * (2 * (max(self._projections) + 4 * h) + h * max(self._q, self._m))
+
+    @property
+    def _ends(self) -> int:
+        """The same for what stands before or behind the layers: the embedding or the head, on a CPU beside what is mapped of its
+        file."""
+        return self.itemsize * self.config.vocab_size * self.geometry.hidden_size * (2 if self.device == "cpu" else 1)
 
     def _passes(self, passes: Iterable[tuple[str, PassWork]], way: Residency) -> list[StageMemory]:
         """The largest pass of each stage."""
@@ -230,12 +250,12 @@ class Shapes:
         h, tokens = self.geometry.hidden_size, work.batch_tokens
         # Logits, in float32 too, and their log-softmax; what goes into the head, and its norm in float32.
         head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + tokens * 2 * h * (self.itemsize + FLOAT32)
-        need = max(tokens * self._inner, head)
-        carried, activations = tokens * work.carried, int(EVALUATION_SLACK[self.device] * need)
+        layers, carried = tokens * self._inner, tokens * work.carried
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
             states = min(max(BLOCK_TOKENS, carried), run) * h * self.itemsize
-            return self._streamed(StageMemory(stage, "", 0, activations), states, way)
+            return self._streamed(stage, 0, states, layers, head if work.head_positions else 0, way)
+        activations = int(EVALUATION_SLACK[self.device] * max(layers, head))
         return StageMemory(stage, str(RESIDENT), carried * h * self.itemsize, activations)
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
@@ -248,21 +268,25 @@ class Shapes:
         sums, states = work.weight_sums * max(FLOAT32, item), 0
         if way.by_layer:
             sums *= max(self._projections)
-            states = work.attention_tokens // layers * h * item * (layers + 1)
+            states = work.attention_tokens // layers * h * item
+            states *= (layers if way.states != "device" else layers_on(layers, self.gpus)) + 1
             # Log-softmax and two gradients of a part of the logits, beside no layer.
             head = logits * 3 * FLOAT32 + tokens * h * (6 * item + 2 * FLOAT32)
             inside = item * (2 * h + max(2 * m, 4 * q))  # gradients, while what was saved goes
-            need = max(head - sums, tokens * (saved + inside) + one, results)
+            inner = max(tokens * (saved + inside) + one, results)
+            if way.from_files:
+                return self._streamed(stage, sums, states, inner, max(0, head - sums), way)
+            need = max(head - sums, inner)
         else:
-            sums *= sum(self._projections)
+            sums *= self._on_one(self._projections)
             inside = item * (3 * h + 4 * q + 4 * m)
             # Logits, their log-softmax and two gradients of a part; they are gone before the first layer's backward pass.
             scores = logits * (item + 3 * FLOAT32)
-            need = max(layers * tokens * saved + max(scores, tokens * inside) + one, results)
+            here = layers_on(layers, self.gpus)
+            need = max(here * tokens * saved + max(scores, tokens * inside) + one, results)
         away = states if way.states != "device" else 0
         slack = (EVALUATION_SLACK if way.by_layer else FRAGMENTATION)[self.device]
-        brought = self._brought if way.from_files else 0
-        return StageMemory(stage, str(way), sums + states - away + brought, int(slack * need), away)
+        return StageMemory(stage, str(way), sums + states - away, int(slack * need), away)
 
     def _logits(self, work: PassWork) -> int:
         """Of the largest part that is there at once."""
@@ -284,6 +308,11 @@ class Shapes:
             k * group + width * channel
             for k, group, width, channel in zip(g.kv_heads, g.group_cost, g.mlp_width, g.channel_cost, strict=True)
         ]
+
+    def _on_one(self, of: Sequence[int]) -> int:
+        """The most that one GPU has of what layers have."""
+        each = layers_on(len(of), self.gpus)
+        return max(sum(of[start : start + each]) for start in range(0, len(of), each))
 
     @property
     def _q(self) -> int:

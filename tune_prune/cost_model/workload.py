@@ -81,10 +81,11 @@ def memory_of(
     itemsize: int,
     device: str,
     from_files: bool = True,
+    gpus: int = 1,
 ) -> list[MemoryPlan]:
     """Memory of the largest trial among `configs`, in every way to hold the model, the fastest first. `from_files`: whether weights
-    can stay in their files."""
-    shapes = Shapes(geometry, work.config, itemsize, device)
+    can stay in their files; `gpus`: over which a trial is spread."""
+    shapes = Shapes(geometry, work.config, itemsize, device, gpus)
     read = work.perplexity_window, work.perplexity_tokens, work.longest_row, work.zero_shot.tokens
     measured = partial(shapes.evaluation, removed_params, *read)
     return shapes.ways(passes_of(configs, geometry.num_layers, device), lambda way: measured(way=way), from_files)

@@ -126,4 +126,4 @@ def head_input(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> It
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy [P] of `targets` [P] under `logits` [P, V]; in bfloat16 it would be off by whole nats."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets, reduction="none")
+    return F.cross_entropy(wide, targets.to(logits.device), reduction="none")

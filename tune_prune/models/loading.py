@@ -32,6 +32,7 @@ from tune_prune.models import hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.runner import spread
 from tune_prune.models.runner.out_of_memory import is_out_of_memory
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
@@ -64,6 +65,13 @@ class LoadedModel:
     def device(self) -> torch.device:
         """Where it is run."""
         return self.residency.device or self.model.device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All on which it is run: the first is `device`."""
+        if self.residency.gpus == 1:
+            return (self.device,)
+        return tuple(dict.fromkeys(p.device for p in self.model.parameters()))
 
     @property
     def max_length(self) -> int:
@@ -208,15 +216,19 @@ def fetch_weights(source: ModelSource) -> None:
 
 
 def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: Residency = RESIDENT) -> LoadedModel:
-    """Load weights and tokenizer. `residency` is how passes over the model hold what else they need. Raises UserError where the
-    model is not available, its weights do not fit its config (never leaves a tensor at random values), or its family is not
-    supported."""
+    """Load weights and tokenizer. `residency` is how passes over the model hold what else they need, and over how many GPUs its
+    layers are spread. Raises UserError where the model is not available, its weights do not fit its config (never leaves a tensor
+    at random values), or its family is not supported."""
     config = load_config(source)
     family = family_of(config.model_type)
     revision = source.revision or "main"
     if device == "cuda":
         set_up_gpu()
     tokenizer = load_tokenizer(source)
+    # Straight to the device, a tensor at a time: several workers load at once.
+    places: dict[str, Any] = {"": device}
+    if residency.gpus > 1:
+        places = spread.device_map(meta_model(config), family, range(residency.gpus))
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its load report is turned into our sentence below
     transformers_logging.disable_progress_bar()
@@ -229,7 +241,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
                 attn_implementation="sdpa",
                 trust_remote_code=False,
                 output_loading_info=True,
-                device_map={"": device},  # straight to the device, a tensor at a time: several workers load at once
+                device_map=places,
                 ignore_mismatched_sizes=True,  # reported below, by name, instead of raised without one
             )
         model, report = loaded
@@ -256,6 +268,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
         )
     model.eval().requires_grad_(False)
     _align(model)
+    if residency.gpus > 1:
+        spread.follow_weights(model, family)
     return LoadedModel(source, model, tokenizer, family, read_geometry(model, family), residency)
 
 

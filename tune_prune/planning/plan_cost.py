@@ -44,7 +44,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
                 label=model.run.label,
                 arithmetic=Arithmetic.of(model.geometry, model.workload.config.vocab_size),
                 device=device,
-                weight_bytes=model.ways[0].weights,
+                weight_bytes=model.geometry.total_params * getattr(torch, model.run.dtype).itemsize,
                 speed=speed,
                 passes=dict(list(passes.items())[: max(0, trials)]),  # an adaptive trial visits one seq_len at most
                 baseline=model.run.label not in measured,

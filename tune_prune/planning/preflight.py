@@ -48,10 +48,6 @@ from tune_prune.tuning.ray_cluster.resources import (
 
 def make_plan(settings: SearchSettings) -> Plan:
     """Check everything and resolve what was left open. Raises UserError; creates nothing."""
-    if settings.gpus_per_trial is not None and settings.gpus_per_trial > 1:
-        raise UserError(
-            f"--gpus-per-trial is {settings.gpus_per_trial:g}, but a trial runs on one GPU; use 1, a share 1/k such as 0.5, or auto"
-        )
     if settings.inline:
         _check_inline(settings)
     space = resolve.space(settings)
@@ -63,8 +59,8 @@ def make_plan(settings: SearchSettings) -> Plan:
         dtype = settings.dtype or ("bfloat16" if on_gpu and all(gpu.bfloat16 for gpu in gpus) else "float32")
         models = tuple(_plan_model(settings, space, name, device, dtype, store) for name in settings.models)
         _check_distinct(models)
-        # Inline, the trial of the moment has a GPU to itself.
-        share = 1.0 if settings.inline and on_gpu else settings.gpus_per_trial
+        # Inline, the trial of the moment has a GPU to itself, or several.
+        share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
         smallest = min((gpu.memory for gpu in gpus), key=usable_bytes, default=None)
         bounds = _bounds(settings, nodes, share, smallest)
         models = tuple(
@@ -164,7 +160,8 @@ def _plan_model(
     itemsize = getattr(torch, run.dtype).itemsize
     # Of a hub's model it is not known before it is downloaded, and hardly any has pickled weights alone.
     from_files = source.kind == "hub" or bool(weight_files.files(Path(source.location)))
-    ways = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files)
+    gpus = max(1, int(settings.gpus_per_trial or 1))
+    ways = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files, gpus)
     return ModelPlan(
         run=run,
         geometry=geometry,

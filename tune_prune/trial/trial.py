@@ -109,8 +109,9 @@ class Trial:
         self._shared = shared
         self._caveats: tuple[str, ...] = ()  # of what was measured
         self._files: dict[str, Any] = {}  # of the statistics, for the trial's folder
-        if context.loaded.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(context.loaded.device)
+        for device in context.loaded.devices:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
 
     def stages(self) -> Iterator[StageReport]:
         """Run the trial, one stage per report."""
@@ -184,15 +185,18 @@ class Trial:
     def _stage(self, name: str) -> Iterator[StageReport]:
         report = StageReport(name, 0.0)
         started = time.perf_counter()
-        device = self.context.loaded.device
+        devices = self.context.loaded.devices
         try:
             yield report
-            if device.type == "cuda":  # what was asked of it may not be done: the next stage must not pay for this one
-                torch.cuda.synchronize(device)
+            for device in devices:
+                if (
+                    device.type == "cuda"
+                ):  # what was asked of it may not be done: the next stage must not pay for this one
+                    torch.cuda.synchronize(device)
             report.duration_s = time.perf_counter() - started
             self.progress = replace(self.progress, reports=(*self.progress.reports, replace(report, outcomes={})))
         finally:  # what a failed stage has taken is recorded too
-            peak = peak_memory_bytes(device)
+            peak = max(peak_memory_bytes(device) for device in devices)  # of the fullest: another one must be as large
             notes = (*self._caveats, *self.context.fallback.notes)
             self.progress = replace(self.progress, peak_memory_bytes=peak, notes=notes)
 

@@ -114,9 +114,9 @@ def wrapped(label: str) -> str:
     return textwrap.fill(label, MAX_LABEL)
 
 
-def legend_above(figure: Figure, handles: Sequence[Artist] = ()) -> None:
-    """One legend for all panels, above them, in as few lines as the width allows; the figure grows by those. It has `handles`, or
-    else what is drawn in any panel under a label."""
+def with_legend(figure: Figure, handles: Sequence[Artist] = ()) -> Figure:
+    """The figure, with one legend for all panels above them in as few lines as its width allows; it grows by those. The legend has
+    `handles`, or else what is drawn in any panel under a label."""
     drawn = [handle for axes in figure.axes for handle in axes.get_legend_handles_labels()[0]]
     keys = {handle.get_label(): handle for handle in handles or drawn}
     for columns in range(len(keys), 0, -1):
@@ -126,6 +126,7 @@ def legend_above(figure: Figure, handles: Sequence[Artist] = ()) -> None:
         if size.width <= figure.bbox.width:
             break
     figure.set_figheight(figure.get_figheight() + size.height / figure.dpi)
+    return figure
 
 
 def fractions(label: str, *axes: Axes) -> str:

@@ -28,18 +28,13 @@ from tune_prune.analysis.figures.figures_best import layer_shares, retention_fig
 from tune_prune.analysis.figures.heatmap import heatmap
 from tune_prune.analysis.input.rows import CALIBRATION
 from tune_prune.analysis.render.messages import printed
+from tune_prune.analysis.statistics.effects import level_table
 from tune_prune.analysis.statistics.factors import NUMERIC, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.config import HYPERPARAMETERS
 
 _DENSE: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 7}
-_RING: dict[str, Any] = {
-    "linestyle": "none",
-    "marker": "o",
-    "markersize": 8,
-    "markeredgewidth": 1.2,
-    "fillstyle": "none",
-}
+_RING = _DENSE | {"marker": "o", "markersize": 8, "markeredgewidth": 1.2, "fillstyle": "none"}
 
 
 def draw_all(findings: Findings, folder: Path) -> list[Path]:
@@ -98,8 +93,7 @@ def methods(models: Mapping[str, ModelFindings]) -> Figure:
         axes.tick_params(axis="x", length=0)
         axes.grid(axis="x", visible=False)
     figure.supylabel(figure_style.fractions(ACCURACY, *grid))
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def curves(models: Mapping[str, ModelFindings], factor: str) -> Figure:
@@ -115,18 +109,16 @@ def curves(models: Mapping[str, ModelFindings], factor: str) -> Figure:
             if method not in methods_reading(model.model.rows, factor):
                 axes.axhline(rows["acc_mean"].mean(), linewidth=1, clip_on=False, label=method, **style)
                 continue
-            by_level = rows.groupby(factor)["acc_mean"].agg(["mean", "sem"])
-            levels, mean, error = by_level.index.astype("int64"), by_level["mean"], by_level["sem"].fillna(0)
-            axes.fill_between(levels, mean - error, mean + error, color=style["color"], alpha=0.18, linewidth=0)
-            axes.plot(levels, mean, label=method, **style)
-        table = model.levels[factor]
-        levels = table.index.astype("int64")
+            table = level_table(rows, factor)
+            mean, error = table["mean"], table["stderr"].fillna(0)
+            axes.fill_between(mean.index, mean - error, mean + error, color=style["color"], alpha=0.18, linewidth=0)
+            axes.plot(mean, label=method, **style)
+        mean = model.levels[factor]["mean"]
         if len(styles) > 1:
-            axes.plot(levels, table["mean"], color=BLACK, linestyle="--", linewidth=1, label="all methods")
+            axes.plot(mean, color=BLACK, linestyle="--", linewidth=1, label="all methods")
         axes.plot([], [], color=GREY, alpha=0.25, linewidth=5, label="± standard error")
-        figure_style.level_axis(axes.xaxis, levels.tolist())
-    figure_style.legend_above(figure)
-    return figure
+        figure_style.level_axis(axes.xaxis, mean.index.tolist())
+    return figure_style.with_legend(figure)
 
 
 def ppl_accuracy(models: Mapping[str, ModelFindings]) -> Figure:
@@ -138,8 +130,7 @@ def ppl_accuracy(models: Mapping[str, ModelFindings]) -> Figure:
         if all(map(math.isfinite, dense)):
             axes.plot(*dense, **_DENSE, color=BLACK, label="dense model")
         figure_style.spread_axis(axes.xaxis)
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
@@ -155,8 +146,7 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
         axes.plot(highest.index, highest, **line, label="best at this cost")
         axes.set_xlabel("Trial time (s)" if timed else "Calibration tokens")
         figure_style.spread_axis(axes.xaxis)
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def accuracy_size(sizes: pd.DataFrame) -> Figure:
@@ -174,8 +164,7 @@ def accuracy_size(sizes: pd.DataFrame) -> Figure:
     if (sizes["ratio"] == 0).any():
         axes.plot([], [], color=BLACK, label="dense model", **_DENSE)
     axes.set(xlabel="Parameters kept (%)", ylabel=figure_style.fractions(ACCURACY, axes))
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def _panels(models: Mapping[str, ModelFindings], height: float, x: str = "") -> tuple[Figure, list[Axes]]:

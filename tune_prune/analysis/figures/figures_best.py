@@ -71,8 +71,7 @@ def retention_figure(kept: pd.DataFrame) -> Figure:
     for part, label, style in _PARTS:
         axes.plot(kept[part], label=label, clip_on=False, **style)
     axes.axhline(0.5, color=GREY, linewidth=0.6, linestyle=":", zorder=1, label="half")
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def pruning_figure(kept: pd.DataFrame) -> Figure:
@@ -84,8 +83,7 @@ def pruning_figure(kept: pd.DataFrame) -> Figure:
         axes.bar(kept.index + side, 1 - kept[part], 0.42, label=label, **bar)
     line: dict[str, Any] = {"fmt": "none", "ecolor": BLACK, "elinewidth": 1.4, "capsize": 0}
     axes.errorbar(kept.index, 1 - kept["params"], xerr=0.3, label="whole layer", **line)
-    figure_style.legend_above(figure)
-    return figure
+    return figure_style.with_legend(figure)
 
 
 def gradient_figure(gradients: pd.DataFrame) -> Figure:

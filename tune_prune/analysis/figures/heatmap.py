@@ -79,5 +79,4 @@ def heatmap(model: ModelFindings) -> Figure:
     missing = sum(math.prod(size) if method in reading else 1 for method in names) - len(cells)
     if missing:
         keys.append(Patch(label=f"no complete trial ({missing})", **_MISSING))
-    figure_style.legend_above(figure, keys)
-    return figure
+    return figure_style.with_legend(figure, keys)

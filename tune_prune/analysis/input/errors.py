@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import read_items
-from tune_prune.analysis.input.study import Model
+from tune_prune.analysis.input.study import Model, tasks_of
 
 _Z = 1.959964  # of the normal distribution, for 95%
 
@@ -60,10 +60,8 @@ def _changed(rows: pd.DataFrame, sizes: Mapping[str, float]) -> pd.DataFrame:
             errors[f"acc_{task}_stderr"] = rows[f"acc_{task}_stderr"].mask(certain, wilson_stderr(items))
             added += certain * wilson_stderr(items) ** 2
     if errors and "acc_mean_stderr" in rows:
-        tasks = [
-            name for name in rows if name.startswith("acc_") and name != "acc_mean" and not name.endswith("_stderr")
-        ]
-        old, count = rows["acc_mean_stderr"], rows[tasks].notna().sum(axis="columns")
+        accuracies = rows[[f"acc_{task}" for task in tasks_of(rows)]]
+        old, count = rows["acc_mean_stderr"], accuracies.notna().sum(axis="columns")
         errors["acc_mean_stderr"] = old.mask(added > 0, np.sqrt(old**2 + added / count**2))
     return pd.DataFrame(errors, rows.index)
 

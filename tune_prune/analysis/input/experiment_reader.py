@@ -1,4 +1,4 @@
-"""Reads an experiment folder in any state, as the `ModelRows` of each model.
+"""Reads an experiment folder in any state, as a part of each `Model`.
 
 Whatever is left counts: what is damaged or missing is a `Problem`, and the rest is read.
 """
@@ -13,7 +13,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import frame
-from tune_prune.analysis.input.study import ModelRows, Problem
+from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
@@ -33,7 +33,7 @@ def is_experiment(folder: Path) -> bool:
     return (folder / LEDGER).is_dir() or any((folder / name).is_file() for name in (EXPERIMENT, BASELINES))
 
 
-def read_experiment(folder: Path) -> tuple[list[ModelRows], Mapping[str, Any], Mapping[str, Any]]:
+def read_experiment(folder: Path) -> tuple[list[Model], Mapping[str, Any], Mapping[str, Any]]:
     """The rows of each model of the experiment, and its experiment.json and cost.json: empty where they cannot be read."""
     store = FolderStore(folder)
     lost: list[Problem] = []  # of no model in particular
@@ -64,7 +64,7 @@ def model_rows(
     baselines: Mapping[str, TrialRecord],
     rows: pd.DataFrame,
     lost: Sequence[Problem] = (),
-) -> list[ModelRows]:
+) -> list[Model]:
     """The `rows` (`rows.frame`) of each model of the experiment in `folder`, with what its experiment.json (`about`) and the
     dense models' records by label tell, and what was `lost` of it."""
     listed = about.get("models")
@@ -87,7 +87,8 @@ def model_rows(
             problems.append(Problem(str(folder), f"{BASELINES} has no dense model: accuracy retained is unknown"))
         metrics, source = dense.metrics if dense else {}, run.to_dict() if run else None
         window = entry.get("perplexity_window")
-        found.append(ModelRows(label, measured, own, folder, metrics, source, window, problems))
+        part = Model(label, own, metrics, source, window, (folder,), tuple(problems), measured=measured)
+        found.append(part)
     return found
 
 

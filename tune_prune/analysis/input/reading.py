@@ -20,7 +20,7 @@ import pandas as pd
 from tune_prune.analysis.input.experiment_reader import is_experiment, model_rows, read_experiment
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, config_of, frame
-from tune_prune.analysis.input.study import Model, ModelRows, Problem, Study
+from tune_prune.analysis.input.study import Model, Problem, Study
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import number, parse_json
@@ -55,7 +55,7 @@ def read_study(
     UserError for a folder that is none of these, for a results file that cannot be read and for a baseline of no model or of one
     that was measured. What is damaged within an experiment is a Problem.
     """
-    parts: list[ModelRows] = []
+    parts: list[Model] = []
     experiments: dict[Path, Mapping[str, Any]] = {}
     costs: dict[Path, Mapping[str, Any]] = {}
     places = [place for folder in folders for place in _places(Path(folder))]
@@ -103,17 +103,15 @@ def _places(folder: Path) -> list[tuple[str | None, Path]]:
     )
 
 
-def _with_best_config(part: ModelRows) -> ModelRows:
+def _with_best_config(part: Model) -> Model:
     """The same with the dense model and what it takes to run it again, from the best configuration that an analysis or a search
     has written beside the results file, where there is one."""
-    path = part.origin.with_name(BEST_CONFIG)
+    path = part.origins[0].with_name(BEST_CONFIG)
     if not path.is_file():
         return part
     try:
         models = parse_json(path)["models"]
-        entry = (
-            models.get(part.label) or next(iter(models.values())) if part.label in models or len(models) == 1 else {}
-        )
+        entry = models.get(part.label) or (next(iter(models.values())) if len(models) == 1 else {})
         dense = {
             {"params": "params_count"}.get(name, name): number(value)
             for name, value in (entry.get("baseline") or {}).items()
@@ -122,7 +120,7 @@ def _with_best_config(part: ModelRows) -> ModelRows:
         source = validated(ModelRun, entry["source"]).to_dict() if entry.get("source") else None
     except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
         problem = Problem(str(path), f"it cannot be read ({error}): the dense model is unknown")
-        return replace(part, problems=[*part.problems, problem])
+        return replace(part, problems=(*part.problems, problem))
     return replace(part, baseline=part.baseline or dense, source=source, window=entry.get("perplexity_window"))
 
 
@@ -146,9 +144,9 @@ def _with_baselines(models: dict[str, Model], baselines: Sequence[tuple[str, flo
     return models
 
 
-def _models(parts: list[ModelRows]) -> dict[str, Model]:
+def _models(parts: list[Model]) -> dict[str, Model]:
     """Rows that may be compared with each other, merged; and each such group with a name of its own."""
-    groups: dict[_Key, list[ModelRows]] = {}
+    groups: dict[_Key, list[Model]] = {}
     for part in sorted(parts, key=lambda part: part.rows.empty):
         # Where it is lost how it was measured, it is taken for like the others of its label
         keys = (other.measured for other in parts if other.label == part.label and other.measured)
@@ -157,7 +155,7 @@ def _models(parts: list[ModelRows]) -> dict[str, Model]:
             divisors = rows["removal_divisor"].fillna(PruningConfig.removal_divisor).unique()
             shapes = rows["shape"].unique()
             divisor, shape = (values[0] if len(values) == 1 else None for values in (divisors, shapes))
-            own = replace(part, rows=rows, problems=part.problems if index == 0 else [])
+            own = replace(part, rows=rows, problems=part.problems if index == 0 else ())
             groups.setdefault(_Key(part.label, measured, float(ratio), divisor, shape), []).append(own)
         if part.rows.empty:  # what is said of it belongs to any other of the same, else it stands alone
             alone = _Key(part.label, measured, math.nan, None, None)
@@ -169,26 +167,21 @@ def _models(parts: list[ModelRows]) -> dict[str, Model]:
         others = [other for other in groups if other.label == key.label and other.measured != key.measured]
         notes = []
         if others:
-            where = ", ".join(dict.fromkeys(str(part.origin) for other in others for part in groups[other]))
-            notes.append(
-                Problem(
-                    where,
-                    f"{key.label} was measured there by other settings or data: it is a model of its own",
-                    "note",
-                )
-            )
+            what = f"{key.label} was measured there by other settings or data: it is a model of its own"
+            where = ", ".join(dict.fromkeys(str(part.origins[0]) for other in others for part in groups[other]))
+            notes.append(Problem(where, what, "note"))
         models[label] = _merged(base, label, groups[key], notes)
     return models
 
 
-def _names(key: _Key, groups: Mapping[_Key, list[ModelRows]], taken: Mapping[str, Model]) -> tuple[str, str]:
+def _names(key: _Key, groups: Mapping[_Key, list[Model]], taken: Mapping[str, Model]) -> tuple[str, str]:
     """The label, and what tells this group from the others of that label: first without the pruning ratio, then with it."""
     same = [other for other in groups if other.label == key.label]
     alike = [other for other in same if other.measured == key.measured]
     model = key.label
     if len(same) > len(alike):
         first = groups[key][0]
-        model += f" ({'csv' if first.published else first.origin.resolve().name})"
+        model += f" ({'csv' if first.kind == 'published' else first.origins[0].resolve().name})"
     if len({other.shape for other in alike}) > 1:
         model += f" {key.shape or 'several shapes'}"
     divisors = {other.divisor for other in alike if other.ratio == key.ratio}
@@ -198,23 +191,24 @@ def _names(key: _Key, groups: Mapping[_Key, list[ModelRows]], taken: Mapping[str
     return model + by, next(name for name in numbered if name not in taken)
 
 
-def _merged(base: str, label: str, parts: list[ModelRows], notes: list[Problem]) -> Model:
+def _merged(base: str, label: str, parts: list[Model], notes: list[Problem]) -> Model:
     filled = [part.rows for part in parts if not part.rows.empty] or [parts[0].rows]
     rows = pd.concat(filled, ignore_index=True)
     names = [config_of(row).name for _, row in rows.iterrows()]
     rows = rows.assign(name=pd.Series(names, dtype="str"), model=label)
     rows, duplicates = _without_duplicates(rows)
     problems = [*notes, *(problem for part in parts for problem in part.problems), *duplicates, *_of_rows(rows)]
-    return Model(
+    return replace(
+        parts[0],
         label=label,
         base=base,
         rows=rows.drop(columns="where"),
         baseline=next((part.baseline for part in parts if part.baseline), {}),
         source=next((part.source for part in parts if part.source), None),
         window=next((part.window for part in parts if part.window), None),
-        origins=tuple(dict.fromkeys(part.origin for part in parts)),
+        origins=tuple(dict.fromkeys(part.origins[0] for part in parts)),
         problems=tuple(replace(problem, model=label) for problem in problems),
-        kind="published" if all(part.published for part in parts) else "experiment",
+        kind="published" if all(part.kind == "published" for part in parts) else "experiment",
     )
 
 

@@ -20,7 +20,7 @@ from tune_prune.analysis.input.rows import (
     config_of,
     typed,
 )
-from tune_prune.analysis.input.study import ModelRows, Problem
+from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import OLDER_NAMES, ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import RESULTS
@@ -34,7 +34,7 @@ _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the 
 _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
 
 
-def read_results_csv(path: Path, model: str | None) -> ModelRows:
+def read_results_csv(path: Path, model: str | None) -> Model:
     """The trials of the results file `path`, under the label `model` (None: as its column `model` says).
 
     Columns may have their older names (core.config.OLDER_NAMES), as published files have them. Those may also lack some:
@@ -94,7 +94,9 @@ def read_results_csv(path: Path, model: str | None) -> ModelRows:
     if rows.empty:
         problems.append(Problem(str(path), "it has no rows"))
     rows = rows.assign(where=[f"line {line} of {path}" for line in rows.index]).reset_index(drop=True)
-    return ModelRows(model or "", f"csv {model}", rows, path, baseline, problems=problems, published=True)
+    return Model(
+        model or "", rows, baseline, None, None, (path,), tuple(problems), "published", measured=f"csv {model}"
+    )
 
 
 def _cells(path: Path) -> pd.DataFrame:

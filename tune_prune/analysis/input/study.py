@@ -7,7 +7,7 @@ names each of these in a `Problem`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,12 @@ from typing import Any, Literal
 import pandas as pd
 
 from tune_prune.core.config import PruningConfig
+
+
+def tasks_of(columns: Iterable[str]) -> list[str]:
+    """The tasks whose accuracies are among the columns of a frame."""
+    names = (name.removeprefix("acc_") for name in columns if name.startswith("acc_"))
+    return [name for name in names if name != "mean" and not name.endswith("_stderr")]
 
 
 @dataclass(frozen=True)
@@ -27,27 +33,12 @@ class Problem:
     model: str = ""  # the label of the `Model`, once there is one
 
 
-@dataclass
-class ModelRows:
-    """The trials of one model from one experiment or results file: a part of a `Model`."""
-
-    label: str
-    measured: str | None  # equal for what was measured alike: a key; None if that is lost
-    rows: pd.DataFrame  # as `rows.frame`, and `where`
-    origin: Path
-    baseline: Mapping[str, float]
-    source: Mapping[str, Any] | None = None
-    window: int | None = None
-    problems: list[Problem] = field(default_factory=list)
-    published: bool = False
-
-
 @dataclass(frozen=True)
 class Model:
-    """One model and all rows found for it."""
+    """One model and all rows found for it; as a reader gives it, its part in one experiment or results file."""
 
     label: str
-    # the columns of `rows.frame`, and `name` (of the configuration); RangeIndex; failed ones too; no duplicates
+    # the columns of `rows.frame`, and `name` (of the configuration; of a part `where`); RangeIndex; failed ones too; no duplicates
     rows: pd.DataFrame
     baseline: Mapping[str, float] = field(default_factory=dict)  # metrics of the dense model; empty where unknown
     source: Mapping[str, Any] | None = None  # ModelRun.to_dict(), where known: what it takes to run a trial again
@@ -56,12 +47,12 @@ class Model:
     problems: tuple[Problem, ...] = ()
     kind: Literal["experiment", "published"] = "experiment"
     base: str = ""  # the label without the pruning ratio: equal for what differs in that only
+    measured: str | None = None  # equal for parts that were measured alike: a key; None if that is lost
 
     @property
     def tasks(self) -> list[str]:
         """The tasks that the rows have a column for."""
-        names = (name.removeprefix("acc_") for name in self.rows if name.startswith("acc_"))
-        return [name for name in names if name != "mean" and not name.endswith("_stderr")]
+        return tasks_of(self.rows)
 
     @property
     def ratio(self) -> float:

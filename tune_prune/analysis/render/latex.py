@@ -6,6 +6,7 @@ would read as a command is escaped, and a letter that its fonts do not have is w
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import textwrap
@@ -170,11 +171,9 @@ def _fit(table: Table) -> _Fit:
     without = others if first.key == "model" and _grouped(table) else columns
     ways = [(columns, False), (without, False), (without, True)]
     for sizes in (_SIZES[:_SMALLEST_WHOLE], _SIZES[_SMALLEST_WHOLE:]):
-        for shown, broken in ways:
-            for size, digit in sizes:
-                fit = _set(table, shown, size, digit, broken)
-                if fit is not None:
-                    return fit
+        for (shown, broken), (size, digit) in itertools.product(ways, sizes):
+            if (fit := _set(table, shown, size, digit, broken)) is not None:
+                return fit
     size, digit = _SIZES[-1]
     least = {c.key: digit * _least(table, c, _NARROW_HEAD) for c in without if not c.format}
     return _Fit(size, digit, without, without is others, _NARROW_HEAD, least, scaled=True)
@@ -194,9 +193,7 @@ def _set(table: Table, columns: Sequence[Column], size: str, digit: float, broke
     widths: dict[str, float] = {}
     least = {column.key: digit * _least(table, column, head) for column in columns if not column.format}
     for column in columns:
-        lines = [(line, False) for line in _lines(column, head)]
-        cells = [(one_line(cell_text(column, row)), column.is_best(row)) for row in table.rows]
-        width = digit * max(_width(*text) for text in (*lines, *cells))
+        width = digit * max(*map(_width, _lines(column, head)), *(_width(*text) for text in _texts(table, column)))
         if column.format:
             room -= width
         elif column.wrap and width > (most := max(_WRAPPED * _TEXT_WIDTH, least[column.key])):
@@ -212,10 +209,13 @@ def _set(table: Table, columns: Sequence[Column], size: str, digit: float, broke
 
 def _least(table: Table, column: Column, head: int) -> float:
     """How wide a column of texts must be, in digits."""
-    parts = [
-        (part.strip(), column.is_best(row)) for row in table.rows for part in _parts(one_line(cell_text(column, row)))
-    ]
-    return max(_width(*text) for text in (*((line, False) for line in _lines(column, head)), *parts))
+    parts = [_width(part.strip(), bold) for text, bold in _texts(table, column) for part in _parts(text)]
+    return max(*map(_width, _lines(column, head)), *parts)
+
+
+def _texts(table: Table, column: Column) -> list[tuple[str, bool]]:
+    """The text of each row, and whether it is bold."""
+    return [(one_line(cell_text(column, row)), column.is_best(row)) for row in table.rows]
 
 
 def _shared(width: float, natural: Mapping[str, float]) -> dict[str, float]:

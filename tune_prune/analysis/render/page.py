@@ -22,7 +22,6 @@ from tune_prune.analysis.render.rank_plot import rank_plot
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables
-from tune_prune.core.files import atomic_write_text
 
 _CAPTIONS = {
     "heatmap": "Accuracy by seq_len and num_samples, a panel for each method",
@@ -38,13 +37,8 @@ _CAPTIONS = {
 _CSS_PIXELS_PER_DOT = 0.5  # figures are drawn at 200 dots per inch, twice a screen's
 
 
-def write_page(findings: Findings, figures: Sequence[Path], path: Path) -> None:
-    """Write the page of `findings` with those of `figures` that are PNGs to `path`, atomically."""
-    atomic_write_text(path, render(findings, figures))
-
-
 def render(findings: Findings, figures: Sequence[Path]) -> str:
-    """The page's HTML."""
+    """The page's HTML, with those of `figures` that are PNGs."""
     style, script = ((templating.TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     models = findings.study.models.values()
     statuses = pd.concat([model.rows["status"] for model in models])

@@ -19,7 +19,6 @@ from tune_prune.analysis.tables.hyperparameters import trend_message
 from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.tables.trial_tables import statistics
 from tune_prune.core.config import ZERO_SHOT_METRIC
-from tune_prune.core.files import atomic_write_text
 
 _METHODS = {  # with keys of templates/references.bib, as pandoc reads them
     "taylor": "taylor (first-order Taylor importance [@molchanov2019importance; @ma2023llmpruner])",
@@ -43,8 +42,8 @@ _TASKS = {
 }
 
 
-def write_paragraphs(findings: Findings, path: Path) -> None:
-    """Write the draft to `path` (Markdown, with references as `[@key]`), and beside it references.bib with what it refers to."""
+def paragraphs(findings: Findings) -> tuple[str, str]:
+    """The draft (Markdown, with references as `[@key]`), and a BibTeX file with what it refers to."""
     table = statistics(findings)
     last = table.columns[-1].key  # stands for all
     totals = {row["statistic"]: row[last] for row in table.rows if not missing(row[last])}
@@ -57,11 +56,9 @@ def write_paragraphs(findings: Findings, path: Path) -> None:
         task_references=_TASKS,
         trend_message=trend_message,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(path, text)
     entries = (TEMPLATES / "references.bib").read_text(encoding="utf-8").split("\n\n")
     cited = [entry for entry in entries if f"@{entry.partition('{')[2].partition(',')[0]}" in text]
-    atomic_write_text(path.with_name("references.bib"), "\n\n".join(entry.strip() for entry in cited) + "\n")
+    return text, "\n\n".join(entry.strip() for entry in cited) + "\n"
 
 
 def _setup(findings: Findings) -> dict[str, Any]:
@@ -89,7 +86,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "methods": [_METHODS.get(name, name) for name in sorted(eligible["method"].unique())],
         "seq_lens": sorted(eligible["seq_len"].unique()),
         "num_samples": sorted(eligible["num_samples"].unique()),
-        "tasks": dict(pd.concat([found.tasks["items"] for found in findings.models.values()]).items()),
+        "tasks": dict(pd.concat([found.tasks["items"].drop("mean") for found in findings.models.values()]).items()),
         "calibration": sorted({Path(source["calibration"]).name for source in sources}),
         "dtype": sorted({source["dtype"] for source in sources}),
         "seed": sorted({str(source["seed"]) for source in sources}),

@@ -6,7 +6,6 @@ templates/report.txt.j2 says it in English; the catalogue of messages has the ot
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from tune_prune.analysis.render.messages import LANGUAGES, note_sentences, printed
 from tune_prune.analysis.render.templating import environment
@@ -18,18 +17,12 @@ from tune_prune.analysis.tables.table import Table
 from tune_prune.analysis.tables.trial_tables import problem_counts
 from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import atomic_write_text
 
 SHOWN_PROBLEMS = 5  # on the first screen; the appendix has all of them
 
 
-def write_report(findings: Findings, path: Path, language: str = "en") -> None:
-    """Write the report to `path`, atomically: UTF-8, at most 100 columns. UserError for an unknown language."""
-    atomic_write_text(path, report(findings, language))
-
-
 def report(findings: Findings, language: str = "en") -> str:
-    """The text of the report in "en" or "zh"."""
+    """The text of the report in "en" or "zh", of at most 100 columns. UserError for an unknown language."""
     if language not in LANGUAGES:
         raise UserError(f"the report's language is {language!r}; it must be one of {', '.join(LANGUAGES)}")
 

@@ -45,7 +45,7 @@ def fold(line: str, columns: int = COLUMNS) -> str:
     return wrapper.fill(text).replace("\0", "")
 
 
-def text_table(table: Table, language: str = "en", columns: int = COLUMNS) -> str:
+def text_table(table: Table, language: str = "en") -> str:
     """The table as `aligned` does it, without title and notes: numbers flush right, `*` behind the best and its ties."""
     shown = table.shown
     rows = [[cell_text(column, row, language) for column in shown] for row in table.rows]
@@ -54,22 +54,21 @@ def text_table(table: Table, language: str = "en", columns: int = COLUMNS) -> st
         for cells, row, count in zip(rows, table.rows, marks, strict=True):  # digits stay below each other
             cells[index] += "*" * column.is_best(row) + " " * (max(marks) - count)
     align = "".join("r" if column.format else "l" for column in shown)
-    return aligned([label(column.label, language) for column in shown], rows, align, columns)
+    return aligned([label(column.label, language) for column in shown], rows, align)
 
 
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", columns: int = COLUMNS) -> str:
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, columns: int = COLUMNS) -> str:
     """Aligned columns below a header and a rule, each line ended by a newline.
 
-    `align` has an l or r per column (r where it is shorter, but l for the first). A table too wide is continued below with
-    its first column repeated; of a cell too wide for any table, the end is left out.
+    `align` has an l or r per column. A table too wide is continued below with its first column repeated; of a cell too wide
+    for any table, the end is left out.
     """
     padded = []
-    for index, cells in enumerate(zip(header, *rows, strict=True)):
+    for side, *cells in zip(align, header, *rows, strict=True):
         texts = [_clipped(_filled(cell)) for cell in cells]
         widest = max(map(len, texts))
         texts.insert(1, "-" * widest)
-        left = align[index : index + 1] == "l" or (index == 0 and not align)
-        padded.append([text.ljust(widest) if left else text.rjust(widest) for text in texts])
+        padded.append([text.ljust(widest) if side == "l" else text.rjust(widest) for text in texts])
     parts = [padded[:1]]
     for column in padded[1:]:
         if len(parts[-1]) > 1 and sum(len(_GAP + shown[0]) for shown in [*parts[-1], column]) > columns:

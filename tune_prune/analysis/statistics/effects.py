@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -50,14 +51,14 @@ class Trend:
 class Correlation:
     """Pearson correlation of acc_mean with another column over the complete rows."""
 
-    column: str
-    r: float | None  # None: not computable, see `reason`
+    measure: str  # the column
     n: int  # rows
-    reason: Message | None = None
-    low: float | None = None  # 95% interval (Fisher), over n_independent where rows share the value
+    r: float | None = None  # None: not computable, see `reason`
+    low: float | None = None  # 95% interval (Fisher), over `passes` where rows share the value
     high: float | None = None
-    n_independent: int | None = None  # distinct gradient passes, where the column is the same for all methods of one
-    r_independent: float | None = None  # over those: each pass once, with the mean accuracy of its rows
+    passes: int | None = None  # distinct gradient passes, where the column is the same for all methods of one
+    r_passes: float | None = None  # over those: each pass once, with the mean accuracy of its rows
+    reason: Message | None = None
 
 
 def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
@@ -67,14 +68,10 @@ def method_table(eligible: pd.DataFrame) -> pd.DataFrame:
     median, max, best (name of the configuration).
     """
     ordered = eligible.sort_values("acc_mean", ascending=False, kind="stable")  # of equal ones the first: as ranked
-    table = {}
-    for method, rows in ordered.groupby("method"):
-        acc = rows["acc_mean"]
-        summary = acc.agg(["mean", "std", "min", "median", "max"])
-        table[method] = {"n": len(acc), **summary, "std_n": acc.std(ddof=0), "best": rows["name"].iloc[0]}
-    columns = ["n", "mean", "std", "std_n", "min", "median", "max", "best"]
-    frame = pd.DataFrame.from_dict(table, orient="index", columns=columns)
-    return frame.rename_axis("method").sort_values("mean", ascending=False, kind="stable")
+    groups = ordered.groupby("method")
+    moments = {"mean": pd.Series.mean, "std": pd.Series.std, "std_n": partial(pd.Series.std, ddof=0)}
+    table = groups["acc_mean"].agg(n="count", **moments, min="min", median="median", max="max")
+    return table.assign(best=groups["name"].first()).sort_values("mean", ascending=False, kind="stable")
 
 
 def level_table(eligible: pd.DataFrame, factor: str) -> pd.DataFrame:
@@ -275,22 +272,22 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
     data = rows[[column, "acc_mean"]].astype("float64").set_axis(["value", "acc"], axis="columns")
     n = len(data)
     if bad := int(n - np.isfinite(data["value"]).sum()):
-        return Correlation(column, None, n, Message("not_finite", {"column": column, "count": bad}))
+        return Correlation(column, n, reason=Message("not_finite", {"column": column, "count": bad}))
     if n < _MIN_ROWS:
-        return Correlation(column, None, n, Message("too_few", {"n": n}))
+        return Correlation(column, n, reason=Message("too_few", {"n": n}))
     for name, values in ((column, data["value"]), ("acc_mean", data["acc"])):
         if _is_constant(values):
-            return Correlation(column, None, n, Message("constant", {"column": name}))
+            return Correlation(column, n, reason=Message("constant", {"column": name}))
     r, low, high = _pearson(data)
     passes = data.groupby([rows[name].to_numpy("int64") for name in CALIBRATION])
     within = passes["value"].max() - passes["value"].min()
     if not column.startswith("grad_") or len(passes) == n or within.max() > 1e-3 * np.ptp(data["value"]):
-        return Correlation(column, r, n, low=low, high=high)
+        return Correlation(column, n, r, low, high)
     means = passes.mean()
     if len(means) < _MIN_ROWS or _is_constant(means["acc"]):
-        return Correlation(column, r, n, n_independent=len(means))
+        return Correlation(column, n, r, passes=len(means))
     r_passes, low, high = _pearson(means)
-    return Correlation(column, r, n, low=low, high=high, n_independent=len(means), r_independent=r_passes)
+    return Correlation(column, n, r, low, high, len(means), r_passes)
 
 
 def _is_constant(values: pd.Series) -> bool:

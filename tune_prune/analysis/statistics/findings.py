@@ -54,7 +54,6 @@ class ModelFindings:
     scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
     scores_message: Message | None  # what is missing of them
     chosen: Mapping[str, list[str]]  # rule -> names; one but for "pareto"
-    items: Items
     seed: int
 
     @cached_property
@@ -148,9 +147,9 @@ class ModelFindings:
 
     @cached_property
     def tasks(self) -> pd.DataFrame:
-        """The tasks of `best`: acc, stderr, dense, retained, and the columns of `guessing`; NaN what is not known."""
+        """The tasks of `best` and their "mean": acc, stderr, dense, retained, the columns of `guessing`; NaN what is not known."""
         best, dense = self.best, self.model.baseline
-        tasks = [task for task in self.model.tasks if not pd.isna(best[f"acc_{task}"])]
+        tasks = [task for task in (*self.model.tasks, "mean") if not pd.isna(best[f"acc_{task}"])]
         columns = {
             "acc": [best[f"acc_{task}"] for task in tasks],
             "stderr": [best.get(f"acc_{task}_stderr", math.nan) for task in tasks],
@@ -172,9 +171,8 @@ class ModelFindings:
     def retained(self, accuracy: Any, task: str = "mean") -> float | None:
         """`accuracy` over the dense model's; None where that is not known, or may itself come from guessing."""
         dense = self.model.baseline.get(f"acc_{task}", math.nan)
-        return (
-            float(accuracy / dense) if accuracy is not None and dense > 0 and not self.at_chance(dense, task) else None
-        )
+        known = accuracy is not None and dense > 0 and not self.at_chance(dense, task)
+        return float(accuracy / dense) if known else None
 
     @cached_property
     def statistics(self) -> Mapping[str, float]:
@@ -199,10 +197,8 @@ class ModelFindings:
 
     def _warnings(self) -> Iterator[Message]:
         rows, eligible, fit = self.model.rows, self.eligible, self.cross_fit
-        dense, guess = (
-            self.model.baseline.get("acc_mean", math.nan),
-            self.guessing.loc["mean", ["chance", "majority"]].max(),
-        )
+        dense = self.model.baseline.get("acc_mean", math.nan)
+        guess = self.guessing.loc["mean", ["chance", "majority"]].max()
         if not math.isfinite(dense):
             yield Message("dense_unknown")
         if self.at_chance(dense):
@@ -254,11 +250,6 @@ class Findings:
             return None
         rows = {label: found.eligible for label, found in self.models.items()}
         return transfer(rows, {label: found.best for label, found in self.models.items()}, self.items)
-
-    @property
-    def best_for_all(self) -> Mapping[str, Any] | None:
-        """`Transfer.best_for_all`."""
-        return None if self.transfer is None else self.transfer.best_for_all
 
     @cached_property
     def sizes(self) -> pd.DataFrame | None:
@@ -318,7 +309,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
             raise UserError(
                 f"selection rule {rule!r} needs a finite ppl, which no complete trial of {label} has; use --rule accuracy"
             )
-        models[label] = ModelFindings(model, rule, eligible, comparison, scores, message, chosen, items, seed)
+        models[label] = ModelFindings(model, rule, eligible, comparison, scores, message, chosen, seed)
     return Findings(study, rule, models, tuple(label for label in study.models if label not in models), items)
 
 

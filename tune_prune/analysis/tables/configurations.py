@@ -21,10 +21,15 @@ MODEL = Column("model", "Model", style="model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
 CONFIG = Column("config", "Configuration", style="name")
 TRIALS = Column("n", "Trials", "int")
-ACCURACY = Column(
-    "acc_mean", "Accuracy", "acc", "acc_mean_stderr", threshold="_threshold_mean", items="_items_mean",
-    hint="mean over the tasks ± standard error",
-)  # fmt: skip
+
+
+def accuracy_column(task: str, label: str, **style: Any) -> Column:
+    """The accuracy on a task, or that of all ("mean"), in rows with `limits`."""
+    limits: dict[str, Any] = {"threshold": f"_threshold_{task}", "items": f"_items_{task}"}
+    return Column(f"acc_{task}", label, "acc", f"acc_{task}_stderr", **limits, **style)
+
+
+ACCURACY = accuracy_column("mean", "Accuracy", hint="mean over the tasks ± standard error")
 MARKED_ACCURACY = replace(ACCURACY, best="tied")
 DENSE_ACCURACY = replace(ACCURACY, key="dense_acc", label="Dense", stderr="dense_acc_stderr", hint="")
 PARAMETERS = Column("params_count", "Parameters", "int")
@@ -121,16 +126,9 @@ def task_accuracies(findings: Findings) -> Table:
     """Per-task accuracies of the best configuration, and the dense model's."""
     rows = []
     for label, found in findings.models.items():
-        dense, best = found.model.baseline, found.best
-        mean = {"task": "mean", "acc": best["acc_mean"], "stderr": best["acc_mean_stderr"]}
-        mean |= {
-            "dense": dense.get("acc_mean"),
-            "retained": found.retained(best["acc_mean"]),
-            **found.guessing.loc["mean"],
-        }
-        for row in [*found.tasks.reset_index(names="task").to_dict("records"), mean]:
-            dense_stderr = dense.get(f"acc_{row['task']}_stderr")
-            rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": best["name"]})
+        for row in found.tasks.reset_index(names="task").to_dict("records"):
+            dense_stderr = found.model.baseline.get(f"acc_{row['task']}_stderr")
+            rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": found.best["name"]})
     columns = [
         *(MODEL, CONFIG, Column("task", "Task"), Column("items", "Items", "int")),
         Column("acc", "Pruned", "acc", "stderr", threshold="threshold", items="items"),
@@ -169,11 +167,9 @@ def transfer(findings: Findings) -> Table | None:
         row: dict[str, Any] = {"model": label, "name": found.best["name"]}
         for other, loss in losses[label].items():
             points = loss.get("loss_points")
-            row |= {f"{other}": points, f"{other}_stderr": loss.get("loss_points_stderr") or None}
-            row |= {
-                f"{other}_percent": None if points is None else points / found.best["acc_mean"],
-                f"_{other}": max(0.0, points or 0.0) / worst,
-            }
+            row |= {other: points, f"{other}_stderr": loss.get("loss_points_stderr") or None}
+            row[f"{other}_percent"] = None if points is None else points / found.best["acc_mean"]
+            row[f"_{other}"] = max(0.0, points or 0.0) / worst
         rows.append(row)
     columns = [
         *(MODEL, Column("name", "Own best", style="name")),
@@ -189,14 +185,11 @@ def configuration_impact(findings: Findings) -> Table | None:
     rows = []
     for label, found in findings.models.items():
         for setting, config, values in _settings(findings, label, found):
-            metrics: dict[str, Any] = {
-                name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)
-            }
-            accuracy, loss = metrics["acc_mean"], metrics["loss_points"]
-            row = {"model": label, "setting": setting, "config": config} | metrics | limits(found)
+            row: dict[str, Any] = {"model": label, "setting": setting, "config": config, **limits(found)}
+            row |= {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
+            loss = row["loss_points"]
             row["loss"] = None if missing(loss) else loss / 100 / found.best["acc_mean"]
-            row["retained"] = None if missing(accuracy) else found.retained(accuracy)
-            rows.append(row)
+            rows.append(row | {"retained": found.retained(row["acc_mean"])})
     if len(rows) == len(findings.models):  # nothing beside the own optimum
         return None
     columns = [

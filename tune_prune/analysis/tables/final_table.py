@@ -66,9 +66,10 @@ def _best_trials(findings: Findings, label: str, table: Table, top: int) -> Tabl
 
 def _across(findings: Findings) -> Table | None:
     """The losses in points, also with the best single configuration for all; None with fewer than two models."""
-    table, for_all = transfer(findings), findings.best_for_all
-    if table is None or for_all is None:
+    table = transfer(findings)
+    if table is None or findings.transfer is None:
         return None
+    for_all = findings.transfer.best_for_all
     table = replace(table.pick("model", "name", *findings.models), title=f"{table.title}, in points; –: not tried")
     if for_all["config"] is None:
         return table

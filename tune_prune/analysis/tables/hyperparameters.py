@@ -48,11 +48,8 @@ def method_pairs(findings: Findings) -> Table | None:
     ]
     columns = [
         *(MODEL, Column("first", "Method"), Column("second", "Compared with"), Column("n", "Pairs", "int")),
-        *(
-            Column("points", "Difference", "points", "stderr_points", hint="percentage points"),
-            Column("p_value", "p", "p"),
-        ),
-        Column("result", "Result"),
+        Column("points", "Difference", "points", "stderr_points", hint="percentage points"),
+        *(Column("p_value", "p", "p"), Column("result", "Result")),
     ]
     return Table("method_pairs", "Methods compared", columns, rows, [Message("note_method_pairs")]) if rows else None
 
@@ -102,9 +99,8 @@ def effects(findings: Findings) -> Table | None:
         terms = pd.DataFrame({"share": found.importance}) if found.effects is None else found.effects
         for term, values in terms.iterrows():
             rows.append({"model": label, "term": term, "_term": term.replace(":", " × "), **values})
-        basis = found.importance_basis if found.importance else "none"
-        shares = [f"{name} {100 * share:.1f}%" for name, share in sorted(found.importance.items(), key=lambda i: -i[1])]
-        notes.append(Message(f"note_importance_{basis}", {"model": label, "shares": shares}))
+        shares = [f"{name} {100 * share:.1f}%" for name, share in found.importance.items()]
+        notes.append(Message(f"note_importance_{found.importance_basis}", {"model": label, "shares": shares}))
     if not rows:
         return None
     if any(found.effects is not None for found in findings.models.values()):
@@ -119,21 +115,7 @@ def effects(findings: Findings) -> Table | None:
 
 def correlations(findings: Findings) -> Table | None:
     """Correlations of accuracy with other measures."""
-    rows = [
-        {
-            "model": label,
-            "measure": item.column,
-            "n": item.n,
-            "r": item.r,
-            "low": item.low,
-            "high": item.high,
-            "passes": item.n_independent,
-            "r_passes": item.r_independent,
-            "reason": item.reason,
-        }
-        for label, found in findings.models.items()
-        for item in found.correlations
-    ]
+    rows = [{"model": label, **vars(item)} for label, found in findings.models.items() for item in found.correlations]
     columns = [
         *(MODEL, Column("measure", "Measure", style="name"), TRIALS, Column("r", "r", "r")),
         *(Column("passes", "Passes", "int"), Column("r_passes", "r over passes", "r")),

@@ -18,6 +18,7 @@ from tune_prune.analysis.tables.configurations import (
     MODEL,
     PERPLEXITY,
     TOKENS,
+    accuracy_column,
     hyperparameter_columns,
     limits,
 )
@@ -26,6 +27,8 @@ from tune_prune.core.records import in_order
 
 STATUS_WORDS = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
 _ALL = "All models"
+_GAP = "to the most accurate, in percentage points"
+_P_VALUE = "chance of such a gap if this were the best, corrected for all configurations"
 _COUNTS = {
     "runs": "Trials",
     "complete": "Complete",
@@ -69,30 +72,10 @@ def trials(findings: Findings) -> Table:
         *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
         *hyperparameter_columns(findings),
         MARKED_ACCURACY,
-        Column(
-            "difference_points",
-            "Gap",
-            "points",
-            "difference_stderr_points",
-            hint="to the most accurate, in percentage points",
-        ),
-        Column(
-            "p_value", "p", "p", hint="chance of such a gap if this were the best, corrected for all configurations"
-        ),
+        Column("difference_points", "Gap", "points", "difference_stderr_points", hint=_GAP),
+        Column("p_value", "p", "p", hint=_P_VALUE),
         PERPLEXITY,
-        *(
-            Column(
-                f"acc_{task}",
-                task,
-                "acc",
-                f"acc_{task}_stderr",
-                threshold=f"_threshold_{task}",
-                items=f"_items_{task}",
-                detail=True,
-                style="task",
-            )
-            for task in tasks
-        ),
+        *(accuracy_column(task, task, detail=True, style="task") for task in tasks),
         Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
         *(Column("elapsed_time", "Time", "duration"), Column("reason", "Reason", wrap=True), TOKENS),
         *(Column("rank", "Rank", "int", detail=True), Column("ppl_rank", "Ppl rank", "int", detail=True)),
@@ -185,9 +168,7 @@ def problems(findings: Findings) -> Table | None:
         for problem in model.problems
     ]
     columns = [
-        MODEL,
-        Column("kind", "Kind"),
-        Column("what", "What", wrap=True),
+        *(MODEL, Column("kind", "Kind"), Column("what", "What", wrap=True)),
         Column("where", "Where", wrap=True, style="long"),
     ]
     return Table("problems", "Problems of the input", columns, rows) if rows else None

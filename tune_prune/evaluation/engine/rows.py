@@ -253,8 +253,8 @@ def token_log_probs(
     what is given instead of logits is its input [P, H], and it is run a part at a time.
     The softmax is taken in float32 also where the model computes in less: in bfloat16 it is off by whole nats.
     """
-    if rows is None:
-        rows = torch.arange(len(targets), device=targets.device)
+    targets = targets.to(logits.device)
+    rows = torch.arange(len(targets), device=logits.device) if rows is None else rows.to(logits.device)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     chosen = torch.empty(len(targets), dtype=dtype, device=logits.device)
     likeliest = torch.zeros(len(targets), dtype=torch.bool, device=logits.device)

@@ -18,18 +18,17 @@ from tune_prune.core.errors import UserError
 
 
 class KeptStates(MutableMapping[Hashable, Tensor]):
-    """Tensors by any key, kept on `place` and handed out on `device`."""
+    """Tensors by any key, kept on the CPU and handed out on `device`; without one, kept and handed out where they are."""
 
-    def __init__(self, device: torch.device, place: torch.device) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self.device = device
-        self._place = place
         self._kept: dict[Hashable, Tensor] = {}
 
     def __setitem__(self, key: Hashable, states: Tensor) -> None:
-        self._kept[key] = states.detach().to(self._place)
+        self._kept[key] = states.detach() if self.device is None else states.detach().to("cpu")
 
     def __getitem__(self, key: Hashable) -> Tensor:
-        return self._kept[key].to(self.device)
+        return self._kept[key] if self.device is None else self._kept[key].to(self.device)
 
     def __delitem__(self, key: Hashable) -> None:
         del self._kept[key]

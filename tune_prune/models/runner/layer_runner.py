@@ -91,7 +91,7 @@ class LayerRunner:
 
     @property
     def device(self) -> torch.device:
-        """On which layers run."""
+        """On which layers run; the first of several."""
         return self.residency.device or self.model.device
 
     @property
@@ -120,7 +120,7 @@ class LayerRunner:
         """An empty place for hidden states."""
         if self.residency.states == "file":
             return SpilledStates(self.device, self.residency.spill_folder)
-        return KeptStates(self.device, self.device if self.residency.states == "device" else torch.device("cpu"))
+        return KeptStates(None if self.residency.states == "device" else self.device)
 
     def embedded(self, batches: Mapping[Key, Tensor], extra: Mapping[Key, Mapping[str, Any]] | None = None) -> Carried:
         """The batches in front of layer 0. `extra`: what else the model is given with a batch (masks, position ids)."""
@@ -214,7 +214,8 @@ class LayerRunner:
     def _shell(self, parameters: Mapping[int, nn.Parameter], run: Callable[[Tensor, _Call], Tensor]) -> PreTrainedModel:
         """The model without its layers, with `parameters` in the places of its own, by their ids."""
         memo: dict[int, object] = {**shared(self.model), **parameters}
-        memo |= {id(buffer): buffer.to(self.device) for buffer in self.model.buffers()}
+        if self.residency.weights is not None:
+            memo |= {id(buffer): buffer.to(self.device) for buffer in self.model.buffers()}
         memo[id(self._layers)] = nn.ModuleList(_Stub(layer, run) for layer in self._layers)
         return copy.deepcopy(self.model, memo)
 

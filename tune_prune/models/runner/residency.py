@@ -33,6 +33,7 @@ class Residency:
     # Times that what need not be done at once is halved, where memory does not suffice: perplexity windows and zero-shot rows of a
     # batch, removals of a sweep, blocks. Batches of calibration samples stay: gradients and norms are sums over them.
     halvings: int = 0
+    gpus: int = 1  # over which a model in memory is spread, layer by layer
 
     def at_once(self, count: int) -> int:
         """How many of `count` such things are done at once: at least 1."""
@@ -59,7 +60,8 @@ class Residency:
             where += f", 1/{2**self.halvings} at once"
         if self.streamed:
             return f"streamed{where}"
-        return f"by layer{where}" if self.gradients_by_layer else f"resident{where}"
+        way = f"by layer{where}" if self.gradients_by_layer else f"resident{where}"
+        return way if self.gpus == 1 else f"{way}, on {self.gpus} GPUs"
 
 
 RESIDENT = Residency()

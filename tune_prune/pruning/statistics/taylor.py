@@ -193,7 +193,8 @@ def _by_layer(
             def add(start: int, stop: int, index: int = index, layer: nn.Module = layer) -> None:
                 batch = (start, stop)
                 hidden = states.pop((batch, index)).requires_grad_(index > 0)  # nobody asks for that of the embeddings
-                carried.run(layer, index, batch, hidden).backward(states[batch])
+                output = carried.run(layer, index, batch, hidden)
+                output.backward(states[batch].to(output.device))
                 if index:
                     states[batch] = gradient(hidden)
 

@@ -1,0 +1,77 @@
+"""A model whose layers are on several devices: where each module is, and that numbers are those of one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.utils import check_device_map
+from transformers import AutoModelForCausalLM
+
+from tune_prune.models import loading
+from tune_prune.models.catalog import resolve
+from tune_prune.models.families import family_of
+from tune_prune.models.head import NextTokenLosses
+from tune_prune.models.runner import spread
+from tune_prune.models.runner.residency import Residency
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 7])
+def test_layers_are_whole_and_in_turn(tiny, variant, devices):
+    model = tiny(variant)
+    family = family_of(model.config.model_type)
+    places = spread.device_map(model, family, range(devices))
+    check_device_map(model, places)
+    layers = [places[f"model.layers.{index}"] for index in range(4)]
+    assert layers == {1: [0] * 4, 2: [0, 0, 1, 1], 3: [0, 0, 1, 1]}.get(devices, [0, 1, 2, 3])
+    assert max(map(layers.count, layers)) == spread.layers_on(4, devices)
+    assert (places["model.embed_tokens"], places["model.rotary_emb"]) == (0, 0)
+    assert places["model.norm"] == devices - 1
+    assert places["lm_head"] == (0 if model.config.tie_word_embeddings else devices - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["llama", "mistral-sliding", "qwen2-sliding", "qwen3-biases-tied"])
+def test_numbers_are_those_of_one_device(variant):
+    """In a process of its own: what makes the second device is there for good."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.two_devices", variant],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    gradients = {name: found.pop(name) for name in [*found] if name.startswith("gradients")}
+    assert len(gradients) == 4 and max(gradients.values()) < 1e-13  # in float64; sums of gradients in another order
+    assert len(found) == 8 and set(found.values()) == {0.0}
+
+
+def test_a_model_is_loaded_where_its_map_says(monkeypatch):
+    """Two names of the CPU, as there is nothing else to load to."""
+    asked = []
+    original = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*args, device_map, **kwargs):
+        asked.append(device_map)
+        return original(*args, device_map={"": "cpu"}, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    source = resolve("tiny-llama")
+    loaded = loading.load_model(source, torch.float32, "cpu", Residency(gpus=2))
+    assert set(asked[0].values()) == {0, 1}
+    assert loaded.devices == (torch.device("cpu"),)
+    samples = torch.randint(64, (2, 9))
+    plain = loading.load_model(source, torch.float32, "cpu")
+    assert asked[1] == {"": "cpu"}
+    assert torch.equal(NextTokenLosses(loaded.model)(samples), NextTokenLosses(plain.model)(samples))
