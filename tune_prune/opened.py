@@ -34,7 +34,7 @@ from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import map_model, readable_in_place
-from tune_prune.models.runner.residency import RESIDENT, WAYS, Place, Residency
+from tune_prune.models.runner.residency import RESIDENT, Place, Residency
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import surgery
 from tune_prune.pruning.groups import PruningPlan
@@ -91,7 +91,7 @@ class Model:
         self._calibration = calibration
         self._loaded: LoadedModel | None = None
         self._memory = memory
-        self._fallback: Fallback | None = None
+        self._fallback = Fallback()
         # What was computed for this model, and is found again; what a search has measured is not asked for.
         self._folder = tempfile.mkdtemp(prefix="tune_prune_")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -164,8 +164,7 @@ class Model:
             )
         plan = request.plan
         if plan is None:
-            context = self._context(request.run, self._way(request.config), request.artifact_dir)
-            trial = Trial(request.config, context)
+            trial = Trial(request.config, self._context(request.run, self._way(request.config), request.artifact_dir))
             for report in trial.stages():
                 on_stage(report)
                 if trial.plan is not None:
@@ -263,18 +262,11 @@ class Model:
             on_stage(report)
         return Evaluation(run, trial.progress.record("complete"), tuple(trial.items), context.perplexity_window)
 
-    def _context(self, run: ModelRun, way: Residency, artifact_dir: str | Path | None = None) -> TrialContext:
-        """For a trial of this model, held in that `way`, or in a leaner one where a trial before did not fit into memory."""
-        fallback = self._fallback
-        if fallback is not None and fallback.notes:
-            fallback.way = max(way, fallback.way, key=WAYS.index)
-        else:
-            fallback = self._fallback = Fallback(way)
-        store = ArtifactStore(artifact_dir or self._folder)
-        return TrialContext(run, self.loaded(way=fallback.way), store, fallback, let_go=self._let_go)
-
-    def _let_go(self) -> None:
-        self._loaded = None
+    def _context(self, run: ModelRun, way: Residency, artifact_dir: Path | None = None) -> TrialContext:
+        """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
+        dense = self.loaded(way=self._fallback.begin(way))
+        store, let_go = ArtifactStore(artifact_dir or self._folder), partial(setattr, self, "_loaded", None)
+        return TrialContext(run, dense, store, self._fallback, let_go)
 
     def loaded(self, dtype: torch.dtype | None = None, way: Residency = RESIDENT) -> LoadedModel:
         """In `dtype` (None: that of `run`), held in that `way`: with its weights, or without them where that leaves them in their

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
@@ -23,6 +24,11 @@ class Fallback:
         self.way = way
         self.halvings: dict[str, int] = {}
         self._fell: dict[str, tuple[Residency, Residency]] = {}  # by stage: what did not fit, and what is tried now
+
+    def begin(self, way: Residency) -> Residency:
+        """Hold the model in that one of WAYS or, where something has not fitted before, in the leaner of it and the present one."""
+        self.way = max(way, self.way, key=WAYS.index) if self._fell else way
+        return self.way
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -58,7 +64,8 @@ class Fallback:
     def _leaner(self, use: Use, device: str) -> Iterator[Residency]:
         """Those after the present one that save something; none where that is no such way."""
         own = self.way
-        ways = [replace(way, spill_folder=own.spill_folder, block_tokens=own.block_tokens) for way in WAYS]
+        kept = partial(replace, spill_folder=own.spill_folder, block_tokens=own.block_tokens)
+        ways = [kept(way, gpus=1 if way.from_files else own.gpus) for way in WAYS]
         if own in ways:
             parts = [_part(way, use, device) for way in ways]
             now = parts.index(_part(own, use, device))  # its first: ways that differ in other parts come back to it
