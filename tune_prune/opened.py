@@ -41,6 +41,7 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.selection import target_params
 from tune_prune.pruning.statistics import PassWork
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.fallback import Fallback
 from tune_prune.trial.trial import Trial
 
 
@@ -90,6 +91,7 @@ class Model:
         self._calibration = calibration
         self._loaded: LoadedModel | None = None
         self._memory = memory
+        self._fallback = Fallback()
         # What was computed for this model, and is found again; what a search has measured is not asked for.
         self._folder = tempfile.mkdtemp(prefix="tune_prune_")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -162,8 +164,7 @@ class Model:
             )
         plan = request.plan
         if plan is None:
-            dense = self.loaded(way=self._way(request.config))
-            context = TrialContext(request.run, dense, ArtifactStore(request.artifact_dir or self._folder))
+            context = self._context(request.run, self._way(request.config), request.artifact_dir)
             trial = Trial(request.config, context, key="")  # nothing is measured: no tasks have to be there
             for report in trial.stages():
                 on_stage(report)
@@ -250,7 +251,7 @@ class Model:
         on_stage: Callable[[StageReport], None],
     ) -> Evaluation:
         way = self.way_to_measure(run, 0 if plan is None else plan.removed_params)
-        context = TrialContext(run, self.loaded(way=way), ArtifactStore(self._folder))
+        context = self._context(run, way)
         largest, vocab_size = int(context.perplexity_tokens.max()), context.loaded.model.config.vocab_size
         if largest >= vocab_size:
             raise UserError(
@@ -258,9 +259,15 @@ class Model:
                 "use the model's own tokenizer files"
             )
         trial = Trial(config, context)
-        for report in trial.stages() if plan is None else trial.measure(context.pruned(plan), plan):
+        for report in trial.stages() if plan is None else trial.measure(plan):
             on_stage(report)
         return Evaluation(run, trial.progress.record("complete"), tuple(trial.items), context.perplexity_window)
+
+    def _context(self, run: ModelRun, way: Residency, artifact_dir: Path | None = None) -> TrialContext:
+        """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
+        dense = self.loaded(way=self._fallback.begin(way))
+        store, let_go = ArtifactStore(artifact_dir or self._folder), partial(setattr, self, "_loaded", None)
+        return TrialContext(run, dense, store, self._fallback, let_go)
 
     def loaded(self, dtype: torch.dtype | None = None, way: Residency = RESIDENT) -> LoadedModel:
         """In `dtype` (None: that of `run`), held in that `way`: with its weights, or without them where that leaves them in their

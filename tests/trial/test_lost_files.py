@@ -39,7 +39,9 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "waiting"))
     run = replace(RUN, model=str(tmp_path / "model"), data_dir=EMBEDDED_DATA)
 
-    def open_mapped(run: object, artifact_dir: Path, device: str, residency: Residency) -> TrialContext:
+    def open_mapped(
+        run: object, artifact_dir: Path, device: str, residency: Residency, _: object = None
+    ) -> TrialContext:
         loaded = map_model(resolve(str(tmp_path / "model")), torch.float32, "cpu", Residency(states="file"))
         return TrialContext(run, loaded, ArtifactStore(artifact_dir))
 

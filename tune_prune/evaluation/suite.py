@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.hashing import seed_for
@@ -98,10 +98,11 @@ class ZeroShotSuite:
         """Of the requests that this slice adds, to be filled in."""
         return RequestScores.blank(self._slices[slice_index].rows(True).num_requests)
 
-    def most_halvings(self, slice_index: int, model: PreTrainedModel, share: bool, residency: Residency) -> int:
-        """Times that `request_scores` can do with half as much at once."""
-        device = residency.device or model.device
-        return most_halvings(self._slices[slice_index].rows(share).all, model.config, residency, device.type)
+    def most_halvings(
+        self, slice_index: int, config: PretrainedConfig, share: bool, residency: Residency, device: str
+    ) -> int:
+        """Times that `request_scores` can do with half as much at once on "cpu" or "cuda"."""
+        return most_halvings(self._slices[slice_index].rows(share).all, config, residency, device)
 
     def judge(self, slice_index: int, scores: RequestScores) -> list[ItemScore]:
         """The items that this slice adds, with their accuracies."""

@@ -33,6 +33,7 @@ from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.models.runner import spread
+from tune_prune.models.runner.out_of_memory import is_out_of_memory
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
@@ -250,6 +251,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
             "run any code; save that model's weights as safetensors (save_pretrained), or give the dense model"
         ) from error
     except Exception as error:  # safetensors, torch and the hub each raise their own kinds
+        if is_out_of_memory(error):
+            raise
         raise unavailable(source, error, "weights") from error
     finally:
         transformers_logging.set_verbosity(level)

@@ -7,11 +7,11 @@ kept structure, the text or tasks and the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,16 +26,22 @@ from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.layer_weights import bring
-from tune_prune.models.runner.mapped_model import map_model
+from tune_prune.models.runner.mapped_model import map_model, readable_in_place
+from tune_prune.models.runner.out_of_memory import first_that_fits, release
 from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.pruning import padding
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Arrays, Need, Statistic, by_statistic, load_statistic
 from tune_prune.pruning.surgery import prune, pruned_weights
+from tune_prune.trial.fallback import Fallback, Use
 from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
 
 SUITE_VERSION = 1  # raise when the zero-shot requests, as tokens, change their meaning: cached ones are then not used
 
@@ -44,10 +50,22 @@ class TrialContext:
     """What all trials of one model share: the dense model, texts, tasks and cached statistics. Loaded once per process;
     parts that a stage does not need are not loaded."""
 
-    def __init__(self, run: ModelRun, loaded: loading.LoadedModel, artifacts: ArtifactStore) -> None:
+    def __init__(
+        self,
+        run: ModelRun,
+        loaded: loading.LoadedModel,
+        artifacts: ArtifactStore,
+        fallback: Fallback | None = None,
+        let_go: Callable[[], None] | None = None,
+    ) -> None:
+        """`fallback`: what this process has learned before of how the model fits into memory. `let_go`: called where its weights
+        have to leave the device, as somebody else has them, too."""
         self.run = run
         self.loaded = loaded
         self.artifacts = artifacts
+        self.fallback = fallback or Fallback(replace(loaded.residency, weights=None, device=None))
+        self._let_go = let_go
+        self._copy: tuple[PruningPlan, PreTrainedModel, int] | None = None  # the pruned one, and its parameters
 
     @classmethod
     def open(
@@ -56,13 +74,25 @@ class TrialContext:
         artifact_dir: str | Path,
         device: str = "auto",
         residency: Residency = RESIDENT,
+        fallback: Fallback | None = None,
     ) -> TrialContext:
         """Load the model of `run`. `residency` says whether its weights stay in their files, and what of a pass is in memory at
-        once. Raises UserError where the model is not available."""
-        source, dtype = catalog.resolve(run.model, run.revision), getattr(torch, run.dtype)
-        load = map_model if residency.from_files else loading.load_model
-        loaded = load(source, dtype, loading.pick_device(device), residency)
-        return cls(run, loaded, ArtifactStore(artifact_dir))
+        once; or the `fallback` of an earlier context. Raises UserError where the model is not available, OutOfMemory where it fits
+        in no way."""
+        source, dtype, where = (
+            catalog.resolve(run.model, run.revision),
+            getattr(torch, run.dtype),
+            loading.pick_device(device),
+        )
+        fallback = fallback or Fallback(residency)
+
+        def load(_: Residency) -> loading.LoadedModel:
+            way = fallback.way
+            return (map_model if way.from_files else loading.load_model)(source, dtype, where, way)
+
+        ways = fallback.ways("loading", "load", where, lambda: 0, lambda: readable_in_place(source))
+        loaded = first_that_fits(f"loading of {run.label}", ways, load, torch.device(where))
+        return cls(run, loaded, ArtifactStore(artifact_dir), fallback)
 
     def key(self, config: PruningConfig | None) -> str:
         return trial_key(config, self.model_fingerprint, self.data_fingerprint, self.run)
@@ -120,45 +150,88 @@ class TrialContext:
     @property
     def notes(self) -> tuple[str, ...]:
         """Caveats of the measured numbers, in sentences. May run the model on a few tokens to find them."""
-        refused = self._sharing_unsupported
+        refused = self._fitted("zero_shot", "measure", lambda _: self._sharing_unsupported)
         return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
 
-    def measure_perplexity(self, model: PreTrainedModel, plan: PruningPlan) -> tuple[PerplexityResult, int]:
-        """The perplexity of `model`, which keeps what `plan` says, and the tokens forwarded to get it (0: it was cached)."""
+    def measure_perplexity(self, plan: PruningPlan) -> tuple[PerplexityResult, int]:
+        """The perplexity of the model that keeps what `plan` says, and the tokens forwarded to get it (0: it was cached)."""
         key = self._measurement(plan.structure, text=self._text_fingerprint, window=self.perplexity_window)
         stored = self.artifacts.get("perplexity", key)
         if stored is not None:
             return PerplexityResult(float(stored["ppl"]), float(stored["mean_loss"]), int(stored["num_tokens"])), 0
-        residency = self._residency_of(model, plan)
-        result = perplexity.perplexity(model, self.perplexity_tokens, self.perplexity_window, residency=residency)
+        tokens, window, config = self.perplexity_tokens, self.perplexity_window, self.loaded.model.config
+        at_once = min(perplexity.windows_at_once(window, config, self.loaded.device.type), len(tokens) // window)
+        result = self._fitted(
+            "perplexity",
+            "measure",
+            lambda halvings: perplexity.perplexity(
+                self.model_of(plan), tokens, window, residency=replace(self._residency_of(plan), halvings=halvings)
+            ),
+            lambda: self._halvings(at_once, window, self._residency_of(plan)),
+        )
         self.artifacts.put("perplexity", key, {name: np.array(value) for name, value in asdict(result).items()})
         return result, result.num_tokens
 
-    def item_scores(self, model: PreTrainedModel, plan: PruningPlan, index: int) -> tuple[list[ItemScore], int]:
+    def item_scores(self, plan: PruningPlan, index: int) -> tuple[list[ItemScore], int]:
         """The scores of the items that slice `index` adds, and the tokens forwarded to get them (0: they were cached)."""
         protocol = asdict(self.run.protocol) | {"perplexity_window": None}
         key = self._measurement(plan.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
         stored = self.artifacts.get("zero_shot", key)
         if stored is not None:
             return self.suite.judge(index, RequestScores(stored["loglikelihoods"], stored["greedy"])), 0
-        share = self._sharing_unsupported is None
-        scores = self.suite.request_scores(model, index, share=share, residency=self._residency_of(model, plan))
+        scores = self.suite.blank_scores(index)
+
+        def score(halvings: int) -> bool:
+            share = self._sharing_unsupported is None
+            residency = replace(self._residency_of(plan), halvings=halvings)
+            self.suite.request_scores(self.model_of(plan), index, share=share, residency=residency, scores=scores)
+            return share
+
+        def most() -> int:
+            config, device = self.loaded.model.config, self.loaded.device.type
+            return self.suite.most_halvings(index, config, True, self._residency_of(plan), device)
+
+        share = self._fitted("zero_shot", "measure", score, most)
         self.artifacts.put("zero_shot", key, {"loglikelihoods": scores.loglikelihoods, "greedy": scores.greedy})
         return self.suite.judge(index, scores), self.suite.tokens_in_slice(index, share)
 
-    def pruned(self, plan: PruningPlan) -> PreTrainedModel:
-        """The dense model without what `plan` drops; as empty as the dense one is, or with its own weights on the device where the
-        residency says so."""
-        dense = self.loaded
-        model = prune(dense.model, dense.family, plan)
-        if dense.residency.pruned_whole and dense.residency.weights is not None:
-            bring(model, pruned_weights(dense.model, dense.family, plan, dense.residency.weights), dense.device)
-        return model
+    def cut(self, choose: Callable[[], PruningPlan]) -> tuple[PruningPlan, int]:
+        """The plan that `choose` finds with the dense model, and the number of parameters of the copy that is made by it."""
 
-    def _residency_of(self, model: PreTrainedModel, plan: PruningPlan) -> Residency:
-        """Of `model`, which keeps what `plan` says: weights that are elsewhere are cut when they are brought."""
+        def make(_: int) -> tuple[PruningPlan, int]:
+            self.drop_copy()
+            plan = choose()
+            model = self.model_of(plan)
+            return plan, self._copy[2] if self._copy is not None else _count(model)
+
+        return self._fitted("pruning", "measure", make)
+
+    def model_of(self, plan: PruningPlan) -> PreTrainedModel:
+        """The dense model or, where `plan` drops something, a copy without that; the last copy is kept until `drop_copy`. It is as
+        empty as the dense model is, or has its weights on the device where the residency says so. Where the device wants it its
+        MLPs are filled up (pruning.padding)."""
         dense = self.loaded
-        if dense.residency.weights is None or model.device.type != "meta":
+        if not plan.removed_params:
+            return dense.model
+        if self._copy is None or self._copy[0] != plan:
+            self._copy = None  # before the next one is made
+            model = prune(dense.model, dense.family, plan)
+            params = _count(model)  # before it is filled up
+            if dense.residency.pruned_whole and dense.residency.weights is not None:
+                bring(model, pruned_weights(dense.model, dense.family, plan, dense.residency.weights), dense.device)
+            if model.device.type in padding.MULTIPLE:
+                padding.pad(model, dense.family, padding.MULTIPLE[model.device.type])
+            self._copy = plan, model, params
+        return self._copy[1]
+
+    def drop_copy(self) -> None:
+        """Let go of the pruned copy."""
+        self._copy = None
+
+    def _residency_of(self, plan: PruningPlan) -> Residency:
+        """Of the model that keeps what `plan` says: weights that are elsewhere are cut when they are brought."""
+        dense = self.loaded
+        if dense.residency.weights is None or (dense.residency.pruned_whole and plan.removed_params):
             return RESIDENT
         return replace(
             dense.residency, weights=pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
@@ -185,13 +258,31 @@ class TrialContext:
         kinds = {need.kind for need in missing}
         also = self.cache.missing(seq_len, [need for need in shared if need.kind in kinds])
         ((name, wanted),) = by_statistic((*missing, *also)).items()
-        statistic, loaded = load_statistic(name), self.loaded
+        statistic, num_layers = load_statistic(name), self.loaded.geometry.num_layers
         windows = self.windows(seq_len, max(need.num_samples for need in wanted))
-        made = statistic.collect(loaded.model, loaded.family, windows, wanted, self._residency_for(statistic))
+        work = statistic.work(wanted, seq_len, num_layers, self.loaded.device.type)
+        made = self._fitted(
+            statistic.stage,
+            "gradients" if statistic.backward else "forward",
+            lambda halvings: statistic.collect(
+                self.loaded.model,
+                self.loaded.family,
+                windows,
+                wanted,
+                replace(self._residency_for(statistic), halvings=halvings),
+            ),
+            lambda: (
+                0
+                if statistic.backward
+                else self._halvings(
+                    statistic.parts(wanted, num_layers), work.batch_tokens, self._residency_for(statistic)
+                )
+            ),
+        )
         for need, arrays in made.items():
             self.cache.put(seq_len, need, arrays)
             found |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}
-        return found, statistic.work(wanted, seq_len, loaded.geometry.num_layers, loaded.device.type).tokens
+        return found, work.tokens
 
     def _residency_for(self, statistic: Statistic) -> Residency:
         residency = self.loaded.residency
@@ -199,11 +290,47 @@ class TrialContext:
 
     def way(self, statistic: Statistic) -> str:
         """How the model is held for a pass, for the record; "" where it is all there."""
-        return _way(self._residency_for(statistic))
+        return self._way(statistic.stage, self._residency_for(statistic))
 
-    def way_to_measure(self, model: PreTrainedModel, plan: PruningPlan) -> str:
-        """The same of `model`, which keeps what `plan` says, while it is measured."""
-        return _way(self._residency_of(model, plan))
+    def way_to_measure(self, stage: str, plan: PruningPlan) -> str:
+        """The same of the model that keeps what `plan` says, in a stage in which it is measured."""
+        return self._way(stage, self._residency_of(plan))
+
+    def _way(self, stage: str, residency: Residency) -> str:
+        residency = replace(residency, halvings=self.fallback.halvings.get(stage, 0))
+        return "" if residency == RESIDENT else str(residency)
+
+    def _halvings(self, parts: int, part_tokens: int, residency: Residency) -> int:
+        """Times that a stage can do with half as much at once: of so many parts, or of the batches of a block."""
+        if residency.streamed:
+            parts = max(parts, (residency.block_tokens or BLOCK_TOKENS) // part_tokens)
+        return max(1, parts).bit_length() - 1
+
+    def _fitted(self, stage: str, use: Use, run: Callable[[int], T], most_halvings: Callable[[], int] = lambda: 0) -> T:
+        """What `run` gives, which is told how often to halve what it does at once: as has fitted so far, or else in the next way
+        that fits. Raises OutOfMemory where none does. `run` may hold nothing of the model from one time to the next."""
+        device, source = self.loaded.device, self.loaded.source
+        ways = self.fallback.ways(stage, use, device.type, most_halvings, lambda: readable_in_place(source))
+
+        def attempt(way: Residency) -> T:
+            self._hold(self.fallback.way)
+            return run(way.halvings)
+
+        return first_that_fits(f"{stage} of {self.run.label}", ways, attempt, device)
+
+    def _hold(self, way: Residency) -> None:
+        """Have the model in that way. Weights leave the device where it says so."""
+        own = self.loaded.residency
+        if way.from_files and not own.from_files:
+            source, dtype, device = self.loaded.source, self.loaded.model.dtype, self.loaded.device
+            if self._let_go is not None:
+                self._let_go()
+            self.drop_copy()
+            self.loaded = map_model(source, dtype, device.type, way)
+            release(device)
+        elif replace(own, weights=None, device=None) != way:
+            self.drop_copy()  # it may have to be made otherwise
+            self.loaded = replace(self.loaded, residency=replace(way, weights=own.weights, device=own.device))
 
     def _measurement(self, structure: str, **more: Any) -> dict[str, Any]:
         return {
@@ -216,9 +343,8 @@ class TrialContext:
         }
 
 
-def _way(residency: Residency) -> str:
-    """For a record; "" where the model is all there."""
-    return "" if residency == RESIDENT else str(residency)
+def _count(model: PreTrainedModel) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from tune_prune.core.files import to_json
 from tune_prune.core.records import StageReport, Status, TrialRecord
 from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, FolderStore
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
-from tune_prune.pruning import padding
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import Dense, load_method
@@ -42,7 +41,7 @@ from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_stati
 from tune_prune.trial.context import TrialContext
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,7 @@ class Trial:
         self.items: list[ItemScore] = []
         self.plan: PruningPlan | None = None
         self._shared = shared
+        self._caveats: tuple[str, ...] = ()  # of what was measured
         self._files: dict[str, Any] = {}  # of the statistics, for the trial's folder
         for device in context.loaded.devices:
             if device.type == "cuda":
@@ -123,13 +123,12 @@ class Trial:
     def stages(self) -> Iterator[StageReport]:
         """Run the trial, one stage per report."""
         if self.config is None:
-            dense = self.context.loaded
-            yield from self.measure(dense.model, PruningPlan.keep_all(dense.geometry))
+            yield from self.measure(PruningPlan.keep_all(self.context.loaded.geometry))
         else:
-            yield from self.measure(*(yield from self._prune(self.config)))
+            yield from self.measure((yield from self._prune(self.config)))
 
-    def _prune(self, config: PruningConfig) -> Generator[StageReport, None, tuple[PreTrainedModel, PruningPlan]]:
-        context, loaded = self.context, self.context.loaded
+    def _prune(self, config: PruningConfig) -> Generator[StageReport, None, PruningPlan]:
+        context, geometry = self.context, self.context.loaded.geometry
         method = load_method(config.method)
         needs = method.needs(config)
         found: dict[Need, Arrays] = {}
@@ -146,25 +145,33 @@ class Trial:
 
         with self._stage("pruning") as report:
             values = {name: load_statistic(need.statistic).value(found[need], need) for name, need in needs.items()}
-            dense = Dense(loaded.model, loaded.family, loaded.geometry, context.run.seed, values, loaded.residency)
-            self.plan = select(method.scores(dense), loaded.geometry, config.pruning_ratio, config.shape)
-            model = context.pruned(self.plan)
-            report.metrics = {
-                "params_count": float(sum(p.numel() for p in model.parameters())),
-                "removed_fraction": self.plan.removed_fraction,
-                "extreme_pruning_layers": float(extreme_pruning_layers(self.plan, loaded.geometry)),
-            }
-            if model.device.type in padding.MULTIPLE:
-                padding.pad(model, loaded.family, padding.MULTIPLE[model.device.type])  # after it was counted
-        yield report
-        return model, self.plan
 
-    def measure(self, model: PreTrainedModel, plan: PruningPlan) -> Iterator[StageReport]:
-        """The stages after pruning, of `model`, which keeps what `plan` says."""
+            def choose() -> PruningPlan:
+                held = context.loaded
+                dense = Dense(held.model, held.family, geometry, context.run.seed, values, held.residency)
+                return select(method.scores(dense), geometry, config.pruning_ratio, config.shape)
+
+            self.plan, params = context.cut(choose)
+            report.metrics = {
+                "params_count": float(params),
+                "removed_fraction": self.plan.removed_fraction,
+                "extreme_pruning_layers": float(extreme_pruning_layers(self.plan, geometry)),
+            }
+        yield report
+        return self.plan
+
+    def measure(self, plan: PruningPlan) -> Iterator[StageReport]:
+        """The stages after pruning, of the model that keeps what `plan` says."""
+        try:
+            yield from self._measure(plan)
+        finally:
+            self.context.drop_copy()
+
+    def _measure(self, plan: PruningPlan) -> Iterator[StageReport]:
         context = self.context
         with self._stage("perplexity") as report:
-            result, report.tokens = context.measure_perplexity(model, plan)
-            report.way = context.way_to_measure(model, plan) if report.tokens else ""
+            result, report.tokens = context.measure_perplexity(plan)
+            report.way = context.way_to_measure("perplexity", plan) if report.tokens else ""
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
@@ -173,12 +180,12 @@ class Trial:
 
         for index in range(len(context.run.protocol.slices)):
             with self._stage("zero_shot") as report:
-                added, report.tokens = context.item_scores(model, plan, index)
-                report.way = context.way_to_measure(model, plan) if report.tokens else ""
+                added, report.tokens = context.item_scores(plan, index)
+                report.way = context.way_to_measure("zero_shot", plan) if report.tokens else ""
                 self.items += added
                 report.metrics, report.outcomes = summarize(self.items), outcomes_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items
-                self.progress = replace(self.progress, notes=context.notes)
+                self._caveats = context.notes
             yield report
 
     @contextmanager
@@ -197,7 +204,8 @@ class Trial:
             self.progress = replace(self.progress, reports=(*self.progress.reports, replace(report, outcomes={})))
         finally:  # what a failed stage has taken is recorded too
             peak = max(peak_memory_bytes(device) for device in devices)  # of the fullest: another one must be as large
-            self.progress = replace(self.progress, peak_memory_bytes=peak)
+            notes = (*self._caveats, *self.context.fallback.notes)
+            self.progress = replace(self.progress, peak_memory_bytes=peak, notes=notes)
 
     def write_files(self, store: FolderStore) -> None:
         """Write the plan, what it removes, the statistics' files and every item's outcome to `store`, the trial's folder."""

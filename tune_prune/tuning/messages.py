@@ -56,12 +56,15 @@ class JobMessage:
     reports: tuple[StageReport, ...] = ()
     baseline: TrialRecord | None = None
     refused: str = ""
+    given_up: str = ""  # why its trials, which need not fail as it did, are to try by themselves
 
     @property
     def ended(self) -> bool:
         return True
 
     def __str__(self) -> str:
+        if self.given_up:
+            return self.given_up
         if self.baseline is not None:
             accuracy, ppl = (self.baseline.metrics.get(name, math.nan) for name in ("acc_mean", "ppl"))
             return f"acc {accuracy:.4f}, ppl {ppl:.2f}"

@@ -15,6 +15,7 @@ from dataclasses import replace
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
+from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import Trial, TrialProgress
@@ -66,6 +67,8 @@ class StageRunner:
     def _run_job(self, job: PrepareJob) -> JobMessage:
         try:
             return run_job(job, self._contexts.open(job.run), self._settings)
+        except OutOfMemory as error:  # trials with fewer samples may fit; the others are records
+            return JobMessage(given_up=str(error))
         except UserError as error:
             return JobMessage(refused=str(error))
 

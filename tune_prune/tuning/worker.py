@@ -13,6 +13,7 @@ from tune_prune.core.records import Status, TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.fallback import Fallback
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.ray_cluster.resources import TrialResources, limit_process
 
@@ -72,13 +73,15 @@ class ContextCache:
         self.settings = settings
         self._run: ModelRun | None = None
         self._context: TrialContext | None = None
+        self._fallbacks: dict[ModelRun, Fallback] = {}  # what was learned of models that were opened before
 
     def open(self, run: ModelRun) -> TrialContext:
         if self._context is None or self._run != run:
             self._context = None  # let go of the old model first: two may not fit
             settings = self.settings
             limit_process(settings.resources)
-            way = settings.ways.get(run.label, RESIDENT)
-            self._context = TrialContext.open(run, settings.artifact_dir, settings.resources.device, way)
+            fallback = self._fallbacks.setdefault(run, Fallback(settings.ways.get(run.label, RESIDENT)))
+            where = settings.resources.device
+            self._context = TrialContext.open(run, settings.artifact_dir, where, fallback.way, fallback)
             self._run = run
         return self._context

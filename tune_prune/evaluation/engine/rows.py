@@ -121,7 +121,7 @@ def most_halvings(
     """Times that `score_rows` can do with half as much at once: then every row is alone."""
     lengths = [len(row.tokens) for row in rows] or [1]
     together = batch_tokens or default_batch_tokens(config, device)
-    if residency.weights is not None:
+    if residency.streamed:
         together = max(together, residency.block_tokens or BLOCK_TOKENS)
     return max(1, min(together, len(rows) * max(lengths)) // max(1, min(lengths))).bit_length() - 1
 

@@ -27,8 +27,11 @@ SIGNS = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator",
 )
-# How allocators say what they were asked for: CUDA's, the CPU's, numpy's.
-_ASKED = re.compile(r"(?:tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
+# How allocators say what they were asked for (CUDA's, the CPU's, numpy's), and CUDA's what was free.
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
+_ASKED = re.compile(rf"(?:tried to allocate|unable to allocate) {_AMOUNT}", re.IGNORECASE)
+_FREE = re.compile(rf"of which {_AMOUNT} is free", re.IGNORECASE)
 
 T = TypeVar("T")
 
@@ -63,13 +66,18 @@ def attempt(run: Callable[[], T], device: torch.device) -> T | Shortage:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        shortage = Shortage(_asked(str(error)), _free(device))
+        said = _bytes(_FREE, str(error))
+        shortage = Shortage(_bytes(_ASKED, str(error)), _free(device) if said is None else said)
         traceback.clear_frames(error.__traceback__)  # their variables hold what the failed work had
-    # Out here, where the exception and its frames are gone; what hooks hold in a circle goes with the garbage.
+    release(device)  # out here, where the exception and its frames are gone
+    return shortage
+
+
+def release(device: torch.device) -> None:
+    """Give back what nothing holds any more, also in a circle."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return shortage
 
 
 def first_that_fits(what: str, ways: Iterable[Residency], run: Callable[[Residency], T], device: torch.device) -> T:
@@ -83,10 +91,10 @@ def first_that_fits(what: str, ways: Iterable[Residency], run: Callable[[Residen
         log.warning("out of memory in %s (%s): %s", what, way, found)
         tried.append(str(way))
         shortage = found
-    before = f"; before that: {', then '.join(tried[:-1])}" if tried[1:] else ""
+    before = f"; the first of {len(tried)} ways tried: {tried[0]}" if tried[1:] else ""
     raise OutOfMemory(
-        f"{what} does not fit into memory, even {tried[-1]} ({shortage}{before}); free memory on {device.type}, take a device with "
-        "more, or a smaller model"
+        f"{what} does not fit into memory, even {tried[-1]} ({shortage}{before}); free some of this {device.type}'s memory, take a "
+        "machine with more, or a smaller model"
     )
 
 
@@ -98,12 +106,9 @@ def size(count: int) -> str:
     return f"{count / unit:.1f} {name}" if unit > 1 else f"{count} {name}"
 
 
-def _asked(message: str) -> int | None:
-    found = _ASKED.search(message)
-    if found is None:
-        return None
-    units = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-    return int(float(found[1]) * units[found[2].lower()])
+def _bytes(amount: re.Pattern[str], message: str) -> int | None:
+    found = amount.search(message)
+    return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def _free(device: torch.device) -> int | None:

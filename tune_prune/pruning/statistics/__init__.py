@@ -98,6 +98,10 @@ class Statistic(ABC):
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
         """What `collect` computes for those needs on "cpu" or "cuda"."""
 
+    def parts(self, needs: Sequence[Need], num_layers: int) -> int:
+        """In how many parts its pass can be made, one after the other, with the same numbers (`Residency.at_once`)."""
+        return 1
+
     @abstractmethod
     def value(self, arrays: Arrays, need: Need) -> Any:
         """What a method finds in `dense.statistics` for `need`."""

@@ -92,6 +92,9 @@ class BlockRemoval(Statistic):
             carried=runs,
         )
 
+    def parts(self, needs: Sequence[Need], num_layers: int) -> int:
+        return len({need.kind for need in needs}) * num_layers
+
     def value(self, arrays: Arrays, need: Need) -> np.ndarray:
         """D per layer, float64 [layers], at least LOSS_FLOOR."""
         return np.maximum(_increase(arrays, need), LOSS_FLOOR)

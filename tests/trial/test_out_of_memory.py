@@ -1,0 +1,277 @@
+"""Stages of a trial that run out of memory: less at once, then the next leaner way, then a failed record with the figures; with the
+numbers of a trial that did not, remembered for the next one and noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+import tune_prune
+from tests.limited_memory import LimitedMemory
+from tests.trials import BLOCKWISE, RUN, open_context
+from tune_prune.core.config import EvaluationProtocol, PruningConfig
+from tune_prune.core.records import TrialRecord
+from tune_prune.evaluation import perplexity
+from tune_prune.models import loading, weight_files
+from tune_prune.models.runner import mapped_model
+from tune_prune.models.runner.out_of_memory import OutOfMemory
+from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.trial import Trial, run_trial
+from tune_prune.tuning.driver import TuneOptions, run_search
+from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.stages import StageRunner
+from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
+
+SMALL = replace(
+    RUN, protocol=EvaluationProtocol(tasks=("boolq", "piqa"), limit=4, slices=(0.5, 1.0), perplexity_window=128)
+)
+TOO_LITTLE = 100_000  # bytes: the embedding has more
+METHODS = {
+    "importance": "taylor",
+    "removal": "layerwise",
+    "input_norms": "wanda_sp",
+    "pruning": "magnitude",
+    "perplexity": "magnitude",
+    "zero_shot": "magnitude",
+}
+
+
+def config_for(stage: str) -> PruningConfig:
+    return replace(BLOCKWISE, method=METHODS[stage], seq_len=64, num_samples=40)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    return open_context(tmp_path_factory.mktemp("artifacts"), SMALL).suite
+
+
+@pytest.fixture
+def opened(suite, tmp_path, monkeypatch) -> Callable[[str], TrialContext]:
+    """A function: a context in a folder of its own, with a short text."""
+
+    def make(name: str) -> TrialContext:
+        context = open_context(tmp_path / name, SMALL)
+        context.suite = suite
+        context.perplexity_tokens = context.perplexity_tokens[:3000].clone()
+        return context
+
+    return make
+
+
+def run_limited(context: TrialContext, stage: str, limit: int = 2**62) -> tuple[Trial, int]:
+    """A trial whose `stage` has so much memory, and the most that the stage took."""
+    trial, peak = Trial(config_for(stage), context), 0
+    stages, names = trial.stages(), []
+    order = ["pruning", "perplexity", "zero_shot", "zero_shot"]
+    order = [*dict.fromkeys(["importance"] if METHODS[stage] in ("taylor", "layerwise") else []), *order]
+    if stage in ("removal", "input_norms"):
+        order.insert(len(order) - 4, stage)
+    for name in order:
+        host = (context.calibration_tokens, context.perplexity_tokens)
+        with LimitedMemory(limit if name == stage else 2**62, host) as memory:
+            names.append(next(stages).stage)
+        if name == stage:
+            peak = max(peak, memory.peak)
+    assert names == order and next(stages, None) is None
+    return trial, peak
+
+
+@pytest.mark.parametrize(
+    ("stage", "part", "way"),
+    [
+        ("importance", 0.95, "by layer"),
+        ("importance", 0.345, "streamed, states in a file"),
+        ("removal", 0.95, "resident, 1/2 at once"),
+        ("input_norms", 0.95, "streamed"),
+        ("pruning", 0.95, ""),
+        ("perplexity", 0.95, "resident, 1/2 at once"),
+        ("perplexity", 0.4, "resident, 1/4 at once"),
+        ("zero_shot", 0.8, ""),
+        ("zero_shot", 0.5, "streamed"),
+    ],
+)
+def test_a_stage_that_does_not_fit_is_made_with_less(opened, stage, part, way):
+    whole, peak = run_limited(opened("whole"), stage)
+    context = opened("limited")
+    trial, less = run_limited(context, stage, int(part * peak))
+    assert less <= part * peak
+    ways = {report.stage: report.way for report in trial.progress.reports}
+    assert ways[stage] == way
+    assert trial.progress.metrics == whole.progress.metrics and trial.plan == whole.plan
+    for one, other in zip(trial.items, whole.items, strict=True):
+        np.testing.assert_allclose(
+            one.loglikelihoods, other.loglikelihoods, rtol=0, atol=1e-4
+        )  # few rows round otherwise
+        assert (one.acc, one.acc_norm) == (other.acc, other.acc_norm)
+    (note,) = trial.progress.notes
+    last = way or "streamed"  # its pruned copy is all there
+    assert note == f"memory did not suffice for the stage {stage} resident, so it was made {last}"
+    assert whole.progress.notes == ()
+
+    begins = []
+    context.artifacts = type(context.artifacts)(context.artifacts.folder / "another")  # nothing is cached
+    context.__dict__.pop("cache", None)
+    with LimitedMemory() as memory:
+        for report in Trial(config_for(stage), context).stages():
+            if report.stage == stage:
+                begins.append(report.way)
+    assert set(begins) == {way} and memory.refused == 0  # what worked is where the next trial begins
+
+
+@pytest.mark.parametrize("stage", METHODS)
+def test_less_at_once_comes_first_then_leaner_ways_then_the_failure_with_its_figures(opened, stage, caplog):
+    context = opened("impossible")
+    with pytest.raises(OutOfMemory) as raised:
+        run_limited(context, stage, TOO_LITTLE)
+    tried = [record.args[1] for record in caplog.records if record.msg.startswith("out of memory in")]
+    assert tried[0] == RESIDENT
+    for before, after in pairwise(tried):
+        if after.halvings:
+            assert after == replace(before, halvings=before.halvings + 1)
+        else:
+            bare = [replace(way, halvings=0) for way in (before, after)]
+            assert bare[0] != bare[1] and WAYS.index(bare[0]) < WAYS.index(bare[1])
+    halved = max(way.halvings for way in tried if not way.streamed)
+    assert (halved > 0) == (stage in ("removal", "perplexity", "zero_shot"))
+    assert ("by layer" in {str(way) for way in tried}) == (stage == "importance")
+    said = str(raised.value)
+    assert said.startswith(f"{stage} of tiny-llama does not fit into memory, even {tried[-1]} (")
+    assert "asked for, " in said and f"the first of {len(tried)} ways tried: resident" in said
+    assert not any(p.requires_grad or p.grad is not None for p in context.loaded.model.parameters())
+
+
+def test_weights_leave_the_device_when_the_model_is_streamed(opened):
+    context = opened("one")
+    with LimitedMemory(host=(context.calibration_tokens,)) as memory:
+        next(Trial(config_for("input_norms"), context).stages())
+        resident = memory.live
+        context._hold(WAYS[-1])
+        assert memory.live < 0.1 * resident
+    assert {p.device.type for p in context.loaded.model.parameters()} == {"meta"}
+
+
+def test_pickled_weights_cannot_stay_in_their_files(opened, monkeypatch):
+    monkeypatch.setattr(weight_files, "files", lambda folder: [])
+    context = opened("pickled")
+    with pytest.raises(OutOfMemory, match="even by layer, states in a file"):
+        run_limited(context, "importance", TOO_LITTLE)
+
+
+@pytest.mark.parametrize("stage", ["importance", "perplexity"])
+def test_other_errors_pass_untouched(opened, stage, monkeypatch):
+    broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+    context = opened("broken")
+
+    def fail(*_: object, **__: object) -> None:
+        raise broken
+
+    monkeypatch.setattr("tune_prune.models.head.NextTokenLosses.__call__", fail)
+    monkeypatch.setattr("tune_prune.models.head.NextTokenLosses.backward", fail)
+    with pytest.raises(RuntimeError) as raised:
+        run_limited(context, stage)
+    assert raised.value is broken and context.fallback.way == RESIDENT and context.fallback.notes == ()
+
+
+def test_a_model_whose_weights_do_not_fit_is_streamed_and_opened_so_again(tmp_path, monkeypatch):
+    loads = []
+
+    def too_large(*args: object) -> None:
+        loads.append(args)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda *args, **_: too_large(*args))
+    cache = ContextCache(WorkerSettings(tmp_path, tmp_path / "artifacts", TrialResources()))
+    context = cache.open(SMALL)
+    assert context.loaded.residency.from_files and len(loads) == 1
+    assert context.fallback.notes == ("memory did not suffice for the stage loading resident, so it was made streamed",)
+    cache.open(replace(SMALL, seed=1))
+    assert len(loads) == 2
+    assert cache.open(SMALL) is not context and len(loads) == 2  # remembered
+    monkeypatch.setattr(mapped_model.weight_files, "files", lambda folder: [])
+    with pytest.raises(OutOfMemory, match="loading of tiny-llama does not fit"):
+        TrialContext.open(SMALL, tmp_path, "cpu")
+
+
+def spec_of(context: TrialContext, config: PruningConfig) -> TrialSpec:
+    return TrialSpec(SMALL, config, context.key(config))
+
+
+@pytest.fixture
+def no_gradients(monkeypatch) -> None:
+    """Gradient passes never fit."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr("tune_prune.models.head.NextTokenLosses.backward", refuse)
+
+
+def test_a_trial_that_fits_in_no_way_is_a_failed_record_and_the_search_goes_on(tmp_path, no_gradients):
+    context = open_context(tmp_path / "reference", SMALL)
+    taylor, magnitude = (replace(BLOCKWISE, method=name) for name in ("taylor", "magnitude"))
+    specs = [spec_of(context, config) for config in (taylor, magnitude)]
+    result = run_search(specs, TuneOptions(tmp_path / "search", inline=True))
+    failed, complete = (result.records[spec.key] for spec in specs)
+    assert (failed.status, complete.status) == ("failed", "complete")
+    assert failed.reason.startswith(
+        "importance of tiny-llama does not fit into memory, even streamed, states in a file ("
+    )
+    assert "an unknown amount asked for" in failed.reason and "\n" not in failed.reason
+    assert failed.notes and complete.metrics == run_trial(magnitude, context).metrics
+    assert complete.notes == failed.notes  # it began in the way that the trial before had come to
+
+
+def test_a_baseline_that_fits_in_no_way_does_not_end_the_search(opened, tmp_path, monkeypatch):
+    context = opened("keys")
+    spec = spec_of(context, replace(BLOCKWISE, method="magnitude"))
+    measure = TrialContext.measure_perplexity
+
+    def refuse(self: TrialContext, plan: object) -> object:
+        if not plan.removed_params:
+            raise OutOfMemory("perplexity of tiny-llama does not fit into memory")
+        return measure(self, plan)
+
+    monkeypatch.setattr(TrialContext, "measure_perplexity", refuse)
+    result = run_search([spec], TuneOptions(tmp_path / "search", inline=True))
+    assert result.records[spec.key].status == "complete" and result.baselines == {}
+
+
+def test_a_trial_in_a_worker_ends_with_its_record(opened, tmp_path, no_gradients):
+    context = opened("keys")
+    spec = spec_of(context, replace(BLOCKWISE, method="taylor"))
+    settings = WorkerSettings(tmp_path / "experiment", tmp_path / "artifacts", TrialResources())
+    runner = StageRunner({spec.key: spec}, settings)
+    runner.begin(spec)
+    record = runner.step().record
+    assert isinstance(record, TrialRecord) and record.status == "failed" and settings.ledger.read(spec.key) == record
+    assert len(record.notes) == 1 and record.stages == []
+
+
+def test_an_opened_model_goes_the_same_road(tmp_path, monkeypatch):
+    """Weights leave the device although the model that was opened has them, and the next call begins where this one ended."""
+    monkeypatch.chdir(tmp_path)
+    expected = tune_prune.open("tiny-llama").evaluate(limit=4, tasks="boolq")
+    model = tune_prune.open("tiny-llama")
+    whole = perplexity.perplexity
+    tried = []
+
+    def limited(held: torch.nn.Module, *args: object, residency: Residency, **more: object) -> object:
+        tried.append((residency.streamed, residency.halvings))
+        if not residency.streamed:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return whole(held, *args, residency=residency, **more)
+
+    monkeypatch.setattr(perplexity, "perplexity", limited)
+    found = model.evaluate(limit=4, tasks="boolq")
+    assert (found.ppl, found.acc_mean) == (expected.ppl, expected.acc_mean)
+    assert tried == [(False, 0), (False, 1), (False, 2), (False, 3), (True, 0)]
+    assert any("memory did not suffice for the stage perplexity resident" in note for note in found.notes)
+    tried.clear()
+    assert model.prune("magnitude", ratio=0.2).evaluate(limit=4, tasks="boolq").ppl > expected.ppl
+    assert [streamed for streamed, _ in tried[-1:]] == [True]
