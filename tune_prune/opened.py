@@ -178,8 +178,8 @@ class Model:
         """The fastest to hold the model in that fits while it is pruned. Raises UserError for too little `memory`."""
         removed = target_params(self.geometry, config.pruning_ratio, config.shape)
         passes = passes_of([config], self.geometry.num_layers, self.device)
-        cut = partial(self._shapes.pruning, removed)
-        return self._fastest(passes, lambda way: [cut(way=way)], f"to prune {self.label} by {config.name}")
+        cut = self._shapes.pruning
+        return self._fastest(passes, lambda way: [cut(removed, way)], f"to prune {self.label} by {config.name}")
 
     def way_to_measure(self, run: ModelRun, removed_params: int = 0) -> Residency:
         """The same while it is measured, without so many parameters."""
@@ -193,7 +193,7 @@ class Model:
         """A tensor at a time from its files, unless the model is there in `dtype` or `whole` is wanted."""
         kept = self._loaded
         there = kept is not None and kept.model.dtype == dtype and not kept.residency.from_files
-        return RESIDENT if whole or there or not readable_in_place(self._source) else Residency(from_files=True)
+        return Residency(from_files=not (whole or there) and readable_in_place(self._source))
 
     @property
     def _shapes(self) -> Shapes:
@@ -207,9 +207,12 @@ class Model:
     ) -> Residency:
         ways = self._shapes.ways(passes, evaluation, readable_in_place(self._source))
         free = machine.memory().available
-        bounds: dict[Place, int] = {"device": free, "host": free, "file": shutil.disk_usage(tempfile.gettempdir()).free}
-        if self.device == "cuda":
-            bounds["device"] = torch.cuda.mem_get_info()[0]
+        there = torch.cuda.mem_get_info()[0] if self.device == "cuda" else free
+        bounds: dict[Place, int] = {
+            "device": there,
+            "host": free,
+            "file": shutil.disk_usage(tempfile.gettempdir()).free,
+        }
         if self._loaded is not None and not self._loaded.residency.from_files:
             bounds["device"] += ways[0].weights
         return choose_within(ways, bounds, self._memory, what).way

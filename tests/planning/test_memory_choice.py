@@ -71,7 +71,8 @@ def test_the_whole_model_at_once_where_that_fits(bound: int) -> None:
 
 def test_memory_that_is_free_decides_where_none_is_named(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each of the trials that run at once."""
-    for free, slots, way in ((bound, 1, "by layer"), (4 * bound, 4, "by layer"), (8 * bound, 4, "resident")):
+    worker = bound - memory_plan.INLINE_BYTES["cpu"]
+    for free, slots, way in ((worker, 1, "by layer"), (4 * worker, 4, "by layer"), (8 * worker, 4, "resident")):
         monkeypatch.setattr(machine, "memory", lambda free=free: Memory(2**40, free))
         monkeypatch.setattr(preflight, "trial_slots", lambda *_, slots=slots: slots)
         plan = make_plan(SearchSettings(("tiny-llama",), "space.yaml", tasks=("boolq",), limit=4))
@@ -166,7 +167,11 @@ def test_too_little_memory_is_a_sentence_with_what_would_fit(refusal: Callable[.
     )
     assert found, sentence
     assert (
-        str(make_plan(SearchSettings(("tiny-llama",), "space.yaml", memory=parse_size(found[1]))).memory.way)
+        str(
+            make_plan(
+                SearchSettings(("tiny-llama",), "space.yaml", memory=parse_size(found[1]), inline=True)
+            ).memory.way
+        )
         != "resident"
     )
 
