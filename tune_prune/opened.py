@@ -24,8 +24,7 @@ from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError, require
 from tune_prune.core.records import StageReport
-from tune_prune.cost_model import machine
-from tune_prune.cost_model.memory import Shapes, StageMemory, choose_within
+from tune_prune.cost_model.memory import Shapes, StageMemory, choose_within, on_this_machine
 from tune_prune.cost_model.workload import LONGEST_ROW, passes_of
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.checks import check_data
@@ -34,7 +33,7 @@ from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import map_model, readable_in_place
-from tune_prune.models.runner.residency import RESIDENT, Place, Residency
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import surgery
 from tune_prune.pruning.groups import PruningPlan
@@ -206,13 +205,8 @@ class Model:
         what: str,
     ) -> Residency:
         ways = self._shapes.ways(passes, evaluation, readable_in_place(self._source))
-        free = machine.memory().available
-        there = torch.cuda.mem_get_info()[0] if self.device == "cuda" else free
-        bounds: dict[Place, int] = {
-            "device": there,
-            "host": free,
-            "file": shutil.disk_usage(tempfile.gettempdir()).free,
-        }
+        bounds = on_this_machine()
+        bounds["device"] = torch.cuda.mem_get_info()[0] if self.device == "cuda" else bounds["host"]
         if self._loaded is not None and not self._loaded.residency.from_files:
             bounds["device"] += ways[0].weights
         return choose_within(ways, bounds, self._memory, what).way

@@ -19,6 +19,7 @@ inputs of two norms 2 H (compare Korthikanti et al., arXiv:2205.05198, who count
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from dataclasses import dataclass, replace
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core.errors import UserError
+from tune_prune.cost_model import machine
 from tune_prune.cost_model.machine import at_least, size
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
@@ -99,6 +101,14 @@ class MemoryPlan:
 
 # Bytes that a trial may take of what it computes on and of where hidden states can wait; no limit where none is named.
 Bounds = Mapping[Place, int]
+
+
+def on_this_machine(trials: int = 1) -> dict[Place, int]:
+    """What each of so many trials may take where hidden states can wait, besides the device; on CPUs that is "host" too."""
+    return {
+        "host": machine.memory().available // trials,
+        "file": shutil.disk_usage(tempfile.gettempdir()).free // trials,
+    }
 
 
 def choose(ways: Sequence[MemoryPlan], bounds: Bounds) -> MemoryPlan:

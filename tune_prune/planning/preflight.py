@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.cost_model import machine, own_process
-from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within
+from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within, on_this_machine
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
@@ -204,9 +202,8 @@ def _bounds(
     if settings.address is None:
         # Without a share of those that would have a GPU of their own.
         slots = _slots(settings, plan_resources(settings.cpus_per_trial, share or float(gpu is not None), nodes), nodes)
-        host = machine.memory().available // slots
-        bounds |= {"host": host, "file": shutil.disk_usage(tempfile.gettempdir()).free // slots}
-        bounds.setdefault("device", host)
+        bounds |= on_this_machine(slots)
+        bounds.setdefault("device", bounds["host"])
     return bounds
 
 
