@@ -202,7 +202,7 @@ def package_of_contributor(folder: Path) -> Path:
         ),
         "scores = method.scores(dense)": (
             "trial/trial.py",
-            "            self.plan = select(method.scores(dense), loaded.geometry, config.pruning_ratio, config.shape)\n",
+            "                return select(method.scores(dense), geometry, config.pruning_ratio, config.shape)\n",
             "{code}\n",
         ),
     }
