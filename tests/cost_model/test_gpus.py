@@ -28,6 +28,7 @@ from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial import trial
+from tune_prune.trial.fallback import Fallback
 from tune_prune.tuning.ray_cluster import resources
 
 GIB = 2**30
@@ -163,7 +164,7 @@ def test_a_stage_waits_for_all_gpus_and_the_fullest_counts(monkeypatch: pytest.M
     monkeypatch.setattr(trial, "peak_memory_bytes", lambda device: {"cuda:0": 5, "cuda:1": 7}[str(device)])
     one = trial.Trial.__new__(trial.Trial)
     devices = tuple(torch.device("cuda", index) for index in range(2))
-    one.context = SimpleNamespace(loaded=SimpleNamespace(devices=devices))
+    one.context, one._caveats = SimpleNamespace(loaded=SimpleNamespace(devices=devices), fallback=Fallback()), ()
     one.progress = trial.TrialProgress("key", "m", PruningConfig("random", 8, 8))
     with one._stage("pruning"):
         pass
@@ -281,7 +282,8 @@ def test_a_stage_ends_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(trial.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(trial, "peak_memory_bytes", lambda device: 0)
     one = trial.Trial.__new__(trial.Trial)
-    one.context = SimpleNamespace(loaded=SimpleNamespace(devices=(torch.device("cuda"),)))
+    loaded = SimpleNamespace(devices=(torch.device("cuda"),))
+    one.context, one._caveats = SimpleNamespace(loaded=loaded, fallback=Fallback()), ()
     one.progress = trial.TrialProgress("key", "m", PruningConfig("random", 8, 8))
     with one._stage("pruning") as report:
         now[0] += 1.0
