@@ -1,5 +1,5 @@
 """Models over two devices on a machine without a GPU: `python -m tests.two_devices llama` prints, for everything that is done with
-a model of that variant, how far it is from what one device gives, as a share of it.
+a model of each variant, how far it is from what one device gives, as a share of it.
 
 The second device is torch's place for backends of others: its tensors are tensors of the CPU in a wrapper, and what is given
 tensors of both devices raises, as with two GPUs.
@@ -173,7 +173,8 @@ def difference(one: Any, other: Any) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # Plain attention, as torch's kernel takes other ways on devices that it does not know.
-    model = build_tiny(sys.argv[1], torch.float64, attn_implementation="eager")
-    with TwoDevices():
-        spread = over_two_devices(model)
-        print(json.dumps({name: difference(do(model), do(spread)) for name, do in DONE.items()}))
+    for variant in sys.argv[1:]:
+        model = build_tiny(variant, torch.float64, attn_implementation="eager")
+        with TwoDevices():
+            spread = over_two_devices(model)
+            print(json.dumps({name: difference(do(model), do(spread)) for name, do in DONE.items()}))

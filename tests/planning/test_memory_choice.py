@@ -27,6 +27,7 @@ from tune_prune.planning import preflight
 from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
 
+pytestmark = pytest.mark.usefixtures("short_text")
 SPACE = "search: grid\nmethod: [taylor, layerwise]\nseq_len: 256\nnum_samples: [5, 16]\n"
 
 
