@@ -25,16 +25,16 @@ from tune_prune.pruning.statistics.block_removal import KINDS
 
 # Statistic and numbers of samples; of an evaluation neither.
 STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
-    "taylor": ("taylor", (20,)),
-    "copies": ("taylor", (5, 20)),
-    "taylor by layer": ("taylor", (20,)),
-    "copies by layer": ("taylor", (5, 20)),
-    "removal": ("block_removal", (12,)),
-    "input_norms": ("input_norms", (20,)),
+    "taylor": ("taylor", (10,)),
+    "copies": ("taylor", (5, 10)),
+    "taylor by layer": ("taylor", (10,)),
+    "copies by layer": ("taylor", (5, 10)),
+    "removal": ("block_removal", (6,)),
+    "input_norms": ("input_norms", (10,)),
     "evaluation": ("", ()),
-    "taylor streamed": ("taylor", (20,)),
+    "taylor streamed": ("taylor", (10,)),
     "removal streamed": ("block_removal", (12,)),
-    "input_norms streamed": ("input_norms", (20,)),
+    "input_norms streamed": ("input_norms", (10,)),
     "evaluation streamed": ("", ()),
 }
 
