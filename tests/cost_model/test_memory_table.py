@@ -59,7 +59,7 @@ def on_card(ways: list[MemoryPlan], gigabytes: int, geometry: Geometry, vocab_si
         "", arithmetic, "cuda", ways[0].weights, speed, passes, True, len(configs), removed, TEXT, 2048, ZERO_SHOT,
         plan.way, geometry.hidden_size * 2, 2,
     )  # fmt: skip
-    hours = estimate([work], trials, 1 / trials).wall_seconds / 3600
+    hours = estimate([work], 1, 1).wall_seconds / 3600  # trials at once share what the GPU reaches
     shown = f"{hours:.2g} h" if hours >= 0.95 else f"{60 * hours:.0f} min"
     how = "streamed " if plan.way.from_files else "by layer " if plan.way.by_layer else ""
     return f"{trials} {how}({shown})"

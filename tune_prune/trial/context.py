@@ -79,11 +79,8 @@ class TrialContext:
         """Load the model of `run`. `residency` says whether its weights stay in their files, and what of a pass is in memory at
         once; or the `fallback` of an earlier context. Raises UserError where the model is not available, OutOfMemory where it fits
         in no way."""
-        source, dtype, where = (
-            catalog.resolve(run.model, run.revision),
-            getattr(torch, run.dtype),
-            loading.pick_device(device),
-        )
+        source, dtype = catalog.resolve(run.model, run.revision), getattr(torch, run.dtype)
+        where = loading.pick_device(device)
         fallback = fallback or Fallback(residency)
 
         def load(_: Residency) -> loading.LoadedModel:

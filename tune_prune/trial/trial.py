@@ -196,9 +196,8 @@ class Trial:
         try:
             yield report
             for device in devices:
-                if (
-                    device.type == "cuda"
-                ):  # what was asked of it may not be done: the next stage must not pay for this one
+                # What was asked of it may not be done: the next stage must not pay for this one.
+                if device.type == "cuda":
                     torch.cuda.synchronize(device)
             report.duration_s = time.perf_counter() - started
             self.progress = replace(self.progress, reports=(*self.progress.reports, replace(report, outcomes={})))
