@@ -102,7 +102,8 @@ def test_no_room_for_hidden_states_is_a_failed_record(begun, lose, says, tmp_pat
 
 
 @pytest.mark.parametrize(("lose", "says"), [(full, "No space left on device"), (gone, "No such file or directory")])
-def test_no_room_while_a_model_is_pruned_is_a_sentence(lose, says, refused, tmp_path):
+def test_no_room_while_a_model_is_pruned_is_a_sentence(lose, says, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no search has left statistics that would be found
     (tmp_path / "waiting").mkdir()
     flags = ["--method", "taylor", "--seq-len", "16", "--num-samples", "8", "--device", "cpu"]
     original = Trial.stages
