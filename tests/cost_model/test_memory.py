@@ -182,6 +182,7 @@ def test_smaller_batches_are_planned_before_a_leaner_way():
         assert choose(ways, {"device": more.total - 1}) == less
         more_at_once, less_at_once = more.stages[-1], less.stages[-1]
         assert less.stages[:2] == more.stages[:2] and less_at_once.held == more_at_once.held
-        assert less_at_once.activations == pytest.approx(more_at_once.activations / 2, rel=0.2)
+        # By half, but for the softmax of a part of the logits.
+        assert more_at_once.activations / 2 <= less_at_once.activations < 0.75 * more_at_once.activations
     assert str(by_layer[1].way) == "by layer, states in host memory, 1/2 at once"
     assert by_layer[1].stages[-1].way == "resident, 1/2 at once"
