@@ -31,12 +31,14 @@ from tune_prune.core.terminal import progress
 from tune_prune.models import hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
-from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
 from tune_prune.models.runner import spread
 from tune_prune.models.runner.out_of_memory import is_out_of_memory
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
+
+MAX_CONFIG_BYTES = 10_000_000
 
 # What every family's config says in whole numbers.
 CONFIG_SIZES = (
@@ -115,11 +117,17 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             values, _ = PretrainedConfig.get_config_dict(**where)
         else:
             try:
-                values = json.loads((Path(source.location) / "config.json").read_text(encoding="utf-8"))
+                path = Path(source.location) / "config.json"
+                if path.stat().st_size > MAX_CONFIG_BYTES:
+                    raise ValueError(
+                        f"it has {path.stat().st_size:,} bytes, and a config has at most {MAX_CONFIG_BYTES:,}"
+                    )
+                values = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise ValueError(f"it is not a valid JSON file: {error}") from error
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
+        check_sizes(values, source.location)
         if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
             family_of(values["model_type"])
         if values["model_type"].startswith(registration.PREFIX):
