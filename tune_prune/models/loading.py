@@ -38,8 +38,6 @@ from tune_prune.models.runner.residency import RESIDENT, Residency
 
 ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
-MAX_CONFIG_BYTES = 10_000_000
-
 # What every family's config says in whole numbers.
 CONFIG_SIZES = (
     "vocab_size",
@@ -117,12 +115,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             values, _ = PretrainedConfig.get_config_dict(**where)
         else:
             try:
-                path = Path(source.location) / "config.json"
-                if path.stat().st_size > MAX_CONFIG_BYTES:
-                    raise ValueError(
-                        f"it has {path.stat().st_size:,} bytes, and a config has at most {MAX_CONFIG_BYTES:,}"
-                    )
-                values = json.loads(path.read_text(encoding="utf-8"))
+                values = json.loads((Path(source.location) / "config.json").read_text(encoding="utf-8"))
             except ValueError as error:
                 raise ValueError(f"it is not a valid JSON file: {error}") from error
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
