@@ -45,7 +45,7 @@ class TemplateProcess:
         advice = "; the sandbox of templates is left out for --trust-tasks only" * answer["error"].startswith(
             "SecurityError"
         )
-        raise TemplateError(f"a template raises {' '.join(answer['error'].split())}{advice}")
+        raise TemplateError(f"a template raises {' '.join(answer['error'].split()).rstrip('.')}{advice}")
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
