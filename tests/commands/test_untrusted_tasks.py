@@ -120,6 +120,13 @@ UNBUILDABLE = {
     "another metric": (QUIZ_DEFINITION.replace("metric: acc,", "metric: f1,"), lines({}), ["has no metric acc"]),
     "a loop without end": (QUIZ_DEFINITION.replace("{{passage}}", LOOP), lines({}), ["did not end within 0.5 s"]),
     "a long loop": (QUIZ_DEFINITION.replace("{{passage}}", "{{range(10**9)}}"), lines({}), ["Range too big"]),
+    "a huge number": (QUIZ_DEFINITION, lines({"more": 10**30}), ["test.jsonl", "no column holds"]),
+    "a number of 5,000 digits": (
+        QUIZ_DEFINITION,
+        '{"a": ' + "1" * 5000 + "}",
+        ["line 1", "4300 digits", "smaller number"],
+    ),
+    "half a letter": (QUIZ_DEFINITION, lines({"more": "\ud800"}), ["test.jsonl", "no column holds"]),
     "deep items": (QUIZ_DEFINITION, '{"a": ' + "[" * 100_000, ["test.jsonl, line 1", "nested too deeply"]),
 }
 

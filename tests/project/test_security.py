@@ -66,7 +66,6 @@ HELD_BY = {
     "Checkpoints": [f"{HERE}::test_checkpoints_hold_no_code_but_two_files"],
     "Secrets": [f"{HERE}::test_secrets_stay_out"],
     "Overwriting": [f"{HERE}::test_nothing_else_is_overwritten"],
-    "Ports": ["tuning/test_ray_start.py::PORTS"],
     "Telemetry": [f"{HERE}::test_telemetry_is_off"],
 }
 

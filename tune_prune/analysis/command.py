@@ -90,7 +90,10 @@ def _labelled_path(text: str) -> tuple[str, Path]:
     label, equals, path = text.partition("=")
     if not (label.strip() and equals and path.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=PATH, e.g. Llama=all_methods_results.csv")
-    check_label(label.strip(), f"the results of {path.strip():.60}")
+    try:
+        check_label(label.strip(), f"the results of {path.strip():.60}")
+    except UserError as error:  # else argparse makes a sentence of its own, without the reason
+        raise argparse.ArgumentTypeError(str(error)) from None
     return label.strip(), _path(path.strip())
 
 

@@ -223,6 +223,8 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]
             raise UserError(
                 f"{path}, line {number}: not JSON ({error.msg}, column {error.colno}); one object a line is needed"
             ) from error
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}; write a smaller number") from error
         if not isinstance(item, dict):
             raise UserError(
                 f'{path}, line {number}: {type(item).__name__} where an object is needed, e.g. {{"question": ...}}'
@@ -252,9 +254,9 @@ def columns(path: Path, items: list[dict[str, Any]]) -> dict[str, list[Any]]:
     try:
         for values in found.values():
             pyarrow.array(values)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
         raise UserError(
-            f"{path}: a field has values of different types ({error}); give every item the same types"
+            f"{path}: a field has values of different types, or such as no column holds ({error}); give every item the same types"
         ) from error
     return found
 

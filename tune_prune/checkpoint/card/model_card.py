@@ -76,6 +76,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         "share": kept,
     }
     hub_id = base_hub_id(manifest)
+    license_entries = {key: " ".join(text.split()) for key, text in manifest.base.license.items()}  # a line each
     name = hub_id or manifest.base.label
     text = environment.get_template("model_card.md.jinja").render(
         base=manifest.base,
@@ -88,7 +89,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         format=manifest.format,
         notes=manifest.notes,
         hub_id=hub_id,
-        license_entries=yaml.safe_dump(manifest.base.license, sort_keys=False).strip(),
+        license_entries=yaml.safe_dump(license_entries, sort_keys=False, width=10**6).strip(),
         measured_on=_measured_on(manifest),
         own_classes="auto_map" in _saved_config(folder),  # names classes that lie beside it
         padded="padded" in manifest.sizes,
