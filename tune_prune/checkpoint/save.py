@@ -233,7 +233,7 @@ def _write_hf(
         path.chmod(0o666 & ~_umask())  # safetensors writes them for their owner alone
     _write_tokenizer(dense, folder, stock="auto_map" not in model.config.to_dict())
     with torch.device("meta"):
-        again = AutoModelForCausalLM.from_config(model.config)
+        again = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
     weight_files.check_weights(folder, again)
 
 
