@@ -1,0 +1,83 @@
+"""Searches that are killed at random moments until nothing more can go wrong.
+
+    python scripts/torture --minutes 120                       all attacks in turn; `make torture` does ten minutes
+    python scripts/torture --minutes 5 --only workers --seed 3
+
+A line per search: what was done to it, and what was found. The table at the end, with --output also as JSON, counts searches,
+kills and problems: records that were lost or written again, numbers that are not those of an undisturbed search, processes and
+temporary files that outlive it, wrong exit codes, tracebacks. Exit code 1 where there is any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the other scripts
+
+from attacks import ATTACKS, Setting, undisturbed
+from bench_common import table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--minutes", type=float, default=10, help="no search begins after so many (default: %(default)s)")
+    p.add_argument("--only", default=",".join(ATTACKS), metavar="A,B", help="attacks (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="of what is killed when (default: %(default)s)")
+    p.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each search, as soon as it has ended")
+    options = p.parse_args(arguments)
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in ATTACKS]:
+        print(f"error: unknown attack {unknown[0]!r}; known: {', '.join(ATTACKS)}", file=sys.stderr)
+        return 2
+    searches: Counter[str] = Counter()
+    kills: Counter[str] = Counter()
+    problems: Counter[str] = Counter()
+    # Ray's sockets lie below it, whose paths may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="tp-"))
+    setting = Setting(folder, undisturbed(folder), random.Random(options.seed))
+    until = time.monotonic() + 60 * options.minutes
+    for number, name in zip(count(), cycle(names)):
+        if time.monotonic() > until:
+            break
+        began = time.monotonic()
+        search = ATTACKS[name](setting, number)
+        line: dict[str, Any] = {
+            "attack": name, "search": number, "flags": list(search.flags), "kills": search.kills,
+            "seconds": round(time.monotonic() - began, 1), "problems": search.problems,
+        }  # fmt: skip
+        searches[name] += 1
+        kills[name] += search.kills
+        problems[name] += len(search.problems)
+        print(
+            f"{name} {number}: {search.kills} kills in {line['seconds']:.0f} s, {len(search.problems)} problems",
+            flush=True,
+        )
+        for problem in search.problems:
+            print(f"    {problem}", flush=True)
+        if options.output:
+            with options.output.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+        if not search.problems:
+            shutil.rmtree(search.folder)  # what went wrong stays, to be looked at
+    rows: list[tuple[object, ...]] = [("attack", "searches", "kills", "problems")]
+    rows += [(name, searches[name], kills[name], problems[name]) for name in names]
+    print(f"\nseed {options.seed}, {options.minutes:g} minutes\n{table(rows)}")
+    if problems.total():
+        print(f"what went wrong is in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""A search that is killed again and again, and what must hold of it.
+
+Whenever it has been killed, every complete record that was there before is there still, in the same bytes; when it has come to
+its end, all trials are complete, every one was recorded once, all numbers are those of a search that nobody disturbed, and no
+process and no temporary file of it is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from compare_results import compare, differences
+
+from tune_prune.core.store import LEDGER
+
+NAME = "attacked"
+MARK = "TUNE_PRUNE_TORTURE"  # in the environment of every process of a search: those that outlive it are found by it
+LEFT_S = 30.0  # in which all processes of a search that has ended are gone
+
+
+@dataclass
+class Attacked:
+    """A search of the command `flags`, with its results below `folder`."""
+
+    folder: Path
+    flags: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    kills: int = 0
+    problems: list[str] = field(default_factory=list)
+    _complete: dict[str, str] = field(default_factory=dict)  # by file, what is in it
+
+    def __post_init__(self) -> None:
+        self.temporary.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def storage(self) -> Path:
+        return self.folder / "storage"
+
+    @property
+    def experiment(self) -> Path:
+        return self.storage / NAME
+
+    @property
+    def temporary(self) -> Path:
+        """Where it has its temporary files, those of Ray too, whose sockets want a short path."""
+        return self.folder / "t"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*self.flags, "--name", NAME, "--storage-path", str(self.storage)]
+
+    def variables(self) -> dict[str, str]:
+        """Of the search's environment."""
+        own = {MARK: str(self.folder), "TMPDIR": str(self.temporary), "RAY_TMPDIR": str(self.temporary)}
+        return {**os.environ, **own, **self.environment}
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The command, as a user gives it, in a session of its own."""
+        command = [sys.executable, "-m", "tune_prune.search", *self.arguments]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                command, env=self.variables(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs for this search, whoever is its parent by now."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(self.folder):
+                    found.append(process)
+            except psutil.Error:
+                continue  # it has ended, or is not ours to look into
+        return found
+
+    def told(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """The trials' records by file; one that cannot be read is a problem."""
+        found = {}
+        for path in sorted((self.experiment / LEDGER).glob("[!.]*.json")):
+            try:
+                found[path.name] = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                self.problems.append(f"{path.name} is not valid: {error}")
+        return found
+
+    def look(self) -> None:
+        """Compare what is complete with what was."""
+        now = {}
+        for name, record in self.records().items():
+            if record["status"] == "complete":
+                now[name] = hashlib.sha256((self.experiment / LEDGER / name).read_bytes()).hexdigest()
+        for name, digest in self._complete.items():
+            if now.get(name) != digest:
+                self.problems.append(f"{name} is {'lost' if name not in now else 'written again'}")
+        self._complete = now
+
+    def gone(self) -> None:
+        """Wait for the end of all its processes. What lives on is a problem, and is ended."""
+        until = time.monotonic() + LEFT_S
+        while (left := self.processes()) and time.monotonic() < until:
+            time.sleep(0.2)
+        for process in left:
+            self.problems.append(f"process {process.pid} is left ({' '.join(process.cmdline())[:80]})")
+            process.kill()
+
+    def no_files_left(self) -> None:
+        left = sorted(path.name for path in self.temporary.iterdir())
+        if left:
+            self.problems.append(f"temporary files are left: {', '.join(left[:5])}")
+
+    def finished(self, reference: Path, same: bool) -> None:
+        """Check a search that has come to its end: against that of `reference`, in all its files where it has tried the `same`
+        configurations in an order that nothing changes, else in every number of its trials."""
+        self.look()
+        self.gone()
+        self.no_files_left()
+        records = list(self.records().values())
+        self.problems += [f"{r['config']} {r['status']}: {r['reason']}" for r in records if r["status"] == "failed"]
+        keys = [record["key"] for record in records]
+        if len(set(keys)) < len(keys):
+            self.problems.append("a trial has two records")
+        if same:
+            for what, row in compare(reference, self.experiment).items():
+                self.problems += [f"{what}: {sentence}" for sentence in row["sentences"]]
+            return
+        expected = {}
+        for path in (reference / LEDGER).glob("[!.]*.json"):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            expected[record["key"]] = record["metrics"]
+        for record in records:
+            if record["status"] == "complete":
+                self.problems += differences(expected[record["key"]], record["metrics"], str(record["config"]))
+
+
+def wait_until(condition: Any, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def kill(process: psutil.Process | subprocess.Popen[bytes], sign: signal.Signals = signal.SIGKILL) -> None:
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended by itself meanwhile
+        process.send_signal(sign)
+
+
+def moment(chance: random.Random, most: float) -> float:
+    """Seconds until something happens: often soon, sometimes late."""
+    return min(most, chance.expovariate(3 / most))

@@ -1,0 +1,273 @@
+"""The attacks. Each brings one search to its end, however often it is killed on the way, and returns it with what went wrong.
+
+workers     a process that does what a worker does, killed (-9) at any moment and begun again: many kills in little time
+searches    the command with a local Ray: its driver, a worker, the raylet or the GCS killed, TERM, INT once or twice
+cluster     a search on three nodes that ask for a token, each of which dies once
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+from attacked import Attacked, kill, moment, wait_until
+
+SPACE = Path(__file__).with_name("space.yaml")
+GRID = ("--model", "tiny-llama", "--gpus-per-trial", "0", "--limit", "8", "--search-space", str(SPACE))
+# Ways to search that do not try everything, or not to the end.
+PARTIAL = {
+    "race": ("--scheduler", "race"),
+    "asha": ("--scheduler", "asha"),
+    "optuna": ("--search", "optuna", "--num-trials", "9"),
+}
+START_S = 120.0  # in which a search has its first worker, on a busy machine
+END_S = 900.0  # in which a search that nobody disturbs any more ends
+# What dies in an attack on a whole search, and the exit code of the driver then (None: it lives on, or is dead itself).
+TARGETS: Mapping[str, int | None] = {
+    "driver": None, "worker": None, "raylet": 1, "gcs": 1, "TERM": 143, "INT": 130, "INT INT": 130,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every attack is given."""
+
+    folder: Path  # a short path: Ray's sockets lie below it
+    reference: Path  # the experiment of GRID that nobody disturbed
+    chance: random.Random
+
+
+def undisturbed(folder: Path) -> Path:
+    """The experiment of GRID in one go, computed once for this folder."""
+    search = Attacked(folder / "reference", (*GRID, "--inline"))
+    done = search.experiment / "global_best_config.json"
+    if not done.exists():
+        code = search.start().wait()
+        if code:
+            raise SystemExit(f"error: the search that nobody disturbs ended with code {code}; see {search.log}")
+    return search.experiment
+
+
+# --- a worker's code
+
+
+def workers(setting: Setting, number: int, most_kills: int = 10**9) -> Attacked:
+    """`--inline` in forks of this process, which has imported everything before: a start is a second and not ten."""
+    how = setting.chance.choice(["grid", *PARTIAL])
+    search = Attacked(setting.folder / f"w{number}", (*GRID, *PARTIAL.get(how, ()), "--inline"))
+    while True:
+        pid = _fork(search)
+        if search.kills < most_kills:
+            time.sleep(moment(setting.chance, 8.0))
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status):
+            if os.WEXITSTATUS(status):
+                search.problems.append(f"exit code {os.WEXITSTATUS(status)}: {search.told()[-300:]}")
+            break
+        search.kills += 1
+        search.look()
+    search.finished(setting.reference, same=how == "grid")
+    return search
+
+
+def _fork(search: Attacked) -> int:
+    """The process id of a child that runs the command."""
+    module = importlib.import_module("tune_prune.search")
+    for name in (
+        "results",
+        "planning.preflight",
+        "trial.trial",
+        "evaluation.zero_shot",
+        "checkpoint.save",
+        "tuning.inline",
+    ):
+        importlib.import_module(f"tune_prune.{name}")
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    os.environ.update(search.variables())
+    log = os.open(search.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    code = 70
+    try:
+        code = module.main(search.arguments)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    finally:
+        os._exit(code)
+
+
+# --- whole searches
+
+
+def searches(setting: Setting, number: int, targets: tuple[str, ...] = ()) -> Attacked:
+    """One kill of each of `targets` (none given: of all, in any order), then the search comes to its end."""
+    how = setting.chance.choice(["grid", *PARTIAL])
+    search = Attacked(setting.folder / f"s{number}", (*GRID, *PARTIAL.get(how, ()), "--cpus-per-trial", "1"))
+    order = list(targets or TARGETS)
+    setting.chance.shuffle(order)
+    for target in order:
+        if _attack(search, target, setting.chance):
+            break  # it was complete before anything could be killed
+    running = search.start()
+    try:
+        code = running.wait(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        search.problems.append(f"not at its end after {END_S:.0f} s: {search.told()[-300:]}")
+        kill(running)
+        code = running.wait()
+    if code:
+        search.problems.append(f"exit code {code} of the last start: {search.told()[-300:]}")
+    if "Traceback (most recent call last)" in search.told():
+        search.problems.append(f"a traceback in {search.log}")
+    search.finished(setting.reference, same=how == "grid")
+    return search
+
+
+def _attack(search: Attacked, target: str, chance: random.Random) -> bool:
+    """Begin the search, and kill `target` when its first worker works, or later. Whether it came to its end instead."""
+    running = search.start()
+    whole = psutil.Process(running.pid)
+
+    def named(name: str) -> list[psutil.Process]:
+        return [process for process in search.processes() if name in " ".join(process.cmdline())]
+
+    there = wait_until(lambda: running.poll() is not None or named("ray::"), START_S)
+    if not there:
+        search.problems.append(f"no worker after {START_S:.0f} s: {search.told()[-300:]}")
+    time.sleep(moment(chance, 20.0))
+    if running.poll() is not None:
+        if running.returncode:
+            search.problems.append(f"exit code {running.returncode} before any kill: {search.told()[-300:]}")
+        return True
+    names = {"worker": "ray::", "raylet": "raylet/raylet", "gcs": "gcs_server"}
+    if target in names:
+        found = [process for process in named(names[target]) if "Trainable" in process.name() or target != "worker"]
+        for process in found[:1] if target == "worker" else found:
+            kill(process)
+    elif target == "driver":
+        kill(whole)
+    else:
+        for sign in target.split():
+            kill(running, signal.Signals[f"SIG{sign}"])
+            time.sleep(chance.uniform(0.1, 2.0))
+    search.kills += 1
+    expected = TARGETS[target]
+    try:
+        code = running.wait(timeout=END_S if expected is None else 2 * LEFT_AFTER_S)
+    except subprocess.TimeoutExpired:
+        search.problems.append(f"after {target} its driver did not end: {search.told()[-300:]}")
+        kill(running)
+        running.wait()
+    else:
+        if expected is not None and code not in (expected, 0):  # 0: it was at its end already
+            search.problems.append(f"after {target} exit code {code} and not {expected}: {search.told()[-300:]}")
+    search.gone()
+    if target not in ("driver", "worker"):
+        search.no_files_left()
+    search.look()
+    return target == "worker" and running.returncode == 0
+
+
+LEFT_AFTER_S = 60.0
+
+
+# --- a cluster
+
+
+def cluster(setting: Setting, number: int) -> Attacked:
+    """Three raylets of one machine as three nodes, with token authentication; two of them die and come back, one after the other,
+    then the head dies."""
+    folder = setting.folder / f"c{number}"
+    token = folder / "token"
+    token.parent.mkdir(parents=True)
+    token.write_text("t" * 32, encoding="utf-8")
+    port = _free_port()
+    search = Attacked(
+        folder,
+        (*GRID, "--cpus-per-trial", "1", "--address", f"127.0.0.1:{port}"),
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"},
+    )
+    head = _node(search, "--head", "--port", str(port), "--node-ip-address", "127.0.0.1", "--include-dashboard=false")
+    others = [_node(search, "--address", f"127.0.0.1:{port}") for _ in range(2)]
+    running = search.start()
+
+    def working(trials: int) -> bool:
+        return running.poll() is not None or len(search.records()) >= trials
+
+    for index in range(2):
+        wait_until(partial(working, 2 + 4 * index), START_S)
+        _kill_node(others[index])
+        search.kills += 1
+        search.look()
+        others[index] = _node(search, "--address", f"127.0.0.1:{port}")
+    wait_until(partial(working, 10), START_S)
+    _kill_node(head)
+    search.kills += 1
+    try:
+        running.wait(timeout=2 * LEFT_AFTER_S)
+    except subprocess.TimeoutExpired:
+        search.problems.append(f"its driver did not end after the head's death: {search.told()[-300:]}")
+        kill(running)
+        running.wait()
+    for node in others:
+        _kill_node(node)
+    search.look()
+    for process in search.processes():
+        kill(process)  # of nodes that a person has begun
+    rest = Attacked(folder, (*GRID, "--inline"))
+    rest._complete = search._complete
+    if rest.start().wait():
+        search.problems.append(f"the last start failed: {search.told()[-300:]}")
+    search.problems += rest.problems
+    search.look()
+    search.gone()
+    return search
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _node(search: Attacked, *flags: str) -> psutil.Process:
+    """A node as a person starts it, which stays in the foreground here."""
+    command = [str(Path(sys.executable).with_name("ray")), "start", *flags, "--num-cpus", "1", "--block"]
+    with search.log.open("ab") as log:
+        begun = subprocess.Popen(
+            command, env=search.variables(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    time.sleep(8)
+    return psutil.Process(begun.pid)
+
+
+def _kill_node(node: psutil.Process) -> None:
+    """As a machine dies: everything at once."""
+    try:
+        for process in [*node.children(recursive=True), node]:
+            kill(process)
+    except psutil.NoSuchProcess:
+        pass
+
+
+ATTACKS: Mapping[str, Callable[[Setting, int], Attacked]] = {
+    "workers": workers,
+    "searches": searches,
+    "cluster": cluster,
+}
