@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import itertools
 import multiprocessing
-import resource
 import shutil
 import sys
 import tempfile
@@ -89,14 +89,13 @@ def outcomes(configs: Sequence[PruningConfig], items: int, generator: np.random.
 
 def make(folder: Path, trials: int, limit: int | None = None, seed: int = 0) -> Path:
     """The experiment of so many finished trials below `folder`."""
-    from tune_prune import search
     from tune_prune.cli.search_flags import parser, settings_from
     from tune_prune.planning import experiment
     from tune_prune.planning.preflight import make_plan
 
     more = [] if limit is None else ["--limit", str(limit)]
     with contextlib.redirect_stdout(io.StringIO()):
-        code = search.main(search_argv(folder, len(METHODS), *more))
+        code = importlib.import_module("tune_prune.search").main(search_argv(folder, len(METHODS), *more))
     assert code == 0, "the templates' search has failed"
     templates = FolderStore(folder / f"trials-{len(METHODS)}")
     argv = search_argv(folder, trials, *more)
@@ -130,7 +129,8 @@ def make(folder: Path, trials: int, limit: int | None = None, seed: int = 0) -> 
 
 def accuracies(tasks: np.ndarray, scores: np.ndarray) -> dict[str, float]:
     """As `evaluation.item_scores.summarize` has them."""
-    found, errors = {}, []
+    found: dict[str, float] = {}
+    errors: list[float] = []
     for task in dict.fromkeys(tasks.tolist()):
         of_task = scores[tasks == task]
         mean = float(of_task.sum() / len(of_task))
@@ -232,12 +232,19 @@ PARTS: Mapping[str, Callable[[Path, Sequence[str]], Callable[[], object]]] = {
 def _measure(part: str, folder: Path, argv: Sequence[str], pipe: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         run = PARTS[part](folder, argv)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        before = _peak(reset=True)
         started = time.perf_counter()
         run()
         seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pipe.send({"seconds": seconds / (MESSAGES if part == "message" else 1), "bytes": peak - before})
+    pipe.send({"seconds": seconds / (MESSAGES if part == "message" else 1), "bytes": _peak() - before})
+
+
+def _peak(reset: bool = False) -> int:
+    """The most bytes that this process had resident, since the last reset (of Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def measure(part: str, folder: Path, argv: Sequence[str]) -> dict[str, float]:

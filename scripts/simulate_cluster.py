@@ -148,7 +148,8 @@ class Cluster:
 
     def run(self) -> float:
         """The simulated seconds until the last trial has ended."""
-        idle, events, number = list(range(len(self.workers))), [], itertools.count()
+        idle, number = list(range(len(self.workers))), itertools.count()
+        events: list[tuple[float, int, int]] = []  # when, the order in which it was asked for, which worker
         for observer in self.observers:
             observer.on_begin()
         while True:

@@ -31,10 +31,9 @@ class _Running:
     host: str = ""  # known from its first message on
 
     def plain(self) -> dict[str, Any]:
-        job = isinstance(self.work, PrepareJob)
-        what = (
-            {"key": None, "config": str(self.work)} if job else {"key": self.work.key, "config": self.work.config.name}
-        )
+        work, what = self.work, {"key": None, "config": str(self.work)}
+        if not isinstance(work, PrepareJob):
+            what = {"key": work.key, "config": work.config.name}
         return {"model": self.work.run.label, **what, "since": self.since, "after_stage": self.stage, "host": self.host}
 
 
