@@ -13,12 +13,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import optuna
 import pandas as pd
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.trial import FrozenTrial, TrialState
 
 from tune_prune.analysis.input.rows import plain_value
 from tune_prune.analysis.input.study import Model, Study
@@ -27,6 +24,10 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.core.terminal import progress
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
 
 _LOG_SCALE = 8  # the largest level over the smallest from which on an axis is logarithmic
 _NOT_ATTRIBUTES = (*HYPERPARAMETERS, "model", "success", "where", "started_at")
@@ -42,6 +43,12 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
         raise UserError(
             f"--export-study {path} cannot be written: {path.absolute().parent} is no folder; make it first"
         )
+    try:
+        import optuna
+    except ModuleNotFoundError as error:  # it is needed to search, not to look at results
+        raise UserError(
+            "--export-study needs the package optuna, which is not installed; pip install optuna"
+        ) from error
     study = read()
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # or it announces every study on stderr
@@ -63,6 +70,8 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
 
 
 def _write(storage: optuna.storages.RDBStorage, label: str, model: Model) -> int:
+    import optuna
+
     study = optuna.create_study(storage=storage, study_name=label, direction="maximize")
     study.set_user_attr("dense", {name: _json(value) for name, value in model.baseline.items()})
     study.set_user_attr("origins", [str(origin) for origin in model.origins])
@@ -75,6 +84,8 @@ def _write(storage: optuna.storages.RDBStorage, label: str, model: Model) -> int
 
 def _distributions(rows: pd.DataFrame) -> dict[str, BaseDistribution]:
     """Of every hyperparameter over the levels that were tried."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
     found: dict[str, BaseDistribution] = {}
     for name, hyperparameter in HYPERPARAMETERS.items():
         levels = sorted(plain_value(level) for level in rows[name].dropna().unique())
@@ -90,7 +101,10 @@ def _distributions(rows: pd.DataFrame) -> dict[str, BaseDistribution]:
     return found
 
 
-def _trial(row: Mapping[Any, Any], distributions: Mapping[str, BaseDistribution]) -> FrozenTrial:
+def _trial(row: Mapping[Any, Any], distributions: Mapping[str, BaseDistribution]) -> optuna.trial.FrozenTrial:
+    import optuna
+    from optuna.trial import TrialState
+
     values = {str(name): plain_value(value) for name, value in row.items()}
     params = {name: values[name] for name in distributions if values[name] is not None}
     accuracy = values["acc_mean"]
