@@ -2,6 +2,7 @@
 #   make demo    whole search (45 trials) on an embedded model, its analysis in results/, its best model in results/tiny-llama-pruned
 #   make test    all tests
 #   make test-oldest   the tests of checkpoints with the oldest packages that pyproject.toml admits, in .venv-oldest
+#   make torture   searches that are killed at random moments, for ten minutes (docs/reliability.md)
 #   make lint    formatting, lint, types
 #   make check   lint and the fast tests
 #   make format  rewrite the code in the project's format
@@ -17,7 +18,7 @@ OLDEST_READY := $(OLDEST)/.installed
 # A process that imports torch and this package compiles them once, and not every time it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest lint check format train clean
+.PHONY: demo test test-oldest torture lint check format train clean
 
 demo: $(READY)
 	$(BIN)/python -m tune_prune.search --model tiny-llama
@@ -31,6 +32,9 @@ test: $(READY)
 
 test-oldest: $(OLDEST_READY)
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/checkpoint/test_checkpoint_loading.py tests/checkpoint/test_checkpoint_tools.py tests/pruning/test_surgery.py
+
+torture: $(READY)
+	$(BIN)/python scripts/torture $(TORTURE)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

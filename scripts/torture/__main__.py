@@ -24,13 +24,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the other scripts
 
-from attacks import ATTACKS, Setting, undisturbed
 from bench_common import table
+
+from torture.attacks import ATTACKS, Setting, undisturbed
 
 
 def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--minutes", type=float, default=10, help="no search begins after so many (default: %(default)s)")
+    p.add_argument("--searches", type=int, default=10**9, metavar="N", help="at most so many (default: no limit)")
     p.add_argument("--only", default=",".join(ATTACKS), metavar="A,B", help="attacks (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0, help="of what is killed when (default: %(default)s)")
     p.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each search, as soon as it has ended")
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     setting = Setting(folder, undisturbed(folder), random.Random(options.seed))
     until = time.monotonic() + 60 * options.minutes
     for number, name in zip(count(), cycle(names)):
-        if time.monotonic() > until:
+        if time.monotonic() > until or number == options.searches:
             break
         began = time.monotonic()
         search = ATTACKS[name](setting, number)

@@ -21,10 +21,22 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from attacked import Attacked, kill, moment, wait_until
+
+from torture.attacked import Attacked, kill, moment, wait_until
 
 SPACE = Path(__file__).with_name("space.yaml")
-GRID = ("--model", "tiny-llama", "--gpus-per-trial", "0", "--limit", "8", "--search-space", str(SPACE))
+GRID = (
+    "--model",
+    "tiny-llama",
+    "--gpus-per-trial",
+    "0",
+    "--limit",
+    "8",
+    "--tasks",
+    "boolq,piqa,openbookqa",
+    "--search-space",
+    str(SPACE),
+)
 # Ways to search that do not try everything, or not to the end.
 PARTIAL = {
     "race": ("--scheduler", "race"),

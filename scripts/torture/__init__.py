@@ -1,0 +1,1 @@
+"""Attacks on searches: `python scripts/torture --help`."""

@@ -1,0 +1,91 @@
+"""scripts/torture: a short attack for real, and that it sees what it looks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torture import attacked
+from torture.attacked import MARK, Attacked
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "torture"
+
+
+@pytest.mark.slow
+def test_a_search_whose_worker_code_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--only", "workers", "--searches", "1", "--seed", "2", "--output"]
+    run = subprocess.run(
+        [*command, str(tmp_path / "out.jsonl")], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines())
+    assert line["kills"] >= 1 and line["problems"] == []
+    assert run.stdout.splitlines()[-1].split() == ["workers", "1", str(line["kills"]), "0"]
+
+
+def test_an_unknown_attack_is_a_sentence() -> None:
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), "--only", "disks"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert "unknown attack 'disks'; known: workers, searches, cluster" in run.stderr
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Attacked:
+    """One with two records, one of them complete."""
+    search = Attacked(tmp_path / "attacked", ("--model", "tiny-llama"))
+    folder = search.experiment / "ledger"
+    folder.mkdir(parents=True)
+    for name, status in (("a", "complete"), ("b", "failed")):
+        record = {"key": name, "status": status, "config": {"method": name}, "reason": "", "metrics": {"ppl": 2.5}}
+        (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+    search.look()
+    return search
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda file: file.unlink(), "a.json is lost"),
+        (lambda file: file.write_text(file.read_text().replace("2.5", "2.6")), "a.json is written again"),
+        (lambda file: file.write_text("{"), "a.json is not valid"),
+    ],
+)
+def test_records_that_are_lost_or_changed_are_seen(search: Attacked, change, problem: str) -> None:
+    search.look()
+    assert search.problems == []
+    change(search.experiment / "ledger" / "a.json")
+    search.look()
+    assert search.problems[0].startswith(problem)
+
+
+def test_what_outlives_a_search_is_seen(search: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attacked, "LEFT_S", 0.5)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=search.variables())
+    try:
+        assert attacked.wait_until(lambda: [one.pid for one in search.processes()] == [child.pid], 10)
+        search.gone()
+    finally:
+        child.kill()
+        child.wait()
+    assert search.problems.pop().startswith(f"process {child.pid} is left")
+    (search.temporary / "tune_prune_x").mkdir()
+    search.no_files_left()
+    assert search.problems.pop() == "temporary files are left: tune_prune_x"
+    assert os.environ.get(MARK) is None
+
+
+def test_other_numbers_than_those_of_an_undisturbed_search_are_seen(search: Attacked, tmp_path: Path) -> None:
+    reference = Attacked(tmp_path / "reference", search.flags).experiment / "ledger"
+    reference.mkdir(parents=True)
+    record = json.loads((search.experiment / "ledger" / "a.json").read_text(encoding="utf-8"))
+    (reference / "a.json").write_text(json.dumps(record | {"metrics": {"ppl": 2.6}}), encoding="utf-8")
+    search.finished(reference.parent, same=False)
+    failed, differs = search.problems
+    assert failed.startswith("{'method': 'b'} failed")
+    assert differs.endswith("ppl is 2.6 before and 2.5 after")
