@@ -4,13 +4,13 @@ models, and the cost of passes over a model."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.records import StageReport, TrialRecord
-from tune_prune.core.store import BASELINES, LEDGER, PASSES, FolderStore
+from tune_prune.core.store import ATTEMPTS, BASELINES, LEDGER, PASSES, FolderStore
 
 
 class Ledger:
@@ -75,6 +75,41 @@ class PassLog:
         return [values for values in found if values is not None]
 
 
+class AttemptLog:
+    """What every attempt at a trial or baseline has computed so far, one file each, a stage at a time. Of one that was killed that
+    is all there is; of one that ended well the record says the same, and the file goes."""
+
+    def __init__(self, store: FolderStore) -> None:
+        self._store = store
+
+    def write(self, record: TrialRecord, unfinished_s: float | None = None) -> None:
+        """Note an attempt as far as `record` goes; `unfinished_s`: that it died so many seconds after its last stage, of which its
+        own note may say more."""
+        noted = self._store.read(_attempt(record)) if unfinished_s is not None else None
+        about = {"key": record.key, "model": record.model, "resources": record.resources}
+        about |= {"started_at": record.started_at, "search_id": record.search_id}
+        about["stages"] = max(record.stages, (noted or {}).get("stages", []), key=len)
+        self._store.put(_attempt(record), to_json({**about, "unfinished_s": unfinished_s or 0.0}))
+
+    def drop(self, record: TrialRecord) -> None:
+        """Its record is kept."""
+        self._store.put_all({_attempt(record): None})
+
+    def read(self, kept: Iterable[TrialRecord]) -> list[TrialRecord]:
+        """The attempts whose record is not among the `kept`, as records: `elapsed_time_s` has the unfinished stage, too. Raises
+        DamagedFile."""
+        names = {_attempt(record) for record in kept}
+        found = []
+        for name in self._store.names(ATTEMPTS):
+            values = self._store.read(name) if name not in names else None
+            if values is not None:
+                seconds = values.pop("unfinished_s", 0.0)
+                record = parse_record({**values, "config": {}, "status": "failed"}, self._store.path(name))
+                record.elapsed_time_s = seconds + sum(stage["duration_s"] for stage in record.stages)
+                found.append(record)
+        return found
+
+
 def read_baselines(store: FolderStore) -> dict[str, TrialRecord]:
     """The dense models' records by label; empty when there are none yet. Raises DamagedFile."""
     values = store.read(BASELINES) or {}
@@ -95,3 +130,8 @@ def parse_record(values: Any, path: Path) -> TrialRecord:
 
 def _name(key: str) -> str:
     return f"{LEDGER}/{key}.json"
+
+
+def _attempt(record: TrialRecord) -> str:
+    when = "".join(filter(str.isdigit, record.started_at))
+    return f"{ATTEMPTS}/{record.key}-{when}-{record.search_id}.json"

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import io
 import logging
-import tempfile
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.errors import UserError
+from tune_prune.core.process import temporary
 from tune_prune.core.terminal import progress
 from tune_prune.data.task_files import STOCK_TASKS, TaskSource, pinned_definition, task_files, write_definition
 from tune_prune.evaluation.engine.rows import Request
@@ -79,14 +79,14 @@ def _judged_by_lm_eval(
 
 def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Task]:
     """The protocol's tasks, each with its requests built."""
-    with tempfile.TemporaryDirectory(prefix="tune_prune_tasks_") as folder:
+    with temporary.folder() as folder:
         if source.kind == "hub":
             for name in dict.fromkeys(protocol.tasks):
-                yield _load_from_hub(name, protocol.limit, Path(folder))
+                yield _load_from_hub(name, protocol.limit, folder)
             return
         for file in task_files(source, protocol.tasks):
             try:
-                task = _load(TaskManager(include_defaults=False), str(write_definition(file, Path(folder))))
+                task = _load(TaskManager(include_defaults=False), str(write_definition(file, folder)))
                 _build_requests(task, protocol.limit)
             except UserError:
                 raise

@@ -18,7 +18,7 @@ from __future__ import annotations
 import platform
 import resource
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -30,7 +30,7 @@ import torch
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.files import to_json
-from tune_prune.core.records import StageReport, Status, TrialRecord
+from tune_prune.core.records import Failure, StageReport, Status, TrialRecord
 from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, FolderStore
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
@@ -64,15 +64,22 @@ class TrialProgress:
         return {name: value for report in self.reports for name, value in report.metrics.items()}
 
     def record(
-        self, status: Status, reason: str = "", resources: Mapping[str, float] | None = None, search_id: str = ""
+        self,
+        status: Status,
+        reason: str = "",
+        resources: Mapping[str, float] | None = None,
+        search_id: str = "",
+        failure: Failure | None = None,
     ) -> TrialRecord:
-        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`, `search_id`: of a trial of a search."""
+        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`, `search_id`: of a trial of a search;
+        `failure`: of a failed one."""
         return TrialRecord(
             key=self.key,
             model=self.model,
             config=asdict(self.config) if self.config else {},
             status=status,
             reason=reason,
+            failure=failure or "",
             metrics=self.metrics,
             stages=[
                 {name: value for name, value in asdict(report).items() if name not in ("metrics", "outcomes")}
@@ -218,11 +225,17 @@ class Trial:
             store.put(ITEMS, to_parquet(self.items))
 
 
-def run_trial(config: PruningConfig | None, context: TrialContext, store: FolderStore | None = None) -> TrialRecord:
-    """The whole trial at once; its files go to `store`. Raises what its stages raise."""
+def run_trial(
+    config: PruningConfig | None,
+    context: TrialContext,
+    store: FolderStore | None = None,
+    on_stage: Callable[[TrialProgress], object] = id,
+) -> TrialRecord:
+    """The whole trial at once; its files go to `store`, and its progress after each stage to `on_stage`. Raises what its stages
+    raise."""
     trial = Trial(config, context)
     for _ in trial.stages():
-        pass
+        on_stage(trial.progress)
     if store is not None:
         trial.write_files(store)
     return trial.progress.record("complete")

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
-from tune_prune.core.ledger import Ledger
-from tune_prune.core.records import Status, TrialRecord
+from tune_prune.core.ledger import AttemptLog, Ledger
+from tune_prune.core.records import Failure, Status, TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.failures import Hung, LostWorker, failure_of
 from tune_prune.trial.fallback import Fallback
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.ray_cluster.resources import TrialResources, limit_process
@@ -53,17 +54,43 @@ class WorkerSettings:
     def ledger(self) -> Ledger:
         return Ledger(self.store)
 
+    @property
+    def attempts(self) -> AttemptLog:
+        return AttemptLog(self.store)
+
     def failure_of_this_search(self, key: str) -> TrialRecord | None:
         """The failed record that a worker of this search left, not one of an earlier start."""
         record = self.ledger.read(key)
         failed_now = record is not None and record.status == "failed" and record.search_id == self.search_id
         return record if failed_now else None
 
-    def write_record(self, progress: TrialProgress, status: Status, reason: str = "") -> TrialRecord:
+    def write_record(
+        self, progress: TrialProgress, status: Status, reason: str = "", failure: Failure | None = None
+    ) -> TrialRecord:
         """The record of a trial of this search that ended so, which the ledger now holds."""
-        record = progress.record(status, reason, self.resources.to_ray(), self.search_id)
+        record = progress.record(status, reason, self.resources.to_ray(), self.search_id, failure)
         self.ledger.write(record)
+        if status != "failed":  # else it is tried again, and that record replaces this one
+            self.attempts.drop(record)
         return record
+
+    def failed(self, spec: TrialSpec, last: TrialProgress | None, error: BaseException) -> TrialRecord:
+        """The failed record of a trial that `error` has ended: what its process has left or, where that died after `last`, what is
+        known here."""
+        record = self.failure_of_this_search(spec.key)
+        if record is not None and not isinstance(error, Hung):
+            return record
+        progress = last or TrialProgress(spec.key, spec.run.label, spec.config, "", "")
+        reason = str(error)
+        if isinstance(error, LostWorker):
+            after = f" after the stage {progress.reports[-1].stage}" if progress.reports else ""
+            reason = f"the worker of the trial died{after}, perhaps out of memory: {reason}"
+        return self.write_record(progress, "failed", reason, failure_of(error))
+
+    def note_attempt(self, progress: TrialProgress, unfinished_s: float | None = None) -> None:
+        """Keep what a trial or baseline has computed so far; `unfinished_s`: and that it died so long after."""
+        record = progress.record("failed", "", self.resources.to_ray(), self.search_id)
+        self.attempts.write(record, unfinished_s)
 
 
 class ContextCache:

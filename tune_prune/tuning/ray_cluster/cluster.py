@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
 from tune_prune.tuning.ray_cluster.local import INSTEAD, LocalRay
+from tune_prune.tuning.ray_cluster.watch import RayLost, silence_of, watched
 
 PROBE_TIMEOUT_S = 120.0  # a node's first worker has to import torch
 
@@ -31,7 +35,7 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
     `num_cpus` that ends here.
 
     Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`, MachineError when a local
-    Ray does not start, tried twice.
+    Ray does not start, tried twice, or ends before its time.
     """
     logging.getLogger("ray.tune").setLevel(
         logging.CRITICAL
@@ -41,11 +45,21 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
         return
     with ExitStack() as stack:
         if address is not None:
-            _join(address)
+            head = _join(address)
+            wait = partial(silence_of, head)
         else:
-            _join_local(local or stack.enter_context(LocalRay(num_cpus)))
-        stack.callback(ray.shutdown)
-        yield
+            local = local or stack.enter_context(LocalRay(num_cpus))
+            _join_local(local)
+            wait = local.wait_for_loss
+        try:
+            with watched(wait):
+                yield
+        except RayLost:
+            raise  # a shutdown would wait for what is no more
+        except BaseException:
+            ray.shutdown()
+            raise
+        ray.shutdown()
 
 
 def _join_local(local: LocalRay) -> None:
@@ -53,11 +67,26 @@ def _join_local(local: LocalRay) -> None:
     address = local.address()
     Config.initialize("")  # RAY_AUTH_MODE, where ray was imported before it was set
     try:
-        with for_this_process():
+        with for_this_process(), _own_signals():
             ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError) as error:
         raise MachineError(f"Ray did not answer ({str(error).splitlines()[0]}; {machine.load()}); {INSTEAD}") from error
-    local.keep_logs()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray is joined within. It puts a handler of its own in the place of ours, and its C++ library one that prints a stack trace
+    and aborts; ours comes back, and hears what has come in the meantime."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _announced() -> str:
@@ -72,18 +101,20 @@ def _announced() -> str:
     return address
 
 
-def _join(address: str) -> None:
-    """Join the cluster at `address`. Raises UserError where none answers."""
+def _join(address: str) -> str:
+    """Join the cluster at `address`; the address of its head. Raises UserError where none answers."""
     address = _announced() if address == "auto" else address
     address_check.check(address)
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}
     try:
-        ray.init(address=address, runtime_env=environment, **QUIET)
+        with _own_signals():
+            ray.init(address=address, runtime_env=environment, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}): start one with `ray start --head`, correct "
             "--address, or leave it out to use this machine alone"
         ) from error
+    return address
 
 
 def node_resources() -> list[dict[str, float]]:
