@@ -86,9 +86,10 @@ class AttemptLog:
         """Note an attempt as far as `record` goes; `unfinished_s`: that it died so many seconds after its last stage, of which its
         own note may say more."""
         noted = self._store.read(_attempt(record)) if unfinished_s is not None else None
-        about = {"key": record.key, "model": record.model, "resources": record.resources}
+        about: dict[str, Any] = {"key": record.key, "model": record.model, "resources": record.resources}
         about |= {"started_at": record.started_at, "search_id": record.search_id}
-        about["stages"] = max(record.stages, (noted or {}).get("stages", []), key=len)
+        stages: list[dict[str, Any]] = (noted or {}).get("stages", [])
+        about["stages"] = max(record.stages, stages, key=len)
         self._store.put(_attempt(record), to_json({**about, "unfinished_s": unfinished_s or 0.0}))
 
     def drop(self, record: TrialRecord) -> None:

@@ -20,7 +20,7 @@ Status = Literal["complete", "failed", "stopped_early"]
 
 Failure = Literal["out_of_memory", "not_finite", "infeasible", "lost_worker", "hung", "user_error", "error"]
 # Classes of failures in words: why a trial has no result.
-FAILURES: dict[Failure, str] = {
+FAILURES: dict[str, str] = {
     "out_of_memory": "out of memory",
     "not_finite": "not finite",  # numbers that a decision needs
     "infeasible": "infeasible",  # the model cannot take the configuration
@@ -46,7 +46,7 @@ def in_order(stages: Iterable[str]) -> tuple[str, ...]:
 
 def failure_counts(failures: Iterable[str]) -> str:
     """Classes of failed trials (empty: of an older version, which had none), counted: "2 out of memory, 1 hung"."""
-    names: dict[str, str] = {**FAILURES, "": "of unknown cause"}
+    names = FAILURES | {"": "of unknown cause"}
     return ", ".join(f"{count} {names.get(failure, failure)}" for failure, count in Counter(failures).most_common())
 
 

@@ -31,53 +31,60 @@ PATIENCE_S = 10.0  # for what has to be put in order; Kubernetes and Slurm kill 
 class _Ending:
     """Of this process: the signal that it has heard, and what else is said of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, advice: str) -> None:
         self.heard: signal.Signals | None = None
-        self.advice = ""
-        self.last: threading.Timer | None = None
+        self.advice = advice
+        self.over = threading.Event()
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """The first signal raises KeyboardInterrupt in the main thread; a second one changes nothing, as what the first has begun
         ends soon, by itself or by force."""
         if self.heard is None:
             self.heard = signal.Signals(number)
-            self.last = _later(self.by_force)
             raise KeyboardInterrupt
 
-    @property
     def code(self) -> int:
         return 128 + (self.heard or signal.SIGINT)
 
-    def say(self, advice: str) -> None:
-        what = SIGNALS[self.heard or signal.SIGINT]
-        with contextlib.suppress(OSError):  # the terminal is gone
-            print(": ".join(filter(None, (f"\n{what}", advice or self.advice))), file=sys.stderr, flush=True)
+    def sentence(self, advice: str = "") -> str:
+        return ": ".join(filter(None, (f"\n{SIGNALS[self.heard or signal.SIGINT]}", advice or self.advice)))
 
-    def by_force(self) -> None:
-        """The main thread hangs, in a library or a file system that does not answer."""
-        self.say("")
-        temporary.remove_all()
-        os._exit(self.code)
+    def wait_for_signal(self, wakeup: int) -> None:
+        """In a thread, which learns of a signal (`signal.set_wakeup_fd`) also where the main thread hangs in a library or a file
+        system and cannot hear it; then that has to end in PATIENCE_S."""
+        while number := os.read(wakeup, 1):
+            if number[0] in SIGNALS and not self.over.wait(PATIENCE_S):
+                self.heard = self.heard or signal.Signals(number[0])
+                self.by_force(self.sentence(), self.code())
+
+    def by_force(self, sentence: str, code: int) -> None:
+        if not self.over.is_set():
+            _say(sentence)
+            temporary.remove_all()
+            os._exit(code)
 
 
 def exit_code(main: Callable[[], None], advice: str = "") -> int:
     """Call `main` and return the exit code. A signal prints its own message and `advice`, or that of `advised`."""
-    ending = _Ending()
+    ending = _Ending(advice)
     with _signals(ending):
-        ending.advice = advice
         try:
             main()
         except (UserError, MachineError) as error:
-            print(_with_advice(f"error: {error}", error), file=sys.stderr)
+            _say(_with_advice(f"error: {error}", error))
             return 2 if isinstance(error, UserError) else 1
         except KeyboardInterrupt as interrupt:
-            ending.say(": ".join((*filter(None, map(str, interrupt.args)), *getattr(interrupt, "__notes__", ()))))
-            return ending.code
+            _say(
+                ending.sentence(
+                    ": ".join((*filter(None, map(str, interrupt.args)), *getattr(interrupt, "__notes__", ())))
+                )
+            )
+            return ending.code()
         except Exception as error:
             sentence = refused(error)
             if sentence is None:
                 raise
-            print(_with_advice(f"error: {sentence}", error), file=sys.stderr)
+            _say(_with_advice(f"error: {sentence}", error))
             return 1
     return 0
 
@@ -96,10 +103,17 @@ def advised(advice: str) -> Iterator[None]:
         raise
 
 
+def by_force(sentence: str) -> None:
+    """End the command that runs with that sentence, its advice and code 1: its main thread hangs. Nothing without a command."""
+    if _current is not None:
+        _current.by_force("\n".join(filter(None, (f"error: {sentence}", _current.advice))), 1)
+
+
 def leave(code: int) -> NoReturn:
     """End this process with that exit code, in PATIENCE_S at most: what libraries do at the end may hang."""
-    sys.stdout.flush()
-    _later(lambda: os._exit(code))
+    timer = threading.Timer(PATIENCE_S, os._exit, [code])
+    timer.daemon = True
+    timer.start()
     sys.exit(code)
 
 
@@ -114,6 +128,10 @@ def _signals(ending: _Ending) -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    awake, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    wakeup_before = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    threading.Thread(target=ending.wait_for_signal, args=[awake], daemon=True).start()
     _current, outer = ending, _current
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -121,19 +139,18 @@ def _signals(ending: _Ending) -> Iterator[None]:
     try:
         yield
     finally:
+        ending.over.set()
         _current = outer
         for number, handler in before.items():
             signal.signal(number, handler)
-        if ending.last is not None:
-            ending.last.cancel()
+        signal.set_wakeup_fd(wakeup_before)
+        os.close(wakeup)  # its thread ends
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(text, file=sys.stderr, flush=True)
 
 
 def _with_advice(sentence: str, error: BaseException) -> str:
     return "\n".join((sentence, *getattr(error, "__notes__", ())))
-
-
-def _later(act: Callable[[], object]) -> threading.Timer:
-    timer = threading.Timer(PATIENCE_S, act)
-    timer.daemon = True
-    timer.start()
-    return timer

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
 from tune_prune.tuning.ray_cluster.local import INSTEAD, LocalRay
-from tune_prune.tuning.ray_cluster.watch import RayLost, silence_of, watched
+from tune_prune.tuning.ray_cluster.watch.loss import RayLost, silence_of, watched
 
 PROBE_TIMEOUT_S = 120.0  # a node's first worker has to import torch
 
@@ -46,7 +46,7 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
     with ExitStack() as stack:
         if address is not None:
             head = _join(address)
-            wait = partial(silence_of, head)
+            wait: Callable[[], str] = partial(silence_of, head)
         else:
             local = local or stack.enter_context(LocalRay(num_cpus))
             _join_local(local)

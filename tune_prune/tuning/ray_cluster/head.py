@@ -126,9 +126,10 @@ def for_this_process() -> Iterator[None]:
 
 def _first_to_die() -> str:
     """Waits until one of Ray's processes has died, and says which."""
-    from ray._private.worker import _global_node
+    from ray._private import worker
 
-    while not (dead := _global_node.dead_processes()):
+    node: Any = worker._global_node
+    while not (dead := node.dead_processes()):
         time.sleep(LOOK_EVERY_S)
     return {"gcs_server": "control store (GCS)"}.get(dead[0][0], dead[0][0])
 

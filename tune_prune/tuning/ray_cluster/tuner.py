@@ -29,8 +29,8 @@ from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.observers.results import last_line, last_message
 from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
-from tune_prune.tuning.ray_cluster.deadline import Deadline
 from tune_prune.tuning.ray_cluster.trainable import PruneTrainable, message_in, work_of
+from tune_prune.tuning.ray_cluster.watch.deadline import Deadline
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 

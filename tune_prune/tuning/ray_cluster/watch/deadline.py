@@ -3,6 +3,7 @@ one itself."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,11 +50,16 @@ class Deadline:
 
 
 def _end_process(actor: dict[str, Any]) -> None:
-    if actor["State"] == "ALIVE":
-        there = NodeAffinitySchedulingStrategy(actor["Address"]["NodeID"], soft=False)
-        _kill.options(scheduling_strategy=there).remote(actor["Pid"])
+    if actor.get("State") != "ALIVE":
+        return
+    node, pid = actor["Address"]["NodeID"], actor["Pid"]
+    if node == ray.get_runtime_context().get_node_id():
+        _kill(pid)
+    else:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        ray.remote(num_cpus=0)(_kill).options(scheduling_strategy=there).remote(pid)
 
 
-@ray.remote(num_cpus=0)
 def _kill(pid: int) -> None:
-    psutil.Process(pid).kill()
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+        psutil.Process(pid).kill()

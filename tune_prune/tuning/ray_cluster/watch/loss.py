@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tune_prune.core.errors import MachineError, UserError
+from tune_prune.core.process import ending
 from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 
 A_SIGNAL_S = 1.0  # in which a signal that has ended Ray reaches this process, too, and is the reason
+ANSWER_S = 5.0
 ASK_EVERY_S = 5.0
 SILENCE_S = 40.0  # of a cluster's head; one that is started again answers sooner, and after 60 Ray aborts
 
@@ -32,7 +35,10 @@ def watched(wait: Callable[[], str]) -> Iterator[None]:
         what = wait()
         if not over.wait(A_SIGNAL_S):
             lost.append(what)
-            _thread.interrupt_main()
+            heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
+            _thread.interrupt_main(*heard[:1])  # a shell's background jobs ignore the first
+            if not over.wait(ANSWER_S):  # Ray's client waits for what is no more, and hears no signal
+                ending.by_force(str(_lost(what)))
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -40,9 +46,13 @@ def watched(wait: Callable[[], str]) -> Iterator[None]:
     except KeyboardInterrupt:
         if not lost:
             raise
-        raise RayLost(f"Ray has ended: its {lost[0]} died ({machine.load()})") from None
+        raise _lost(lost[0]) from None
     finally:
         over.set()
+
+
+def _lost(what: str) -> RayLost:
+    return RayLost(f"Ray has ended: its {what} died ({machine.load()})")
 
 
 def silence_of(address: str) -> str:
