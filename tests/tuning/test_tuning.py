@@ -160,28 +160,17 @@ def test_tensorboard_has_a_curve_and_an_hparams_row_per_trial(experiment, second
             assert tags <= set(events.Tags()["scalars"])
 
 
-def test_a_failed_trial_is_run_again_and_the_time_limit_ends_a_trial(experiment, second_start):
-    """A third start, without Ray, runs what had failed; a fourth, with Ray, one new trial, which measures for longer than the
-    limit allows."""
+def test_a_failed_trial_is_run_again(experiment, second_start):
+    """A third start, without Ray, runs what had failed."""
     _, result = second_start
     jobs = story_jobs(experiment / "artifacts")
     (impossible,) = [spec for spec in jobs if spec.config.pruning_ratio == IMPOSSIBLE_RATIO]
     third = run_search(jobs, TuneOptions(experiment, inline=True))
     assert third.ran == [impossible.key] and third.records[impossible.key].status == "failed"
-    (slow,) = specs_of("tiny-llama", [PruningConfig("taylor", 16, 8, 0.3)], experiment / "artifacts")
-    possible = [spec for spec in jobs if spec is not impossible]
-    again = run_search([*possible, slow], TuneOptions(experiment, trial_timeout_s=0.01))
-    assert again.ran == [slow.key]
-    assert again.records[slow.key].status == "failed"
-    assert again.records[slow.key].reason.startswith("stopped by the time limit of 0.01 s")
-    assert again.records[slow.key].failure == "hung"
-    ids = [
-        {records[key].search_id for key in ran}
-        for records, ran in ((result.records, result.ran), (again.records, again.ran))
-    ]
-    assert [len(own) for own in ids] == [1, 1] and ids[0] != ids[1]  # one for each start
-    for spec in possible:
-        assert again.records[spec.key] == third.records[spec.key] == result.records[spec.key]
+    (one,) = {result.records[key].search_id for key in result.ran}  # one for each start
+    assert third.records[impossible.key].search_id not in ("", one)
+    for spec in jobs:
+        assert spec is impossible or third.records[spec.key] == result.records[spec.key]
 
 
 def test_a_worker_that_is_stopped_is_ended_in_a_job_and_in_a_trial(two_cpus, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ class _ObserverCallback(Callback):
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         self._deadline.done(trial)
-        self._tell(self._on_error, trial)
+        self._tell(partial(self._on_error, trial), trial)
 
     def on_experiment_end(self, trials: list[RayTrial], **info: Any) -> None:
         self._observers.on_finish()
@@ -195,7 +196,7 @@ class _ObserverCallback(Callback):
         except Exception as error:  # noqa: BLE001  # raised at the end of the step
             self._failure = self._failure or error
 
-    def _on_error(self, work: Work, trial: RayTrial) -> None:
+    def _on_error(self, trial: RayTrial, work: Work) -> None:
         error = self._cause(trial)
         if isinstance(error, MachineError) and not isinstance(error, Hung | LostWorker):
             raise error  # no trial's failure
