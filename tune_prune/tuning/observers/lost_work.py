@@ -67,5 +67,5 @@ class LostWork(Observer):
             return sum(
                 stage["duration_s"] for attempt in own if attempt.model == work.run.label for stage in attempt.stages
             )
-        own = [made for made in PassLog(self._settings.store).read() if made["model"] == work.run.label]
-        return sum(made["duration_s"] for made in own if made.get("seq_len") == work.seq_len)
+        made = [entry for entry in PassLog(self._settings.store).read() if entry["model"] == work.run.label]
+        return sum(entry["duration_s"] for entry in made if entry.get("seq_len") == work.seq_len)
