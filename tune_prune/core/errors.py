@@ -52,14 +52,18 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def refused(error: BaseException) -> str | None:
-    """What a file system or a limit has refused, where that is behind `error`: a sentence, for a full disk with what is free."""
+def refused(error: BaseException) -> tuple[str, int] | None:
+    """What a file system or a limit has refused, where that is behind `error`, in a sentence, for a full disk with what is free; and
+    the exit code."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _REFUSED:
             name, step = cause.filename or "a file", _REFUSED[cause.errno]
             free = _free(str(name)) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            return f"{name} cannot be used ({cause.strerror}); {free}{step}, then run the same command again"
+            return f"{name} cannot be used ({cause.strerror}); {free}{step}, then run the same command again", 1
+        if isinstance(cause, OSError) and cause.errno == errno.ENAMETOOLONG:
+            name = str(cause.filename or "a name")
+            return f"{name[:60]}... has {len(name):,} letters, which no file can be named by; write a shorter name", 2
         cause = cause.__cause__ or cause.__context__  # Ray raises its own error while it handles ours
     return None
 

@@ -26,6 +26,7 @@ LEDGER = "ledger"
 PASSES = "passes"
 ATTEMPTS = "attempts"
 COST = "cost.json"
+STATUS = "status.json"  # what the search that runs, or ran last, has said of itself
 TENSORBOARD = "tensorboard"
 TUNE = "tune"
 SAVED_MODELS = "best"

@@ -26,8 +26,9 @@ from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline, preparation
 from tune_prune.tuning.observers.lost_work import LostWork
-from tune_prune.tuning.observers.observer import Observers
+from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.results import LedgerObserver, PrepareLines, PrepareObserver
+from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue
@@ -60,6 +61,7 @@ class TuneOptions:
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     trial_timeout_s: float | None = None
     cost: CostEstimate | None = None  # for the time left; None: it is not shown
+    observers: Sequence[Observer] = ()  # besides those that every search has
 
 
 @dataclass
@@ -105,7 +107,9 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         count = searcher.remaining if searcher is not None else len(pending)
         # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
         prepared = preparation.prepare_jobs(pending if searcher is None else [], missing)
-        line = LiveLine(specs, len(finished) + count, finished, cost=options.cost, jobs=prepared, slots=slots)
+        total = len(finished) + count
+        line = LiveLine(specs, total, finished, cost=options.cost, jobs=prepared, slots=slots)
+        status = StatusObserver(settings, total, len(finished), slots, line.seconds_left)
 
         def warn(text: str) -> None:
             line.end()
@@ -123,15 +127,16 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         ledger_observer = LedgerObserver(settings, rule.reasons)
         preparations, lost = PrepareObserver(keep), LostWork(settings)
         tensorboard = TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs))
-        views = [tensorboard, PrepareLines(len(prepared), line.say), line]
+        views = [tensorboard, PrepareLines(len(prepared), line.say), line, status, *options.observers]
         observers = Observers([ledger_observer, lost, preparations], views, warn)
         try:
-            if options.inline:
-                inline.run(queue, specs, rule, settings, observers)
-            else:
-                from tune_prune.tuning.ray_cluster import tuner  # imports ray
+            with status:
+                if options.inline:
+                    inline.run(queue, specs, rule, settings, observers)
+                else:
+                    from tune_prune.tuning.ray_cluster import tuner  # imports ray
 
-                tuner.run(queue, prepared, specs, rule, settings, observers, len(prepared) + count, slots)
+                    tuner.run(queue, prepared, specs, rule, settings, observers, len(prepared) + count, slots)
         finally:
             lost.note_all()
             line.end()

@@ -51,10 +51,10 @@ class StageRunner:
         try:
             return self._run_trial() if self._job is None else self._run_job(self._job)
         except Exception as error:
-            sentence = refused(error)
-            if sentence is None:
+            said = refused(error)
+            if said is None:
                 raise
-            raise MachineError(sentence) from error  # the next trial would meet it, too
+            raise MachineError(said[0]) from error  # the next trial would meet it, too
 
     def _run_job(self, job: PrepareJob) -> JobMessage:
         try:

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from tune_prune.core.errors import MachineError, UserError, refused
 from tune_prune.core.process import temporary
+from tune_prune.core.terminal.escapes import printable
 
 SIGNALS = {
     signal.SIGHUP: "its terminal went away",
@@ -81,11 +82,12 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
             )
             return ending.code()
         except Exception as error:
-            sentence = refused(error)
-            if sentence is None:
+            said = refused(error)
+            if said is None:
                 raise
+            sentence, code = said
             _say(_with_advice(f"error: {sentence}", error))
-            return 1
+            return code
     return 0
 
 
@@ -149,7 +151,7 @@ def _signals(ending: _Ending) -> Iterator[None]:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal is gone
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def _with_advice(sentence: str, error: BaseException) -> str:
