@@ -53,8 +53,8 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def refused(error: BaseException) -> tuple[str, int] | None:
-    """What a file system or a limit has refused, where that is behind `error`, in a sentence, for a full disk with what is free; and
-    the exit code."""
+    """What a file system or a limit has refused, where that is behind `error`, in a sentence, for a full disk with what is free;
+    and the exit code."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _REFUSED:
