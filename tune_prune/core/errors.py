@@ -17,6 +17,7 @@ _REFUSED = {  # by a file system or a limit, whatever the file is for: what to d
     errno.EDQUOT: "free some of your quota",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EISDIR: "move that folder away",
     errno.EROFS: "choose a place that can be written to",
     errno.EACCES: "ask its owner for permission or choose another place",
     errno.EPERM: "ask its owner for permission or choose another place",
@@ -60,18 +61,19 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
         refused = _refused(error)
         if refused is None:
             raise
-        print(f"error: {refused}", file=sys.stderr)
-        return 1
+        print(f"error: {refused[0]}", file=sys.stderr)
+        return 2 if refused[1] == errno.EISDIR else 1
     return 0
 
 
-def _refused(error: BaseException) -> str | None:
-    """What a file system or a limit has refused, where that is behind `error`."""
+def _refused(error: BaseException) -> tuple[str, int] | None:
+    """What a file system or a limit has refused, where that is behind `error`, and its number."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _REFUSED:
             name = cause.filename or "a file"
-            return f"{name} cannot be used ({cause.strerror}); {_REFUSED[cause.errno]}, then run the same command again"
+            advice = f"{_REFUSED[cause.errno]}, then run the same command again"
+            return f"{name} cannot be used ({cause.strerror}); {advice}", cause.errno
         cause = cause.__cause__ or cause.__context__  # Ray raises its own error while it handles ours
     return None
 

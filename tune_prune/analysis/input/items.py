@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pandas as pd
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import trial_file
 from tune_prune.core.store import ITEMS
 
 _TWO_CHOICES = ("boolq", "piqa", "winogrande")  # of the seven tasks; the others have four
@@ -64,10 +66,11 @@ def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None
 
 def _read(output_dir: str, columns: list[str]) -> pd.DataFrame | None:
     path = Path(output_dir) / ITEMS
-    if not output_dir or not path.is_file():
+    content = trial_file(path.parent, ITEMS) if output_dir else None
+    if content is None:
         return None
     try:
-        return pd.read_parquet(path, columns=columns)
+        return pd.read_parquet(BytesIO(content), columns=columns)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{path} cannot be read ({error}); restore it from a copy, or move it away to compare that trial without its items"

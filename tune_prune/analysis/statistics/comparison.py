@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ import pandas as pd
 from tune_prune.analysis.statistics.differences import Items
 from tune_prune.analysis.statistics.message import Message
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import LEDGER
 
 DRAWS = 4000  # of the bootstrap
 _CHUNK = 2_000_000  # item draws held in memory at a time
@@ -72,12 +74,21 @@ def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | 
     paired = PairedScores({str(task): table[tasks == task] for task in tasks.unique()}, np.array(rows))
     for (_, row), measured in zip(eligible.iloc[rows].iterrows(), paired.accuracies, strict=True):
         if not abs(measured - row["acc_mean"]) < 1e-6:
-            raise UserError(
-                f"the items of trial {row['output_dir']} have acc_mean {measured:.6f}, but its record says "
-                f"{row['acc_mean']:.6f}; restore its items.parquet from a copy, or move it away"
-            )
+            raise UserError(_contradiction(row, measured))
     left_out = eligible["name"].drop(eligible.index[rows]).tolist()
     return paired, Message("partly_unpaired", {"names": left_out}) if left_out else None
+
+
+def _contradiction(row: pd.Series, measured: float) -> str:
+    """What to do where a trial's items do not have the accuracy of its row: either may be wrong, and a trial makes both."""
+    trial = Path(row["output_dir"])
+    record = trial.parent.parent / LEDGER / f"{trial.name}.json"
+    both = f"delete {record} to have that trial run again, or restore both from a copy"
+    alone = "restore its items.parquet from a copy, or move it away"
+    return (
+        f"the items of trial {trial} have acc_mean {measured:.6f}, but its record says {row['acc_mean']:.6f}; "
+        f"{both if record.is_file() else alone}"
+    )
 
 
 @dataclass(frozen=True)
