@@ -55,7 +55,9 @@ class Finished:
         if kind in KINDS:
             return sorted((self.storage / "artifacts").glob(f"{kind}-*"))[number]
         if kind in ("pruning_plan.json", "gradient_diagnosis.json", "pruning_comparison.json", "items.parquet"):
-            return self.folder / "trials" / (best, next(key for key in keys if key != best))[number] / kind
+            paths = [self.folder / "trials" / key / kind for key in (best, *keys)]
+            others = [path for path in paths if path.is_file() and path.read_bytes() != paths[0].read_bytes()]
+            return others[0] if number else paths[0]
         if kind in ("ledger", "passes"):
             return sorted((self.folder / kind).iterdir())[number]
         return self.folder / kind
@@ -151,7 +153,8 @@ def another(kept: Finished, kind: str) -> bytes:
         write_baselines(other, {"tiny-llama": replace(record, key="0123456789abcdef")})
     elif kind == "experiment.json":
         about = read_about(store) or {}
-        about["models"]["tiny-llama"]["meaning"]["seed"] = 1
+        for described in (about["models"]["tiny-llama"][name] for name in ("run", "meaning")):
+            described["seed"] = described["protocol"]["seed"] = 1
         write_about(other, about)
     elif kind == "global_best_config.json":
         text = kept.file(kind).read_text()
@@ -169,10 +172,10 @@ def flipped(kept: Finished, kind: str) -> bytes:
         return content.replace(b'"num_samples": 8', b'"num_samples": 9')
     if not kind.endswith(".json") and kind not in ("ledger", "passes"):
         return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 4]) + content[len(content) // 2 + 1 :]
-    place = re.search(rb"\d(?=[,\n])", content[len(content) // 3 :])
+    place = re.search(rb"(?<=: )\d", content)  # of the first number
     assert place is not None
-    index = len(content) // 3 + place.start()
-    return content[:index] + str((int(chr(content[index])) + 1) % 10).encode() + content[index + 1 :]
+    digit = str((int(place[0]) + 1) % 10).encode()
+    return content[: place.start()] + digit + content[place.end() :]
 
 
 def not_a_number(kept: Finished, kind: str) -> bytes:
