@@ -55,9 +55,10 @@ class Finished:
         if kind in KINDS:
             return sorted((self.storage / "artifacts").glob(f"{kind}-*"))[number]
         if kind in ("pruning_plan.json", "gradient_diagnosis.json", "pruning_comparison.json", "items.parquet"):
+            if number == 0:
+                return self.folder / "trials" / best / kind
             paths = [self.folder / "trials" / key / kind for key in (best, *keys)]
-            others = [path for path in paths if path.is_file() and path.read_bytes() != paths[0].read_bytes()]
-            return others[0] if number else paths[0]
+            return next(path for path in paths if path.is_file() and path.read_bytes() != paths[0].read_bytes())
         if kind in ("ledger", "passes"):
             return sorted((self.folder / kind).iterdir())[number]
         return self.folder / kind
@@ -89,7 +90,8 @@ def plan_again(kept: Finished) -> str:
 
 
 def analysed(kept: Finished) -> str:
-    return "unseen" if len(results.load(kept.folder).trials) == 6 else "left out"
+    (model,) = results.load(kept.folder).findings.study.models.values()
+    return "unseen" if len(model.rows) == 6 and not model.problems else "left out"
 
 
 def pruned(kept: Finished) -> str:

@@ -5,6 +5,7 @@ Whatever is left counts: what is damaged or missing is a `Problem`, and the rest
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def _cost(store: FolderStore, lost: list[Problem]) -> dict[str, Any]:
     try:
         values = store.read(COST) or {}
         validated(Cost, values)
-        validated(dict[str, int], {name: count for name, count in values.items() if name.endswith("_passes")})
+        validated(dict[str, int], {name: n for name, n in values.items() if re.fullmatch(r"(?!shared).*_passes", name)})
     except DamagedFile as error:
         lost.append(_damaged(error))
     except ValueError as error:
