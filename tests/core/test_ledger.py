@@ -215,6 +215,8 @@ def test_a_trials_files_are_those_that_it_wrote(tmp_path: Path) -> None:
     store.put("trials/0f/items.parquet", b"items")
     store.put("trials/0f/other", b"anything")
     folder = store.path("trials/0f")
+    store.put("elsewhere/items.parquet", b"moved")
+    assert trial_file(store.path("elsewhere"), "items.parquet") == b"moved"
     assert trial_file(folder, "items.parquet") == b"items"  # without a record
     Ledger(store).write(RECORD)
     assert trial_file(folder, "items.parquet") == b"items"  # of an older version

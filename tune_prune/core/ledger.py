@@ -98,7 +98,9 @@ def file_checksum(content: bytes) -> str:
 
 
 def trial_file(folder: Path, name: str) -> bytes | None:
-    """`Ledger.trial_file` of the trial whose folder that is, also of one that was moved away from its ledger."""
+    """`Ledger.trial_file` of the trial whose folder that is; of one that is no folder of an experiment the file as it is."""
+    if folder.parent.name != TRIALS:
+        return FolderStore(folder).get(name)
     return Ledger(FolderStore(folder.parent.parent)).trial_file(folder.name, name)
 
 
