@@ -15,6 +15,7 @@ _REFUSED = {  # by a file system or a limit, whatever the file is for: what to d
     errno.EDQUOT: "free some of your quota",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EISDIR: "move that folder away",
     errno.EROFS: "choose a place that can be written to",
     errno.EACCES: "ask its owner for permission or choose another place",
     errno.EPERM: "ask its owner for permission or choose another place",
@@ -60,7 +61,10 @@ def refused(error: BaseException) -> tuple[str, int] | None:
         if isinstance(cause, OSError) and cause.errno in _REFUSED:
             name, step = cause.filename or "a file", _REFUSED[cause.errno]
             free = _free(str(name)) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            return f"{name} cannot be used ({cause.strerror}); {free}{step}, then run the same command again", 1
+            return (
+                f"{name} cannot be used ({cause.strerror}); {free}{step}, then run the same command again",
+                2 if cause.errno == errno.EISDIR else 1,
+            )
         if isinstance(cause, OSError) and cause.errno == errno.ENAMETOOLONG:
             name = str(cause.filename or "a name")
             return f"{name[:60]}... has {len(name):,} letters, which no file can be named by; write a shorter name", 2

@@ -19,7 +19,7 @@ from tune_prune.pruning.statistics import Need
 from tune_prune.trial.failures import failure_of
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import Trial, TrialProgress
-from tune_prune.tuning.messages import JobMessage, Message, Slice, TrialMessage
+from tune_prune.tuning.messages import JobMessage, Message, Slice, TrialMessage, logged_warnings
 from tune_prune.tuning.preparation import PrepareJob, Work, run_job
 from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
 
@@ -49,12 +49,14 @@ class StageRunner:
     def step(self) -> Message:
         """Run one stage and return its message; raises what the stage raised, unless it is a UserError."""
         try:
-            return self._run_trial() if self._job is None else self._run_job(self._job)
+            with logged_warnings() as warnings:
+                message = self._run_trial() if self._job is None else self._run_job(self._job)
         except Exception as error:
             said = refused(error)
             if said is None:
                 raise
             raise MachineError(said[0]) from error  # the next trial would meet it, too
+        return replace(message, warnings=tuple(warnings))
 
     def _run_job(self, job: PrepareJob) -> JobMessage:
         try:
@@ -121,8 +123,8 @@ class StageRunner:
         assert self._trial is not None and self._stages is not None
         for _ in self._stages:  # slices that add no item, when there are fewer items than slices
             pass
-        self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
-        return self._settings.write_record(self._progress, "complete")
+        files = self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
+        return self._settings.write_record(self._progress, "complete", files=files)
 
     def _fail(self, reason: str, error: Exception) -> TrialRecord:
         return self._settings.write_record(self._progress, "failed", reason, failure_of(error))

@@ -65,10 +65,16 @@ class WorkerSettings:
         return record if failed_now else None
 
     def write_record(
-        self, progress: TrialProgress, status: Status, reason: str = "", failure: Failure | None = None
+        self,
+        progress: TrialProgress,
+        status: Status,
+        reason: str = "",
+        failure: Failure | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> TrialRecord:
-        """The record of a trial of this search that ended so, which the ledger now holds."""
-        record = progress.record(status, reason, self.resources.to_ray(), self.search_id, failure)
+        """The record of a trial of this search that ended so, which the ledger now holds; `files`: as `Trial.write_files` gives
+        them."""
+        record = progress.record(status, reason, self.resources.to_ray(), self.search_id, files, failure)
         self.ledger.write(record)
         if status != "failed":  # else it is tried again, and that record replaces this one
             self.attempts.drop(record)
