@@ -41,12 +41,13 @@ COMPARED = (
 
 
 def alive() -> list[Node]:
-    """Every node, as Ray knows it."""
-    return [
+    """Every node, as Ray knows it, by name."""
+    nodes = [
         Node(node["NodeID"], f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})", node["Resources"])
         for node in ray.nodes()
         if node["Alive"]
     ]
+    return sorted(nodes, key=lambda node: node.name)
 
 
 def survey(use_gpus: bool) -> list[Node]:
