@@ -20,7 +20,8 @@ export RAY_AUTH_MODE=token
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT:-300}
 ray get-auth-token --generate >/dev/null # ~/.ray/auth_token, which all nodes see; kept if it is there
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${hosts%%$'\n'*}
 # `ray symmetric-run` ends with 0, too, where Ray does not start: a search that has not begun must not look done.
 export STATUS="$SLURM_SUBMIT_DIR/slurm-$SLURM_JOB_ID.status"
 echo 1 >"$STATUS"

@@ -23,7 +23,8 @@ export RAY_USAGE_STATS_ENABLED=0
 export RAY_AUTH_MODE=token
 ray get-auth-token --generate >/dev/null # ~/.ray/auth_token, which all nodes see; kept if it is there
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${hosts%%$'\n'*}
 on_all=(srun --overlap --ntasks-per-node=1 --cpu-bind=none)
 on_head=(srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist="$head")
 address=$("${on_head[@]}" hostname --ip-address | awk '{print $1}'):$PORTS
