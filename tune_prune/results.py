@@ -17,13 +17,14 @@ from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.config import HYPERPARAMETERS, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.store import COST, FolderStore
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
 from tune_prune.planning.plan import Plan
+from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.ray_cluster.local import LocalRay
 
 
@@ -63,16 +64,17 @@ class Results:
         }
         return pd.DataFrame.from_records(list(rows.values()), index=pd.Index(rows, name="model"))
 
-    def prune(self, model: str | None = None, device: str = "auto") -> PrunedModel:
+    def prune(self, model: str | None = None, device: str = "auto", trust_tasks: bool = False) -> PrunedModel:
         """The pruned model of the best configuration, by the plan that its trial has kept, else found again.
 
-        `model` is a label of `best`; None: the only one. Raises UserError where there are several, or none, and where the dense
-        model is not available any more.
+        `model` is a label of `best`; None: the only one. `trust_tasks`: for `evaluate`, as for `open`. Raises UserError where there
+        are several, or none, and where the dense model is not available any more.
         """
         from tune_prune.cli import prune_request
 
         request = prune_request.from_config(str(self.folder), model)
-        return Model(request.run, device).execute(request)
+        run = TrustingRun(**vars(request.run)) if trust_tasks else request.run
+        return Model(run, device).execute(request)
 
     def report(self, output: str | Path | None = None, language: str = "en") -> str:
         """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model.
@@ -106,19 +108,22 @@ def run(
     command: Sequence[str],
     at_end: Callable[[Results], None] | None = None,
     local_ray: LocalRay | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Results:
-    """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start.
-    `at_end` is called while no other search can change them. Raises UserError (also where another search runs on the experiment),
-    KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+    """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start,
+    `observers` follow the trials. `at_end` is called while no other search can change them. Raises UserError (also where another
+    search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
     store = FolderStore(plan.experiment_dir)
     with store.lock():
-        results = _run(plan, store, command, local_ray)
+        results = _run(plan, store, command, local_ray, observers)
         if at_end is not None:
             at_end(results)
     return results
 
 
-def _run(plan: Plan, store: FolderStore, command: Sequence[str], local_ray: LocalRay | None) -> Results:
+def _run(
+    plan: Plan, store: FolderStore, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
+) -> Results:
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
 
     started = time.monotonic()
@@ -141,6 +146,7 @@ def _run(plan: Plan, store: FolderStore, command: Sequence[str], local_ray: Loca
         ways={model.run.label: model.memory.way for model in plan.models},
         trial_timeout_s=settings.trial_timeout_s,
         cost=plan.cost,
+        observers=observers,
     )
     result = run_search(jobs, options)
     records = ledger.records()

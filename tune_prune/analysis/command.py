@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, exit_code, whole_number
 from tune_prune.core.store import EXPERIMENT, FolderStore
 from tune_prune.core.terminal import progress
@@ -39,6 +40,7 @@ def parser() -> Parser:
             "ray_results/NAME": "an experiment: finished, running or half-lost",
             "ray_results/A ray_results/B --rule pareto": "several, compared across models",
             "--csv Llama=all_methods_results.csv --baseline Llama=0.651": "published results",
+            "ray_results/NAME --export-study study.db": "for optuna-dashboard sqlite:///study.db",
         },
     )
     p.add_argument(
@@ -68,6 +70,11 @@ def parser() -> Parser:
         help="print accuracies as 59.80 instead of .5980 on the screen and page, in reports, figures, LaTeX and Markdown; CSV and "
         "JSON files keep fractions",
     )  # fmt: skip
+    p.add_argument(
+        "--export-study", type=_path, metavar="FILE",
+        help="write the trials as Optuna studies to this SQLite file, for optuna-dashboard, and nothing else",
+    )  # fmt: skip
+    p.add_argument("--overwrite", action="store_true", help="replace the file of --export-study if it is there")
     p.add_argument("--lang", choices=LANGUAGES, default="en", help="language of the text report (default: %(default)s)")
     p.add_argument(
         "--seed",
@@ -89,6 +96,10 @@ def _labelled_path(text: str) -> tuple[str, Path]:
     label, equals, path = text.partition("=")
     if not (label.strip() and equals and path.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=PATH, e.g. Llama=all_methods_results.csv")
+    try:
+        check_label(label.strip(), f"the results of {path.strip():.60}")
+    except UserError as error:  # else argparse makes a sentence of its own, without the reason
+        raise argparse.ArgumentTypeError(str(error)) from None
     return label.strip(), _path(path.strip())
 
 
@@ -125,6 +136,14 @@ def _main(argv: list[str]) -> None:
         raise UserError(
             "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
         )
+    if args.export_study is not None:
+        from tune_prune.analysis.input.reading import read_study
+        from tune_prune.analysis.optuna_study import export_study
+
+        print(
+            export_study(lambda: read_study(args.folders, args.csv, args.baseline), args.export_study, args.overwrite)
+        )
+        return
     output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
     _check_output(output)
