@@ -24,6 +24,7 @@ from tune_prune.analysis.rerun import command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json, to_json
+from tune_prune.core.ledger import trial_file
 from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, FolderStore
 
 _PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")
@@ -93,7 +94,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
             absent[copy] = f"the trial's folder {trial} does not have it"
         else:
             try:
-                texts[copy] = to_json(parse_json(trial / name))
+                texts[copy] = to_json(parse_json(trial / name, trial_file(trial, name)))
             except UserError as error:
                 absent[copy], damaged = f"damaged: {error}", True
     pictures = [] if trial is None or damaged else draw_best(trial, folder / "visualization")

@@ -59,9 +59,12 @@ class WorkerSettings:
         failed_now = record is not None and record.status == "failed" and record.search_id == self.search_id
         return record if failed_now else None
 
-    def write_record(self, progress: TrialProgress, status: Status, reason: str = "") -> TrialRecord:
-        """The record of a trial of this search that ended so, which the ledger now holds."""
-        record = progress.record(status, reason, self.resources.to_ray(), self.search_id)
+    def write_record(
+        self, progress: TrialProgress, status: Status, reason: str = "", files: Mapping[str, str] | None = None
+    ) -> TrialRecord:
+        """The record of a trial of this search that ended so, which the ledger now holds; `files`: as `Trial.write_files` gives
+        them."""
+        record = progress.record(status, reason, self.resources.to_ray(), self.search_id, files)
         self.ledger.write(record)
         return record
 

@@ -15,6 +15,7 @@ from tune_prune.analysis.figures import figure_style
 from tune_prune.analysis.figures.figure_style import BLACK, BLUE, GREY, ORANGE, SMALL
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import number, parse_json
+from tune_prune.core.ledger import trial_file
 from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON
 
 MAX_LAYERS_IN_COLUMN = 40  # more, and the figure is as wide as the page
@@ -43,7 +44,7 @@ def layer_table(path: Path, columns: list[str]) -> pd.DataFrame | None:
     """The `columns` of every layer in a trial's JSON file, indexed by layer; None if there is no such file."""
     if not path.is_file():
         return None
-    content = parse_json(path)
+    content = parse_json(path, trial_file(path.parent, path.name))
     try:
         table = pd.DataFrame(content["layers"]).astype({"layer": "int64"}).set_index("layer")
         return table[columns].map(number).astype("float64")
