@@ -40,6 +40,7 @@ def started(tmp_path: Path, how: str = "ends", patience_s: float = 10) -> tuple[
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests that run in the background ignore it
     )
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
