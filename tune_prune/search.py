@@ -180,4 +180,4 @@ def _save_best(results: Results) -> None:
 
 
 if __name__ == "__main__":
-    ending.leave(main())
+    ending.leave(main)

@@ -22,14 +22,14 @@ ending.PATIENCE_S = float(sys.argv[2])
 def main():
     with ending.advised("to go on, run it again"), temporary.folder() as folder:
         (folder / "file").touch()
-        print(folder, flush=True)
         try:
+            print(folder, flush=True)
             time.sleep(60)
         finally:
             if sys.argv[1] == "hangs":
                 time.sleep(60)
 
-ending.leave(ending.exit_code(main))
+ending.leave(lambda: ending.exit_code(main))
 """
 
 

@@ -111,8 +111,12 @@ def by_force(sentence: str) -> None:
         _current.by_force("\n".join(filter(None, (f"error: {sentence}", _current.advice))), 1)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process with that exit code, in PATIENCE_S at most: what libraries do at the end may hang."""
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Call `main`, which returns an exit code, and end this process with it, in PATIENCE_S at most: what libraries do at the end may
+    hang. A signal that comes then changes nothing."""
+    global _leaving
+    _leaving = True
+    code = main()
     timer = threading.Timer(PATIENCE_S, os._exit, [code])
     timer.daemon = True
     timer.start()
@@ -120,6 +124,7 @@ def leave(code: int) -> NoReturn:
 
 
 _current: _Ending | None = None
+_leaving = False  # this process ends with the command
 
 
 @contextmanager
@@ -144,7 +149,7 @@ def _signals(ending: _Ending) -> Iterator[None]:
         ending.over.set()
         _current = outer
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if _leaving else handler)
         signal.set_wakeup_fd(wakeup_before)
         os.close(wakeup)  # its thread ends
 
