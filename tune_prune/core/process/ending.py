@@ -112,8 +112,8 @@ def by_force(sentence: str) -> None:
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
-    """Call `main`, which returns an exit code, and end this process with it, in PATIENCE_S at most: what libraries do at the end may
-    hang. A signal that comes then changes nothing."""
+    """Call `main`, which returns an exit code, and end this process with it, in PATIENCE_S at most: what libraries do at the end
+    may hang. A signal that comes then changes nothing."""
     global _leaving
     _leaving = True
     code = main()
