@@ -20,7 +20,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
-from tune_prune.core.store import COST, FolderStore
+from tune_prune.core.store import COST, Store, open_store
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
 from tune_prune.planning.plan import Plan
@@ -110,7 +110,7 @@ def run(
     """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start.
     `at_end` is called while no other search can change them. Raises UserError (also where another search runs on the experiment),
     KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
-    store = FolderStore(plan.experiment_dir)
+    store = open_store(plan.experiment_dir)
     with store.lock():
         results = _run(plan, store, command, local_ray)
         if at_end is not None:
@@ -118,7 +118,7 @@ def run(
     return results
 
 
-def _run(plan: Plan, store: FolderStore, command: Sequence[str], local_ray: LocalRay | None) -> Results:
+def _run(plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay | None) -> Results:
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
 
     started = time.monotonic()

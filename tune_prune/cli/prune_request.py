@@ -17,7 +17,7 @@ from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, read_baselines
-from tune_prune.core.store import BEST_CONFIG, EXPERIMENT, PLAN, FolderStore
+from tune_prune.core.store import BEST_CONFIG, EXPERIMENT, PLAN, open_store
 from tune_prune.core.validation import validated
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
@@ -128,7 +128,7 @@ def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[
             raise UserError(
                 f"{trial / PLAN} holds no plan ({error}); restore it from a copy, or delete it to have the plan computed again"
             ) from error
-    experiment = FolderStore(trial.parents[1])
+    experiment = open_store(trial.parents[1])
     model = (experiment.read(EXPERIMENT) or {}).get("models", {}).get(run.label, {})
     identity = model.get("meaning", {})
     record, baseline = Ledger(experiment).read(trial.name), read_baselines(experiment).get(run.label)

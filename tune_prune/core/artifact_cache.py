@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import canonical_json, digest
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import open_store
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 class ArtifactStore:
     """The cache in one folder, which need not exist yet."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._store = FolderStore(folder)
+    def __init__(self, folder: str | PurePath) -> None:
+        self._store = open_store(folder)
         self.folder = self._store.folder
 
-    def path(self, kind: str, key: dict[str, Any]) -> Path:
+    def path(self, kind: str, key: dict[str, Any]) -> PurePath:
         return self._store.path(_name(kind, key))
 
     def get(self, kind: str, key: dict[str, Any]) -> dict[str, np.ndarray] | None:

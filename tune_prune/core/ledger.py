@@ -5,26 +5,34 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.records import StageReport, TrialRecord
-from tune_prune.core.store import BASELINES, LEDGER, PASSES, FolderStore
+from tune_prune.core.store import BASELINES, LEDGER, PASSES, Store
 
 
 class Ledger:
     """The finished trials of the experiment in `store`, one file each."""
 
-    def __init__(self, store: FolderStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
-    def path(self, key: str) -> Path:
+    def path(self, key: str) -> PurePath:
         return self._store.path(_name(key))
 
-    def write(self, record: TrialRecord) -> None:
-        """Record a trial; a record of the same key is replaced."""
-        self._store.put(_name(record.key), to_json(record.to_dict()))
+    def write(self, record: TrialRecord) -> TrialRecord:
+        """Record a trial, and return what the ledger holds of it now: a failed record is replaced, a finished one never, whichever
+        process comes late. Raises DamagedFile."""
+        name, text = _name(record.key), to_json(record.to_dict())
+        if self._store.put_new(name, text):
+            return record
+        earlier = self.read(record.key)
+        if earlier is not None and earlier.status != "failed":
+            return earlier
+        self._store.put(name, text)
+        return record
 
     def read(self, key: str) -> TrialRecord | None:
         """The record of a trial, None if it has none. Raises DamagedFile."""
@@ -61,7 +69,7 @@ class PassLog:
     """The cost of every pass over a dense model that trials share, one file each; kept whichever start of a search made the pass
     and however that start ended."""
 
-    def __init__(self, store: FolderStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     def write(self, about: Mapping[str, Any], report: StageReport) -> None:
@@ -75,17 +83,17 @@ class PassLog:
         return [values for values in found if values is not None]
 
 
-def read_baselines(store: FolderStore) -> dict[str, TrialRecord]:
+def read_baselines(store: Store) -> dict[str, TrialRecord]:
     """The dense models' records by label; empty when there are none yet. Raises DamagedFile."""
     values = store.read(BASELINES) or {}
     return {label: parse_record(record, store.path(BASELINES)) for label, record in values.items()}
 
 
-def write_baselines(store: FolderStore, baselines: Mapping[str, TrialRecord]) -> None:
+def write_baselines(store: Store, baselines: Mapping[str, TrialRecord]) -> None:
     store.put(BASELINES, to_json({label: record.to_dict() for label, record in baselines.items()}))
 
 
-def parse_record(values: Any, path: Path) -> TrialRecord:
+def parse_record(values: Any, path: PurePath) -> TrialRecord:
     """The record that `to_json(record.to_dict())` wrote. Raises DamagedFile naming `path` and the field."""
     try:
         return TrialRecord.from_dict(values)

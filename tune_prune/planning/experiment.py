@@ -15,7 +15,7 @@ from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
-from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, FolderStore
+from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, Store
 from tune_prune.planning.plan import Plan, one_or_list
 
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
@@ -50,7 +50,7 @@ def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Pa
     return folder
 
 
-def check_same_identity(store: FolderStore, identities: Mapping[str, Mapping[str, Any]]) -> None:
+def check_same_identity(store: Store, identities: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse to add trials of another identity to an experiment that has results, and say what differs.
 
     `identities` is ModelPlan.identity() by label.
@@ -91,7 +91,7 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _models(store: FolderStore) -> dict[str, Any]:
+def _models(store: Store) -> dict[str, Any]:
     """What experiment.json says of each model, by label; nothing where there is no such file."""
     about = store.read(EXPERIMENT)
     if about is None:
@@ -108,7 +108,7 @@ def _models(store: FolderStore) -> dict[str, Any]:
     return models
 
 
-def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
+def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
     """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept; gives all of
     them, by label. Hold `store.lock()`: another search may have started since the plan was made."""
     check_same_identity(store, {model.run.label: model.identity() for model in plan.models})

@@ -20,7 +20,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import open_store
 from tune_prune.cost_model import machine, own_process
 from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within, on_this_machine
 from tune_prune.cost_model.workload import memory_of, workload
@@ -74,7 +74,7 @@ def make_plan(settings: SearchSettings) -> Plan:
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, machine.memory())
         folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
-        results = FolderStore(folder)
+        results = open_store(folder)
         finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
         experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
         recorded = sum(key in finished for model in models for _, key in model.trials)

@@ -31,7 +31,7 @@ import torch
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.files import to_json
 from tune_prune.core.records import StageReport, Status, TrialRecord
-from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, FolderStore
+from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
@@ -206,7 +206,7 @@ class Trial:
             notes = (*self._caveats, *self.context.fallback.notes)
             self.progress = replace(self.progress, peak_memory_bytes=peak, notes=notes)
 
-    def write_files(self, store: FolderStore) -> None:
+    def write_files(self, store: Store) -> None:
         """Write the plan, what it removes, the statistics' files and every item's outcome to `store`, the trial's folder."""
         geometry = self.context.loaded.geometry
         if self.plan is not None:
@@ -218,7 +218,7 @@ class Trial:
             store.put(ITEMS, to_parquet(self.items))
 
 
-def run_trial(config: PruningConfig | None, context: TrialContext, store: FolderStore | None = None) -> TrialRecord:
+def run_trial(config: PruningConfig | None, context: TrialContext, store: Store | None = None) -> TrialRecord:
     """The whole trial at once; its files go to `store`. Raises what its stages raise."""
     trial = Trial(config, context)
     for _ in trial.stages():

@@ -19,7 +19,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, FolderStore
+from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, open_store
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
@@ -83,7 +83,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     if not folder.is_absolute():
         raise UserError(f"the experiment folder is {str(folder)!r}; workers need an absolute path")
     folder.mkdir(parents=True, exist_ok=True)
-    store = FolderStore(folder)
+    store = open_store(folder)
     ledger = Ledger(store)
     recorded = [record for key in specs if (record := ledger.read(key)) is not None]
     searcher, pending = _pending(list(specs.values()), recorded, options)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import Status, TrialRecord
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import Store, open_store
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.fallback import Fallback
@@ -46,8 +46,8 @@ class WorkerSettings:
     search_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of this start, in the records that it makes
 
     @property
-    def store(self) -> FolderStore:
-        return FolderStore(self.experiment_dir)
+    def store(self) -> Store:
+        return open_store(self.experiment_dir)
 
     @property
     def ledger(self) -> Ledger:
@@ -61,9 +61,7 @@ class WorkerSettings:
 
     def write_record(self, progress: TrialProgress, status: Status, reason: str = "") -> TrialRecord:
         """The record of a trial of this search that ended so, which the ledger now holds."""
-        record = progress.record(status, reason, self.resources.to_ray(), self.search_id)
-        self.ledger.write(record)
-        return record
+        return self.ledger.write(progress.record(status, reason, self.resources.to_ray(), self.search_id))
 
 
 class ContextCache:

@@ -19,7 +19,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.ledger import Ledger, parse_record
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, FolderStore
+from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, Store, open_store
 from tune_prune.core.validation import validated
 
 _MISSED = {
@@ -35,7 +35,7 @@ def is_experiment(folder: Path) -> bool:
 
 def read_experiment(folder: Path) -> tuple[list[Model], Mapping[str, Any], Mapping[str, Any]]:
     """The rows of each model of the experiment, and its experiment.json and cost.json: empty where they cannot be read."""
-    store = FolderStore(folder)
+    store = open_store(folder)
     lost: list[Problem] = []  # of no model in particular
     about, cost, dense = (_object(store, name, lost) for name in (EXPERIMENT, COST, BASELINES))
     baselines = {}
@@ -96,7 +96,7 @@ def _damaged(error: DamagedFile) -> Problem:
     return Problem(str(error.path), f"it is {error.what}")
 
 
-def _object(store: FolderStore, name: str, lost: list[Problem]) -> dict[str, Any]:
+def _object(store: Store, name: str, lost: list[Problem]) -> dict[str, Any]:
     """A JSON object; nothing, and a reason among what is lost, where it is damaged or missing and missed."""
     try:
         values = store.read(name)
