@@ -20,7 +20,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
-from tune_prune.core.store import COST, Store, open_store
+from tune_prune.core.store import COST, Location, Store, open_store
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
 from tune_prune.planning.plan import Plan
@@ -35,7 +35,7 @@ class Results:
     cost      what it has taken (cost.json); empty where that is not there
     """
 
-    def __init__(self, folder: Path, findings: Findings, cost: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Location, findings: Findings, cost: Mapping[str, Any]) -> None:
         self.folder = folder
         self.findings = findings
         self.cost = cost
@@ -95,7 +95,7 @@ class Results:
         return final_table(self.findings)
 
 
-def load(folder: Path) -> Results:
+def load(folder: Location) -> Results:
     """Of an experiment, or of a folder of results files. Raises UserError."""
     study = read_study([folder], [])
     return Results(folder, find(study), next(iter(study.costs.values()), {}))

@@ -13,12 +13,14 @@ import inspect
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tune_prune import api
 from tune_prune.cli import flags
 from tune_prune.cli.search_flags import COMMAND, parser, settings_from
+from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
 from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
 
@@ -61,6 +63,11 @@ def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | Non
 
     with progress.shown():
         plan = make_plan(settings)
+    if args.save_best and not isinstance(plan.experiment_dir, Path):
+        raise UserError(
+            f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; leave it out, "
+            "and keep the model afterwards with the line `keep` that the search ends with"
+        )
     print(describe(plan), flush=True)
     if args.dry_run:
         print("\ndry run: nothing was started")
@@ -117,6 +124,7 @@ def _save_best(results: Results) -> None:
     from tune_prune.core.store import SAVED_MODELS
     from tune_prune.opened import Model
 
+    assert isinstance(results.folder, Path)  # else the search has not started
     for label in results.best.index:
         request = prune_request.from_config(str(results.folder), label)
         folder = results.folder / SAVED_MODELS / label

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.core.errors import UserError, exit_code, whole_number
-from tune_prune.core.store import EXPERIMENT, FolderStore
+from tune_prune.core.store import EXPERIMENT, FolderStore, Location, location
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.parser import Parser
 
@@ -42,7 +42,7 @@ def parser() -> Parser:
         },
     )
     p.add_argument(
-        "folders", nargs="*", type=_path, metavar="FOLDER",
+        "folders", nargs="*", type=_place, metavar="FOLDER",
         help="an experiment (ray_results/NAME), a consolidated_<Model>_<percent>/, or a folder of several of them",
     )  # fmt: skip
     p.add_argument(
@@ -82,14 +82,25 @@ def parser() -> Parser:
 def _path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty; name a folder")
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no folder; name one, and copy from there what is to be kept elsewhere"
+        )
     return Path(text).expanduser()
 
 
-def _labelled_path(text: str) -> tuple[str, Path]:
+def _place(text: str) -> Location:
+    try:
+        return location(text).expanduser() if "://" in text else _path(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _labelled_path(text: str) -> tuple[str, Location]:
     label, equals, path = text.partition("=")
     if not (label.strip() and equals and path.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=PATH, e.g. Llama=all_methods_results.csv")
-    return label.strip(), _path(path.strip())
+    return label.strip(), _place(path.strip())
 
 
 def _labelled_accuracy(text: str) -> tuple[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -18,8 +18,15 @@ from tune_prune.analysis.input.rows import CALIBRATION, config_of, frame, plain_
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.files import to_json
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.storage.location import location
-from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_COMPARISON, RESULTS, Store
+from tune_prune.core.store import (
+    BEST_CONFIG,
+    CROSS_MODEL_COMPARISON,
+    METHOD_COMPARISON,
+    RESULTS,
+    Location,
+    Store,
+    location,
+)
 
 # 2: within_noise is a confidence set, within_noise_basis one word; the analysis adds `selection` and `command`
 # 3: `baseline` has all metrics of the dense model; edges' `hyperparameter` was `knob`, selection's `p_value` was `p_best`;
@@ -27,7 +34,7 @@ from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_CO
 SCHEMA_VERSION = 3
 
 
-def write_views(store: Store, records: Sequence[TrialRecord], findings: Findings) -> Sequence[PurePath]:
+def write_views(store: Store, records: Sequence[TrialRecord], findings: Findings) -> Sequence[Location]:
     """Write the views of an experiment, each whole or not at all, and return the files.
 
     `findings` are those of its `records`.
@@ -39,7 +46,7 @@ def write_views(store: Store, records: Sequence[TrialRecord], findings: Findings
 
 
 def views(
-    findings: Findings, labels: Collection[str], best: Mapping[str, Any], rows: pd.DataFrame, folder: PurePath
+    findings: Findings, labels: Collection[str], best: Mapping[str, Any], rows: pd.DataFrame, folder: Location
 ) -> dict[str, str]:
     """The texts of the views in `folder` of the models `labels`: of their `best` entries and of all trials, which are `rows`."""
     best_config = {
@@ -63,7 +70,7 @@ def views(
     }
 
 
-def relative(folder: str | None, base: PurePath) -> str | None:
+def relative(folder: str | None, base: Location) -> str | None:
     """A folder that is there, or would be below `base`, relative to that; any other name as it is."""
     if not folder:
         return folder
@@ -75,7 +82,7 @@ def relative(folder: str | None, base: PurePath) -> str | None:
     return Path(os.path.relpath(folder, base)).as_posix()
 
 
-def best_entry(found: ModelFindings, folder: PurePath) -> dict[str, Any]:
+def best_entry(found: ModelFindings, folder: Location) -> dict[str, Any]:
     """The best configuration of a model as one that can be run again, with the evidence for it, in a file of `folder`."""
     best, dense = found.best, found.model.baseline
     return {

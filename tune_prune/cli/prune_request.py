@@ -17,7 +17,7 @@ from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, read_baselines
-from tune_prune.core.store import BEST_CONFIG, EXPERIMENT, PLAN, open_store
+from tune_prune.core.store import BEST_CONFIG, EXPERIMENT, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
@@ -37,12 +37,12 @@ class PruneRequest:
     config: PruningConfig
     source: ModelRun | None = None  # of the search, as it was recorded
     plan: PruningPlan | None = None
-    plan_file: Path | None = None
+    plan_file: Location | None = None
     fingerprint: str | None = None  # of the model that was searched
     metrics: Mapping[str, float | None] | None = None
     measured_on: MeasuredOn | None = None  # where the data are still those of the search
     baseline: Mapping[str, float | None] | None = None
-    artifact_dir: Path | None = None  # where statistics may already be
+    artifact_dir: Location | None = None  # where statistics may already be
 
     def origin(self) -> Origin:
         return Origin(self.config, self.source, self.metrics, self.measured_on, self.baseline)
@@ -54,14 +54,16 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     `label` says which of several (a model, or one of its ratios: tiny-llama@0.3); `base` and `revision` where that model is, if
     not where it was searched. Raises UserError.
     """
-    path = Path(asked).expanduser()
-    path = path / BEST_CONFIG if path.is_dir() else path
-    if not path.is_file():
+    place = location(asked).expanduser()
+    is_folder = place.is_dir() if isinstance(place, Path) else place.suffix != ".json"
+    path = place / BEST_CONFIG if is_folder else place
+    content = read_file(path)
+    if content is None:
         raise UserError(
             f"--config {asked} does not exist; name the {BEST_CONFIG} that a search has written, or its folder"
         )
     try:
-        values = parse_json(path)
+        values = parse_json(path, content)
         entries = values["models"] if "models" in values else {values["model"]: values}
         entry = _chosen(entries, label, path)
         config = PruningConfig.from_dict(entry)
@@ -85,7 +87,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
-def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
+def _chosen(entries: Mapping[str, Any], label: str | None, path: Location) -> dict[str, Any]:
     if label is None and len(entries) == 1:
         return next(iter(entries.values()))
     if not entries:
@@ -103,25 +105,28 @@ def _moved(run: ModelRun, base: str | None, revision: str | None) -> ModelRun:
     )
 
 
-def _trial_folder(path: Path, recorded: Any) -> Path | None:
+def _trial_folder(path: Location, recorded: Any) -> Location | None:
     """The trial's folder, named relative to the file or absolutely; None where it is not there."""
-    folder = path.parent / recorded if isinstance(recorded, str) else None
-    return folder.resolve() if folder is not None and folder.is_dir() else None
+    if not isinstance(recorded, str):
+        return None
+    folder = location(recorded) if "://" in recorded else path.parent / recorded
+    there = folder.is_dir() if isinstance(folder, Path) else open_store(folder).names()
+    return folder.resolve() if there else None
 
 
-def _artifacts(trial: Path | None, path: Path) -> Path | None:
+def _artifacts(trial: Location | None, path: Location) -> Location | None:
     experiment = trial.parents[1] if trial is not None else path.resolve().parent
     folder = experiment.parent / artifact_cache.FOLDER
-    return folder if folder.is_dir() else None
+    return None if isinstance(folder, Path) and not folder.is_dir() else folder
 
 
-def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[str, Any]:
+def _known(trial: Location | None, entry: Mapping[str, Any], run: ModelRun) -> dict[str, Any]:
     """Plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else from the entry."""
     known: dict[str, Any] = {"metrics": _metrics(entry), "baseline": _baseline(entry.get("baseline"))}
     if trial is None:
         return known
-    if (trial / PLAN).is_file():
-        values = parse_json(trial / PLAN)
+    values = open_store(trial).read(PLAN)
+    if values is not None:
         try:
             known |= {"plan": PruningPlan.from_dict(values), "plan_file": trial / PLAN}
         except ValueError as error:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import canonical_json, digest
-from tune_prune.core.store import open_store
+from tune_prune.core.storage.node_cache import NodeCachedStore
+from tune_prune.core.store import Location, ObjectPath, location, open_store
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +28,14 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 class ArtifactStore:
     """The cache in one folder, which need not exist yet."""
 
-    def __init__(self, folder: str | PurePath) -> None:
-        self._store = open_store(folder)
+    def __init__(self, folder: str | Location) -> None:
+        where = location(folder)
+        self._store = open_store(where)
+        if isinstance(where, ObjectPath) and where.scheme != "memory":
+            self._store = NodeCachedStore(where)
         self.folder = self._store.folder
 
-    def path(self, kind: str, key: dict[str, Any]) -> PurePath:
+    def path(self, kind: str, key: dict[str, Any]) -> Location:
         return self._store.path(_name(kind, key))
 
     def get(self, kind: str, key: dict[str, Any]) -> dict[str, np.ndarray] | None:

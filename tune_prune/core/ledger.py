@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.records import StageReport, TrialRecord
-from tune_prune.core.store import BASELINES, LEDGER, PASSES, Store
+from tune_prune.core.store import BASELINES, LEDGER, PASSES, Location, Store
 
 
 class Ledger:
@@ -19,7 +19,7 @@ class Ledger:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def path(self, key: str) -> PurePath:
+    def path(self, key: str) -> Location:
         return self._store.path(_name(key))
 
     def write(self, record: TrialRecord) -> TrialRecord:
@@ -93,7 +93,7 @@ def write_baselines(store: Store, baselines: Mapping[str, TrialRecord]) -> None:
     store.put(BASELINES, to_json({label: record.to_dict() for label, record in baselines.items()}))
 
 
-def parse_record(values: Any, path: PurePath) -> TrialRecord:
+def parse_record(values: Any, path: Location) -> TrialRecord:
     """The record that `to_json(record.to_dict())` wrote. Raises DamagedFile naming `path` and the field."""
     try:
         return TrialRecord.from_dict(values)

@@ -7,14 +7,18 @@ what was being written.
 
 from __future__ import annotations
 
-from pathlib import PurePath
+import errno
+import io
+import os
+from pathlib import Path
+from typing import BinaryIO
 
 from tune_prune.core.storage.contract import Store
 from tune_prune.core.storage.folder import FolderStore
-from tune_prune.core.storage.location import ObjectPath, location
+from tune_prune.core.storage.location import Location, ObjectPath, location
 from tune_prune.core.storage.objects import ObjectStore
 
-__all__ = ["FolderStore", "Store", "open_store"]
+__all__ = ["FolderStore", "Location", "ObjectPath", "Store", "location", "open_file", "open_store", "read_file"]
 
 EXPERIMENT = "experiment.json"
 BASELINES = "baseline.json"
@@ -37,7 +41,22 @@ GRADIENTS = "gradient_diagnosis.json"
 ITEMS = "items.parquet"
 
 
-def open_store(place: str | PurePath) -> Store:
+def open_store(place: str | Location) -> Store:
     """The store of a folder, or of s3://bucket/prefix and what else `location` knows. Raises UserError."""
     where = location(place)
     return ObjectStore(where) if isinstance(where, ObjectPath) else FolderStore(where)
+
+
+def read_file(place: Location) -> bytes | None:
+    """One file or object; None if there is none. Raises UserError where it cannot be read."""
+    return open_store(place.parent).get(place.name)
+
+
+def open_file(place: Location) -> BinaryIO:
+    """One file or object, for reading. Raises OSError, as for a file, or UserError."""
+    if isinstance(place, Path):
+        return place.open("rb")
+    content = read_file(place)
+    if content is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place))
+    return io.BytesIO(content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,14 +14,14 @@ from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
-from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, Store
+from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, Location, Store, open_store
 from tune_prune.planning.plan import Plan, one_or_list
 
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
 
 
-def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Path:
-    """The absolute folder of an experiment. Raises UserError where it cannot be written; creates nothing."""
+def experiment_dir(storage: Location, name: str | None, default_name: str) -> Location:
+    """Where an experiment is, below `storage`, which is absolute. Raises UserError where it cannot be written; creates nothing."""
     if name is not None and not re.fullmatch(r"\w[\w .+-]{0,99}", name):
         raise UserError(
             f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _, e.g. my-search (its "
@@ -30,18 +29,9 @@ def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Pa
         )
     if name == artifact_cache.FOLDER:
         raise UserError(f"--name {name} is reserved for the cache that experiments share; choose another name")
-    if "://" in storage_path:
-        raise UserError(
-            f"--storage-path is {storage_path!r}; results are kept in a folder, so mount that storage and name its folder"
-        )
-    storage = Path(storage_path).expanduser().absolute()
     for folder in (storage / artifact_cache.FOLDER, storage / (name or default_name)):
         try:
-            existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-            if not existing.is_dir():
-                raise NotADirectoryError(f"{existing} is a file")
-            with tempfile.TemporaryFile(dir=existing):
-                pass
+            open_store(folder).check_writable()
         except OSError as error:
             raise UserError(
                 f"results cannot be written to {folder} ({error.strerror or error}); choose another place with --storage-path, "

@@ -20,7 +20,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.store import open_store
+from tune_prune.core.store import ObjectPath, location, open_store
 from tune_prune.cost_model import machine, own_process
 from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within, on_this_machine
 from tune_prune.cost_model.workload import memory_of, workload
@@ -50,7 +50,13 @@ def make_plan(settings: SearchSettings) -> Plan:
     if settings.inline:
         _check_inline(settings)
     space = resolve.space(settings)
-    store = artifact_cache.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifact_cache.FOLDER)
+    storage = location(settings.storage_path).expanduser().absolute()
+    if isinstance(storage, ObjectPath) and storage.scheme == "memory" and not settings.inline:
+        raise UserError(
+            f"--storage-path is {storage}, the memory of this process, which no worker of Ray sees; add --inline, or name a folder "
+            "or a bucket"
+        )
+    store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):
         nodes, gpus = _nodes(settings)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
@@ -73,7 +79,7 @@ def make_plan(settings: SearchSettings) -> Plan:
         slots = _slots(settings, resources, nodes)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, machine.memory())
-        folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
+        folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         results = open_store(folder)
         finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
         experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pandas as pd
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
-from tune_prune.core.store import ITEMS
+from tune_prune.core.store import ITEMS, location, open_file
 
 _TWO_CHOICES = ("boolq", "piqa", "winogrande")  # of the seven tasks; the others have four
 # Tasks whose items all have the same choices, so that always giving the more frequent answer needs no model: its part of the
@@ -63,11 +62,14 @@ def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None
 
 
 def _read(output_dir: str, columns: list[str]) -> pd.DataFrame | None:
-    path = Path(output_dir) / ITEMS
-    if not output_dir or not path.is_file():
+    if not output_dir:
         return None
+    path = location(output_dir) / ITEMS
     try:
-        return pd.read_parquet(path, columns=columns)
+        with open_file(path) as file:
+            return pd.read_parquet(file, columns=columns)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{path} cannot be read ({error}); restore it from a copy, or move it away to compare that trial without its items"

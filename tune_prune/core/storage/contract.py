@@ -5,18 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import PurePath
 from typing import Any, Self
 
 from tune_prune.core.files import parse_json
+from tune_prune.core.storage.location import Location
 
 
 class Store(ABC):
     """Named contents at `folder`, which need not exist yet. A name has "/" between its parts; hidden ones (.x) do not count."""
 
-    folder: PurePath
+    folder: Location
 
-    def path(self, name: str) -> PurePath:
+    def path(self, name: str) -> Location:
         """Where `name` is, for messages."""
         return self.folder / name
 
@@ -33,7 +33,7 @@ class Store(ABC):
         """Keep `content` under `name` if there is nothing yet; whether it is what is there now. Of several who do so at a time
         one wins."""
 
-    def put_all(self, contents: Mapping[str, bytes | str | None]) -> Sequence[PurePath]:
+    def put_all(self, contents: Mapping[str, bytes | str | None]) -> Sequence[Location]:
         """Put each content under its name and return the paths. A content of None removes what an earlier start has left."""
         for name, content in contents.items():
             if content is None:
@@ -83,7 +83,7 @@ def held_by(owner: Mapping[str, Any]) -> str:
     return f" (process {owner['pid']} on {owner['host']})" if {"pid", "host"} <= set(owner) else ""
 
 
-def taken(folder: PurePath, owner: Mapping[str, Any]) -> str:
+def taken(folder: Location, owner: Mapping[str, Any]) -> str:
     """Why an experiment cannot be locked, in a sentence."""
     return (
         f"another search runs on experiment {folder}{held_by(owner)}; wait for its end, stop it, or start another experiment with "

@@ -7,10 +7,10 @@ not, records are safe all the same, as none that is finished is ever replaced.
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
 import platform
+import signal
 import threading
 import time
 import uuid
@@ -45,6 +45,7 @@ class Lease:
         """Raises UserError where another search holds it, after waiting for one that may be dead; and where another one has taken
         over, as this process could not renew it in time."""
         self._take()
+        self._owner = threading.get_ident()
         renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
         renewal.start()
         try:
@@ -89,7 +90,7 @@ class Lease:
             try:
                 if self._newest()[0] != self._number:
                     self._lost = True
-                    _thread.interrupt_main()
+                    signal.pthread_kill(self._owner, signal.SIGINT)  # also where it waits
                     return
                 self._store.put(_name(self._number), self._content())
             except UserError as error:

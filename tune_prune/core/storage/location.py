@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from tune_prune.core.errors import UserError
 
@@ -17,12 +17,20 @@ class ObjectPath(PurePosixPath):
 
     __fspath__ = __str__
 
+    def resolve(self) -> ObjectPath:
+        return self  # it is absolute
+
+    absolute = expanduser = resolve
+
     @property
     def scheme(self) -> str:
         return self.parts[0].removesuffix(":")
 
 
-def location(text: str | PurePath) -> Path | ObjectPath:
+Location = Path | ObjectPath
+
+
+def location(text: str | Location) -> Location:
     """What `text` names: s3://bucket/prefix, gs://bucket/prefix, memory://prefix, file:///folder or a folder. Raises UserError for
     another scheme, and for one without a bucket."""
     if isinstance(text, (Path, ObjectPath)):

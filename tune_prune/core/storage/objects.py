@@ -22,10 +22,7 @@ from tune_prune.core.storage.location import ObjectPath
 
 T = TypeVar("T")
 
-PACKAGES = {
-    "s3": "s3fs",
-    "gs": "gcsfs",
-}  # the extras of pyproject.toml are named by the scheme; fsspec itself has memory://
+_PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}  # and the extra of pyproject.toml that has it
 _OPTIONS: dict[str, dict[str, Any]] = {
     # One request per object; the rest is botocore's: five tries at what a try may cure, with growing pauses.
     "s3": {"max_concurrency": 1, "config_kwargs": {"retries": {"mode": "standard", "max_attempts": 5}}},
@@ -167,8 +164,9 @@ def _client(scheme: str) -> tuple[Any, tuple[type[BaseException], ...]]:
     try:
         files = fsspec.filesystem(scheme, use_listings_cache=False, **_OPTIONS[scheme])
     except ImportError as error:
+        package, extra = _PACKAGES[scheme]
         raise UserError(
-            f"{scheme}:// needs the package {PACKAGES[scheme]} ({error}); run pip install 'tune_prune[{scheme}]'"
+            f"{scheme}:// needs the package {package} ({error}); run pip install 'tune_prune[{extra}]'"
         ) from error
     kinds = (name.rpartition(".") for name in _ERRORS[scheme])
     return files, (OSError, *(getattr(importlib.import_module(module), name) for module, _, name in kinds))

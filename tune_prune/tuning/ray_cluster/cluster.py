@@ -7,7 +7,6 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tune_prune.core.errors import MachineError, UserError
+from tune_prune.core.store import Location, open_store
 from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
@@ -91,37 +91,37 @@ def node_resources() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def check_shared_storage(experiment_dir: Path) -> None:
-    """Have every other node write a file under `experiment_dir` and read one of this process.
+def check_shared_storage(experiment_dir: Location) -> None:
+    """Have every other node put a file into the experiment and read one of this process.
 
-    Raises UserError naming the first node that does not see the folder, or cannot run this program at all.
+    Raises UserError naming the first node that does not see them, or cannot run this program at all.
     """
     here = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
     if not nodes:
         return
     token = uuid.uuid4().hex
-    question = experiment_dir / f".storage-check-{token}"
-    question.write_text(token)
-    answers = {node["NodeID"]: experiment_dir / f".storage-check-{token}-{node['NodeID']}" for node in nodes}
+    store, question = open_store(experiment_dir), f".storage-check-{token}"
+    store.put(question, token)
+    answers = {node["NodeID"]: f"{question}-{node['NodeID']}" for node in nodes}
     try:
         probes = [
             _probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-                str(question), str(answers[node["NodeID"]]), token
+                experiment_dir, question, answers[node["NodeID"]], token
             )
             for node in nodes
         ]
         for node, problem in _answers(nodes, probes):
-            if problem is None and not answers[node["NodeID"]].exists():
+            if problem is None and not store.has(answers[node["NodeID"]]):
                 problem = "what it wrote is not seen here"
             if problem is not None:
                 raise UserError(
-                    f"{_name(node)} does not share the folder {experiment_dir} ({problem}): "
-                    f"set --storage-path to a folder that every node mounts"
+                    f"{_name(node)} does not share {experiment_dir} ({problem}): set --storage-path to a folder that every node "
+                    "mounts, or a bucket that every node may use"
                 )
     finally:
-        for path in (question, *answers.values()):
-            path.unlink(missing_ok=True)
+        for name in (question, *answers.values()):
+            store.remove(name)
 
 
 def gpus() -> list[machine.Gpu]:
@@ -166,14 +166,15 @@ def _name(node: dict[str, Any]) -> str:
 
 
 @ray.remote(num_cpus=0)
-def _probe(question: str, answer: str, token: str) -> str | None:
-    """None, or what does not work on this node. Nothing is created but the answer's file."""
+def _probe(experiment_dir: Location, question: str, answer: str, token: str) -> str | None:
+    """None, or what does not work on this node. Nothing is created but the answer."""
     try:
-        if Path(question).read_text() != token:
-            return f"{question} reads differently"
-        Path(answer).write_text(token)
-    except OSError as error:
-        return f"{type(error).__name__}: {error.strerror}"
+        store = open_store(experiment_dir)
+        if store.get(question) != token.encode():
+            return f"{store.path(question)} reads differently"
+        store.put(answer, token)
+    except (OSError, UserError) as error:
+        return f"{type(error).__name__}: {getattr(error, 'strerror', error)}"
     return None
 
 
