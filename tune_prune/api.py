@@ -162,8 +162,8 @@ def search(
 
 
 def load_results(folder: str | Path) -> Results:
-    """The Results of a search, from its folder (ray_results/NAME, s3://bucket/prefix/NAME): finished, running or half-lost. Starts nothing and changes
-    nothing. Raises UserError for a folder that is not an experiment and holds no results file."""
+    """The Results of a search, from its folder (ray_results/NAME or s3://bucket/prefix/NAME): finished, running or half-lost.
+    Starts nothing and changes nothing. Raises UserError for what is not an experiment and holds no results file."""
     from tune_prune import results
 
     return results.load(location(str(folder)).expanduser())

@@ -108,9 +108,9 @@ class ObjectStore(Store):
             found = self._try("listed", folder, lambda path: self._files.ls(path, detail=True, refresh=True))
         except FileNotFoundError:
             return []
-        places = (f"{folder}/" if folder else "") + "{}"
-        ends = {entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == kind}
-        return sorted(places.format(end) for end in ends)
+        own = self._files._strip_protocol(str(self.path(folder))).rstrip("/")  # some clients list the folder in itself
+        places = {entry["name"].rstrip("/") for entry in found if entry["type"] == kind} - {own}
+        return sorted((f"{folder}/" if folder else "") + place.rpartition("/")[2] for place in places)
 
     def check_writable(self) -> None:
         name = f".writable-{uuid.uuid4().hex}"
