@@ -104,7 +104,8 @@ def _faulty(app: Callable[..., Any], folder: Path) -> Callable[..., Any]:
             _wait(folder / "go")
         elif "down" not in name and ("flaky" not in name or seen[name] > 2):
             return app(environ, start_response)
-        start_response("503 Service Unavailable", [("Content-Type", "application/xml")])
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        start_response("503 Service Unavailable", [("Content-Type", "application/xml"), ("Content-Length", str(len(_BUSY)))])
         return [_BUSY]
 
     return answer

@@ -262,7 +262,7 @@ class TestS3(BetweenProcesses, LeaseContract):
         assert store.get("flaky-2") == b"b"
 
     def test_what_it_never_does_is_a_sentence(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(objects._OPTIONS["s3"]["config_kwargs"]["retries"], "max_attempts", 2)
+        monkeypatch.setitem(objects._OPTIONS["s3"]["config_kwargs"]["retries"], "total_max_attempts", 2)
         forget_clients()
         with pytest.raises(StorageError) as caught:
             open_store(store.folder).put("down", "b")

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}  # and the extra of pyproject.toml that has it
 _OPTIONS: dict[str, dict[str, Any]] = {
     # One request per object; the rest is botocore's: five tries at what a try may cure, with growing pauses.
-    "s3": {"max_concurrency": 1, "config_kwargs": {"retries": {"mode": "standard", "max_attempts": 5}}},
+    "s3": {"max_concurrency": 1, "config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 5}}},
     "gs": {},
     "memory": {},
 }
@@ -137,7 +137,7 @@ class ObjectStore(Store):
         except (FileNotFoundError, FileExistsError):
             raise
         except self._errors as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
             raise StorageError(f"{path} could not be {done} ({reason}); {self._step(error)}") from error
 
     def _step(self, error: BaseException) -> str:
@@ -168,6 +168,8 @@ def _client(scheme: str) -> tuple[Any, tuple[type[BaseException], ...]]:
         raise UserError(
             f"{scheme}:// needs the package {package} ({error}); run pip install 'tune_prune[{extra}]'"
         ) from error
+    if scheme == "s3":
+        files.retries = 2  # times what botocore tries
     kinds = (name.rpartition(".") for name in _ERRORS[scheme])
     return files, (OSError, *(getattr(importlib.import_module(module), name) for module, _, name in kinds))
 
