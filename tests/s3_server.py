@@ -105,7 +105,9 @@ def _faulty(app: Callable[..., Any], folder: Path) -> Callable[..., Any]:
         elif "down" not in name and ("flaky" not in name or seen[name] > 2):
             return app(environ, start_response)
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        start_response("503 Service Unavailable", [("Content-Type", "application/xml"), ("Content-Length", str(len(_BUSY)))])
+        start_response(
+            "503 Service Unavailable", [("Content-Type", "application/xml"), ("Content-Length", str(len(_BUSY)))]
+        )
         return [_BUSY]
 
     return answer
