@@ -261,7 +261,15 @@ class TestS3(BetweenProcesses, LeaseContract):
         store.put("flaky-2", "b")
         assert store.get("flaky-2") == b"b"
 
-    def test_what_it_never_does_is_a_sentence(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.fixture
+    def own_client(self) -> Iterator[None]:
+        """Clients of this test are not for others."""
+        yield
+        forget_clients()
+
+    def test_what_it_never_does_is_a_sentence(
+        self, store: Store, own_client: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(objects._OPTIONS["s3"]["config_kwargs"]["retries"], "total_max_attempts", 2)
         forget_clients()
         with pytest.raises(StorageError) as caught:
@@ -279,7 +287,9 @@ class TestS3(BetweenProcesses, LeaseContract):
             ):
                 put("a", "b")
 
-    def test_no_credentials(self, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_no_credentials(
+        self, store: Store, own_client: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.delenv(name)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
