@@ -32,6 +32,7 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "removal": ("block_removal", (6,)),
     "input_norms": ("input_norms", (10,)),
     "evaluation": ("", ()),
+    "evaluation halved": ("", ()),
     "taylor streamed": ("taylor", (10,)),
     "removal streamed": ("block_removal", (12,)),
     "input_norms streamed": ("input_norms", (10,)),
@@ -65,6 +66,8 @@ def build(name: str) -> Stage:
         way = WAYS[1]
     elif name.endswith("streamed"):
         model, way = in_way(model, "streamed")
+    elif name.endswith("halved"):
+        way = replace(RESIDENT, halvings=1)
     family = family_of("llama")
     shapes = Shapes(read_geometry(model, family), config, 4, "cpu")
     windows = torch.randint(vocab, (20, 256))

@@ -33,6 +33,7 @@ def open(
     revision: str | None = None,
     calibration: str | None = None,
     data_dir: str | Path | None = None,
+    trust_tasks: bool = False,
     seed: int = 0,
     dtype: str | None = None,
     device: str = "auto",
@@ -47,6 +48,7 @@ def open(
     calibration  what methods read: embedded, wikitext2, c4 or a text file; None: embedded for embedded models, else the text of
                  data_dir, else wikitext2
     data_dir     task and text files for machines without a hub (docs/data.md)
+    trust_tasks  whether task files of data_dir may run code; else they are read as data, and refused where they are more
     seed         of calibration samples, of the order of test items and of random scores; from 0 to 2**32 - 1
     dtype        of the weights while they are scored and measured: float32 or bfloat16; None: bfloat16 on a GPU that has it,
                  else float32
@@ -86,6 +88,7 @@ def open(
         revision=revision,
         calibration="embedded",
         data_dir=None if data_dir is None else str(data_dir),
+        trust_tasks=trust_tasks,
         seed=seed,
     )
     run = model_run(settings, name, source, dtype or usual_dtype(device))
@@ -106,6 +109,7 @@ def search(
     revision: str | None = None,
     calibration: str | None = None,
     data_dir: str | Path | None = None,
+    trust_tasks: bool = False,
     tasks: Sequence[str] | str | None = None,
     limit: int | None = None,
     perplexity_window: int | None = None,
@@ -130,7 +134,7 @@ def search(
     num_trials      trials of optuna, per model and pruning ratio; None: as the space says, else 20
     pruning_ratio   fraction of ALL parameters to remove, above 0 and below 1; None: as the space says, else 0.2
     shape, align    widths of the pruned layers, as for `Model.prune`; None: as the space says, else free
-    revision, calibration, data_dir, seed, dtype, perplexity_window    as for `open`; the seed is the sampler's, too
+    revision, calibration, data_dir, trust_tasks, seed, dtype, perplexity_window    as for `open`; the seed is the sampler's, too
     tasks, limit    as for `Model.evaluate`
     scheduler       which trials are stopped early: none; race, what cannot be the best any more (95% confidence); asha, the weaker
                     half at a quarter and at half of the items

@@ -63,6 +63,7 @@ def _main(argv: list[str]) -> None:
         args.model,
         revision=args.revision,
         data_dir=args.data_dir,
+        trust_tasks=args.trust_tasks,
         seed=args.seed,
         dtype=args.dtype,
         device=args.device,

@@ -33,7 +33,7 @@ from tune_prune.data.sources import EMBEDDED_DATA, uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.loading import LoadedModel
-from tune_prune.models.runner.mapped_model import map_model, readable_in_place
+from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import surgery
@@ -41,7 +41,7 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.selection import target_params
 from tune_prune.pruning.statistics import PassWork
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.fallback import Fallback
+from tune_prune.trial.fallback import Fallback, load
 from tune_prune.trial.trial import Trial
 
 
@@ -263,21 +263,23 @@ class Model:
 
     def _context(self, run: ModelRun, way: Residency, artifact_dir: Location | None = None) -> TrialContext:
         """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
-        dense = self.loaded(way=self._fallback.begin(way))
+        dense = self.loaded(way=self._fallback.begin(way), fallback=self._fallback)
         store, let_go = ArtifactStore(artifact_dir or self._folder), partial(setattr, self, "_loaded", None)
         return TrialContext(run, dense, store, self._fallback, let_go)
 
-    def loaded(self, dtype: torch.dtype | None = None, way: Residency = RESIDENT) -> LoadedModel:
+    def loaded(
+        self, dtype: torch.dtype | None = None, way: Residency = RESIDENT, fallback: Fallback | None = None
+    ) -> LoadedModel:
         """In `dtype` (None: that of `run`), held in that `way`: with its weights, or without them where that leaves them in their
-        files. One copy is kept, the last. Raises UserError."""
+        files; with a `fallback` also where they do not fit. One copy is kept, the last. Raises UserError."""
         dtype = dtype or getattr(torch, self.run.dtype)
         kept = self._loaded
         if kept is None or kept.model.dtype != dtype or kept.residency.from_files != way.from_files:
             self._loaded = kept = None  # before the weights are loaded again
-            load = map_model if way.from_files else loading.load_model
-            self._loaded = kept = load(self._source, dtype, self.device)
-        own = kept.residency
-        return replace(kept, residency=replace(way, weights=own.weights, device=own.device))
+            held = fallback or Fallback(way)
+            self._loaded = kept = load(self._source, dtype, self.device, self.label, held, held is fallback)
+            way = held.way
+        return replace(kept, residency=replace(way, weights=kept.residency.weights, device=kept.residency.device))
 
 
 class PrunedModel:

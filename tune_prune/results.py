@@ -17,7 +17,7 @@ from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.config import HYPERPARAMETERS, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.store import COST, Location, Store, open_store
@@ -63,16 +63,17 @@ class Results:
         }
         return pd.DataFrame.from_records(list(rows.values()), index=pd.Index(rows, name="model"))
 
-    def prune(self, model: str | None = None, device: str = "auto") -> PrunedModel:
+    def prune(self, model: str | None = None, device: str = "auto", trust_tasks: bool = False) -> PrunedModel:
         """The pruned model of the best configuration, by the plan that its trial has kept, else found again.
 
-        `model` is a label of `best`; None: the only one. Raises UserError where there are several, or none, and where the dense
-        model is not available any more.
+        `model` is a label of `best`; None: the only one. `trust_tasks`: for `evaluate`, as for `open`. Raises UserError where there
+        are several, or none, and where the dense model is not available any more.
         """
         from tune_prune.cli import prune_request
 
         request = prune_request.from_config(str(self.folder), model)
-        return Model(request.run, device).execute(request)
+        run = TrustingRun(**vars(request.run)) if trust_tasks else request.run
+        return Model(run, device).execute(request)
 
     def report(self, output: str | Path | None = None, language: str = "en") -> str:
         """The report of the analysis as text, in "en" or "zh": the decision and its evidence, then the tables of each model.

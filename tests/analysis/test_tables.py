@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import math
 import re
@@ -81,7 +82,7 @@ def read_markdown(table: Table) -> Grid:
     lines = [line for line in markdown_table(table).splitlines() if line.startswith("|")][2:]
     grid = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     cells = [[unmarked(cell.strip("*"), cell.startswith("**")) for cell in row] for row in grid]
-    return [[(re.sub(r"\\(.)", r"\1", text), marks) for text, marks in row] for row in cells]
+    return [[(html.unescape(re.sub(r"\\(.)", r"\1", text)), marks) for text, marks in row] for row in cells]
 
 
 def unmarked(text: str, best: bool) -> tuple[str, tuple[bool, bool]]:
@@ -90,8 +91,8 @@ def unmarked(text: str, best: bool) -> tuple[str, tuple[bool, bool]]:
 
 def read_html(table: Table) -> Grid:
     """As XML, which is strict about what is a tag."""
-    html = str(environment().get_template("table.html.j2").module.table(table))  # type: ignore[attr-defined]
-    found = re.search("<table.*</table>", html, re.DOTALL)
+    page = str(environment().get_template("table.html.j2").module.table(table))  # type: ignore[attr-defined]
+    found = re.search("<table.*</table>", page, re.DOTALL)
     assert found is not None
     tree = ElementTree.fromstring(found[0])
     assert {element.tag for element in tree.iter()} <= {"table", "thead", "tbody", "tr", "th", "td", "div", "span"}

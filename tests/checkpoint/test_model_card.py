@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from tune_prune import embedded, prune
 from tune_prune.checkpoint import manifest as manifests
-from tune_prune.checkpoint.card.card_numbers import accuracy, escaped, format_perplexity, short_bytes, short_count
+from tune_prune.checkpoint.card.card_numbers import accuracy, format_perplexity, short_bytes, short_count
 from tune_prune.checkpoint.card.model_card import layers_figure, render, write_card
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
@@ -164,7 +165,7 @@ def test_first_sentence_says_what_it_is(tmp_path: Path) -> None:
     assert f"[{HUB_ID}](https://huggingface.co/{HUB_ID}) with **20.0% of its parameters removed**" in text
     assert "8.03B parameters became 6.42B." in text
     local = card(tmp_path, base=replace(BASE, model="my <model>", label="my <model>"))
-    assert r"# my \<model\>, pruned by 20.0%" in local and "huggingface.co" not in local
+    assert "# my &lt;model>, pruned by 20.0%" in local and "huggingface.co" not in local
 
 
 def test_quality_has_every_number_with_its_error(tmp_path: Path) -> None:
@@ -369,7 +370,28 @@ def test_numbers_in_words() -> None:
     assert accuracy({"acc": 1.0, "acc_stderr": 0.0}, "acc") == "1.0000"
     assert accuracy({"acc": "nan"}, "acc") == "–"
     assert [format_perplexity(value) for value in (None, 9.996, 123_456.0)] == ["–", "10.00", "1.23e+05"]
-    assert escaped("a|b_c*[`<#") == r"a\|b_c\*\[\`\<\#"
+
+
+@pytest.mark.parametrize(
+    "name", ["<script>x</script>|", "[x](javascript:x)", "a`b```\n```\n# c", "---\nlicense: mit", "\x1b[31m"]
+)
+def test_names_of_others_act_nowhere(name: str, tmp_path: Path) -> None:
+    """Of the model, its revision, its licence and the calibration text: what a browser makes of the card is what it would be
+    with plain names."""
+
+    def shown(name: str, link: str) -> tuple[str, list[str]]:
+        stated = {"license": "other", "license_name": name, "license_link": link}
+        base = replace(BASE, model=f"/home/{name}", label=name, revision=name, fingerprint=name, license=stated)
+        run = replace(RUN, model=f"/home/{name}", calibration=f"/home/{name}", dtype=name)
+        text = card(tmp_path, base=base, source=run)
+        assert front_matter(text)["license_name"] == " ".join(name.split()) and "\x1b" not in text
+        body = MarkdownIt("commonmark", {"html": True}).enable("table").render(text.split("---\n", 2)[2])
+        return body, re.findall(r"<(\w+)|(?:href|src)=\"([^\"]*)", body)
+
+    body, tags = shown(name, "javascript:alert(1)")
+    assert tags == shown("plain", "other")[1]
+    assert "script>x" not in body.replace("&lt;script&gt;x", "").replace("&lt;/script&gt;", "")
+    assert ("a", "") in shown("plain", "https://example.org/licence")[1]
 
 
 @pytest.fixture(autouse=True)

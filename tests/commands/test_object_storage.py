@@ -69,7 +69,7 @@ def searched(s3: Server, tmp_path_factory: pytest.TempPathFactory) -> Searched:
         "--search-space",
         str(here / "space.yaml"),
         "--limit",
-        "5",
+        "3",
         "--inline",
         "--name",
         "one",
@@ -116,9 +116,13 @@ def test_nothing_is_left_to_do(searched: Searched, capsys: pytest.CaptureFixture
 def test_who_reads_a_folder_reads_it(searched: Searched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there, here = (tune_prune.load_results(place) for place in (searched.storage, searched.folder))
     assert there.best.equals(here.best) and str(there) == str(here)
-    assert analysis_of(searched.storage, tmp_path / "there") == analysis_of(str(searched.folder), tmp_path / "here")
-    told = capsys.readouterr().out
-    assert f"from {searched.storage}" in told
+    output = tmp_path / "results"
+    assert command.main([searched.storage, "--output", str(output)]) == 0
+    assert f"from {searched.storage}" in capsys.readouterr().out
+    best = json.loads(next(output.glob("best_*/best_config.json")).read_text())
+    own = json.loads((searched.folder / "global_best_config.json").read_text())["models"]["tiny-llama"]
+    assert {name: best[name] for name in own} == own | {"output_dir": f"{searched.storage}/{own['output_dir']}"}
+    assert len(list(output.glob("best_*/visualization/*.png"))) == 2  # from the trial's files
     argv = ["--config", searched.storage, "--output", str(tmp_path / "pruned")]
     assert prune.main(argv) == 0
     told = capsys.readouterr().out
@@ -127,14 +131,6 @@ def test_who_reads_a_folder_reads_it(searched: Searched, tmp_path: Path, capsys:
     assert evaluate.main(["--model", str(tmp_path / "pruned"), "--limit", "5", "--output", record]) == 0
     ppl = json.loads(open_store(record.rpartition("/")[0]).get("one-record.json") or b"")["metrics"]["ppl"]
     assert ppl == pytest.approx(there.best["ppl"].iloc[0], rel=1e-6)
-
-
-def analysis_of(experiment: str, output: Path) -> dict[str, object]:
-    assert command.main([experiment, "--output", str(output)]) == 0
-    texts = {path.name: path.read_text() for path in sorted((output / "tables").glob("*.csv"))}
-    best = json.loads(next(output.glob("best_*/best_config.json")).read_text())
-    pictures = sorted(path.name for path in output.glob("best_*/*/*"))
-    return {"tables": texts, "best": {name: best[name] for name in best if name != "output_dir"}, "pictures": pictures}
 
 
 def test_a_second_search_leaves(searched: Searched, capfd: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,9 @@ def test_items_of_a_definition_that_calls_functions_count_by_their_strings(tmp_p
     stories = [f"{name} opens the door." for name in ("tom", "lena", "oscar")]
     items = [{"story": story, "ends": {"text": ["he waits.", "she sits."]}, "label": 0} for story in stories]
     (folder / "test.jsonl").write_text("\n".join(map(json.dumps, items)))
-    found = zero_shot_tokens(tiny_llama[1], EvaluationProtocol(tasks=("mine",)), TaskSource("folder", str(tmp_path)))
+    found = zero_shot_tokens(
+        tiny_llama[1], EvaluationProtocol(tasks=("mine",)), TaskSource("folder", str(tmp_path), True)
+    )
     lengths = [len(tiny_llama[1](text)["input_ids"]) for text in (*stories, " he waits.", " she sits.")]
     assert found.items == 3
     # the last token of a choice is only predicted

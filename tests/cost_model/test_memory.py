@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import Executor, Future
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,8 @@ from tune_prune.pruning.statistics.taylor import STATISTIC
 ROOT = Path(__file__).resolve().parents[2]
 # Planned over measured at most. An evaluation's plan counts layers and logits, which do not stand at the same time, because
 # the allocator may keep the layers' blocks.
-TENSORS = dict.fromkeys(STAGES, 1.25) | {"evaluation": 1.75, "evaluation streamed": 1.75, "removal streamed": 1.35}
+TENSORS = dict.fromkeys(STAGES, 1.25) | {"removal streamed": 1.35}
+TENSORS |= dict.fromkeys(("evaluation", "evaluation halved", "evaluation streamed"), 1.75)
 
 
 class _AtOnce(Executor):
@@ -48,7 +49,9 @@ def test_planned_tensors_are_those_that_torch_allocates(name, monkeypatch):
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     slack = FRAGMENTATION if name in ("taylor", "copies") else EVALUATION_SLACK
-    planned = (0 if name == "evaluation" else stage.plan.held) + stage.plan.activations / slack["cpu"]
+    planned = (0 if name in ("evaluation", "evaluation halved") else stage.plan.held) + stage.plan.activations / slack[
+        "cpu"
+    ]
     assert peak <= planned <= TENSORS[name] * peak
 
 
@@ -82,14 +85,16 @@ def test_planned_memory_of_an_evaluation_is_what_fresh_processes_take():
 LAYER = 218_103_808  # weights of Mistral-7B's projections in a layer
 
 
-def mistral(*num_samples: int, seq_len: int = 512) -> list[MemoryPlan]:
-    """Plans of Mistral-7B in bfloat16 on a GPU, with statistics of so many samples, in every way."""
+def mistral(*num_samples: int, seq_len: int = 512, halved: bool = False) -> list[MemoryPlan]:
+    """Plans of Mistral-7B in bfloat16 on a GPU, with statistics of so many samples, in every way; with `halved` also those that
+    measure less at once."""
     config = MistralConfig()
     _, geometry = loading.config_geometry(config)
     shapes = Shapes(geometry, config, 2, "cuda")
     needs = [Need("taylor", "", n) for n in num_samples]
     passes = [("importance", STATISTIC.work(needs, seq_len, 32, "cuda"))] if needs else []
-    return shapes.ways(passes, lambda way: shapes.evaluation(0, 2048, 300_000, 600, 3_000_000, way))
+    ways = shapes.ways(passes, lambda way: shapes.evaluation(0, 2048, 300_000, 600, 3_000_000, way))
+    return [plan for plan in ways if halved or not plan.way.halvings]
 
 
 def test_memory_adds_up_for_a_7b_model_on_a_gpu():
@@ -161,3 +166,23 @@ def test_the_fastest_way_that_fits_is_chosen():
     assert chosen(many, lean - 1, host=many[2].away) == chosen(many, 6 * 2**30) == "streamed, states in host memory"
     assert [choose(many, {"device": bound}).way.pruned_whole for bound in (lean - 1, 6 * 2**30)] == [True, False]
     assert choose(many, {"device": 0}) == many[-1]  # where nothing fits: the leanest
+
+
+def test_smaller_batches_are_planned_before_a_leaner_way():
+    """Of 256 samples layer by layer, with states elsewhere, the evaluation takes the most: it is halved up to three times. Streamed
+    weights would be read more often for smaller blocks: those are the last of all."""
+    ways = mistral(256, halved=True)
+    kinds = [(plan.way.from_files, plan.way.pruned_whole, plan.way.states, plan.way.halvings) for plan in ways]
+    assert [kind[-1] for kind in kinds if kind[:3] == (False, False, "device")] == [0, 0]  # states take the most
+    assert [kind[-1] for kind in kinds if kind[:3] == (False, False, "host")] == [0, 1, 2, 3]
+    assert [kind[-1] for kind in kinds if kind[:3] == (True, False, "host")] == [0]
+    assert [kind[-1] for kind in kinds if kind[:3] == (True, False, "file")] == [0, 1]  # then gradients do
+    by_layer = [plan for plan in ways if plan.way.states == "host" and not plan.way.from_files]
+    for more, less in pairwise(by_layer):
+        assert choose(ways, {"device": more.total - 1}) == less
+        more_at_once, less_at_once = more.stages[-1], less.stages[-1]
+        assert less.stages[:2] == more.stages[:2] and less_at_once.held == more_at_once.held
+        # By half, but for the softmax of a part of the logits.
+        assert more_at_once.activations / 2 <= less_at_once.activations < 0.75 * more_at_once.activations
+    assert str(by_layer[1].way) == "by layer, states in host memory, 1/2 at once"
+    assert by_layer[1].stages[-1].way == "resident, 1/2 at once"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -158,7 +159,7 @@ OWN_RULES = {
 
 @pytest.mark.parametrize("definition", OWN_RULES.values(), ids=OWN_RULES)
 def test_tasks_with_other_rules_keep_lm_evals_judgement(tmp_path, definition):
-    source = write_quiz(tmp_path / "set", quiz_items(), definition)
+    source = replace(write_quiz(tmp_path / "set", quiz_items(), definition), trusted="!function" in definition)
     (tmp_path / "set" / "tasks" / "quiz" / "judge.py").write_text(
         "def by_first_choice(doc, results):\n    return {'acc': results[0][0] < -20, 'acc_norm': results[-1][0] < -30}\n"
     )
@@ -255,7 +256,7 @@ def test_bad_items_are_named(tmp_path, lines, says):
     [
         (QUIZ_DEFINITION.replace("metric: acc,", "metric: exact_match,"), "has no metric acc"),
         (QUIZ_DEFINITION.replace("multiple_choice", "generate_until"), "is of type generate_until"),
-        ("output_type: [", "cannot be built"),
+        ("output_type: [", "is not valid YAML"),
     ],
 )
 def test_bad_definitions_are_named(tmp_path, definition, says):

@@ -27,7 +27,8 @@ ONLY_IN = {
     "ray": ("tuning.ray_cluster",),
     "optuna": ("tuning.searcher", "analysis.statistics.effects"),
     "matplotlib": ("analysis.figures", "checkpoint.card"),
-    "jinja2": ("analysis.render.templating", "cost_model.tokens", "checkpoint.card"),
+    "jinja2": ("analysis.render.templating", "cost_model.tokens", "checkpoint.card", "data.template_process"),
+    "markupsafe": ("analysis.render.templating",),
     "gguf": ("checkpoint.gguf",),
     "fsspec": ("core.storage.objects",),
     "tqdm": ("core.terminal.progress",),
@@ -39,7 +40,7 @@ ONLY_IN = {
 # Everything outside the standard library that a layer may import; layers that are not named may import anything else.
 ALLOWED = {
     0: {"numpy", "pydantic", "pydantic_core", "filelock", "fsspec", "tqdm"},
-    SIDE: {"numpy", "pandas", "pyarrow", "scipy", "statsmodels", "matplotlib", "jinja2", "optuna"},
+    SIDE: {"numpy", "pandas", "pyarrow", "scipy", "statsmodels", "matplotlib", "jinja2", "markupsafe", "optuna"},
 }
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "optuna", "datasets")
 

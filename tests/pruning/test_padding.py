@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.trials import open_context, with_empty_cache
+from tests.trials import open_context
 from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import decoder_layers, family_of
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning import padding
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.surgery import prune
+from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
 
 # Of 4 groups and 40 channels a layer; the second MLP is gone, the last layer is whole.
@@ -41,10 +43,16 @@ def test_outputs_stay_and_shared_tensors_too(variant, tiny):
     )  # whole before, so still shared
 
 
-def test_a_trial_counts_and_measures_as_without(tmp_path, monkeypatch):
-    """As on a GPU, where models are padded."""
+@pytest.mark.parametrize(
+    "way",
+    [RESIDENT, Residency(from_files=True, pruned_whole=True), Residency(from_files=True)],
+    ids=["", "whole", "streamed"],
+)
+def test_a_trial_counts_and_measures_as_without(tmp_path, monkeypatch, way):
+    """As on a GPU, where models are padded, also those whose weights come layer by layer."""
     context = open_context(tmp_path / "plain")
-    padded_context = with_empty_cache(context, tmp_path / "padded")
+    padded_context = TrialContext.open(context.run, tmp_path / "padded", "cpu", way)
+    padded_context.suite = context.suite
     config = PruningConfig("random", 8, 8)
     plain = run_trial(config, context).metrics
     monkeypatch.setattr(padding, "MULTIPLE", {"cpu": 64})
@@ -62,5 +70,6 @@ def test_a_trial_counts_and_measures_as_without(tmp_path, monkeypatch):
         for linears in map(family.linears, decoder_layers(model, family))
         if "gate" in linears
     )
+    assert (model.device.type == "meta") == (str(way) == "streamed" and not way.pruned_whole)
     assert padded.pop("ppl") == pytest.approx(plain.pop("ppl"), rel=1e-5)
     assert padded == plain

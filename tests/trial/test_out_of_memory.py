@@ -124,6 +124,18 @@ def test_a_stage_that_does_not_fit_is_made_with_less(opened, stage, part, way):
     assert set(begins) == {way} and memory.refused == 0  # what worked is where the next trial begins
 
 
+def test_a_plan_of_smaller_batches_is_where_the_first_trial_begins(opened):
+    """And it is no shortage: the record says how it was measured, and has no note."""
+    whole, peak = run_limited(opened("whole"), "perplexity")
+    context = opened("planned")
+    context.fallback.begin(replace(RESIDENT, halvings=2))
+    trial, less = run_limited(context, "perplexity", int(0.6 * peak))
+    ways = {report.stage: report.way for report in trial.progress.reports}
+    assert ways == {"pruning": "", "perplexity": "resident, 1/4 at once", "zero_shot": "resident, 1/4 at once"}
+    assert trial.progress.notes == () and less < 0.6 * peak
+    assert trial.progress.metrics == whole.progress.metrics
+
+
 @pytest.mark.parametrize("stage", METHODS)
 def test_less_at_once_comes_first_then_leaner_ways_then_the_failure_with_its_figures(opened, stage, caplog):
     context = opened("impossible")
@@ -275,3 +287,22 @@ def test_an_opened_model_goes_the_same_road(tmp_path, monkeypatch):
     tried.clear()
     assert model.prune("magnitude", ratio=0.2).evaluate(limit=4, tasks="boolq").ppl > expected.ppl
     assert [streamed for streamed, _ in tried[-1:]] == [True]
+
+
+def test_an_opened_model_whose_weights_do_not_fit_is_measured_from_its_files(tmp_path, monkeypatch):
+    """But who asks for the model itself gets a sentence."""
+    monkeypatch.chdir(tmp_path)
+    expected = tune_prune.open("tiny-llama").evaluate(limit=4, tasks="boolq")
+
+    def too_large(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", too_large)
+    model = tune_prune.open("tiny-llama")
+    found = model.evaluate(limit=4, tasks="boolq")
+    assert (found.ppl, found.acc_mean) == (expected.ppl, expected.acc_mean)
+    assert found.notes == ("memory did not suffice for the stage loading resident, so it was made streamed",)
+    with pytest.raises(
+        OutOfMemory, match=r"loading of tiny-llama does not fit into memory, even resident \(14.0 GiB asked for"
+    ):
+        _ = tune_prune.open("tiny-llama").model

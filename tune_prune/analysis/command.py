@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, exit_code, whole_number
 from tune_prune.core.store import EXPERIMENT, FolderStore, Location, location
 from tune_prune.core.terminal import progress
@@ -100,6 +101,10 @@ def _labelled_path(text: str) -> tuple[str, Location]:
     label, equals, path = text.partition("=")
     if not (label.strip() and equals and path.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=PATH, e.g. Llama=all_methods_results.csv")
+    try:
+        check_label(label.strip(), f"the results of {path.strip():.60}")
+    except UserError as error:  # else argparse makes a sentence of its own, without the reason
+        raise argparse.ArgumentTypeError(str(error)) from None
     return label.strip(), _place(path.strip())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.rows import CALIBRATION, config_of, frame, plain_value, plain_values
+from tune_prune.analysis.input.rows import CALIBRATION, as_cell, config_of, frame, plain_value, plain_values
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.files import to_json
 from tune_prune.core.records import TrialRecord
@@ -64,7 +64,7 @@ def views(
     comparison = {"schema_version": SCHEMA_VERSION, "metric": "acc_mean", "models": methods, "differences": differences}
     rows = rows.assign(output_dir=[relative(name, folder) for name in rows["output_dir"]])
     return {
-        RESULTS: rows.to_csv(index=False, lineterminator="\n"),
+        RESULTS: rows.map(as_cell).rename(columns=as_cell).to_csv(index=False, lineterminator="\n"),
         BEST_CONFIG: to_json(best_config),
         METHOD_COMPARISON: to_json(comparison),
     }

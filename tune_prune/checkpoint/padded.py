@@ -28,7 +28,7 @@ def pad(model: PreTrainedModel, family: Family, stock_kv_heads: Sequence[int], h
     channels = max(1, *(size.channels for size in sizes))
     config = stock_config(model.config, LayerWidths(kv_heads * per_kv, kv_heads, channels), head_dim)
     with torch.device("meta"):
-        padded = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+        padded = AutoModelForCausalLM.from_config(config, dtype=model.dtype, trust_remote_code=False)
     state = padded_weights(padded, family, model.state_dict(), model.device)
     padded.load_state_dict(dict(state), strict=True, assign=True)
     take_buffers(padded, model)

@@ -159,6 +159,10 @@ def check_folder(folder: Path, overwrite: bool) -> None:
     """Raise UserError unless a checkpoint may be written to `folder`; creates nothing."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise UserError(f"--output {folder} exists and is not a folder; name one that does not exist yet")
+    if not folder.name:
+        raise UserError(
+            f"--output {folder} is the root of the file system; name a folder of its own, e.g. {folder}NAME"
+        )
     parent = next(path for path in folder.parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(
@@ -229,7 +233,7 @@ def _write_hf(
         path.chmod(0o666 & ~_umask())  # safetensors writes them for their owner alone
     _write_tokenizer(dense, folder, stock="auto_map" not in model.config.to_dict())
     with torch.device("meta"):
-        again = AutoModelForCausalLM.from_config(model.config)
+        again = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
     weight_files.check_weights(folder, again)
 
 

@@ -30,13 +30,19 @@ CALIBRATION_HELP = (
 
 
 def add_measurement_flags(group: argparse._ActionsContainer) -> None:
-    """--data-dir, --tasks, --limit, --perplexity-window and --dtype: what a model is measured on, the same for every command
-    that measures."""
+    """--data-dir, --trust-tasks, --tasks, --limit, --perplexity-window and --dtype: what a model is measured on, the same for
+    every command that measures."""
     group.add_argument(
         "--data-dir",
         type=text,
         metavar="DIR",
         help="folder of task and text files, laid out as in docs/data.md (default: those of the hub; embedded models have theirs)",
+    )
+    group.add_argument(
+        "--trust-tasks",
+        action="store_true",
+        help="let task files of --data-dir run code: functions, metrics of their own, templates outside of the sandbox (default: "
+        "they are read as data, and refused where they are more)",
     )
     group.add_argument(
         "--tasks",

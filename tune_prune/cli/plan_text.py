@@ -184,7 +184,7 @@ def _memory(plan: Plan) -> list[str]:
     for model in plan.models:
         if (own := model.memory).way != model.ways[0].way:
             elsewhere = f" ({size(own.away)})" if own.away else ""
-            gradients = "" if own.way.from_files else "gradients "
+            gradients = "gradients " if own.way.gradients_by_layer else ""
             lines.append(
                 f"{model.run.label}: {gradients}{own.way}{elsewhere}; of the whole model at once a trial would take "
                 f"{size(model.ways[0].total)}"

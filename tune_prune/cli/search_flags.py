@@ -147,6 +147,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         revision=args.revision,
         calibration=args.calibration,
         data_dir=args.data_dir,
+        trust_tasks=args.trust_tasks,
         tasks=args.tasks,
         limit=args.limit,
         perplexity_window=args.perplexity_window,

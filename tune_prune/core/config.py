@@ -31,6 +31,8 @@ SHAPES = ("free", "aligned", "uniform")
 _SHAPE = re.compile(r"free|aligned-([1-9][0-9]{0,6})|uniform")
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
+MAX_LABEL = 100  # letters; folders and files are named by labels, with more behind
+
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
 PROTOCOL_VERSION = 2
 
@@ -244,6 +246,17 @@ class PruningConfig:
         return cls(**{name: values[name] for name in HYPERPARAMETERS if name in values})
 
 
+def check_label(label: str, what: str) -> None:
+    """Raise UserError unless `label` can name a model in tables, on screens and in names of files; the sentence begins with `what`
+    has it."""
+    if not label.strip() or len(label) > MAX_LABEL or not label.isprintable():
+        shown = f"{label[:30]!r}{'...' if len(label) > 30 else ''}"
+        raise UserError(
+            f"{what} would be named {shown} in the results, {len(label):,} letters; a name has 1 to {MAX_LABEL} letters and no "
+            "control characters: rename it"
+        )
+
+
 def group_labels(members: Iterable[tuple[str, float]]) -> dict[tuple[str, float], str]:
     """The label of each (model's label, pruning ratio): what is compared in itself. The model's own where it has one ratio,
     else with it, e.g. `tiny-llama@0.3`."""
@@ -288,8 +301,22 @@ class ModelRun:
     seed: int
     dtype: str  # "float32" or "bfloat16"
 
+    @property
+    def trusts_tasks(self) -> bool:
+        """Whether task files of `data_dir` may run code."""
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class TrustingRun(ModelRun):
+    """A run whose task files may run code. A type and no field: only who starts a command can say so (--trust-tasks), never a
+    file that a run is read from."""
+
+    @property
+    def trusts_tasks(self) -> bool:
+        return True
 
 
 def trial_key(config: PruningConfig | None, model_fingerprint: str, data_fingerprint: str, run: ModelRun) -> str:

@@ -12,6 +12,8 @@ import errno
 import sys
 from collections.abc import Callable, Iterable
 
+from tune_prune.core.terminal.escapes import printable
+
 _REFUSED = {  # by a file system or a limit, whatever the file is for: what to do about it
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some of your quota",
@@ -51,7 +53,7 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
     try:
         main()
     except (UserError, MachineError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:
         print(": ".join(filter(None, ("\ninterrupted", str(interrupt) or advice))), file=sys.stderr)
@@ -60,18 +62,25 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
         refused = _refused(error)
         if refused is None:
             raise
-        print(f"error: {refused}", file=sys.stderr)
-        return 1
+        sentence, code = refused
+        print(printable(f"error: {sentence}"), file=sys.stderr)
+        return code
     return 0
 
 
-def _refused(error: BaseException) -> str | None:
-    """What a file system or a limit has refused, where that is behind `error`."""
+def _refused(error: BaseException) -> tuple[str, int] | None:
+    """What a file system or a limit has refused, where that is behind `error`, and the exit code."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _REFUSED:
             name = cause.filename or "a file"
-            return f"{name} cannot be used ({cause.strerror}); {_REFUSED[cause.errno]}, then run the same command again"
+            return (
+                f"{name} cannot be used ({cause.strerror}); {_REFUSED[cause.errno]}, then run the same command again",
+                1,
+            )
+        if isinstance(cause, OSError) and cause.errno == errno.ENAMETOOLONG:
+            name = str(cause.filename or "a name")
+            return f"{name[:60]}... has {len(name):,} letters, which no file can be named by; write a shorter name", 2
         cause = cause.__cause__ or cause.__context__  # Ray raises its own error while it handles ours
     return None
 

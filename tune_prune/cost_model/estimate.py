@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from tune_prune.core.records import MODEL_STAGES, in_order
@@ -258,10 +259,10 @@ def _waiting_s(work: ModelWork, todo: PassWork) -> float:
     return 5 * todo.attention_tokens * work.state_bytes / rates[work.way.states]
 
 
-def _reading_s(work: ModelWork, tokens: int = 0, parts: int = 1) -> float:
+def _reading_s(work: ModelWork, tokens: int = 0, parts: int = 1, block_tokens: int = BLOCK_TOKENS) -> float:
     """Seconds in which weights come from their files for a pass over so many tokens, which go through the layers in blocks, no
     fewer than `parts`."""
-    return max(parts, math.ceil(tokens / BLOCK_TOKENS)) * work.weight_bytes / DISK_BYTES_PER_S
+    return max(parts, math.ceil(tokens / block_tokens)) * work.weight_bytes / DISK_BYTES_PER_S
 
 
 def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
@@ -275,7 +276,10 @@ def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
         share = arithmetic.all_layers(count, row_length) / work.arithmetic.all_layers(count, row_length)
         return count * share * speed.forward(row_length) + scored * speed.head
 
-    reading = [_reading_s(work, tokens), _reading_s(work, zero_shot.tokens, work.slices)] if brought else [0.0, 0.0]
+    reading = [0.0, 0.0]
+    if brought:
+        read = partial(_reading_s, work, block_tokens=work.way.at_once(BLOCK_TOKENS))
+        reading = [read(tokens), read(zero_shot.tokens, work.slices)]
     return [
         StageCost(
             "perplexity", 1, tokens, arithmetic.forward(tokens, window), reading[0] + seconds(tokens, window, tokens)

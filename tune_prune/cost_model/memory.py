@@ -52,6 +52,9 @@ FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
 # The same of an evaluation, where layers and logits are counted as if they stood there together: on CPUs 0.6 to 1.86 in some 50
 # fresh processes on two machines; and of gradients by layer and of forward passes, which keep their blocks in the same way.
 EVALUATION_SLACK = {"cpu": 2.3, "cuda": 1.2}
+# Of what an evaluation does at once, before a leaner way is planned: 2,048 tokens still keep a GPU at its arithmetic. A CPU's
+# batches are small anyway, and fewer zero-shot rows round otherwise: there no bit shall depend on what is free.
+MOST_HALVINGS = {"cpu": 0, "cuda": 3}
 
 
 @dataclass(frozen=True)
@@ -160,17 +163,20 @@ class Shapes:
         weights = (self.geometry.total_params - sum(projections) + self._on_one(projections)) * self.itemsize
         backward = any(work.backward for _, work in passes)
         places = {"device": True, "host": self.device != "cpu", "file": True}
-        return [
-            MemoryPlan(
-                replace(way, gpus=self.gpus),
-                process,
-                0 if way.from_files else weights,
-                (*self._passes(passes, way), *evaluation(way)),
-            )
-            for way in WAYS
-            if way == RESIDENT
-            or ((from_files and self.gpus == 1 if way.from_files else backward) and places[way.states])
-        ]
+        found: list[MemoryPlan] = []
+        for way in WAYS:
+            there = from_files and self.gpus == 1 if way.from_files else backward
+            if way != RESIDENT and not (there and places[way.states]):
+                continue
+            held, taken = 0 if way.from_files else weights, self._passes(passes, way)
+            # Smaller blocks of states mean that all weights are read more often: last of all.
+            again = way.from_files and not way.pruned_whole and way.states != "file"
+            for halvings in range(1 if again else MOST_HALVINGS[self.device] + 1):
+                less = replace(way, halvings=halvings)
+                plan = MemoryPlan(replace(less, gpus=self.gpus), process, held, (*taken, *evaluation(less)))
+                if halvings == 0 or plan.total < found[-1].total:  # else another stage takes the most
+                    found.append(plan)
+        return found
 
     def evaluation(
         self,
@@ -184,22 +190,23 @@ class Shapes:
         """Pruning and what follows. `window`: tokens of a perplexity window; `text_tokens`: of its text; `longest_row`: of the
         longest zero-shot item; `row_tokens`: of all of them."""
         vocab, device, config = self.config.vocab_size, self.device, self.config
-        positions = window * max(1, min(windows_at_once(window, config, device), text_tokens // window))
+        positions = window * max(1, min(way.at_once(windows_at_once(window, config, device)), text_tokens // window))
         at_once = min(
             positions, max(1, MAX_LOGIT_ELEMENTS[device] // vocab)
         )  # positions whose logits are there at a time
         # They come when the layers are done, but the allocator has kept some of the layers' blocks.
         perplexity = positions * self._inner, at_once * vocab * (self.itemsize + 2 * FLOAT32) // 2
-        tokens = max(default_batch_tokens(config, device), longest_row)
+        tokens = max(way.at_once(default_batch_tokens(config, device)), longest_row)
         scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
         masks = tokens * longest_row * (8 + 4 + self.itemsize)  # made from distances in int64
         logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
         scores = FLOAT32 * logits + self.itemsize * (logits if device == "cuda" else scored * vocab)
         zero_shot = tokens * self._inner + masks, scores
-        pruning = self.pruning(removed_params, way)
-        block = min(max(BLOCK_TOKENS, tokens), row_tokens)
+        pruning = self.pruning(removed_params, replace(way, halvings=0))
+        together = way.at_once(BLOCK_TOKENS)
+        block = min(max(together, tokens), row_tokens)
         needs = {
-            "perplexity": (perplexity, min(max(BLOCK_TOKENS, positions), text_tokens), 0),
+            "perplexity": (perplexity, min(max(together, positions), text_tokens), 0),
             "zero_shot": (zero_shot, block, block * longest_row * self.itemsize),
         }
         return pruning, *(self._measuring(stage, *need, pruning.held, way) for stage, need in needs.items())
@@ -210,7 +217,12 @@ class Shapes:
         """`batch`: bytes of its activations in the layers, and of its logits; `block_tokens`: that go through brought layers
         together, with masks of `block_masks` bytes; `pruned`: bytes of the pruned copy."""
         layers, logits = batch
-        whole = StageMemory(stage, str(RESIDENT), pruned, int(EVALUATION_SLACK[self.device] * (layers + logits)))
+        whole = StageMemory(
+            stage,
+            str(replace(RESIDENT, halvings=way.halvings)),
+            pruned,
+            int(EVALUATION_SLACK[self.device] * (layers + logits)),
+        )
         if not way.from_files:
             return whole
         states = block_tokens * self.geometry.hidden_size * self.itemsize

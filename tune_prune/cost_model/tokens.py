@@ -1,27 +1,37 @@
-"""How many tokens the zero-shot items and the perplexity text are, without lm-eval and before anything is rendered.
+"""How many tokens the zero-shot items and the perplexity text are, without lm-eval and before a model is loaded.
 
-A sample of each task's items is rendered by the task's own templates (the functions of two stock definitions are
-repeated here), tokenised and laid out in rows as the engine would; the other items count by their characters. Hub data
-that is not at hand counts by a table.
+Each task's items are rendered by the task's own templates (the functions of two stock definitions are repeated here), as lm-eval
+will, so that what cannot be built is found before a search starts. A sample is tokenised and laid out in rows as the engine would;
+the other items count by their characters. Hub data that is not at hand counts by a table.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
-import yaml
 from jinja2.sandbox import SandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
 from tune_prune.core.config import EvaluationProtocol
-from tune_prune.data.task_files import STOCK_TASKS, TaskSource, read_items, task_files
+from tune_prune.core.errors import UserError
+from tune_prune.data.task_definition import followed, read_definition
+from tune_prune.data.task_files import (
+    OWN_DEFINITION,
+    TaskFile,
+    TaskSource,
+    cannot_be_built,
+    read_items,
+    right_choice,
+    task_files,
+)
+from tune_prune.data.templates import TemplateProcess
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows
 from tune_prune.evaluation.engine.rows import Request
 
@@ -87,8 +97,7 @@ def zero_shot_tokens(
     else:
         for file in task_files(source, protocol.tasks):
             docs = read_items(file.items, file.fields)[: protocol.limit]
-            render = _renderer(file.name, file.definition)
-            pairs = [render(doc) for doc in docs]
+            pairs = _pairs(file, docs, source)
             some = [pairs[int(index)] for index in np.linspace(0, len(pairs) - 1, min(SAMPLED_ITEMS, len(pairs)))]
             requests = _encode(tokenizer, some)
             sample = plan_rows(requests)
@@ -111,6 +120,7 @@ def tokens_per_gpt2_token(tokenizer: PreTrainedTokenizerBase) -> float:
 
 
 Pairs = list[tuple[str, str]]  # context and continuation of each choice of an item
+Rendered = tuple[Pairs, Any, Sequence[str] | None]  # with the right answer, and the choices
 
 
 def _mean_hub_task() -> tuple[int, float, float]:
@@ -119,60 +129,92 @@ def _mean_hub_task() -> tuple[int, float, float]:
     return int(rows), tokens, scored
 
 
-def _renderer(name: str, definition: Path) -> Callable[[dict[str, Any]], Pairs]:
-    """What turns an item into the contexts and continuations of its choices; all its strings where the definition cannot
-    be followed here (it calls functions)."""
-    functions = {"hellaswag": _hellaswag, "winogrande": _winogrande}
-    if name in functions and name in STOCK_TASKS and definition.name != "task.yaml":
-        return functions[name]
-    values = _definition(definition)
-    environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    compiled = functools.cache(environment.from_string)  # compiling takes far longer than rendering
+def _pairs(file: TaskFile, docs: Sequence[dict[str, Any]], source: TaskSource) -> list[Pairs]:
+    """The contexts and continuations of the choices of each item. Raises UserError where lm-eval could not build them; of a
+    definition that names functions, which are not called here, an item counts by all its strings."""
+    stock = file.definition.name != OWN_DEFINITION
+    if stock and file.name in _FUNCTIONS:
+        render = _FUNCTIONS[file.name]
+    elif source.is_data(file):
+        names = dict.fromkeys(name for doc in read_items(file.items) for name in doc)
+        docs = [{name: doc.get(name) for name in names} for doc in docs]  # as in the columns of a data set
+        render = _Renderer(read_definition(file.definition), TemplateProcess().render)
+    else:
+        environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        compiled = functools.cache(environment.from_string)  # compiling takes far longer than rendering
+        render = _Renderer(followed(file.definition)[0], lambda template, doc: compiled(template).render(**doc))
+    found = []
+    for index, doc in enumerate(docs):
+        try:
+            pairs, gold, choices = render(doc)
+            if choices is not None:
+                right_choice(file.name, index, gold, choices)
+        except UserError:
+            raise
+        except Exception as error:  # a template may raise anything
+            if not stock and not source.is_data(file):
+                pairs = _all_strings(doc)
+            else:
+                raise cannot_be_built(file, error) from error
+        found.append(pairs)
+    return found
 
-    def field(doc: dict[str, Any], how: Any) -> Any:
+
+class _Renderer:
+    """What lm-eval's templates make of an item: contexts and continuations, the right answer, and the choices (None where there
+    are none)."""
+
+    def __init__(self, values: dict[str, Any], render: Callable[[str, dict[str, Any]], str]) -> None:
+        self.values = values
+        self._render = render
+
+    def __call__(self, doc: dict[str, Any]) -> Rendered:
+        values = self.values
+        for part in ("description", "gen_prefix"):  # few have them, and none counts
+            self._field(doc, values.get(part))
+        text, target = (self._number(doc, values.get(f"doc_to_{part}")) for part in ("text", "target"))
+        if values.get("output_type") == "loglikelihood":
+            return [(str(text), str(target))], target, None
+        choices = self._field(doc, values.get("doc_to_choice"))
+        choices = ast.literal_eval(choices) if isinstance(choices, str) else choices
+        choices = list(choices.values()) if isinstance(choices, dict) else choices
+        if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+            raise ValueError(f"doc_to_choice makes {choices!r:.100}, and a list of texts is needed")
+        delimiter = values.get("target_delimiter", " ")
+        if isinstance(text, int):  # the number of a context among the choices; they share their continuation
+            return [(choice, f"{delimiter}{target}") for choice in choices], text, choices
+        return [(str(text), f"{delimiter}{choice}") for choice in choices], target, choices
+
+    def _field(self, doc: dict[str, Any], how: Any) -> Any:
         if not isinstance(how, str):
             return how
-        return doc[how] if how in doc else compiled(how).render(**doc)
+        return doc[how] if how in doc else self._render(how, doc)
 
-    def render(doc: dict[str, Any]) -> Pairs:
-        try:
-            text, target, choices = (field(doc, values.get(f"doc_to_{part}")) for part in ("text", "target", "choice"))
-            if isinstance(choices, str):
-                choices = ast.literal_eval(choices)
-            delimiter = values.get("target_delimiter", " ")
-            if str(text).isdigit():  # the number of a context among the choices; they share their continuation
-                return [(str(choice), f"{delimiter}{target}") for choice in choices]
-            return [(str(text), f"{delimiter}{choice}") for choice in choices]
-        except (jinja2.TemplateError, KeyError, TypeError, ValueError, SyntaxError):
-            return _all_strings(doc)
-
-    return render
+    def _number(self, doc: dict[str, Any], how: Any) -> Any:
+        """A field where digits that a template has made are a number, and a list in brackets is one."""
+        value = self._field(doc, how)
+        if not isinstance(how, str) or how in doc:
+            return value
+        if value.isdigit() and self.values.get("doc_to_choice") is not None:
+            return int(value)
+        if value.startswith("[") and value.endswith("]"):
+            with contextlib.suppress(SyntaxError, ValueError):  # then it is a text in brackets
+                return ast.literal_eval(value)
+        return value
 
 
-def _definition(path: Path) -> dict[str, Any]:
-    """A definition with what it includes."""
-    values = yaml.load(path.read_text(encoding="utf-8"), Loader=_DefinitionLoader)
-    if not isinstance(values, dict):
-        return {}
-    base = values.pop("include", None)
-    return (_definition(path.parent / base) if isinstance(base, str) else {}) | values
-
-
-class _DefinitionLoader(yaml.SafeLoader):
-    """Reads lm-eval's definitions without running what they name by `!function`."""
-
-
-_DefinitionLoader.add_constructor("!function", lambda loader, node: None)
-
-
-def _hellaswag(doc: dict[str, Any]) -> Pairs:
+def _hellaswag(doc: dict[str, Any]) -> Rendered:
     context = f"{doc['activity_label']}: {doc['ctx_a']} {doc['ctx_b'].capitalize()}"
-    return [(context, f" {ending}") for ending in doc["endings"]]
+    return [(context, f" {ending}") for ending in doc["endings"]], int(doc["label"]), doc["endings"]
 
 
-def _winogrande(doc: dict[str, Any]) -> Pairs:
+def _winogrande(doc: dict[str, Any]) -> Rendered:
     before, _, after = doc["sentence"].partition("_")
-    return [(before + doc[option], f" {after.strip()}") for option in ("option1", "option2")]
+    options = [doc["option1"], doc["option2"]]
+    return [(before + option, f" {after.strip()}") for option in options], {"1": 0, "2": 1}[doc["answer"]], options
+
+
+_FUNCTIONS = {"hellaswag": _hellaswag, "winogrande": _winogrande}  # of stock definitions
 
 
 def _all_strings(doc: Any) -> Pairs:

@@ -6,12 +6,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.data.sources import hub_datasets, task_source, uses_embedded_data
+from tune_prune.data.task_definition import check_scored, followed, read_definition
 from tune_prune.models import hub
 
 if TYPE_CHECKING:
@@ -37,12 +36,13 @@ def check_data(run: ModelRun) -> None:
     task_files.check_tasks(source, tasks)
     if source.kind == "folder":
         for task in task_files.task_files(source, tasks):
-            task_files.read_items(task.items, task.fields)
-            try:
-                yaml.compose(task.definition.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                cause = " ".join(str(error).split())
-                raise UserError(f"{task.definition} is not valid YAML ({cause}); correct the definition") from error
+            task_files.columns(task.items, task_files.read_items(task.items, task.fields))
+            if source.is_data(task):
+                found = read_definition(task.definition)
+                metrics = found.get("metric_list")
+                check_scored(task.name, found.get("output_type"), metrics and [entry["metric"] for entry in metrics])
+            else:
+                followed(task.definition)
     for repo in hub_datasets(run):
         hub.dataset_commit(repo)
     if run.data_dir is not None and source.kind == "folder":

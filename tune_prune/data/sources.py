@@ -21,7 +21,7 @@ def uses_embedded_data(run: ModelRun) -> bool:
 
 
 def task_source(run: ModelRun) -> task_files.TaskSource:
-    return task_files.TaskSource.of(run.data_dir, uses_embedded_data(run))
+    return task_files.TaskSource.of(run.data_dir, uses_embedded_data(run), run.trusts_tasks)
 
 
 def hub_datasets(run: ModelRun) -> list[str]:

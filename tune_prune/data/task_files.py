@@ -1,13 +1,14 @@
 """Where the items of zero-shot tasks come from: the hub, a folder of files, or what ships with the package.
 
 A task-set folder holds `tasks/<name>/<split>.jsonl`, one item a line, and for a task that is not one of the seven
-`tasks/<name>/task.yaml`, a definition in lm-eval's format without the data set. The definition of the seven is
-lm-eval's own. Nothing is cached on disk: items are read from the file each time, so a changed file is a changed task,
-without a network and with any number of processes.
+`tasks/<name>/task.yaml`, a definition in lm-eval's format without the data set, which is read as data (task_definition.py)
+unless the folder is trusted. The definition of the seven is lm-eval's own. Nothing is cached on disk: items are read from the
+file each time, so a changed file is a changed task, without a network and with any number of processes.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import yaml
 
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.data.task_definition import followed, read_definition
 from tune_prune.embedded import tasks_dir
 from tune_prune.models import hub
 
@@ -35,6 +37,7 @@ class StockTask(NamedTuple):
     fields: tuple[str, ...]
 
 
+OWN_DEFINITION = "task.yaml"
 STOCK_TASKS = {
     "boolq": StockTask("super_glue/boolq/default.yaml", "validation", ("passage", "question", "label")),
     "piqa": StockTask("piqa/piqa.yaml", "validation", ("goal", "sol1", "sol2", "label")),
@@ -50,17 +53,22 @@ STOCK_TASKS = {
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Where tasks come from; `path` is the task-set folder (None for the hub)."""
+    """Where tasks come from; `path` is the task-set folder (None for the hub), `trusted` whether its files may run code."""
 
     kind: Literal["hub", "folder", "embedded"]
     path: str | None = None
+    trusted: bool = False
 
     @classmethod
-    def of(cls, data_dir: str | None, embedded: bool) -> TaskSource:
+    def of(cls, data_dir: str | None, embedded: bool, trusted: bool = False) -> TaskSource:
         """The source that the settings of a run name; embedded items win over `data_dir`."""
         if embedded:
             return cls("embedded", str(tasks_dir().parent))
-        return cls("hub") if data_dir is None else cls("folder", str(Path(data_dir).absolute()))
+        return cls("hub") if data_dir is None else cls("folder", str(Path(data_dir).absolute()), trusted)
+
+    def is_data(self, task: TaskFile) -> bool:
+        """Whether the definition of `task` is the user's and nobody vouches for it: it is read by `read_definition`."""
+        return self.kind == "folder" and not self.trusted and task.definition.name == OWN_DEFINITION
 
     def task_names(self) -> list[str]:
         """The tasks that the folder holds, or for the hub the seven (the hub has more)."""
@@ -100,7 +108,7 @@ def task_files(source: TaskSource, task_names: tuple[str, ...]) -> list[TaskFile
     fields: tuple[str, ...]
     for name in dict.fromkeys(task_names):
         folder, stock = root / name, STOCK_TASKS.get(name)
-        own_definition = folder / "task.yaml"
+        own_definition = folder / OWN_DEFINITION
         if own_definition.is_file():
             splits = [split for split in ("test", "validation") if (folder / f"{split}.jsonl").is_file()]
             definition, split, fields = own_definition, splits[0] if splits else "test", ()
@@ -131,8 +139,42 @@ def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
         parts[1:] = [hub.dataset_identity(name, repos[name]) if name in repos else name for name in task_names]
     else:
         for task in task_files(source, task_names):
-            parts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in (task.definition, task.items)]
+            own = task.definition.name == OWN_DEFINITION
+            files = (task.definition, task.items, *(followed(task.definition)[1] if own else ()))
+            parts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
     return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
+
+
+def cannot_be_built(task: TaskFile, error: Exception) -> UserError:
+    """The error for a task whose definition and items do not make requests."""
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    return UserError(
+        f"task {task.name!r} cannot be built from {task.definition} and {task.items} ({cause}); correct the definition or the items"
+    )
+
+
+def right_choice(task: str, item: int, gold: Any, choices: Any) -> int:
+    """Index of the right choice of an item, or -1 where it has several. Raises UserError where it is none of the choices."""
+    if isinstance(gold, list):
+        return -1
+    index = choices.index(gold) if isinstance(gold, str) and gold in choices else gold
+    if not isinstance(index, int) or not 0 <= index < len(choices):
+        raise UserError(
+            f"task {task!r}, item {item}: the right answer {gold!r:.200} is none of its {len(choices)} choices; correct the item"
+        )
+    return index
+
+
+def plain_definition(task: TaskFile) -> dict[str, Any]:
+    """What lm-eval's ConfigurableTask takes, of a definition that is data. Raises UserError where it is not."""
+    read = functools.partial(load_items, str(task.items), task.split, list(task.fields))
+    return read_definition(task.definition) | {
+        "task": task.name,
+        "dataset_path": "json",
+        "custom_dataset": read,
+        "num_fewshot": 0,
+        f"{task.split}_split": task.split,
+    }
 
 
 def write_definition(task: TaskFile, folder: Path) -> Path:
@@ -175,10 +217,14 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]
             continue
         try:
             item = json.loads(line)
+        except RecursionError:
+            raise UserError(f"{path}, line {number}: it is nested too deeply; write a flat object") from None
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{path}, line {number}: not JSON ({error.msg}, column {error.colno}); one object a line is needed"
             ) from error
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}; write a smaller number") from error
         if not isinstance(item, dict):
             raise UserError(
                 f'{path}, line {number}: {type(item).__name__} where an object is needed, e.g. {{"question": ...}}'
@@ -193,16 +239,26 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]
 
 
 def _to_dataset(path: Path, items: list[dict[str, Any]]) -> Dataset:
-    import pyarrow
     from datasets import Dataset
 
-    names = dict.fromkeys(name for item in items for name in item)
+    return Dataset.from_dict(columns(path, items))
+
+
+def columns(path: Path, items: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Items by field. Raises UserError where a field has values of types that no column has together."""
+    import pyarrow
+
+    found = {
+        name: [item.get(name) for item in items] for name in dict.fromkeys(name for item in items for name in item)
+    }
     try:
-        return Dataset.from_dict({name: [item.get(name) for item in items] for name in names})
-    except pyarrow.ArrowException as error:
+        for values in found.values():
+            pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
         raise UserError(
-            f"{path}: a field has values of different types ({error}); give every item the same types"
+            f"{path}: a field has values of different types, or such as no column holds ({error}); give every item the same types"
         ) from error
+    return found
 
 
 def hub_dataset(name: str) -> str | None:

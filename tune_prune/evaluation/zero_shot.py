@@ -11,11 +11,14 @@ import functools
 import io
 import logging
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lm_eval.utils
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
@@ -23,11 +26,24 @@ from transformers import PreTrainedTokenizerBase
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
-from tune_prune.data.task_files import STOCK_TASKS, TaskSource, pinned_definition, task_files, write_definition
+from tune_prune.data.task_definition import check_scored
+from tune_prune.data.task_files import (
+    STOCK_TASKS,
+    TaskSource,
+    cannot_be_built,
+    pinned_definition,
+    plain_definition,
+    right_choice,
+    task_files,
+    write_definition,
+)
+from tune_prune.data.templates import TemplateProcess
 from tune_prune.evaluation.engine.rows import Request
-from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.evaluation.lm_adapter import encode
 from tune_prune.evaluation.suite import Item, ZeroShotSuite
+
+Rendering = Callable[[], contextlib.AbstractContextManager[None]]
+_LM_EVAL_ENVIRONMENT = threading.RLock()
 
 
 def build_suite(
@@ -43,7 +59,7 @@ def build_suite(
     # The bar is opened outside: whatever is drawn inside is discarded.
     with progress.step("tasks", lambda: len(set(protocol.tasks)), "tasks") as advance, _quiet():
         for task in _load_tasks(source, protocol):
-            _check_task(task)
+            check_scored(task.task_name, task.OUTPUT_TYPE, list(task.aggregation()))
             encoded = iter(encode(tokenizer, task.instances, max_length))
             requests: dict[int, list[Request]] = {}
             documents: dict[int, dict[str, Any]] = {}
@@ -79,6 +95,7 @@ def _judged_by_lm_eval(
 
 def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Task]:
     """The protocol's tasks, each with its requests built."""
+    templates = functools.partial(_rendered_by, TemplateProcess())
     with tempfile.TemporaryDirectory(prefix="tune_prune_tasks_") as folder:
         if source.kind == "hub":
             for name in dict.fromkeys(protocol.tasks):
@@ -86,16 +103,17 @@ def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Ta
             return
         for file in task_files(source, protocol.tasks):
             try:
-                task = _load(TaskManager(include_defaults=False), str(write_definition(file, Path(folder))))
-                _build_requests(task, protocol.limit)
+                if source.is_data(file):
+                    with templates():
+                        task = ConfigurableTask(config=plain_definition(file))
+                    _build_requests(task, protocol.limit, templates)
+                else:
+                    task = _load(TaskManager(include_defaults=False), str(write_definition(file, Path(folder))))
+                    _build_requests(task, protocol.limit)
             except UserError:
                 raise
             except Exception as error:  # a definition may call anything, so it may raise anything
-                cause = " ".join(f"{type(error).__name__}: {error}".split())
-                raise UserError(
-                    f"task {file.name!r} cannot be built from {file.definition} and {file.items} ({cause}); "
-                    f"correct the definition or the items"
-                ) from error
+                raise cannot_be_built(file, error) from error
             yield task
 
 
@@ -124,41 +142,53 @@ def _load(manager: TaskManager, spec: str) -> Task:
     return task
 
 
-def _build_requests(task: Task, limit: int | None) -> None:
-    """Renders the requests, and every document's text, target and choices once and for all.
+def _build_requests(task: Task, limit: int | None, templates: Rendering = contextlib.nullcontext) -> None:
+    """Renders the requests, and every document's text, target and choices once and for all, inside `templates()`.
 
     lm-eval compiles a template anew at each rendering, and `process_results` renders: that would cost every trial as
     much as running a small model.
     """
     for name in ("doc_to_text", "doc_to_target", "doc_to_choice"):
-        setattr(task, name, _rendered_once(getattr(task, name)))
-    task.build_all_requests(limit=limit)
+        setattr(task, name, _rendered_once(getattr(task, name), templates))
+    with templates():
+        task.build_all_requests(limit=limit)
 
 
-def _rendered_once(render: Callable[..., Any]) -> Callable[..., Any]:
+def _rendered_once(render: Callable[..., Any], templates: Rendering) -> Callable[..., Any]:
     cached: dict[int, tuple[dict, Any]] = {}  # holds the document too, so that its id is not reused
 
     @functools.wraps(render)
     def rendered(doc: dict, template: Any = None) -> Any:
-        if template is not None:
-            return render(doc, template)
-        if id(doc) not in cached:
-            cached[id(doc)] = doc, render(doc)
+        with templates():
+            if template is not None:
+                return render(doc, template)
+            if id(doc) not in cached:
+                cached[id(doc)] = doc, render(doc)
         return cached[id(doc)][1]
 
     return rendered
 
 
-def _check_task(task: Task) -> None:
-    name, metric = task.task_name, metric_of(task.task_name)
-    if task.OUTPUT_TYPE not in ("multiple_choice", "loglikelihood"):
-        raise UserError(
-            f"task {name!r} is of type {task.OUTPUT_TYPE}; only multiple_choice and loglikelihood tasks are scored"
-        )
-    if not {"acc", metric} <= task.aggregation().keys():
-        raise UserError(
-            f"task {name!r} has no metric {metric}; add `- metric: {metric}` to the metric_list of its definition"
-        )
+@contextlib.contextmanager
+def _rendered_by(process: TemplateProcess) -> Iterator[None]:
+    """Inside, lm-eval renders every template in that process. Its environment is a global of its module, so that other threads
+    wait for each other here."""
+    with _LM_EVAL_ENVIRONMENT:
+        own, lm_eval.utils.env = lm_eval.utils.env, _Templates(process)
+        try:
+            yield
+        finally:
+            lm_eval.utils.env = own
+
+
+class _Templates:
+    """What lm-eval asks of its jinja2 environment."""
+
+    def __init__(self, process: TemplateProcess) -> None:
+        self._process = process
+
+    def from_string(self, template: str) -> SimpleNamespace:
+        return SimpleNamespace(render=lambda **values: self._process.render(template, values))
 
 
 def _gold(task: Task, doc_id: int, doc: dict[str, Any]) -> int:
@@ -166,16 +196,7 @@ def _gold(task: Task, doc_id: int, doc: dict[str, Any]) -> int:
     if task.OUTPUT_TYPE != "multiple_choice":
         return -1
     gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
-    if isinstance(gold, list):
-        return -1
-    choices = task.doc_to_choice(doc)
-    index = choices.index(gold) if isinstance(gold, str) and gold in choices else gold
-    if not isinstance(index, int) or not 0 <= index < len(choices):
-        raise UserError(
-            f"task {task.task_name!r}, item {doc_id}: the right answer {gold!r} is none of its {len(choices)} choices; "
-            f"correct the item"
-        )
-    return index
+    return right_choice(task.task_name, doc_id, gold, task.doc_to_choice(doc))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tune_prune import embedded
+from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, did_you_mean
 
 # alias -> hub id
@@ -25,6 +26,8 @@ HUB_ALIASES = {
     "mistral": "mistralai/Mistral-7B-v0.3",
     "mistral-instruct": "mistralai/Mistral-7B-Instruct-v0.3",
 }
+
+MAX_NAME, MAX_PATH = 255, 4096  # bytes of a file's name and of a path, on most systems
 
 _HUGGING_FACE = "give a checkpoint in Hugging Face format: a folder with config.json and safetensors weights"
 
@@ -50,8 +53,14 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
         return ModelSource(name, str(embedded.model_dir(name)), "embedded")
     if name in HUB_ALIASES:
         return ModelSource(name, HUB_ALIASES[name], "hub", revision)
+    if len(name) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in name.split(os.sep)):
+        raise UserError(
+            f"the name of the model has {len(name):,} letters ({name[:30]!r}...), and a path has at most {MAX_PATH:,}, {MAX_NAME} "
+            "between two slashes; give an alias, a hub id or a folder"
+        )
     path = Path(name).expanduser()
     if path.is_dir():
+        check_label(path.resolve().name, f"model folder {name}")
         if not (path / "config.json").is_file():
             if any(path.glob("*.gguf")):
                 raise UserError(f"model folder {name} holds a GGUF file, which is for llama.cpp; {_HUGGING_FACE}")

@@ -7,12 +7,31 @@ KV group, 12,288 an MLP channel, 8,030,261,248 in all.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from tune_prune.core.errors import UserError
 from tune_prune.models.families import Family, check_structure, decoder_layers
+
+MAX_LAYERS = 1000  # the deepest published decoders have about 130
+MAX_SIZE = 1 << 31  # of anything else: widths, vocabularies, positions
+
+
+def check_sizes(values: Mapping[str, Any], location: str) -> None:
+    """Raise UserError where `values`, the config.json of the model at `location`, state a size far beyond every model's: to build
+    its shape would take hours, or all memory."""
+    for name, value in values.items():
+        most = MAX_LAYERS if re.search("layers?$|depth$", name) and "window" not in name else MAX_SIZE
+        if type(value) is int and value > most:
+            raise UserError(
+                f"config.json of {location} says {name} {value:.3g}, and {most:,} is the most that is read; download the model "
+                "again or correct it"
+            )
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from tune_prune.core.terminal import progress
 from tune_prune.models import hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
-from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
 from tune_prune.models.runner import spread
 from tune_prune.models.runner.out_of_memory import is_out_of_memory
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -120,6 +120,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
                 raise ValueError(f"it is not a valid JSON file: {error}") from error
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
+        check_sizes(values, source.location)
         if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
             family_of(values["model_type"])
         if values["model_type"].startswith(registration.PREFIX):

@@ -30,6 +30,7 @@ class SearchSettings:
     revision: str | None = None
     calibration: str | None = None
     data_dir: str | None = None
+    trust_tasks: bool = False  # task files may run code
     tasks: tuple[str, ...] | None = None
     limit: int | None = None
     perplexity_window: int | None = None  # tokens; None: as suits the model

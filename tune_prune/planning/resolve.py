@@ -9,7 +9,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import embedded
 from tune_prune.checkpoint import origin
-from tune_prune.core.config import HYPERPARAMETERS, EvaluationProtocol, ModelRun
+from tune_prune.core.config import HYPERPARAMETERS, EvaluationProtocol, ModelRun, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration, checks
 from tune_prune.models import catalog, loading
@@ -103,7 +103,7 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
     window = settings.perplexity_window or (embedded.TRAINED_TOKENS if source.kind == "embedded" else None)
     if window is not None:
         protocol = replace(protocol, perplexity_window=window)
-    return ModelRun(
+    return (TrustingRun if settings.trust_tasks else ModelRun)(
         model=source.location if source.kind == "folder" else name,
         label=source.label,
         revision=settings.revision,

@@ -7,11 +7,15 @@ of zeros. So outputs stay, and the model that is saved keeps the widths that wer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.runner.layer_weights import LazyWeights
 
 MULTIPLE = {"cuda": 64}  # of channels, by the kind of device; others take any width
 
@@ -35,6 +39,19 @@ def _replace(linear: nn.Linear, zeros: tuple[int, ...], biases: int) -> None:
     linear.weight = nn.Parameter(F.pad(linear.weight, zeros), requires_grad=False)
     if linear.bias is not None and biases:
         linear.bias = nn.Parameter(F.pad(linear.bias, (0, biases)), requires_grad=False)
+
+
+def padded_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> LazyWeights:
+    """The `weights` of a model without padding, by parameter name, each filled up to its shape in `model` when it is asked for:
+    padded by `pad`, and maybe on the meta device."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    def find(name: str) -> torch.Tensor:
+        found = weights[name]
+        missing = [to - of for to, of in zip(shapes.get(name, found.shape), found.shape, strict=True)]
+        return F.pad(found, [zeros for count in reversed(missing) for zeros in (0, count)]) if any(missing) else found
+
+    return LazyWeights(weights, find)
 
 
 def most_bytes(channel_costs: tuple[int, ...], itemsize: int, device: str) -> int:

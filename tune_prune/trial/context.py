@@ -27,7 +27,7 @@ from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
-from tune_prune.models.runner.layer_weights import bring
+from tune_prune.models.runner.layer_weights import LazyWeights, bring
 from tune_prune.models.runner.mapped_model import map_model, readable_in_place
 from tune_prune.models.runner.out_of_memory import first_that_fits, release
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -35,7 +35,7 @@ from tune_prune.pruning import padding
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Arrays, Need, Statistic, by_statistic, load_statistic
 from tune_prune.pruning.surgery import prune, pruned_weights
-from tune_prune.trial.fallback import Fallback, Use
+from tune_prune.trial.fallback import Fallback, Use, load
 from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
@@ -80,15 +80,8 @@ class TrialContext:
         once; or the `fallback` of an earlier context. Raises UserError where the model is not available, OutOfMemory where it fits
         in no way."""
         source, dtype = catalog.resolve(run.model, run.revision), getattr(torch, run.dtype)
-        where = loading.pick_device(device)
         fallback = fallback or Fallback(residency)
-
-        def load(_: Residency) -> loading.LoadedModel:
-            way = fallback.way
-            return (map_model if way.from_files else loading.load_model)(source, dtype, where, way)
-
-        ways = fallback.ways("loading", "load", where, lambda: 0, lambda: readable_in_place(source))
-        loaded = first_that_fits(f"loading of {run.label}", ways, load, torch.device(where))
+        loaded = load(source, dtype, loading.pick_device(device), run.label, fallback)
         return cls(run, loaded, ArtifactStore(artifact_dir), fallback)
 
     def key(self, config: PruningConfig | None) -> str:
@@ -214,10 +207,10 @@ class TrialContext:
             self._copy = None  # before the next one is made
             model = prune(dense.model, dense.family, plan)
             params = _count(model)  # before it is filled up
+            if dense.device.type in padding.MULTIPLE:
+                padding.pad(model, dense.family, padding.MULTIPLE[dense.device.type])
             if dense.residency.pruned_whole and dense.residency.weights is not None:
-                bring(model, pruned_weights(dense.model, dense.family, plan, dense.residency.weights), dense.device)
-            if model.device.type in padding.MULTIPLE:
-                padding.pad(model, dense.family, padding.MULTIPLE[model.device.type])
+                bring(model, self._weights_of(plan, model), dense.device)
             self._copy = plan, model, params
         return self._copy[1]
 
@@ -230,9 +223,14 @@ class TrialContext:
         dense = self.loaded
         if dense.residency.weights is None or (dense.residency.pruned_whole and plan.removed_params):
             return RESIDENT
-        return replace(
-            dense.residency, weights=pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
-        )
+        return replace(dense.residency, weights=self._weights_of(plan, self.model_of(plan)))
+
+    def _weights_of(self, plan: PruningPlan, model: PreTrainedModel) -> LazyWeights:
+        """The weights of `model`, which keeps what `plan` says, from those of the dense one, which are elsewhere."""
+        dense = self.loaded
+        assert dense.residency.weights is not None
+        weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
+        return padding.padded_weights(model, weights)
 
     def windows(self, seq_len: int, count: int) -> torch.Tensor:
         return calibration.windows(self.calibration_tokens, seq_len, count, self.run.seed)

@@ -11,23 +11,37 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+import torch
+
+from tune_prune.models import loading
+from tune_prune.models.catalog import ModelSource
+from tune_prune.models.loading import LoadedModel
+from tune_prune.models.runner.mapped_model import map_model, readable_in_place
+from tune_prune.models.runner.out_of_memory import first_that_fits
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
 
 # What a stage does with the model: load it, take gradients, run it forward, or prune and measure a copy.
 Use = Literal["load", "gradients", "forward", "measure"]
+MEASURING = ("perplexity", "zero_shot")
 
 
 class Fallback:
-    """Of one model in one process. `way`: how it is held; `halvings`: by stage, how often what is done at once was halved."""
+    """Of one model in one process. `way`: how it is held; `halvings`: by stage, how often what is done at once was halved, at first
+    as the plan says for the stages in which a model is measured."""
 
     def __init__(self, way: Residency = RESIDENT) -> None:
-        self.way = way
-        self.halvings: dict[str, int] = {}
         self._fell: dict[str, tuple[Residency, Residency]] = {}  # by stage: what did not fit, and what is tried now
+        self.way = RESIDENT
+        self.halvings: dict[str, int] = {}
+        self.begin(way)
 
     def begin(self, way: Residency) -> Residency:
         """Hold the model in that one of WAYS or, where something has not fitted before, in the leaner of it and the present one."""
-        self.way = max(way, self.way, key=WAYS.index) if self._fell else way
+        planned, way = way.halvings, replace(way, halvings=0)
+        if self._fell:
+            self.way = max(way, self.way, key=WAYS.index)
+        else:
+            self.way, self.halvings = way, dict.fromkeys(MEASURING, planned) if planned else {}
         return self.way
 
     @property
@@ -83,3 +97,17 @@ def _part(way: Residency, use: Use, device: str) -> Residency:
     if use == "forward" or not way.pruned_whole:
         return replace(way.forward_only, pruned_whole=False)
     return replace(way, states="device")
+
+
+def load(
+    source: ModelSource, dtype: torch.dtype, device: str, label: str, fallback: Fallback, leaner: bool = True
+) -> LoadedModel:
+    """A model as `fallback` holds it or, where that does not fit and `leaner` ways will do, without its weights. Raises UserError
+    where it is not available, OutOfMemory where it fits in no way."""
+
+    def in_its_way(_: Residency) -> LoadedModel:
+        way = fallback.way
+        return (map_model if way.from_files else loading.load_model)(source, dtype, device, way)
+
+    ways = fallback.ways("loading", "load", device, lambda: 0, lambda: leaner and readable_in_place(source))
+    return first_that_fits(f"loading of {label}", ways, in_its_way, torch.device(device))

@@ -19,10 +19,11 @@ from tune_prune.analysis.input.rows import (
     TASK_ITEMS,
     TEXTS,
     config_of,
+    from_cell,
     typed,
 )
 from tune_prune.analysis.input.study import Model, Problem
-from tune_prune.core.config import OLDER_NAMES, ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import OLDER_NAMES, ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import RESULTS, TRIALS, Location, open_file
 
@@ -30,6 +31,7 @@ _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
 _SUCCESS = (
     dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False) | {"": None}
 )
+_MAX_NAME, _MAX_PATH = 255, 4096  # of a folder's name and of a path, on most systems
 _OPTIONAL = ("model", "success", "method", *CALIBRATION, "output_dir", "pruning_ratio")  # known otherwise, too
 _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the last that a folder names
 _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
@@ -63,6 +65,11 @@ def read_results_csv(path: Location, model: str | None) -> Model:
         note("it has no column acc_mean: the mean of its seven tasks is used")
     if "method" not in cells:
         note("it has no column method: methods are read from the names in output_dir")
+    for line, name in cells.get("output_dir", pd.Series()).items():
+        if len(name) > _MAX_PATH or any(len(part) > _MAX_NAME for part in name.split("/")) or "\0" in name:
+            raise _wrong(
+                path, line, "output_dir", f"{name[:30]!r}... has {len(name):,} letters, which no folder can be named by"
+            )
     cells = cells.reindex(columns=[*cells, *(name for name in _OPTIONAL if name not in cells)], fill_value="")
     rows = pd.DataFrame({name: _values(path, cells[name]) for name in cells})
     if "acc_mean" not in rows:
@@ -115,7 +122,7 @@ def _cells(path: Location) -> pd.DataFrame:
         with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             for record in reader:
-                records[line] = [cell.strip() for cell in record]
+                records[line] = [from_cell(cell.strip()) for cell in record]
                 line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {line} cannot be read as CSV ({error}); correct it") from error
@@ -182,6 +189,8 @@ def _name_model(path: Location, rows: pd.DataFrame, model: str | None) -> None:
             f"{path} holds {len(named)} models ({', '.join(named)}), and --csv MODEL=PATH is for one; give "
             "its experiment folder instead"
         )
+    for name in named:
+        check_label(name, f"the model of {path}")
     rows["model"] = rows["model"] if model is None else model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -47,6 +48,21 @@ INTEGERS = (
 )
 _OWN_TEXTS = tuple(name for name in _OWN if HYPERPARAMETERS[name].kind.is_text)
 TEXTS = ("model", "method", "output_dir", *_OWN_TEXTS, *_OF_RECORD)
+
+
+# What a spreadsheet would take for a formula (https://owasp.org/www-community/attacks/CSV_Injection), and what would read back as
+# one that was made harmless.
+_FORMULA = re.compile("'*[=+@\t\r\n-]")
+
+
+def as_cell(value: Any) -> Any:
+    """A value as a CSV file has it: a text that a spreadsheet would calculate begins with an apostrophe. Numbers stay numbers."""
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+
+
+def from_cell(text: str) -> str:
+    """The text that `as_cell` has made harmless; any other as it is."""
+    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def frame(records: Iterable[TrialRecord], experiment_dir: Location) -> pd.DataFrame:

@@ -13,12 +13,13 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.render.templating import TEMPLATES, environment
+from tune_prune.analysis.render.templating import TEMPLATES, markdown_environment
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.tables.hyperparameters import trend_message
 from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.tables.trial_tables import statistics
 from tune_prune.core.config import ZERO_SHOT_METRIC
+from tune_prune.core.terminal.escapes import markdown
 
 _METHODS = {  # with keys of templates/references.bib, as pandoc reads them
     "taylor": "taylor (first-order Taylor importance [@molchanov2019importance; @ma2023llmpruner])",
@@ -47,7 +48,7 @@ def paragraphs(findings: Findings) -> tuple[str, str]:
     table = statistics(findings)
     last = table.columns[-1].key  # stands for all
     totals = {row["statistic"]: row[last] for row in table.rows if not missing(row[last])}
-    template = environment().get_template("paragraphs.md.j2")
+    template = markdown_environment().get_template("paragraphs.md.j2")
     text = template.render(
         findings=findings,
         totals=totals,
@@ -83,7 +84,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "certain": (eligible[tasks].isin([0, 1])).any(axis=None),
         "bases": {found.basis for found in findings.models.values()},
         "removed": eligible["removed_fraction"].dropna(),
-        "methods": [_METHODS.get(name, name) for name in sorted(eligible["method"].unique())],
+        "methods": [_METHODS.get(name) or markdown(name) for name in sorted(eligible["method"].unique())],
         "seq_lens": sorted(eligible["seq_len"].unique()),
         "num_samples": sorted(eligible["num_samples"].unique()),
         "tasks": dict(pd.concat([found.tasks["items"].drop("mean") for found in findings.models.values()]).items()),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from tune_prune.analysis.render.messages import cell_text, label
 from tune_prune.analysis.tables.table import Table
+from tune_prune.core.terminal.escapes import printable
 
 COLUMNS = 100
 _GAP = "  "
@@ -30,7 +31,7 @@ def width(text: str) -> int:
 
 
 def _filled(text: str) -> str:
-    composed = unicodedata.normalize("NFC", text)
+    composed = unicodedata.normalize("NFC", printable(text))
     return "".join(f"\0{letter}" if unicodedata.east_asian_width(letter) in "WF" else letter for letter in composed)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,8 +58,3 @@ def _in_units(count: float, units: Sequence[str]) -> str:
         count, power = count / 1000, power + 1
     digits = 0 if power == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
     return f"{count:.{digits}f}{units[power]}"
-
-
-def escaped(text: str) -> str:
-    """`text` as it is in Markdown, in a table, too."""
-    return re.sub(r"([\\`*\[\]<>|#])", r"\\\1", text)  # an underscore within a word means nothing

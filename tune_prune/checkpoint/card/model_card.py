@@ -28,7 +28,6 @@ from tune_prune import embedded
 from tune_prune.checkpoint.card.card_numbers import (
     UNKNOWN,
     accuracy,
-    escaped,
     format_perplexity,
     fraction,
     kept,
@@ -40,6 +39,7 @@ from tune_prune.checkpoint.generation_speed import conditions, rate
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text
+from tune_prune.core.terminal.escapes import markdown, markdown_code, printable
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.methods import load_method
 
@@ -76,10 +76,11 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         "share": kept,
     }
     hub_id = base_hub_id(manifest)
+    license_entries = {key: " ".join(text.split()) for key, text in manifest.base.license.items()}  # a line each
     name = hub_id or manifest.base.label
     text = environment.get_template("model_card.md.jinja").render(
         base=manifest.base,
-        base_link=f"[{name}](https://huggingface.co/{name})" if hub_id else escaped(name),
+        base_link=f"[{name}](https://huggingface.co/{name})" if hub_id else markdown(name),
         command=command_line(folder, manifest),
         created=manifest.created[:10],
         dense=manifest.sizes["dense"],
@@ -88,7 +89,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         format=manifest.format,
         notes=manifest.notes,
         hub_id=hub_id,
-        license_entries=yaml.safe_dump(manifest.base.license, sort_keys=False).strip(),
+        license_entries=yaml.safe_dump(license_entries, sort_keys=False, width=10**6).strip(),
         measured_on=_measured_on(manifest),
         own_classes="auto_map" in _saved_config(folder),  # names classes that lie beside it
         padded="padded" in manifest.sizes,
@@ -99,7 +100,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         quality=_quality(manifest),
         settings=_settings(manifest),
         speed=_speed(manifest),
-        title=escaped(name.rpartition("/")[2]),
+        title=markdown(name.rpartition("/")[2]),
         versions=", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
     )
     return re.sub(r"\n{3,}", "\n\n", text)
@@ -126,7 +127,9 @@ def command_line(folder: Path, manifest: Manifest) -> str:
         "--format": manifest.format if manifest.format != "hf" else None,
         "--output": "DIR",
     }
-    words = [f"{flag} {shlex.quote(str(value))}" for flag, value in flags.items() if value is not None]
+    # On one line each: a folder's name may hold whatever ends a block of code.
+    texts = {flag: printable(" ".join(str(value).split())) for flag, value in flags.items() if value is not None}
+    words = [f"{flag} {shlex.quote(text)}" for flag, text in texts.items()]
     lines = [" ".join(words[start : start + 4]) for start in range(0, len(words), 4)]
     return " \\\n    ".join(["python -m tune_prune.prune", *lines])
 
@@ -152,7 +155,7 @@ def _quality(manifest: Manifest) -> list[dict[str, str]]:
         rows.append(_row("Perplexity (lower is better)", format_perplexity(before), format_perplexity(after), ratio))
     for name in [*(["acc_mean"] if "acc_mean" in pruned else []), *tasks]:
         task = name.removeprefix("acc_")
-        title = "**Mean accuracy**" if name == "acc_mean" else f"{escaped(task)} ({ZERO_SHOT_METRIC.get(task, 'acc')})"
+        title = "**Mean accuracy**" if name == "acc_mean" else f"{markdown(task)} ({ZERO_SHOT_METRIC.get(task, 'acc')})"
         share = kept(metric(pruned, name), metric(dense, name))
         rows.append(_row(title, accuracy(dense, name), accuracy(pruned, name), share))
     return rows
@@ -179,7 +182,7 @@ def _measured_on(manifest: Manifest) -> str:
     tasks = "the tasks embedded in tune_prune" if own_data else "lm-eval's zero-shot tasks"
     chance = metric(manifest.metrics or {}, "chance_acc_mean")
     sentence = (
-        f"Measured by tune_prune in {source.dtype}: perplexity on {text}, in windows of at most "
+        f"Measured by tune_prune in {markdown(source.dtype)}: perplexity on {text}, in windows of at most "
         f"{protocol.perplexity_window:,} tokens; accuracy on {count} of each of {tasks}"
     )
     return f"{sentence}." if chance is None else f"{sentence} (chance: {fraction(chance)} on average)."
@@ -211,7 +214,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
     """What made the checkpoint, as rows of name and value."""
     base, config, plan = manifest.base, manifest.config, manifest.plan
     name = base_hub_id(manifest) or _public(base.model)
-    revision = f", revision `{base.revision}`" if base.revision else ""
+    revision = f", revision {markdown_code(base.revision)}" if base.revision else ""
     dropped = manifest.dropped_layers
     layers = f"{base.layers - len(dropped)} of {base.layers}"
     if dropped:
@@ -220,7 +223,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         gone = [str(layer) for layer, part in enumerate(left) if not part and layer not in dropped]
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
     rows = [
-        ("Base model", f"`{name}`{revision}, fingerprint `{base.fingerprint}`"),
+        ("Base model", f"{markdown_code(name)}{revision}, fingerprint {markdown_code(base.fingerprint)}"),
         ("Licence", _license(manifest)),
         ("Method", f"`{config.method}`"),
         ("Calibration", _calibration(manifest)),
@@ -241,7 +244,8 @@ def _license(manifest: Manifest) -> str:
         return "unknown: the base model's card states none; look it up before you publish this model"
     name = stated.get("license_name", stated["license"])
     link = stated.get("license_link")
-    return f"{f'[{escaped(name)}]({link})' if link else f'`{name}`'}, that of the base model"
+    linked = link is not None and re.fullmatch(r"https?://[\w.~:/?#@!$&*+,;=%-]+", link)  # no javascript:
+    return f"{f'[{markdown(name)}]({link})' if linked else markdown_code(name)}, that of the base model"
 
 
 def _calibration(manifest: Manifest) -> str:
@@ -260,12 +264,12 @@ def _calibration_text(calibration: str) -> str:
         "wikitext2": "WikiText-2 train",
         "c4": "C4 train",
     }
-    return sources.get(calibration) or f"`{_public(calibration)}`"
+    return sources.get(calibration) or markdown_code(_public(calibration))
 
 
-def _public(name: str | None) -> str | None:
+def _public(name: str) -> str:
     """A name without the place of a file or folder on the machine that was used."""
-    return PurePath(name).name if name is not None and PurePath(name).is_absolute() else name
+    return PurePath(name).name if PurePath(name).is_absolute() else name
 
 
 # The picture.

@@ -1,0 +1,225 @@
+"""SECURITY.md, point by point: each has the tests that hold it, and each of these is there. Points that no other file tests are
+tested here."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tune_prune
+from tests.search_folders import model_folder
+from tune_prune import prune
+from tune_prune.core.errors import UserError
+from tune_prune.models import loading
+from tune_prune.models.catalog import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+
+HERE = "project/test_security.py"
+HELD_BY = {
+    "Code of a model": [f"{HERE}::test_no_code_of_a_model_runs", f"{HERE}::test_no_call_lets_code_of_a_model_run"],
+    "Weights": [f"{HERE}::test_a_pickle_of_weights_runs_nothing"],
+    "Sizes": [f"{HERE}::test_huge_configs_are_refused_at_once"],
+    "Task definitions": [
+        "data/test_task_definition.py::test_what_is_not_data_is_refused_in_a_sentence",
+        "commands/test_untrusted_tasks.py::test_nothing_of_a_task_file_runs",
+    ],
+    "Templates": ["data/test_task_definition.py::test_a_template_does_no_harm"],
+    "Trust in task files": [
+        "commands/test_untrusted_tasks.py::test_trust_lets_it_run",
+        "commands/test_untrusted_tasks.py::test_only_a_person_can_say_that_files_are_trusted",
+    ],
+    "Items and texts": [
+        "commands/test_untrusted_tasks.py::test_a_plan_finds_tasks_that_cannot_be_built",
+        "commands/test_search_cli.py::test_broken_data_is_refused",
+        "commands/test_search_cli.py::test_unusable_calibration_texts",
+    ],
+    "Stored results": ["core/test_artifacts.py::test_a_pickle_in_an_artifact_is_not_run"],
+    "Spreadsheets": [
+        "analysis/test_hostile_labels.py::test_spreadsheets_calculate_nothing",
+        "analysis/test_hostile_labels.py::test_results_files_come_back_unchanged",
+    ],
+    "Markdown, model cards and LaTeX": [
+        "analysis/test_hostile_labels.py::test_markdown_shows_what_was_named",
+        "analysis/test_hostile_labels.py::test_latex_prints_what_was_named",
+        "checkpoint/test_model_card.py::test_names_of_others_act_nowhere",
+    ],
+    "The page": [
+        "analysis/test_page.py::test_nothing_is_loaded_and_only_its_own_script_may_run",
+        "analysis/test_page.py::test_names_from_outside_are_only_text",
+    ],
+    "Terminals": ["analysis/test_hostile_labels.py::test_a_terminal_is_not_spoken_to"],
+    "Names": [
+        f"{HERE}::test_long_names_are_refused_in_a_sentence",
+        "analysis/test_hostile_labels.py::test_names_that_no_folder_can_have",
+    ],
+    "Checkpoints": [f"{HERE}::test_checkpoints_hold_no_code_but_two_files"],
+    "Secrets": [f"{HERE}::test_secrets_stay_out"],
+    "Overwriting": [f"{HERE}::test_nothing_else_is_overwritten"],
+    "Telemetry": [f"{HERE}::test_telemetry_is_off"],
+}
+
+
+def test_every_point_is_held_by_tests() -> None:
+    points = re.findall(r"^- \*\*(.+?)\*\*", SECURITY, re.MULTILINE)
+    assert points == list(HELD_BY) and len(points) > 15
+    for tests in HELD_BY.values():
+        for test in tests:
+            file, _, name = test.partition("::")
+            tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+            assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, test
+
+
+EVIL = "import pathlib\npathlib.Path({ran!r}).touch()\n\n\nclass Any:\n    pass\n"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "made_up", None])
+def test_no_code_of_a_model_runs(model_type: str | None, tmp_path: Path) -> None:
+    """Of a known type, of an unknown one, and in the tokenizer of a whole model."""
+    named = {"AutoConfig": "evil.Any", "AutoModelForCausalLM": "evil.Any", "AutoTokenizer": ["evil.Any", "evil.Any"]}
+    folder = model_folder(tmp_path / "m", auto_map=named, **({"model_type": model_type} if model_type else {}))
+    (folder / "evil.py").write_text(EVIL.format(ran=str(tmp_path / "ran")))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    other = tokenizer | {"auto_map": named} | ({} if model_type else {"tokenizer_class": "Any"})
+    (folder / "tokenizer_config.json").write_text(json.dumps(other))
+    if model_type == "llama":
+        assert tune_prune.open(folder).loaded().model.config.model_type == "llama"
+    else:
+        with pytest.raises(UserError):
+            tune_prune.open(folder).loaded()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_call_lets_code_of_a_model_run() -> None:
+    """Whatever loads by transformers says trust_remote_code=False, and nothing says True; torch.load is called nowhere."""
+    loads = {"AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "_tokenizer_class"}
+    found = 0
+    for path in sorted((ROOT / "tune_prune").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            said = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            assert said.get("trust_remote_code", "False") == "False", path
+            called = ast.unparse(node.func)
+            assert called not in ("torch.load", "eval", "exec", "yaml.unsafe_load", "yaml.full_load"), path
+            if called.endswith((".from_pretrained", ".from_config")) and called.split(".")[0].split("(")[0] in loads:
+                found += 1
+                assert said.get("trust_remote_code") == "False", f"{path}: {called}"
+    assert found >= 4
+
+
+class _Bomb:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (os.mkdir, (self.path,))
+
+
+def test_a_pickle_of_weights_runs_nothing(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": _Bomb(str(tmp_path / "ran"))}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError) as caught:
+        loading.load_model(resolve(str(folder)), torch.float32, "cpu")
+    assert "pickle" in str(caught.value) and "save_pretrained" in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(_Bomb(str(tmp_path / "ran"))))
+    assert (tmp_path / "ran").exists()  # the bomb is one
+
+
+HUGE = {
+    "layers": ({"num_hidden_layers": 1_000_000}, "num_hidden_layers 1e+06, and 1,000 is the most"),
+    "layers without end": ({"num_hidden_layers": 10**15}, "num_hidden_layers 1e+15"),
+    "layers of another family": ({"model_type": "gpt2", "n_layer": 1_000_000}, "n_layer 1e+06"),
+    "width": ({"hidden_size": 10**12}, "hidden_size 1e+12"),
+    "a deep value": ({"rope_scaling": "DEEP"}, "config.json"),
+}
+
+
+@pytest.mark.parametrize(("changes", "says"), HUGE.values(), ids=HUGE)
+def test_huge_configs_are_refused_at_once(changes: dict, says: str, tmp_path: Path, refused) -> None:
+    folder = model_folder(tmp_path / "m", **changes)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"DEEP"', "[" * 100_000 + "]" * 100_000))
+    sentence = refused(tune_prune.search.main, "--model", folder, "--search-space", "smoke", "--dry-run")
+    assert says in sentence and len(sentence) < 600, sentence
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 300, "a/" * 2500, "./" + "x" * 300])
+def test_long_names_are_refused_in_a_sentence(name: str, refused, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sentence = refused(tune_prune.search.main, "--model", name, "--dry-run")
+    assert "letters" in sentence and len(sentence) < 400, sentence
+    hostile = model_folder(tmp_path / "red\x1b[31m")
+    assert "no control characters" in (shown := refused(tune_prune.search.main, "--model", hostile, "--dry-run"))
+    assert "\x1b" not in shown
+    for flag in ("--data-dir", "--storage-path", "--calibration", "--search-space"):
+        sentence = refused(tune_prune.search.main, "--model", "tiny-llama", flag, name, "--dry-run")
+        assert len(sentence) < 12_000
+    assert list(tmp_path.iterdir()) == [hostile]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose layers differ, made where secrets are in the environment and in the path."""
+    folder = tmp_path_factory.mktemp("of_anna") / "saved"
+    base = model_folder(folder.parent / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", "hf_secret123")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "aws_secret123")
+        tune_prune.open(base).prune("magnitude").save(folder)
+    return folder
+
+
+def test_checkpoints_hold_no_code_but_two_files(saved: Path) -> None:
+    programs = {path.name for path in saved.iterdir() if path.suffix == ".py"}
+    assert programs == {"configuration_tune_prune.py", "modeling_tune_prune.py"}
+    for name in programs:
+        assert (saved / name).read_bytes() == (ROOT / "tune_prune" / "models" / "pruned" / name).read_bytes()
+    kinds = {path.suffix for path in saved.iterdir()}
+    assert kinds <= {".safetensors", ".json", ".md", ".png", ".py", ".model", ".txt", ".jinja"}
+
+
+def test_secrets_stay_out(saved: Path) -> None:
+    for path in saved.iterdir():
+        content = path.read_bytes()
+        assert b"secret123" not in content, path
+        if path.name == "README.md":
+            assert b"of_anna" not in content
+
+
+@pytest.mark.parametrize(
+    ("output", "says"), [("/", "root of the file system"), ("folder", "is not a checkpoint"), ("file", "not a folder")]
+)
+def test_nothing_else_is_overwritten(output: str, says: str, refused, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").write_text("years")
+    (tmp_path / "file").write_text("kept")
+    flags = ("--model", "tiny-llama", "--method", "magnitude", "--output", output, "--overwrite")
+    assert says in refused(prune.main, *flags)
+    assert (tmp_path / "folder" / "thesis.tex").read_text() == "years" and (tmp_path / "file").read_text() == "kept"
+
+
+def test_telemetry_is_off() -> None:
+    code = "import os, tune_prune.tuning; print(os.environ['RAY_USAGE_STATS_ENABLED'])"
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_USAGE_STATS_ENABLED"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "0\n"

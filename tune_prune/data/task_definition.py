@@ -1,0 +1,227 @@
+"""The definition of a task of the user's (task.yaml), read as data: nothing that it says is run.
+
+lm-eval runs what a definition names: functions (`!function`), metrics that the evaluate library loads, scripts of data sets,
+templates outside of a sandbox, files that `include` names. Here a definition has plain values only, in fields that are known to
+stay plain; what else it says is refused, unless whoever runs the command vouches for it (--trust-tasks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tune_prune.core.config import ZERO_SHOT_METRIC
+from tune_prune.core.errors import UserError
+
+MAX_BYTES = 100_000  # of a file; lm-eval's own are below 10,000
+MAX_VALUES = 10_000  # of a definition, aliases followed
+MAX_DEPTH = 20
+
+# What lm-eval is given, and of which type. Texts are templates, or names of fields of the items.
+USED: dict[str, tuple[type, ...]] = {
+    "output_type": (str,),
+    "doc_to_text": (str, int),
+    "doc_to_target": (str, int, list),
+    "doc_to_choice": (str, list, dict),
+    "description": (str,),
+    "gen_prefix": (str,),
+    "target_delimiter": (str,),
+    "fewshot_delimiter": (str,),
+    "metric_list": (list,),
+}
+# What lm-eval is not given, as it means nothing here: items come from the file, without examples before them, and nothing is
+# generated, filtered or looked for in training data.
+UNUSED = frozenset(
+    (
+        *(
+            "task",
+            "task_alias",
+            "tag",
+            "metadata",
+            "dataset_path",
+            "dataset_name",
+            "num_fewshot",
+            "fewshot_config",
+            "repeats",
+        ),
+        *("training_split", "validation_split", "test_split", "fewshot_split", "generation_kwargs", "filter_list"),
+        *("should_decontaminate", "doc_to_decontamination_query"),
+    )
+)
+_METRIC_FIELDS = {"metric", "aggregation", "higher_is_better"}
+# Those of lm-eval itself; for another name it loads a program of that name, from a folder or the hub.
+METRICS = frozenset(
+    (
+        *("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all", "exact_match", "f1", "mcc", "brier_score"),
+        *("likelihood", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"),
+    )
+)
+OUTPUT_TYPES = ("multiple_choice", "loglikelihood")
+_TRUST = "look at what it runs, then give --trust-tasks (trust_tasks=True in Python)"
+
+
+def read_definition(path: Path) -> dict[str, Any]:
+    """The fields of USED that a definition sets, with what it includes from its own folder. Raises UserError for everything that
+    is not data."""
+    values = _merged(path, path.parent.resolve(), ())
+    if not all(isinstance(name, str) for name in values):
+        raise UserError(f"{path} has fields whose names are no text; a definition has those of docs/data.md")
+    for name in sorted(values):
+        if name not in USED and name not in UNUSED:
+            raise UserError(
+                f"{path} has the field {name:.60}, and only fields that are plain data are read (docs/data.md); leave it out, or "
+                f"{_TRUST}"
+            )
+    found = {name: value for name, value in values.items() if name in USED and value is not None}
+    for name, value in found.items():
+        if not isinstance(value, USED[name]) or isinstance(value, bool):
+            types = " or ".join(
+                {str: "a text", int: "a whole number", list: "a list", dict: "a mapping"}[t] for t in USED[name]
+            )
+            raise UserError(f"{path}: {name} is {value!r:.60}; it must be {types}")
+    for metric in found.get("metric_list", ()):
+        _check_metric(path, metric)
+    return found
+
+
+def check_scored(name: str, output_type: str | None, metrics: Sequence[str] | None) -> None:
+    """Raises UserError unless a task of that type and with these metrics (None: the type's own) is one that is scored here."""
+    if output_type not in OUTPUT_TYPES:
+        raise UserError(
+            f"task {name!r} is of type {output_type}; only multiple_choice and loglikelihood tasks are scored"
+        )
+    metric = ZERO_SHOT_METRIC.get(name, "acc")
+    if metrics is not None and not {"acc", metric} <= set(metrics):
+        raise UserError(
+            f"task {name!r} has no metric {metric}; add `- metric: {metric}` to the metric_list of its definition"
+        )
+
+
+def followed(path: Path) -> tuple[dict[str, Any], list[Path]]:
+    """A definition as far as it can be followed without running anything, functions as None, and the other files that it depends
+    on: what it includes and, where it names functions, the programs of its folder. Raises UserError where that is no YAML."""
+    files: dict[Path, dict[str, Any]] = {}
+    merged = _follow(path.resolve(), files)
+    programs = sorted(path.parent.rglob("*.py")) if any("!function" in _text(file) for file in files) else []
+    return merged, [*list(files)[1:], *programs]
+
+
+def _follow(path: Path, files: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+    values = files[path] = _load(path, _Follower)
+    merged: dict[str, Any] = {}
+    for other in map(Path.resolve, _included(path, values)):
+        if other not in files and other.is_file():
+            merged |= _follow(other, files)
+    return merged | values
+
+
+def _merged(path: Path, folder: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+    """A definition with what it includes below `folder`, its own fields last, as lm-eval merges them."""
+    values = _load(path, _DataLoader)
+    merged: dict[str, Any] = {}
+    for other in _included(path, values):
+        target = other.resolve()
+        if not target.is_relative_to(folder):
+            raise UserError(
+                f"{path} includes {other}, which is outside its folder; copy that file into it, or {_TRUST}"
+            )
+        if target in (path.resolve(), *before):
+            raise UserError(f"{path} includes {other}, which includes it again; take one of the two out")
+        if not target.is_file():
+            raise UserError(f"{path} includes {other}, which is not there; correct the definition")
+        merged |= _merged(target, folder, (*before, path.resolve()))
+    return merged | values
+
+
+def _included(path: Path, values: dict[str, Any]) -> Iterator[Path]:
+    """The files that `include` names, which is taken out of `values`."""
+    names = values.pop("include", None)
+    for name in names if isinstance(names, list) else [] if names is None else [names]:
+        if not isinstance(name, str):
+            raise UserError(f"{path}: include is {name!r:.60}; it must be the name of a file, or a list of them")
+        yield path.parent / name
+
+
+def _load(path: Path, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
+    try:
+        values = yaml.load(_text(path), Loader=loader)
+    except _Tagged as error:
+        tag, line = error.args
+        raise UserError(
+            f"{path}, line {line}: {tag} would run code, and task files are read as data; {_TRUST}"
+        ) from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        cause = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UserError(f"{path} is not valid YAML ({cause}); correct the definition") from error
+    _count(path, values)
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{path} is no definition of a task: a mapping with fields such as doc_to_text is needed (docs/data.md)"
+        )
+    return values
+
+
+def _text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise UserError(
+                f"{path} has {size:,} bytes, and a definition has at most {MAX_BYTES:,}; name the right file"
+            )
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); write it as UTF-8") from error
+
+
+def _count(path: Path, root: Any) -> None:
+    """Few, flat values: a YAML alias can make a small file a huge value, or one that holds itself."""
+    left, waiting = MAX_VALUES, [(root, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        left -= 1
+        if left < 0 or depth > MAX_DEPTH:
+            raise UserError(
+                f"{path} has more than {MAX_VALUES:,} values, or more than {MAX_DEPTH} levels; make it smaller"
+            )
+        if isinstance(value, dict):
+            waiting += [(item, depth + 1) for pair in value.items() for item in pair]
+        elif isinstance(value, list):
+            waiting += [(item, depth + 1) for item in value]
+
+
+def _check_metric(path: Path, metric: Any) -> None:
+    if not isinstance(metric, dict) or not isinstance(metric.get("metric"), str):
+        raise UserError(f"{path}: metric_list has {metric!r:.60}; each entry must name a metric, as in `- metric: acc`")
+    name, strange = metric["metric"], sorted(map(str, metric.keys() - _METRIC_FIELDS))
+    if name not in METRICS or strange or not isinstance(metric.get("aggregation", ""), str):
+        what = f"the metric {name}" + (f" with {', '.join(strange)}" if strange else "")
+        raise UserError(
+            f"{path} has {what}, and a metric that is not lm-eval's own is a program; use acc and acc_norm, with `aggregation` and "
+            f"`higher_is_better`, or {_TRUST}"
+        )
+
+
+class _DataLoader(yaml.SafeLoader):
+    """Plain data; a tag that would make anything else is refused."""
+
+    def refuse(self, node: yaml.Node) -> None:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        named = f" {node.value}" if isinstance(node, yaml.ScalarNode) and node.value else ""
+        raise _Tagged(f"{tag}{named}"[:80], node.start_mark.line + 1)
+
+
+class _Tagged(Exception):
+    """A tag, and the line where it stands."""
+
+
+class _Follower(yaml.SafeLoader):
+    """Reads definitions without running what they name by tags."""
+
+
+_DataLoader.add_constructor(None, _DataLoader.refuse)
+_Follower.add_constructor(None, lambda loader, node: None)

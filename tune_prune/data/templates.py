@@ -1,0 +1,70 @@
+"""Jinja templates of task files, rendered where they can do no harm (template_process.py)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SECONDS = 10.0  # that one rendering may take; an item takes microseconds
+_PROGRAM = Path(__file__).with_name("template_process.py")
+
+
+class TemplateError(ValueError):
+    """A template that cannot be rendered; the message is a clause."""
+
+
+class TemplateProcess:
+    """Renders templates in a process, which starts with the first of them and ends with this object."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def render(self, template: str, values: Mapping[str, Any]) -> str:
+        """`template` with `values`, plain data as JSON has it. Raises TemplateError, also where it does what the sandbox refuses,
+        does not end within SECONDS or fills the memory."""
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps([template, values]) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            code, self._process = process.wait(), None
+            late = code == -signal.SIGALRM
+            raise TemplateError(
+                f"a template did not end within {SECONDS:g} s" if late else f"a template ended Python ({code})"
+            )
+        answer = json.loads(line)
+        if "text" in answer:
+            return str(answer["text"])
+        advice = "; the sandbox of templates is left out for --trust-tasks only" * answer["error"].startswith(
+            "SecurityError"
+        )
+        raise TemplateError(f"a template raises {' '.join(answer['error'].split()).rstrip('.')}{advice}")
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            # -P: the folder of the program is no place to import from, its neighbours have names of their own.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_PROGRAM), str(SECONDS)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+            )
+            weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """The process ends with its input."""
+    assert process.stdin is not None and process.stdout is not None
+    if process.poll() is None:
+        process.stdin.close()
+        process.wait()
+    process.stdout.close()
