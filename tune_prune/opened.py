@@ -235,9 +235,8 @@ class Model:
         protocol = EvaluationProtocol(limit=limit, seed=self.run.seed, perplexity_window=window)
         if tasks is not None:
             protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
-        run = replace(
-            self.run, protocol=protocol, calibration="embedded"
-        )  # nothing is calibrated: no text has to be there
+        # Nothing is calibrated: no text has to be there.
+        run = replace(self.run, protocol=protocol, calibration="embedded")
         check_data(run)
         return run
 

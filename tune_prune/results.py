@@ -24,6 +24,7 @@ from tune_prune.core.store import COST, Location, Store, open_store
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
 from tune_prune.planning.plan import Plan
+from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.ray_cluster.local import LocalRay
 
 
@@ -107,19 +108,22 @@ def run(
     command: Sequence[str],
     at_end: Callable[[Results], None] | None = None,
     local_ray: LocalRay | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Results:
-    """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start.
-    `at_end` is called while no other search can change them. Raises UserError (also where another search runs on the experiment),
-    KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+    """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start,
+    `observers` follow the trials. `at_end` is called while no other search can change them. Raises UserError (also where another
+    search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
     store = open_store(plan.experiment_dir)
     with store.lock():
-        results = _run(plan, store, command, local_ray)
+        results = _run(plan, store, command, local_ray, observers)
         if at_end is not None:
             at_end(results)
     return results
 
 
-def _run(plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay | None) -> Results:
+def _run(
+    plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
+) -> Results:
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
 
     started = time.monotonic()
@@ -142,6 +146,7 @@ def _run(plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay |
         ways={model.run.label: model.memory.way for model in plan.models},
         trial_timeout_s=settings.trial_timeout_s,
         cost=plan.cost,
+        observers=observers,
     )
     result = run_search(jobs, options)
     records = ledger.records()

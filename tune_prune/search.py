@@ -9,15 +9,19 @@ the same (tune_prune/api.py).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+import os
+import platform
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tune_prune import api
+from tune_prune import __version__, api
 from tune_prune.cli import flags
 from tune_prune.cli.search_flags import COMMAND, parser, settings_from
 from tune_prune.core.errors import UserError
@@ -25,7 +29,9 @@ from tune_prune.core.terminal import progress
 from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
 
 if TYPE_CHECKING:
+    from tune_prune.planning.plan import Plan, SearchSettings
     from tune_prune.results import Results
+    from tune_prune.tuning.observers.json_log import JsonLog
 
 _BESIDE_THE_LINE_S = 0.5  # a stage that is shorter has no bar
 
@@ -50,17 +56,53 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
+    if args.status is not None:
+        from tune_prune.cli import status
+
+        print(status.shown(args.status, args.storage_path, args.json))
+        return
     with started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
         _search(args, argv, local_ray)
 
 
 def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | None) -> None:
     settings = settings_from(args)
+    with _log(args.log_json) as log:
+        log.event("start", command=[*COMMAND, *argv], host=platform.node(), pid=os.getpid(), version=__version__)
+        _run(args, argv, settings, local_ray, log)
+
+
+@contextlib.contextmanager
+def _log(wanted: bool) -> Iterator[JsonLog]:
+    """Events on standard output, and everything else on standard error; or no events. What ends the search is an event, too."""
+    from tune_prune.tuning.observers.json_log import JsonLog
+
+    if not wanted:
+        yield JsonLog(None)
+        return
+    log = JsonLog(sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield log
+        except BaseException as error:
+            log.event("failure", error=type(error).__name__, reason=str(error))
+            raise
+
+
+def _run(
+    args: argparse.Namespace,
+    argv: list[str],
+    settings: SearchSettings,
+    local_ray: LocalRay | None,
+    log: JsonLog,
+) -> None:
     from tune_prune.analysis.cost import cost_line
     from tune_prune.cli.plan_text import describe, shown_path
     from tune_prune.planning.preflight import make_plan
     from tune_prune.results import run
+    from tune_prune.tuning.observers.tracking import trackers
 
+    trackers(args.track, "")  # their packages are there
     with progress.shown():
         plan = make_plan(settings)
     if args.save_best and not isinstance(plan.experiment_dir, Path):
@@ -68,12 +110,13 @@ def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | Non
             f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; leave it out, "
             "and keep the model afterwards with the line `keep` that the search ends with"
         )
+    _log_plan(log, plan)
     print(describe(plan), flush=True)
     if args.dry_run:
         print("\ndry run: nothing was started")
         return
     print(flush=True)
-    command = [*COMMAND, *argv]
+    command, started = [*COMMAND, *argv], time.monotonic()
     again = shlex.join(command)
 
     def at_end(results: Results) -> None:
@@ -86,12 +129,15 @@ def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | Non
         with progress.shown(
             _BESIDE_THE_LINE_S
         ):  # of trials in this process, in the place of the line that says how far all are
-            results = run(plan, command, at_end, local_ray)
+            results = run(plan, command, at_end, local_ray, [log, *trackers(args.track, plan.experiment_dir.name)])
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
     folder = shown_path(plan.experiment_dir)
     planned = {key for model in plan.models for _, key in model.trials}
     failed = sum(results.trials["key"].isin(planned) & (results.trials["status"] == "failed"))
+    statuses = results.trials["status"].value_counts().to_dict()
+    best = results.best.reset_index().to_dict("records")
+    log.event("end", trials=statuses, best=best, seconds=time.monotonic() - started, folder=str(plan.experiment_dir))
     print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     for name, next_command in next_commands(str(folder), [] if args.save_best else list(results.best.index)):
         print(f"{name:<12} {shlex.join(next_command)}")
@@ -100,6 +146,14 @@ def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | Non
             f"failed       {failed} of {len(planned)} trials (see all_methods_results.csv); the same command tries them again:\n"
             f"             {again}"
         )
+
+
+def _log_plan(log: JsonLog, plan: Plan) -> None:
+    planned = {model.run.label: len(model.trials) for model in plan.models}
+    seconds = None if plan.cost is None else plan.cost.wall_range
+    hours = None if plan.cost is None else plan.cost.gpu_hours
+    about = {"folder": str(plan.experiment_dir), "trials": planned, "recorded": plan.recorded, "slots": plan.slots}
+    log.event("plan", **about, predicted_seconds=seconds, predicted_gpu_hours=hours)
 
 
 def next_commands(folder: str, labels: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -53,7 +53,7 @@ def test_confidence_set_holds_the_truly_best(truth: np.ndarray, at_most: int) ->
         held.append(comparison.in_confidence_set[0])
         sizes.append(comparison.in_confidence_set.sum())
         gap = outcomes.accuracies[winner] - outcomes.accuracies[0]
-        in_two_errors.append(gap <= 2 * comparison.stderr[winner, 0])
+        in_two_errors.append(gap <= 2 * comparison.stderr()[winner, 0])
     sampling_error = 3 * math.sqrt(0.95 * 0.05 / len(held))
     assert np.mean(held) >= 0.95 - sampling_error
     assert np.mean(sizes) <= at_most
@@ -96,7 +96,7 @@ def test_bootstrap_spread_is_the_analytic_one() -> None:
     outcomes = PairedScores(scores, np.arange(2))
     analytic = math.sqrt((3 / 16 + 1 / 4) * (120 / 119) / 120) / 2
     comparison = compared(outcomes, np.random.default_rng(0))
-    np.testing.assert_allclose(comparison.stderr, [[0, analytic], [analytic, 0]], rtol=1e-12)
+    np.testing.assert_allclose(comparison.stderr(), [[0, analytic], [analytic, 0]], rtol=1e-12)
     # the chance of a gap of z standard errors is the normal one only if the draws spread as far
     gap = 1.5 * analytic
     shifted = compare(np.array([gap, 0.0]), np.zeros(2), outcomes, np.random.default_rng(0), draws=40_000)
@@ -107,7 +107,7 @@ def test_identical_outcomes_are_never_told_apart() -> None:
     generator = np.random.default_rng(4)
     scores = {task: s[:, [0, 0, 1]] for task, s in grid(generator, np.array([0.8, 0.2]), 100).by_task.items()}
     comparison = compared(PairedScores(scores, np.arange(3)), generator)
-    assert comparison.stderr[0, 1] == 0
+    assert comparison.stderr()[0, 1] == 0
     assert comparison.in_confidence_set.tolist() == [True, True, False]
     assert comparison.p_value[:2].tolist() == [1, 1]
 
@@ -125,7 +125,7 @@ def test_rows_without_items_count_by_their_own_error() -> None:
     accuracies = np.r_[outcomes.accuracies[0], 0.3, outcomes.accuracies[1]]
     comparison = compare(accuracies, np.array([9.0, 0.02, 9.0]), outcomes, generator)
     assert comparison.basis == "unpaired"
-    assert comparison.stderr[0, 1] == pytest.approx(math.hypot(0.02, math.sqrt(outcomes.covariance()[0, 0])))
+    assert comparison.stderr()[0, 1] == pytest.approx(math.hypot(0.02, math.sqrt(outcomes.covariance()[0, 0])))
     assert comparison.in_confidence_set.tolist() == [True, False, False]
 
 

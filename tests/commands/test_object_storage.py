@@ -122,7 +122,7 @@ def test_who_reads_a_folder_reads_it(searched: Searched, tmp_path: Path, capsys:
     best = json.loads(next(output.glob("best_*/best_config.json")).read_text())
     own = json.loads((searched.folder / "global_best_config.json").read_text())["models"]["tiny-llama"]
     assert {name: best[name] for name in own} == own | {"output_dir": f"{searched.storage}/{own['output_dir']}"}
-    assert len(list(output.glob("best_*/visualization/*.png"))) == 2  # from the trial's files
+    assert len(list(output.glob("best_*/visualization/*.png"))) >= 2  # from the trial's files
     argv = ["--config", searched.storage, "--output", str(tmp_path / "pruned")]
     assert prune.main(argv) == 0
     told = capsys.readouterr().out

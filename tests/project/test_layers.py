@@ -25,7 +25,7 @@ PRUNED = "tune_prune.models.pruned"
 # Packages that only some modules may import, at any level of nesting.
 ONLY_IN = {
     "ray": ("tuning.ray_cluster",),
-    "optuna": ("tuning.searcher", "analysis.statistics.effects"),
+    "optuna": ("tuning.searcher", "analysis.statistics.effects", "analysis.optuna_study"),
     "matplotlib": ("analysis.figures", "checkpoint.card"),
     "jinja2": ("analysis.render.templating", "cost_model.tokens", "checkpoint.card", "data.template_process"),
     "markupsafe": ("analysis.render.templating",),
@@ -34,6 +34,8 @@ ONLY_IN = {
     "tqdm": ("core.terminal.progress",),
     "tensorboard": ("tuning.observers.tensorboard",),
     "torch.utils.tensorboard": ("tuning.observers.tensorboard",),
+    "mlflow": ("tuning.observers.mlflow_runs",),
+    "wandb": ("tuning.observers.wandb_runs",),
     "lm_eval": ("evaluation.zero_shot", "evaluation.lm_adapter"),
     "datasets": ("data",),
 }

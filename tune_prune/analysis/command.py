@@ -40,6 +40,7 @@ def parser() -> Parser:
             "ray_results/NAME": "an experiment: finished, running or half-lost",
             "ray_results/A ray_results/B --rule pareto": "several, compared across models",
             "--csv Llama=all_methods_results.csv --baseline Llama=0.651": "published results",
+            "ray_results/NAME --export-study study.db": "for optuna-dashboard sqlite:///study.db",
         },
     )
     p.add_argument(
@@ -69,6 +70,11 @@ def parser() -> Parser:
         help="print accuracies as 59.80 instead of .5980 on the screen and page, in reports, figures, LaTeX and Markdown; CSV and "
         "JSON files keep fractions",
     )  # fmt: skip
+    p.add_argument(
+        "--export-study", type=_path, metavar="FILE",
+        help="write the trials as Optuna studies to this SQLite file, for optuna-dashboard, and nothing else",
+    )  # fmt: skip
+    p.add_argument("--overwrite", action="store_true", help="replace the file of --export-study if it is there")
     p.add_argument("--lang", choices=LANGUAGES, default="en", help="language of the text report (default: %(default)s)")
     p.add_argument(
         "--seed",
@@ -141,6 +147,14 @@ def _main(argv: list[str]) -> None:
         raise UserError(
             "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
         )
+    if args.export_study is not None:
+        from tune_prune.analysis.input.reading import read_study
+        from tune_prune.analysis.optuna_study import export_study
+
+        print(
+            export_study(lambda: read_study(args.folders, args.csv, args.baseline), args.export_study, args.overwrite)
+        )
+        return
     output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
     _check_output(output)

@@ -27,6 +27,13 @@ def totals(
     return sums
 
 
+def gpu_hours(records: Sequence[TrialRecord], passes: Sequence[Mapping[str, Any]]) -> float:
+    """What trials, dense models (`records` of both) and passes have taken of GPUs."""
+    share = max((record.resources.get("gpu", 0.0) for record in records), default=0.0)  # passes ran on a trial's share
+    seconds = sum(record.elapsed_time_s * record.resources.get("gpu", 0.0) for record in records)
+    return (seconds + share * sum(stage["duration_s"] for stage in passes)) / 3600
+
+
 def write_cost(
     path: Location,
     records: Iterable[TrialRecord],
@@ -47,9 +54,6 @@ def write_cost(
     total = sum(seconds.values())
     statistics = [s for s in in_order(sorted({"importance", "removal", *computed})) if s not in MODEL_STAGES]
     done = [*records, *baselines.values()]
-    gpu_share = max((record.resources.get("gpu", 0.0) for record in done), default=0.0)  # passes ran on a trial's share
-    gpu_seconds = sum(record.elapsed_time_s * record.resources.get("gpu", 0.0) for record in done)
-    gpu_seconds += gpu_share * sum(stage["duration_s"] for stage in passes)
     cost = {
         "trials": len(records),
         **{f"{pass_name(stage)}_passes": computed[stage] for stage in statistics},
@@ -57,7 +61,7 @@ def write_cost(
         "tokens_per_stage": now["tokens"],
         "worker_seconds": total,
         "evaluation_fraction": (seconds["perplexity"] + seconds["zero_shot"]) / (total or 1.0),
-        "gpu_hours": gpu_seconds / 3600,
+        "gpu_hours": gpu_hours(done, passes),
         "shared_passes": list(passes),
     }
     if predicted is not None:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
+from tune_prune.core.errors import did_you_mean
 from tune_prune.core.terminal.parser import Parser
 
 if TYPE_CHECKING:
     from tune_prune.planning.plan import SearchSettings
 
+TRACKERS = ("mlflow", "wandb")  # tuning.observers.tracking.TRACKERS, without its imports
 COMMAND = ("python", "-m", "tune_prune.search")
 
 
@@ -28,7 +30,7 @@ def parser() -> Parser:
     )
     what = p.add_argument_group("what is searched")
     what.add_argument(
-        "--model", type=flags.text, action="append", required=True, metavar="NAME",
+        "--model", type=flags.text, action="append", metavar="NAME",
         help=f"{flags.MODEL_HELP}; give it again for more models",
     )  # fmt: skip
     what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
@@ -122,10 +124,44 @@ def parser() -> Parser:
         help="at the end, save the best pruned model of each model to best/ in the experiment",
     )
     how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
+    seen = p.add_argument_group("how it is followed")
+    seen.add_argument(
+        "--status",
+        type=flags.text,
+        metavar="NAME",
+        help="how far the experiment of that name in --storage-path, or of that path, is: trials done, running and failed, the "
+        "best so far, time left, GPU-hours; reads only, from any machine that sees the storage, at any time",
+    )
+    seen.add_argument("--json", action="store_true", help="with --status: one JSON object instead of text")
+    seen.add_argument(
+        "--log-json",
+        action="store_true",
+        help="write one JSON object per line to standard output (docs/watching.md): start, plan, stages, ends of trials; text goes "
+        "to standard error",
+    )
+    seen.add_argument(
+        "--track",
+        type=_trackers,
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="write every trial as a run of mlflow or wandb, too, or of both (mlflow,wandb); each where its own environment "
+        "variables say, else below this folder and offline (default: neither)",
+    )
     return p
 
 
+def _trackers(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TRACKERS:
+            raise argparse.ArgumentTypeError(f"unknown value {name!r}; {did_you_mean(name, TRACKERS)}")
+    return names
+
+
 def settings_from(args: argparse.Namespace) -> SearchSettings:
+    if not args.model:
+        parser().error("the following arguments are required: --model")
     from tune_prune.cli.names import check_names
     from tune_prune.planning import search_space
     from tune_prune.tuning.ray_cluster.resources import parse_amount

@@ -26,12 +26,13 @@ class DamagedFile(UserError):
         self.path, self.what = path, what
 
 
-def to_json(value: Any) -> str:
-    """The text of `value` (plain data or NumPy scalars) as files keep it: sorted keys, indented, a newline at the end.
+def to_json(value: Any, indent: int | None = 2) -> str:
+    """The text of `value` (plain data or NumPy scalars) as files keep it: sorted keys, indented (None: one line), a newline
+    at the end.
 
     JSON has no NaN or infinity: they become the strings "nan", "inf" and "-inf"; `number` turns them back.
     """
-    return json.dumps(_plain(value), sort_keys=True, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(_plain(value), sort_keys=True, indent=indent, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def number(value: Any) -> float | int:

@@ -25,6 +25,7 @@ BASELINES = "baseline.json"
 LEDGER = "ledger"
 PASSES = "passes"
 COST = "cost.json"
+STATUS = "status.json"  # what the search that runs, or ran last, has said of itself
 TENSORBOARD = "tensorboard"
 TUNE = "tune"
 SAVED_MODELS = "best"

@@ -18,7 +18,9 @@ from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_stati
 
 def needs_of(configs: Iterable[PruningConfig]) -> tuple[Need, ...]:
     """The needs that the trials of `configs`, all of one seq_len, share: computed for all of them when the first one asks."""
-    needs = {need for config in configs for need in load_method(config.method).needs(config).values()}
+    configs = list(configs)
+    methods = {name: load_method(name) for name in {config.method for config in configs}}
+    needs = {need for config in configs for need in methods[config.method].needs(config).values()}
     return tuple(need for found in by_statistic(needs).values() for need in found)
 
 

@@ -24,7 +24,9 @@ from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline, preparation
+from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.observers.results import LedgerObserver, PrepareObserver
+from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue
@@ -57,6 +59,7 @@ class TuneOptions:
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     trial_timeout_s: float | None = None
     cost: CostEstimate | None = None  # for the time left; None: it is not shown
+    observers: Sequence[Observer] = ()  # besides those that every search has
 
 
 @dataclass
@@ -103,7 +106,9 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         count = searcher.remaining if searcher is not None else len(pending)
         # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
         prepared = preparation.prepare_jobs(pending if searcher is None else [], missing)
-        line = LiveLine(specs, len(finished) + count, finished, cost=options.cost, jobs=prepared, slots=slots)
+        total = len(finished) + count
+        line = LiveLine(specs, total, finished, cost=options.cost, jobs=prepared, slots=slots)
+        status = StatusObserver(settings, total, len(finished), slots, line.seconds_left)
 
         def keep(run: ModelRun, baseline: TrialRecord) -> None:
             baselines[run.label] = baseline
@@ -122,14 +127,17 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
             TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs)),
             preparations,
             line,
+            status,
+            *options.observers,
         ]
         try:
-            if options.inline:
-                inline.run(queue, specs, rule, settings, observers)
-            else:
-                from tune_prune.tuning.ray_cluster import tuner  # imports ray
+            with status:
+                if options.inline:
+                    inline.run(queue, specs, rule, settings, observers)
+                else:
+                    from tune_prune.tuning.ray_cluster import tuner  # imports ray
 
-                tuner.run(queue, prepared, specs, rule, settings, observers, len(prepared) + count, slots)
+                    tuner.run(queue, prepared, specs, rule, settings, observers, len(prepared) + count, slots)
         finally:
             line.end()
         if preparations.failure is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
+import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TextIO
 
@@ -18,7 +19,11 @@ from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
 TTY_REFRESH_S = 0.5
-LOG_REFRESH_S = 10.0
+LOG_REFRESH_S = 10.0  # without a terminal; later on
+LOG_REFRESH_SHARE = (
+    0.01  # of the time that the search has taken: a search of days writes no more lines than one of hours
+)
+_PACES = 200  # stages whose paces say how far the time left is uncertain; the latest count
 
 
 class TimeLeft:
@@ -34,6 +39,7 @@ class TimeLeft:
         self._running: dict[Hashable, Seconds] = {}
         self._predicted: defaultdict[str, float] = defaultdict(float)  # by stage, of what was measured
         self._measured: defaultdict[str, float] = defaultdict(float)
+        self._paces: deque[float] = deque(maxlen=_PACES)  # measured over predicted, of one stage each
 
     def start(self, name: Hashable, kind: Hashable) -> None:
         """A piece of that kind begins, under a name of its own; once more under the same name: it begins again."""
@@ -49,6 +55,7 @@ class TimeLeft:
         if seconds is not None and predicted:
             self._predicted[stage] += predicted
             self._measured[stage] += seconds
+            self._paces.append(seconds / predicted)
 
     def end(self, name: Hashable) -> None:
         """The piece is over, whatever was left of it."""
@@ -57,6 +64,14 @@ class TimeLeft:
     @property
     def measured(self) -> bool:
         return bool(self._measured)
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """The quartiles of the paces that stages had, over their median; None while there are few."""
+        if len(self._paces) < 8:
+            return None
+        low, middle, high = statistics.quantiles(self._paces, n=4)
+        return low / middle, high / middle
 
     def seconds(self) -> float:
         running = [self._paced(left) for left in self._running.values()]
@@ -106,6 +121,7 @@ class LiveLine(Observer):
         self._given_stream = stream  # None: sys.stdout, asked for each time, as Ray pickles what it calls
         self._tty = self._stream.isatty()
         self._groups = labels_of_groups(specs.values())
+        self._several = len(set(self._groups.values())) > 1
         self._best: dict[str, tuple[float, str]] = {}  # by group's label
         self._jobs = list(jobs)
         self._clock = clock
@@ -117,7 +133,7 @@ class LiveLine(Observer):
         self._left = self._time_left(cost, recorded, slots) if cost is not None else None
         # Until something is measured:
         self._slowdown, self._start_s = (cost.slowdown, cost.start_s) if cost is not None else ((1.0, 1.0), 0.0)
-        self._shown = self._changed = clock()
+        self._began = self._shown = self._changed = clock()
 
     def _time_left(self, cost: CostEstimate, recorded: list[TrialRecord], slots: int) -> TimeLeft:
         pieces: dict[Hashable, Seconds] = {}
@@ -154,7 +170,9 @@ class LiveLine(Observer):
         self._write(self._text(0))
 
     def on_tick(self, running: int) -> None:
-        if self._clock() - self._shown >= (TTY_REFRESH_S if self._tty else LOG_REFRESH_S):
+        now = self._clock()
+        seldom = max(LOG_REFRESH_S, LOG_REFRESH_SHARE * (now - self._began))
+        if now - self._shown >= (TTY_REFRESH_S if self._tty else seldom):
             self._write(self._text(running))
 
     def on_start(self, work: Work) -> None:
@@ -211,9 +229,8 @@ class LiveLine(Observer):
             self._best[label] = (accuracy, name)
 
     def _text(self, running: int) -> str:
-        several = len(set(self._groups.values())) > 1
         best = "; ".join(
-            f"best acc {accuracy:.4f}".replace(" 0.", " .") + f" {label + ' ' if several else ''}{name}"
+            f"best acc {accuracy:.4f}".replace(" 0.", " .") + f" {label + ' ' if self._several else ''}{name}"
             for label, (accuracy, name) in self._best.items()
         )
         jobs = f"prepared {self._prepared}/{len(self._jobs)}, " if self._prepared < len(self._jobs) else ""
@@ -228,6 +245,15 @@ class LiveLine(Observer):
             seconds, ends = seconds + self._start_s, self._slowdown
         passed = self._clock() - self._changed
         return f", ETA {' to '.join(dict.fromkeys(_clock_text(seconds * end - passed) for end in ends))}"
+
+    def seconds_left(self) -> tuple[float, float] | None:
+        """Until the search is done, at least and at most; None where nothing was predicted, or nothing is left."""
+        if self._left is None or self._done >= self._total:
+            return None
+        seconds, ends = self._left.seconds(), self._left.spread or self._slowdown
+        seconds += 0.0 if self._left.measured else self._start_s
+        low, high = (max(0.0, seconds * end - (self._clock() - self._changed)) for end in ends)
+        return low, high
 
     def _write(self, text: str) -> None:
         if self._tty:

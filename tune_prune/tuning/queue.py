@@ -25,6 +25,8 @@ class WorkQueue:
         self._jobs = list(jobs)
         self._unprepared = {(job.run, job.seq_len) for job in jobs}
         self._waiting = [] if adaptive is not None else list(specs)
+        methods = dict.fromkeys(spec.config.method for spec in self._waiting)
+        self._needing = {method for method in methods if load_method(method).statistics}
         self._adaptive = adaptive
         self.failed = False
 
@@ -43,7 +45,7 @@ class WorkQueue:
         if self._adaptive is not None:
             return self._adaptive.ask()
         for spec in self._waiting:
-            waits = load_method(spec.config.method).statistics
+            waits = spec.config.method in self._needing
             if not waits or (spec.run, spec.config.seq_len) not in self._unprepared:
                 self._waiting.remove(spec)
                 return spec

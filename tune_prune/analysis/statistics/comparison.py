@@ -5,12 +5,17 @@ what a task asks for, tasks and configurations are fixed. Configurations on the 
 are taken item by item. All of it is computed on arrays, whatever files they came from.
 
 Where a configuration has no items, or other ones, its error is an independent normal one of its own standard error.
+
+Nothing of K x K numbers is held at once, and no draw of the bootstrap is compared with all configurations where a bound says
+that it need not be (`_reaching`): 5,000 configurations take seconds (docs/scale.md).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -20,16 +25,23 @@ from tune_prune.analysis.statistics.message import Message
 from tune_prune.core.errors import UserError
 
 DRAWS = 4000  # of the bootstrap
-_CHUNK = 2_000_000  # item draws held in memory at a time
+_CHUNK = 2_000_000  # item draws, and errors of them, computed at a time
+_ROWS = 512  # of a covariance matrix that are held at a time
+_LEADERS = (8, 64)  # of a draw: its largest errors, which are looked at first
+_COLUMNS = 64  # looked at together
+_EXACT = 2**24  # whole numbers below it are exact in single precision
 _ROUNDING = 1e-12  # of a variance: what is left of one that is 0
 _TIE = 1e-5  # standard errors: statistics of few items take few values, which single precision splits
+
+
+Rows = slice | np.ndarray  # positions
 
 
 @dataclass(frozen=True)
 class PairedScores:
     """Scores of configurations on the same items."""
 
-    by_task: dict[str, np.ndarray]  # [n_t, columns]
+    by_task: dict[str, np.ndarray]  # [n_t, columns]; int8 where all are 0 or 1
     rows: np.ndarray  # the position of each column's row
 
     @property
@@ -37,15 +49,29 @@ class PairedScores:
         """acc_mean of each column."""
         return np.mean([scores.mean(axis=0) for scores in self.by_task.values()], axis=0)
 
-    def covariance(self) -> np.ndarray:
-        """Of the acc_mean of the columns: sum_t cov_t / n_t / T^2 with the n_t - 1 covariance; NaN for a task of one item."""
-        total = np.zeros((len(self.rows), len(self.rows)))
+    @cached_property
+    def variances(self) -> np.ndarray:
+        """Of the acc_mean of each column: the diagonal of `covariance`."""
+        return self._summed(lambda scores: np.square(scores).sum(axis=0) - np.square(scores.sum(axis=0)) / len(scores))
+
+    def covariance(self, columns: Rows = slice(None)) -> np.ndarray:
+        """Of the acc_mean of these columns with that of all: sum_t cov_t / n_t / T^2 with the n_t - 1 covariance."""
+
+        def products(scores: np.ndarray) -> np.ndarray:
+            sums = scores.sum(axis=0)
+            # Of zeros and ones every sum is a whole number: the same in single precision, in half of the time
+            exact = scores.dtype == np.int8 and len(scores) < _EXACT
+            scores = scores.astype(np.float32 if exact else np.float64, copy=False)
+            return (scores[:, columns].T @ scores).astype(np.float64) - np.outer(sums[columns], sums) / len(scores)
+
+        return self._summed(products)
+
+    def _summed(self, of_task: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        total: np.ndarray | float = 0.0
         for scores in self.by_task.values():
-            n, sums = len(scores), scores.sum(axis=0)
-            if n < 2:
-                return np.full_like(total, np.nan)
-            total += (scores.T @ scores - np.outer(sums, sums) / n) / (n - 1) / n
-        return total / len(self.by_task) ** 2
+            n = len(scores)
+            total = total + of_task(scores) / (n - 1) / n
+        return np.asarray(total) / len(self.by_task) ** 2
 
 
 def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | None, Message | None]:
@@ -57,7 +83,7 @@ def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | 
     series = {row: scores for row, name in enumerate(eligible["output_dir"]) if (scores := items(name)) is not None}
     groups: list[list[int]] = []  # the rows of each set of items
     for row, scores in series.items():
-        same = next((rows for rows in groups if series[rows[0]].index.equals(scores.index)), None)
+        same = next((rows for rows in groups if _same_items(series[rows[0]], scores)), None)
         if same is None:
             groups.append([row])
         else:
@@ -70,14 +96,19 @@ def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | 
     table = np.column_stack([series[row] for row in rows])
     tasks = series[rows[0]].index.get_level_values("task")
     paired = PairedScores({str(task): table[tasks == task] for task in tasks.unique()}, np.array(rows))
-    for (_, row), measured in zip(eligible.iloc[rows].iterrows(), paired.accuracies, strict=True):
-        if not abs(measured - row["acc_mean"]) < 1e-6:
+    named = eligible.iloc[rows]
+    for trial, recorded, measured in zip(named["output_dir"], named["acc_mean"], paired.accuracies, strict=True):
+        if not abs(measured - recorded) < 1e-6:
             raise UserError(
-                f"the items of trial {row['output_dir']} have acc_mean {measured:.6f}, but its record says "
-                f"{row['acc_mean']:.6f}; restore its items.parquet from a copy, or move it away"
+                f"the items of trial {trial} have acc_mean {measured:.6f}, but its record says "
+                f"{recorded:.6f}; restore its items.parquet from a copy, or move it away"
             )
     left_out = eligible["name"].drop(eligible.index[rows]).tolist()
     return paired, Message("partly_unpaired", {"names": left_out}) if left_out else None
+
+
+def _same_items(first: pd.Series, second: pd.Series) -> bool:
+    return first.index is second.index or first.index.equals(second.index)
 
 
 @dataclass(frozen=True)
@@ -85,15 +116,56 @@ class Comparison:
     """Every configuration against the others; arrays are in the order of the rows, accuracies fractions."""
 
     basis: str  # "paired" (all on the same items), "unpaired", "unknown" (no standard errors)
-    stderr: np.ndarray  # [K, K] of the difference of two acc_mean; NaN where unknown
     p_value: np.ndarray  # [K] see `compare`; NaN where unknown
-    covariance: np.ndarray  # [K, K] of the acc_mean; NaN where unknown
+    variances: np.ndarray  # [K] of the acc_mean; NaN where unknown
     errors: np.ndarray  # [draws, K] of the acc_mean: what other items would add
+    outcomes: PairedScores | None  # of the rows that have the same items
 
     @property
     def in_confidence_set(self) -> np.ndarray:
         """Which are statistically tied with the best, at 95% for all together; one of unknown error always is."""
         return ~(self.p_value <= 0.05)
+
+    def covariance(self, rows: Rows = slice(None)) -> np.ndarray:
+        """[rows, K] of the acc_mean; NaN where unknown."""
+        return _covariance(self.variances, self.outcomes, rows)
+
+    def stderr(self, rows: Rows = slice(None)) -> np.ndarray:
+        """[rows, K] of the difference of two acc_mean; NaN where unknown."""
+        return _stderr(self.variances, self.outcomes, rows)
+
+    def variances_of(self, weights: list[np.ndarray]) -> list[float]:
+        """Of each weighted sum of the acc_mean; `weights`: [K] each."""
+        totals = [0.0] * len(weights)
+        for rows in _blocks(len(self.variances)):
+            covariance = self.covariance(rows)
+            totals = [
+                total + float(weight[rows] @ covariance @ weight) for total, weight in zip(totals, weights, strict=True)
+            ]
+        return totals
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + _ROWS, count)) for start in range(0, count, _ROWS))
+
+
+def _covariance(variances: np.ndarray, outcomes: PairedScores | None, rows: Rows) -> np.ndarray:
+    positions = np.arange(len(variances))[rows]
+    covariance = np.zeros((len(positions), len(variances)))
+    if outcomes is not None:
+        columns = np.full(len(variances), -1)
+        columns[outcomes.rows] = np.arange(len(outcomes.rows))
+        shared = np.flatnonzero(columns[positions] >= 0)
+        covariance[np.ix_(shared, outcomes.rows)] = outcomes.covariance(columns[positions[shared]])
+    covariance[np.arange(len(positions)), positions] = variances[positions]
+    return covariance
+
+
+def _stderr(variances: np.ndarray, outcomes: PairedScores | None, rows: Rows) -> np.ndarray:
+    both = variances[rows][:, None] + variances
+    variance = both - 2 * _covariance(variances, outcomes, rows)
+    variance[variance < _ROUNDING * both] = 0.0
+    return np.sqrt(variance)
 
 
 def compare(
@@ -114,55 +186,113 @@ def compare(
     The 95% are for many items: in simulated grids of 45 equal configurations, the hardest case, the set holds a given one in 92%
     with 100 items in all, 93 to 95% with 200 and 95% with 1,700. It speaks of the rows it is given, not of trials stopped early.
     """
-    covariance = np.diag(np.square(stderrs))
+    variances = np.square(stderrs)
     if outcomes is not None:
-        shared = outcomes.covariance()
-        if np.isnan(shared).any():  # a task of one item: no spread to go by
+        if min(map(len, outcomes.by_task.values())) < 2:  # a task of one item: no spread to go by
             outcomes = None
         else:
-            covariance[np.ix_(outcomes.rows, outcomes.rows)] = shared
-    own = np.diag(covariance)
-    variance = own[:, None] + own[None, :] - 2 * np.where(np.eye(len(own), dtype=bool), own[:, None], covariance)
-    variance[variance < _ROUNDING * (own[:, None] + own[None, :])] = 0.0
-    stderr = np.sqrt(variance)
-    finite = np.flatnonzero(np.isfinite(own))
-    errors = generator.standard_normal((draws, len(own))) * np.sqrt(own)
+            variances[outcomes.rows] = outcomes.variances
+    finite = np.flatnonzero(np.isfinite(variances))
+    errors = np.empty((draws, len(variances)))
+    for part in _parts(draws, len(variances)):
+        errors[part] = generator.standard_normal((part.stop - part.start, len(variances))) * np.sqrt(variances)
     if outcomes is not None:
-        errors[:, outcomes.rows] = _bootstrap(outcomes, generator, draws)
-    p_value = np.full(len(own), np.nan)
-    p_value[finite] = _p_values(accuracies[finite], errors[:, finite], stderr[np.ix_(finite, finite)])
-    all_paired = outcomes is not None and len(outcomes.rows) == len(own)
+        _bootstrap(errors, outcomes, generator)
+    p_value = np.full(len(variances), np.nan)
+    p_value[finite] = _p_values(
+        accuracies[finite],
+        errors if len(finite) == len(variances) else errors[:, finite],
+        lambda rows: _stderr(variances, outcomes, finite[rows])[:, finite],
+    )
+    all_paired = outcomes is not None and len(outcomes.rows) == len(variances)
     basis = "paired" if all_paired else "unpaired" if len(finite) else "unknown"
-    return Comparison(basis, stderr, p_value, covariance, errors)
+    return Comparison(basis, p_value, variances, errors, outcomes)
 
 
-def _bootstrap(outcomes: PairedScores, generator: np.random.Generator, draws: int) -> np.ndarray:
-    """Errors [draws, columns] of acc_mean: items drawn with replacement within each task, the same for all columns."""
-    errors = np.zeros((draws, len(outcomes.rows)))
+def _parts(draws: int, *sizes: int) -> Iterator[slice]:
+    """The draws a part at a time, of which none of the `sizes` of a draw makes more than _CHUNK numbers."""
+    size = max(1, min(_CHUNK // max(1, size) for size in sizes))
+    return (slice(start, min(start + size, draws)) for start in range(0, draws, size))
+
+
+def _bootstrap(errors: np.ndarray, outcomes: PairedScores, generator: np.random.Generator) -> None:
+    """Fills the columns of `errors` [draws, K] that have items: items drawn with replacement within each task, the same for all."""
+    every = np.array_equal(outcomes.rows, np.arange(errors.shape[1]))  # then `errors` itself is filled
+    filled = errors if every else np.empty((len(errors), len(outcomes.rows)))
+    filled[:] = 0.0
     for scores in outcomes.by_task.values():
         n = len(scores)
         centred = (scores - scores.mean(axis=0)).astype(np.float32)
-        size = max(1, _CHUNK // n)
-        for start in range(0, draws, size):
-            count = min(size, draws - start)
+        for part in _parts(len(errors), n, len(outcomes.rows)):
+            count = part.stop - part.start
             drawn = generator.integers(0, n, size=(count, n)) + n * np.arange(count)[:, None]
             counts = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n).astype(np.float32)
             # A bootstrap variance is (n - 1) / n of the unbiased one
-            errors[start : start + count] += counts @ centred / n * math.sqrt(n / (n - 1))
-    return errors / len(outcomes.by_task)
+            filled[part] += counts @ centred / n * math.sqrt(n / (n - 1))
+    filled /= len(outcomes.by_task)
+    if not every:
+        errors[:, outcomes.rows] = filled
 
 
-def _p_values(accuracies: np.ndarray, errors: np.ndarray, stderr: np.ndarray) -> np.ndarray:
-    draws = len(errors)
-    values = np.empty(len(accuracies))
-    for k in range(len(accuracies)):
-        gaps = accuracies - accuracies[k]
-        apart = stderr[:, k] > 0
-        if (gaps[~apart] > _ROUNDING).any():
-            values[k] = 1 / (1 + draws)
-            continue
-        scale = 1 / stderr[apart, k]
-        observed = (gaps[apart] * scale).max(initial=0.0)
-        drawn = ((errors[:, apart] - errors[:, [k]]) * scale).max(axis=1, initial=0.0)
-        values[k] = (1 + np.count_nonzero(drawn >= observed - _TIE)) / (1 + draws)
+def _p_values(accuracies: np.ndarray, errors: np.ndarray, stderr: Callable[[slice], np.ndarray]) -> np.ndarray:
+    """`stderr` gives the rows of a slice: [rows, K]."""
+    draws, count = errors.shape
+    values = np.empty(count)
+    leaders = _leaders(errors)
+    for rows in _blocks(count):
+        for k, row in enumerate(stderr(rows), rows.start):
+            gaps = accuracies - accuracies[k]
+            apart = row > 0
+            if (gaps[~apart] > _ROUNDING).any():
+                values[k] = 1 / (1 + draws)
+                continue
+            scale = np.divide(1, row, out=np.zeros_like(row), where=apart)
+            observed = (gaps * scale).max(initial=0.0)
+            values[k] = (1 + _reaching(errors, k, scale, observed - _TIE, leaders)) / (1 + draws)
     return values
+
+
+def _leaders(errors: np.ndarray) -> np.ndarray:
+    """The columns of the largest errors of each draw, the largest first."""
+    count = min(_LEADERS[-1], errors.shape[1])
+    found = [np.argpartition(errors[part], -count, axis=1)[:, -count:] for part in _parts(*errors.shape)]
+    columns = np.concatenate(found)
+    order = np.argsort(-np.take_along_axis(errors, columns, axis=1), axis=1, kind="stable")
+    return np.take_along_axis(columns, order, axis=1)
+
+
+def _reaching(errors: np.ndarray, k: int, scale: np.ndarray, bound: float, leaders: np.ndarray) -> int:
+    """In how many draws the largest (errors[draw, j] - errors[draw, k]) * scale[j] over j is at least `bound`.
+
+    One j that reaches it settles a draw, so those with the largest errors come first. All others of a draw lie below the last
+    of these, errors[draw, j] <= e: with (e - errors[draw, k]) * scale[j] < bound none of this scale, or of a smaller one, can
+    reach it. Rounding keeps the order of differences and of products, so this is exact and needs no margin.
+    """
+    if bound <= 0:
+        return len(errors)
+    reached, left, own = 0, np.arange(len(errors)), errors[:, k]
+
+    def look(columns: np.ndarray) -> None:
+        """At `columns` [left or 1, some] of the draws that are left; those that reach the bound are left no longer."""
+        nonlocal reached, left
+        found = ((errors[left[:, None], columns] - own[left, None]) * scale[columns] >= bound).any(axis=1)
+        reached += int(np.count_nonzero(found))
+        left = left[~found]
+
+    def possible(of_draw: np.ndarray, scale: float) -> np.ndarray:
+        return left[(errors[left, of_draw[left]] - own[left]) * scale >= bound]
+
+    start = 0
+    for stop in _LEADERS:
+        left = possible(leaders[:, start], scale.max()) if start < leaders.shape[1] else left[:0]
+        look(leaders[left, start:stop])
+        start = stop
+    others = leaders[:, -1]
+    near = np.argsort(-scale, kind="stable") if len(scale) > leaders.shape[1] and left.size else leaders[0, :0]
+    for start in range(0, len(near), _COLUMNS):
+        columns = near[start : start + _COLUMNS]
+        left = possible(others, scale[columns[0]])
+        if not left.size:
+            break
+        look(columns[None, :])
+    return reached

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -44,7 +45,11 @@ def cross_fit_rule(
     # What breaks ties must not come from the items: a row's place in `eligible` does
     ties = rows.reset_index(drop=True).sort_values(["ppl", "tokens", "name"]).index.argsort()
     cost = rules.cost_order(rows)
-    stderr = comparison.stderr[np.ix_(scores.rows, scores.rows)]
+
+    @cache
+    def stderr(top: int) -> np.ndarray:
+        """Of the difference to the column `top`."""
+        return comparison.stderr(scores.rows[[top]])[0, scores.rows]
 
     def most_accurate(accuracies: np.ndarray) -> int:
         leading = np.flatnonzero(accuracies >= accuracies.max() - 1e-12)
@@ -52,7 +57,7 @@ def cross_fit_rule(
 
     def cheapest(accuracies: np.ndarray) -> int:
         top = most_accurate(accuracies)
-        within = accuracies >= accuracies[top] - np.maximum(np.nan_to_num(stderr[top]), 1e-12)
+        within = accuracies >= accuracies[top] - np.maximum(np.nan_to_num(stderr(top)), 1e-12)
         return rules.cheapest_within(within, accuracies, cost)
 
     fixed = names.index(best)  # perplexity is measured on other text: no part of the items changes the choice

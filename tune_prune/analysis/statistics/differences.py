@@ -14,7 +14,7 @@ from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.rows import config_of, plain_value, plain_values
 from tune_prune.core.config import PruningConfig
 
-Items = Callable[[str], "pd.Series | None"]  # `read_items`, or one that remembers
+Items = Callable[[str], "pd.Series | None"]  # `read_items`, or an ItemReader
 
 
 def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float] | None:
@@ -25,7 +25,7 @@ def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float
     """
     if not first.index.equals(second.index):
         return None
-    by_task = (first - second).groupby(level="task")
+    by_task = (first.astype("float64") - second).groupby(level="task")
     variances = by_task.var(ddof=1) / by_task.count()
     return float(by_task.mean().mean()), math.sqrt(variances.sum(skipna=False)) / len(variances)
 

@@ -8,7 +8,6 @@ NaN and its reason stands beside it as a `Message`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.errors import with_wilson_errors
-from tune_prune.analysis.input.items import guessing, read_items
+from tune_prune.analysis.input.items import ItemReader, guessing
 from tune_prune.analysis.input.rows import CALIBRATION, plain_values, ranked
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics import effects
@@ -286,7 +285,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
     """
     if rule not in RULES:
         raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
-    items = functools.cache(read_items)
+    items = ItemReader()
     models = {}
     for label, read in study.models.items():
         model = with_wilson_errors(read)
@@ -300,7 +299,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
         eligible = eligible.assign(
             gradient_pass_s=_gradient_pass_s(eligible, model, study.costs),
             difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
-            difference_stderr_points=100 * comparison.stderr[:, 0],
+            difference_stderr_points=100 * comparison.stderr(slice(0, 1))[0],
             p_value=comparison.p_value,
             in_confidence_set=comparison.in_confidence_set,
         )

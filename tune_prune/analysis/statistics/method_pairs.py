@@ -31,27 +31,33 @@ def method_pairs(
     `comparison`: that of `eligible`.
     """
     accuracy = eligible["acc_mean"].to_numpy(np.float64)
-    own = np.sqrt(np.diag(comparison.covariance))
+    own = np.sqrt(comparison.variances)
     reads = {factor: methods_reading(trials, factor) for factor in varied(trials) if factor != "method"}
     order = eligible.groupby("method")["acc_mean"].mean().sort_values(ascending=False, kind="stable").index
     rows = eligible.reset_index(drop=True)
-    found, errors = [], []
+    found, matches, weights = [], [], []
     for names in itertools.combinations(order, 2):
         common = [factor for factor, methods in reads.items() if methods.issuperset(names)]
         sides = (rows.loc[rows["method"] == name, common].rename_axis("row").reset_index() for name in names)
         matched = pd.merge(*sides, on=common) if common else pd.merge(*sides, how="cross")
         pair = {"first": names[0], "second": names[1]} | dict.fromkeys(COLUMNS, math.nan) | {"n": len(matched)}
         found.append(pair)
-        first, second = matched["row_x"].to_numpy(), matched["row_y"].to_numpy()
-        if not len(matched) or not np.isfinite(own[[*first, *second]]).all():
+        first, second = (matched[row].to_numpy(np.int64) for row in ("row_x", "row_y"))
+        matches.append((first, second))
+        sides = (np.bincount(side, minlength=len(rows)) / max(1, len(matched)) for side in (first, second))
+        weights.append(tuple(sides))
+    paired = comparison.basis == "paired"
+    variances = comparison.variances_of([one - other for one, other in weights]) if paired else []
+    errors = []
+    for index, (pair, (first, second)) in enumerate(zip(found, matches, strict=True)):
+        if not len(first) or not np.isfinite(own[[*first, *second]]).all():
             errors.append(np.full(len(comparison.errors), np.nan))
             continue
-        weights = [np.bincount(side, minlength=len(rows)) / len(matched) for side in (first, second)]
-        weight = weights[0] - weights[1]
-        if comparison.basis == "paired":
-            item_variance, item_errors = weight @ comparison.covariance @ weight, comparison.errors @ weight
+        if paired:
+            item_variance = variances[index]
+            item_errors = comparison.errors @ (weights[index][0] - weights[index][1])
         else:  # the items of a method's configurations are the same, so their errors do not average out
-            item_variance = sum(float(own @ part) ** 2 for part in weights)
+            item_variance = sum(float(own @ part) ** 2 for part in weights[index])
             item_errors = generator.standard_normal(len(comparison.errors)) * math.sqrt(item_variance)
         gaps = pd.Series(accuracy[first] - accuracy[second])
         # One configuration may stand in several pairs: what counts are those of a side, of the side with the larger spread

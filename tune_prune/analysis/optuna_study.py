@@ -1,0 +1,138 @@
+"""The trials of a study as Optuna studies in an SQLite file: `analysis FOLDER --export-study study.db`.
+
+One Optuna study per model (and pruning ratio), which maximises acc_mean. Complete trials have it as their value; those that were
+stopped early are pruned, with what they had reached; failed ones are failed. Everything else that is known of a trial is among its
+user attributes: ppl, the accuracy of every task, standard errors, sizes, where it ran, why it failed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from tune_prune.analysis.input.rows import plain_value
+from tune_prune.analysis.input.study import Model, Study
+from tune_prune.core.config import HYPERPARAMETERS, Whole
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import location, open_store
+from tune_prune.core.terminal import progress
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+
+_LOG_SCALE = 8  # the largest level over the smallest from which on an axis is logarithmic
+_NOT_ATTRIBUTES = (*HYPERPARAMETERS, "model", "success", "where", "started_at")
+
+
+def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False) -> str:
+    """Write the file, whole or not at all, and return what there is to say of it. UserError where it is there already, or cannot be
+    written."""
+    if path.exists() and not (overwrite and path.is_file()):
+        step = "give --overwrite to replace it, or name another file" if path.is_file() else "name a file"
+        raise UserError(f"--export-study {path} is there already; {step}")
+    if not path.absolute().parent.is_dir():
+        raise UserError(
+            f"--export-study {path} cannot be written: {path.absolute().parent} is no folder; make it first"
+        )
+    try:
+        import optuna
+    except ModuleNotFoundError as error:  # it is needed to search, not to look at results
+        raise UserError(
+            "--export-study needs the package optuna, which is not installed; pip install optuna"
+        ) from error
+    study = read()
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # or it announces every study on stderr
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        storage = optuna.storages.RDBStorage(f"sqlite:///{temporary.absolute()}")
+        with storage.engine.connect() as connection:  # the file is nobody's before it is renamed
+            connection.exec_driver_sql("PRAGMA synchronous = OFF")
+        counts = {label: _write(storage, label, model) for label, model in study.models.items()}
+        storage.engine.dispose()
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"--export-study {path} cannot be written ({error.strerror}); name another file") from error
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+        temporary.unlink(missing_ok=True)
+    studies = "\n".join(f"study        {label}: {count:,} trials" for label, count in counts.items())
+    return f"{studies}\nwrote        {path}\nview         optuna-dashboard sqlite:///{path}"
+
+
+def _write(storage: optuna.storages.RDBStorage, label: str, model: Model) -> int:
+    import optuna
+
+    study = optuna.create_study(storage=storage, study_name=label, direction="maximize")
+    study.set_user_attr("dense", {name: _json(value) for name, value in model.baseline.items()})
+    study.set_user_attr("origins", [str(origin) for origin in model.origins])
+    distributions = _distributions(model.rows)
+    rows = model.rows.to_dict("records")
+    for row in progress.over(rows, f"study {label}", "trials"):
+        study.add_trial(_trial(row, distributions))
+    return len(rows)
+
+
+def _distributions(rows: pd.DataFrame) -> dict[str, BaseDistribution]:
+    """Of every hyperparameter over the levels that were tried."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    found: dict[str, BaseDistribution] = {}
+    for name, hyperparameter in HYPERPARAMETERS.items():
+        levels = sorted(plain_value(level) for level in rows[name].dropna().unique())
+        if not levels:
+            continue
+        low, high = levels[0], levels[-1]
+        if hyperparameter.kind.is_text:
+            found[name] = CategoricalDistribution(levels)
+        elif isinstance(hyperparameter.kind, Whole):
+            found[name] = IntDistribution(low, high, log=high >= _LOG_SCALE * low)
+        else:
+            found[name] = FloatDistribution(low, high)
+    return found
+
+
+def _trial(row: Mapping[Any, Any], distributions: Mapping[str, BaseDistribution]) -> optuna.trial.FrozenTrial:
+    import optuna
+    from optuna.trial import TrialState
+
+    values = {str(name): plain_value(value) for name, value in row.items()}
+    params = {name: values[name] for name in distributions if values[name] is not None}
+    accuracy = values["acc_mean"]
+    known = accuracy is not None and math.isfinite(accuracy)
+    stopped = values["status"] == "stopped_early"
+    attributes = {k: _json(v) for k, v in values.items() if v not in (None, "") and k not in _NOT_ATTRIBUTES}
+    complete = values["success"] and known
+    trial = optuna.trial.create_trial(
+        state=TrialState.COMPLETE if complete else TrialState.PRUNED if stopped else TrialState.FAIL,
+        value=accuracy if complete else None,
+        params=params,
+        distributions={name: distributions[name] for name in params},
+        user_attrs=attributes,
+        intermediate_values={_items_scored(values): accuracy} if stopped and known else {},
+    )
+    if started := values["started_at"]:
+        trial.datetime_start = datetime.fromisoformat(started).astimezone().replace(tzinfo=None)  # Optuna's are local
+        trial.datetime_complete = trial.datetime_start + timedelta(seconds=values["elapsed_time"] or 0)
+    return trial
+
+
+def _items_scored(values: Mapping[str, Any]) -> int:
+    """How many items a trial that was stopped early had answered, by its record; 0 where that is not there."""
+    experiment = location(values["output_dir"]).parents[1] if values["key"] and values["output_dir"] else None
+    record = None if experiment is None else Ledger(open_store(experiment)).read(values["key"])
+    return max((stage.get("items_scored", 0) for stage in record.stages), default=0) if record is not None else 0
+
+
+def _json(value: Any) -> Any:
+    """JSON has no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,213 @@
+"""`search --status NAME`: how far an experiment is, from its files alone. Reads only, takes no lock, starts nothing.
+
+What is done comes from the ledger, what runs from status.json, which the running search writes every few seconds. Where that
+is old, the search was killed or its machine does not reach the storage: that is said, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from tune_prune.analysis.cost import between, duration, gpu_hours
+from tune_prune.core.config import PruningConfig, group_labels
+from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.files import to_json
+from tune_prune.core.ledger import Ledger, PassLog, read_baselines
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import EXPERIMENT, LEDGER, STATUS, Store, location, open_store
+
+STALE_S = 35.0  # three of its beats (tuning.observers.status.BEAT_S) are missing
+_SHOWN = 8  # trials that run, classes of failure
+
+
+def shown(name: str, storage_path: str, as_json: bool = False) -> str:
+    """The status as text or as one JSON object. UserError where there is no such experiment, or where its files are damaged."""
+    found = read(experiment(name, storage_path))
+    return to_json(found).rstrip() if as_json else text(found)
+
+
+def experiment(name: str, storage_path: str) -> Store:
+    """The experiment of that name in `storage_path`, or in the folder `name`."""
+    storage = location(storage_path).expanduser()
+    named, below = open_store(location(name).expanduser()), open_store(storage / name)
+    for store in (below, named):
+        if store.get(EXPERIMENT) is not None or store.names(LEDGER):
+            return store
+    others = [place for place in open_store(storage).folders() if open_store(storage / place).has(EXPERIMENT)]
+    known = did_you_mean(name, others) if others else "none is there; --storage-path names their folder"
+    raise UserError(f"--status names the experiment {name!r}, which is not in {storage_path}; {known}")
+
+
+def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
+    """Everything that is shown, as plain data (docs/watching.md)."""
+    now = now or datetime.now(UTC)
+    about, search = store.read(EXPERIMENT) or {}, store.read(STATUS)
+    records, damaged = Ledger(store).readable()
+    baselines = read_baselines(store)
+    planned = _planned(about)
+    states = Counter(record.status for record in records)
+    return {
+        "experiment": store.folder.name,
+        "folder": str(store.folder),
+        "state": _state(search, now),
+        "search": search,
+        "silent_seconds": None if search is None else _age(search["updated_at"], now),
+        "trials": {
+            "planned": planned,
+            "done": len(records),
+            **{s: states[s] for s in ("complete", "stopped_early", "failed")},
+        },
+        "damaged": [str(error) for error in damaged],
+        "failures": _failures(records),
+        "models": _best(records, baselines),
+        "gpu_hours": gpu_hours([*records, *baselines.values()], PassLog(store).read()),
+    }
+
+
+def _planned(about: Mapping[str, Any]) -> int | None:
+    """Trials that the latest start was to come to; None where experiment.json does not say."""
+    models = about.get("models") or {}
+    if about.get("search") == "optuna" and isinstance(about.get("num_trials"), int):
+        return int(about["num_trials"]) * len(models)
+    return sum(len(model.get("trial_keys", ())) for model in models.values()) or None
+
+
+def _state(search: Mapping[str, Any] | None, now: datetime) -> str:
+    """running; silent (it says that it runs, but has not said so for long), ended, stopped (by an interrupt or an error), or
+    unknown (an older version left no word)."""
+    if search is None:
+        return "unknown"
+    if search["state"] != "running":
+        return str(search["state"])
+    return "silent" if _age(search["updated_at"], now) > STALE_S else "running"
+
+
+def _age(time: str, now: datetime) -> float:
+    return max(0.0, (now - datetime.fromisoformat(time)).total_seconds())
+
+
+def _failures(records: Sequence[TrialRecord]) -> list[dict[str, Any]]:
+    """By class of failure, the most frequent first, each with the latest trial that failed so."""
+    found: dict[str, list[TrialRecord]] = {}
+    for record in records:
+        if record.status == "failed":
+            found.setdefault(getattr(record, "failure", "") or "failed", []).append(record)
+    rows = []
+    for kind, members in sorted(found.items(), key=lambda entry: -len(entry[1])):
+        latest = max(members, key=lambda record: record.started_at)
+        example = {"model": latest.model, "config": _name(latest), "reason": latest.reason, "host": latest.host}
+        rows.append({"failure": kind, "count": len(members), "latest": example})
+    return rows
+
+
+def _name(record: TrialRecord) -> str:
+    return PruningConfig.from_dict(record.config).name
+
+
+def _best(records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord]) -> dict[str, Any]:
+    """Of each model and ratio: how many are complete, and the most accurate of these."""
+    complete = [record for record in records if record.status == "complete"]
+    configs = {record.key: PruningConfig.from_dict(record.config) for record in complete}
+    labels = group_labels((record.model, configs[record.key].pruning_ratio) for record in complete)
+    found: dict[str, Any] = {}
+    for (model, ratio), label in labels.items():
+        members = [r for r in complete if (r.model, configs[r.key].pruning_ratio) == (model, ratio)]
+        accurate = [r for r in members if math.isfinite(r.metrics.get("acc_mean", math.nan))]
+        found[label] = {"complete": len(members), "best": None, "dense_acc_mean": None}
+        if model in baselines:
+            found[label]["dense_acc_mean"] = baselines[model].metrics.get("acc_mean")
+        if accurate:
+            best = max(accurate, key=lambda record: record.metrics["acc_mean"])
+            values = {name: best.metrics.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
+            found[label]["best"] = {"config": configs[best.key].name, "key": best.key, **values}
+    return found
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """What `read` gives, for a person."""
+    trials, search = found["trials"], found["search"]
+    planned = "" if trials["planned"] is None else f" of {trials['planned']:,}"
+    counts = [f"{trials[state]:,} {words}" for state, words in _STATES.items() if trials[state]]
+    lines = [("experiment", f"{found['experiment']} ({found['folder']})"), ("search", _of_search(found))]
+    lines.append(("trials", f"{trials['done']:,}{planned} done{': ' * bool(counts)}{', '.join(counts)}"))
+    if found["state"] == "running":
+        pieces = search["running"]
+        for index, piece in enumerate(pieces[:_SHOWN]):
+            lines.append(("" if index else "running", _piece(piece)))
+        if len(pieces) > _SHOWN:
+            hosts = Counter(piece["host"] or "starting" for piece in pieces)
+            others = ", ".join(f"{host} {count}" for host, count in hosts.items())
+            lines.append(("", f"and {len(pieces) - _SHOWN:,} more; by machine: {others}"))
+    for index, failure in enumerate(found["failures"][:_SHOWN]):
+        latest = failure["latest"]
+        why = f"{failure['failure']}: {failure['count']:,}, the latest {latest['model']} {latest['config']} on {latest['host']}"
+        lines.append(("" if index else "failed", f"{why}: {_short(latest['reason'])}"))
+    lines += [("damaged", _short(error)) for error in found["damaged"][:_SHOWN]]
+    for index, (label, model) in enumerate(found["models"].items()):
+        lines.append(("" if index else "best", _of_model(label, model)))
+    if found["state"] == "running" and search["eta_seconds"] is not None:
+        passed = _age(search["eta_at"], datetime.now(UTC))
+        lines.append(("time left", between([max(0.0, seconds - passed) for seconds in search["eta_seconds"]])))
+    lines.append(("GPU-hours", f"{found['gpu_hours']:.2f} of finished trials and passes"))
+    return "\n".join(f"{name:<12} {line}" for name, line in lines)
+
+
+_STATES = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
+
+
+def _of_search(found: Mapping[str, Any]) -> str:
+    search, state = found["search"], found["state"]
+    if search is None:
+        return "no word of one: none has run trials here, or one of an older version"
+    who, silent = f"process {search['pid']} on {search['host']}", duration(found["silent_seconds"])
+    if state == "running":
+        return (
+            f"running, {who}, {search['slots']:,} trials at once, since {search['started_at']}; last word {silent} ago"
+        )
+    if state == "silent":
+        gone = ", and that process is gone" if _gone(search) else ""
+        return f"silent for {silent}{gone}: {who} was killed, or does not reach this storage; the same command goes on"
+    how = "ended" if state == "ended" else "stopped by an interrupt or an error; the same command goes on"
+    return f"{how}, {who}, {silent} ago"
+
+
+def _gone(search: Mapping[str, Any]) -> bool:
+    """Whether it ran on this machine, and does not any more."""
+    if search["host"] != platform.node():
+        return False
+    try:
+        os.kill(int(search["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it is another user's
+        return False
+    return False
+
+
+def _piece(piece: Mapping[str, Any]) -> str:
+    after = f"after {piece['after_stage']}" if piece["after_stage"] else "starting"
+    where = f" on {piece['host']}" if piece["host"] else ""
+    model = "" if piece["key"] is None else f"{piece['model']} "
+    return f"{model}{piece['config']}{where}, {after}, since {piece['since']}"
+
+
+def _of_model(label: str, model: Mapping[str, Any]) -> str:
+    best = model["best"]
+    if best is None:
+        return f"{label}: none of {model['complete']:,} has a finite accuracy"
+    error = best["acc_mean_stderr"]
+    known = "" if error is None or not math.isfinite(error) else f" ± {error:.4f}".replace(" 0.", " .")
+    accuracy = f"{best['acc_mean']:.4f}".replace("0.", ".", 1)
+    dense = "" if model["dense_acc_mean"] is None else f" (dense {model['dense_acc_mean']:.4f})".replace(" 0.", " .")
+    return f"{label}: {best['config']}, accuracy {accuracy}{known}{dense}, of {model['complete']:,} complete"
+
+
+def _short(sentence: str, width: int = 160) -> str:
+    line = " ".join(sentence.split())
+    return line if len(line) <= width else f"{line[: width - 1]}…"

@@ -1,0 +1,142 @@
+"""status.json: what a running search says of itself every few seconds, for `search --status` wherever the storage is seen."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+from tune_prune.core.files import to_json
+from tune_prune.core.store import STATUS
+from tune_prune.tuning.messages import Message, TrialMessage
+from tune_prune.tuning.observers.observer import Observer
+from tune_prune.tuning.preparation import PrepareJob, Work
+from tune_prune.tuning.worker import WorkerSettings
+
+BEAT_S = 10.0  # between two writings, also while a stage takes an hour
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class _Running:
+    work: Work
+    since: str
+    stage: str = ""  # the last that is done
+    host: str = ""  # known from its first message on
+
+    def plain(self) -> dict[str, Any]:
+        work, what = self.work, {"key": None, "config": str(self.work)}
+        if not isinstance(work, PrepareJob):
+            what = {"key": work.key, "config": work.config.name}
+        return {"model": self.work.run.label, **what, "since": self.since, "after_stage": self.stage, "host": self.host}
+
+
+class StatusObserver(Observer):
+    """Writes the file from a thread of its own, whole or not at all; entered before the first piece of work, left after the last.
+
+    `total` counts trials, of which `done` were finished before this start; `seconds_left` tells how long the rest takes. What goes
+    wrong in the thread is raised in the search's, at its next tick.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        total: int,
+        done: int,
+        slots: int,
+        seconds_left: Callable[[], tuple[float, float] | None],
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self._settings = settings
+        self._seconds_left = seconds_left
+        self._beat_s = beat_s
+        self._about: Mapping[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "search_id": settings.search_id,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "started_at": now(),
+            "total": total,
+            "slots": slots,
+        }
+        self._done, self._failed = done, 0
+        self._running: dict[Work, _Running] = {}
+        self._said: Mapping[str, Any] = {}  # replaced as a whole, by the search's thread only
+        self._thread: threading.Thread | None = None
+        self._ended: threading.Event | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> StatusObserver:
+        self._say("running")
+        self._write()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beats, name="status", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self._ended is not None and self._thread is not None
+        self._ended.set()
+        self._thread.join()
+        self._running.clear()
+        self._say("ended" if kind is None else "stopped")
+        self._write()
+
+    def on_start(self, work: Work) -> None:
+        self._running[work] = _Running(work, now())
+        self._say("running")
+
+    def on_message(self, work: Work, message: Message) -> None:
+        if isinstance(message, TrialMessage) and work in self._running and message.stage is not None:
+            self._running[work].stage, self._running[work].host = message.stage.stage, message.progress.host
+        self._say("running")
+
+    def on_end(self, work: Work, last: Message | None) -> None:
+        self._over(work, isinstance(last, TrialMessage) and last.status == "failed")
+
+    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
+        self._over(work, True)
+
+    def on_tick(self, running: int) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _over(self, work: Work, failed: bool) -> None:
+        self._running.pop(work, None)
+        if not isinstance(work, PrepareJob):
+            self._done += 1
+            self._failed += failed
+        self._say("running")
+
+    def _say(self, state: str) -> None:
+        left = self._seconds_left() if state == "running" else None
+        self._said = {
+            "state": state,
+            "done": self._done,
+            "failed": self._failed,
+            "running": [piece.plain() for piece in self._running.values()],
+            "eta_seconds": left,
+            "eta_at": now(),
+        }
+
+    def _beats(self) -> None:
+        assert self._ended is not None
+        while not self._ended.wait(self._beat_s):
+            try:
+                self._write()
+            except Exception as error:  # noqa: BLE001  # raised by `on_tick`, where failures of observers are dealt with
+                self._error = error
+
+    def _write(self) -> None:
+        self._settings.store.put(STATUS, to_json({**self._about, **self._said, "updated_at": now()}))
+
+
+def now() -> str:
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
