@@ -35,7 +35,7 @@ def shown(name: str, storage_path: str, as_json: bool = False) -> str:
 def experiment(name: str, storage_path: str) -> Store:
     """The experiment of that name in `storage_path`, or in the folder `name`."""
     storage = location(storage_path).expanduser()
-    named, below = open_store(location(name).expanduser()), open_store(storage / name)
+    named, below = open_store(location(name).expanduser()), open_store(storage / name.lstrip("/"))
     for store in (below, named):
         if store.get(EXPERIMENT) is not None or store.names(LEDGER):
             return store
