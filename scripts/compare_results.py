@@ -33,6 +33,7 @@ from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, PA
 VOLATILE = (
     "elapsed_time", "elapsed_time_s", "peak_memory_bytes", "started_at", "host", "stages", "resources", "versions", "git_commit",
     "command", "created_at", "updated_at", "output_dir", "search_id", "torch_version", "device_name",
+    "checksum", "files",
 )  # fmt: skip
 SHOWN = 12
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tune_prune
@@ -18,6 +19,8 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.validation import validated
 from tune_prune.data import templates
+from tune_prune.data.task_files import TaskSource
+from tune_prune.evaluation.zero_shot import build_suite
 from tune_prune.trial.context import TrialContext
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
@@ -65,6 +68,20 @@ def test_trust_lets_it_run(tmp_path, capfd) -> None:
     assert (tmp_path / "ran").exists() and "quiz" in capfd.readouterr().out
     found = tune_prune.open("tiny-llama", data_dir=data, trust_tasks=True).evaluate(2, "quiz")
     assert found.acc_mean == 1.0
+
+
+def test_read_as_data_a_task_asks_the_same(tmp_path) -> None:
+    """The requests of the seven embedded tasks as a folder of the user's, read here as data and by lm-eval as it likes: the same
+    tokens, bit for bit."""
+    data = data_folder(tmp_path / "data")
+    tokenizer = tune_prune.open("tiny-llama").tokenizer
+    found = [
+        build_suite(tokenizer, EvaluationProtocol(limit=9), TaskSource("folder", str(data), trusted), 512).arrays()
+        for trusted in (False, True)
+    ]
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 3
+    for name, array in found[0].items():
+        np.testing.assert_array_equal(array, found[1][name], err_msg=name)
 
 
 def test_only_a_person_can_say_that_files_are_trusted() -> None:

@@ -21,8 +21,8 @@ from tune_prune.core import files
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.storage import lease, node_cache, objects
+from tune_prune.core.storage.contract import StorageError
 from tune_prune.core.storage.node_cache import NodeCachedStore
-from tune_prune.core.storage.objects import StorageError
 from tune_prune.core.store import FolderStore, ObjectPath, Store, location, open_store
 
 HOLD = """

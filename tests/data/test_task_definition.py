@@ -176,6 +176,14 @@ def test_a_template_does_no_harm(template, ends, impatient, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+def test_many_slow_templates_end_too(monkeypatch) -> None:
+    monkeypatch.setattr(templates, "CPU_SECONDS", 1)
+    process = TemplateProcess()
+    slow = "{% for i in range(99) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{{ a }}"
+    with pytest.raises(TemplateError, match="the templates did not end within 1 s of CPU time"):
+        print([process.render(slow, {"a": number}) for number in range(1000)])
+
+
 def test_the_process_ends_with_its_owner(monkeypatch) -> None:
     owner = TemplateProcess()
     assert owner.render("{{a}}", {"a": 1}) == "1"

@@ -19,6 +19,7 @@ from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, exit_code, whole_number
 from tune_prune.core.store import EXPERIMENT, FolderStore, Location, location
 from tune_prune.core.terminal import progress
+from tune_prune.core.terminal.escapes import printable
 from tune_prune.core.terminal.parser import Parser
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _main(argv: list[str]) -> None:
     others = [f"{name}/ ({n})" if (output / name).is_dir() else name for name, n in counts.items()]
     with accuracies_in_percent(args.percent):
         description = describe(findings)
-    print(f"{description}\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
+    print(printable(description) + f"\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
     steps = ", ".join(f"{step} {duration:.1f}" for step, duration in seconds.items())
     print(f"took         {time.monotonic() - started:.1f} s ({steps})")
 

@@ -23,7 +23,8 @@ from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.rerun import command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import to_json
+from tune_prune.core.files import parse_json, to_json
+from tune_prune.core.ledger import trial_file
 from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, FolderStore, Store, open_store
 
 _PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")
@@ -93,7 +94,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
             absent[copy] = f"the trial's folder {place} does not have it"
         else:
             try:
-                texts[copy] = to_json(trial.read(name))
+                texts[copy] = to_json(parse_json(trial.path(name), trial_file(trial.folder, name)))
             except UserError as error:
                 absent[copy], damaged = f"damaged: {error}", True
     pictures = [] if trial is None or damaged else draw_best(trial.folder, folder / "visualization")

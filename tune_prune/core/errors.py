@@ -19,6 +19,7 @@ _REFUSED = {  # by a file system or a limit, whatever the file is for: what to d
     errno.EDQUOT: "free some of your quota",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EISDIR: "move that folder away",
     errno.EROFS: "choose a place that can be written to",
     errno.EACCES: "ask its owner for permission or choose another place",
     errno.EPERM: "ask its owner for permission or choose another place",
@@ -76,7 +77,7 @@ def _refused(error: BaseException) -> tuple[str, int] | None:
             name = cause.filename or "a file"
             return (
                 f"{name} cannot be used ({cause.strerror}); {_REFUSED[cause.errno]}, then run the same command again",
-                1,
+                2 if cause.errno == errno.EISDIR else 1,
             )
         if isinstance(cause, OSError) and cause.errno == errno.ENAMETOOLONG:
             name = str(cause.filename or "a name")

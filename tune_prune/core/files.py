@@ -48,12 +48,18 @@ def parse_json(path: PurePath, content: bytes | None = None) -> dict[str, Any]:
     """The JSON object in the file `path` (`content`: what was read from it already). Raises DamagedFile if it holds anything
     else."""
     try:
-        value = json.loads((Path(path).read_bytes() if content is None else content).decode())
+        value = json.loads(
+            (Path(path).read_bytes() if content is None else content).decode(), parse_constant=_no_number
+        )
     except (ValueError, RecursionError) as error:
         raise DamagedFile(path, f"not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise DamagedFile(path, "JSON, but not an object {...}")
     return value
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def atomic_write_text(path: Path, text: str) -> None:

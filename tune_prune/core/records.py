@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from tune_prune.core.config import ModelRun
 from tune_prune.core.files import NON_FINITE
-from tune_prune.core.validation import Number, validated
+from tune_prune.core.validation import Count, Number, validated
 
 Status = Literal["complete", "failed", "stopped_early"]
 
@@ -74,6 +75,7 @@ class TrialRecord:
     torch_version: str = ""  # likewise
     resources: dict[str, Number] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # caveats of the numbers, in sentences
+    files: dict[str, str] = field(default_factory=dict)  # of its folder: name -> SHA-256; empty in older records
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,4 +84,83 @@ class TrialRecord:
     def from_dict(cls, values: Any) -> TrialRecord:
         """The inverse of `to_dict`, also after `to_json`. Unknown fields (of a newer version) are ignored. Raises ValueError that
         names a field which is missing or wrong."""
-        return validated(cls, values)
+        record = validated(cls, values)
+        for name, value in record.metrics.items():
+            if (
+                not (value >= 0 and (value <= 1 or name.endswith("_stderr")))
+                and name.startswith("acc_")
+                and value == value
+            ):
+                raise ValueError(f"metrics.{name} is {value}; it must be a fraction")
+        if record.metrics.get("ppl", 1.0) < 0:
+            raise ValueError(f"metrics.ppl is {record.metrics['ppl']}; it must be at least 0")
+        for index, stage in enumerate(record.stages):
+            try:
+                validated(PassCost, stage)
+            except ValueError as error:
+                raise ValueError(f"stages[{index}].{error}") from error
+        return record
+
+
+@dataclass
+class PassCost:
+    """What every stage of a record and every file of a pass tells; there is more in both."""
+
+    stage: str
+    duration_s: Number
+    tokens: Count
+
+
+@dataclass
+class Cost:
+    """What of cost.json (ray_results/README.md) is read; any of it may be missing, and there is more."""
+
+    trials: int = 0
+    seconds_per_stage: dict[str, Number] = field(default_factory=dict)
+    worker_seconds: Number = 0.0
+    evaluation_fraction: Number = 0.0
+    gpu_hours: Number = 0.0
+
+
+@dataclass
+class _Meaning:
+    """What must not change in an experiment, of one model."""
+
+    model: str = ""  # fingerprint
+    data: str = ""  # likewise
+    calibration: str = ""
+    protocol: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    dtype: str = ""
+    pruning_ratio: float | list[float] = 0.0
+    shape: str | list[str] = ""
+
+
+@dataclass
+class _Sizes:
+    mlp_width: list[int]
+    total_params: int
+
+
+@dataclass
+class _ModelAbout:
+    run: ModelRun = field(default=None)  # type: ignore[assignment]  # may be missing, but not null
+    meaning: _Meaning = field(default_factory=_Meaning)
+    geometry: _Sizes = field(default_factory=lambda: _Sizes([], 0))
+    perplexity_window: int = 0
+    target_params: int | list[int] = 0
+    trial_keys: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class About:
+    """The types of the fields of experiment.json (ray_results/README.md); any of them may be missing."""
+
+    command: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    search: str = ""
+    num_trials: int = 0
+    space: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, _ModelAbout] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    git_commit: str | None = None

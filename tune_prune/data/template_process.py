@@ -1,9 +1,9 @@
 """Renders the templates of task files that nobody has vouched for: a program of its own (data/templates.py starts it), so that
 one that never ends, or that fills the memory, ends this process and no other.
 
-A line of JSON comes in, [template, values], and one goes out, {"text": ...} or {"error": ...}. The first argument is how many
-seconds a line may take; then the alarm ends the process. jinja2's sandbox bounds what a template may reach: the values, its
-filters and nothing behind them. It imports nothing of tune_prune, and no package but jinja2.
+A line of JSON comes in, [template, values], and one goes out, {"text": ...} or {"error": ...}. Arguments: how many seconds a line
+may take, and how many of CPU time all lines together; then a signal ends the process. jinja2's sandbox bounds what a template may
+reach: the values, its filters and nothing behind them. It imports nothing of tune_prune, and no package but jinja2.
 """
 
 import json
@@ -21,6 +21,8 @@ MAX_MEMORY = 1 << 30  # bytes of address space; the process alone takes about 50
 
 
 def main() -> None:
+    most = int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most + 10))
     if sys.platform == "linux":  # elsewhere the bound is not kept, or cannot be set
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     # As lm-eval's own environment (lm_eval.utils.env), but for the sandbox.

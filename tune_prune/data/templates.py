@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -12,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 10.0  # that one rendering may take; an item takes microseconds
+CPU_SECONDS = 300  # that all of a task set may take
+_SLOW = {
+    -signal.SIGALRM: "a template did not end within {0:g} s",
+    -signal.SIGXCPU: "the templates did not end within {1} s of CPU time",
+}
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
@@ -27,31 +33,30 @@ class TemplateProcess:
 
     def render(self, template: str, values: Mapping[str, Any]) -> str:
         """`template` with `values`, plain data as JSON has it. Raises TemplateError, also where it does what the sandbox refuses,
-        does not end within SECONDS or fills the memory."""
+        takes more than SECONDS, or all of them more than CPU_SECONDS, or fills the memory."""
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps([template, values]) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
+        line = ""
+        with contextlib.suppress(BrokenPipeError):  # its CPU time was over before it was asked again
+            process.stdin.write(json.dumps([template, values]) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
         if not line:
             code, self._process = process.wait(), None
-            late = code == -signal.SIGALRM
-            raise TemplateError(
-                f"a template did not end within {SECONDS:g} s" if late else f"a template ended Python ({code})"
-            )
+            raise TemplateError(_SLOW.get(code, "a template ended Python ({2})").format(SECONDS, CPU_SECONDS, code))
         answer = json.loads(line)
         if "text" in answer:
             return str(answer["text"])
-        advice = "; the sandbox of templates is left out for --trust-tasks only" * answer["error"].startswith(
-            "SecurityError"
-        )
-        raise TemplateError(f"a template raises {' '.join(answer['error'].split()).rstrip('.')}{advice}")
+        cause = " ".join(answer["error"].split()).rstrip(".")
+        if cause.startswith("SecurityError"):
+            cause += "; only with --trust-tasks are templates rendered without a sandbox"
+        raise TemplateError(f"a template raises {cause}")
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
             # -P: the folder of the program is no place to import from, its neighbours have names of their own.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_PROGRAM), str(SECONDS)],
+                [sys.executable, "-P", str(_PROGRAM), str(SECONDS), str(CPU_SECONDS)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -64,7 +69,7 @@ class TemplateProcess:
 def _end(process: subprocess.Popen[str]) -> None:
     """The process ends with its input."""
     assert process.stdin is not None and process.stdout is not None
-    if process.poll() is None:
+    with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-        process.wait()
+    process.wait()
     process.stdout.close()

@@ -19,7 +19,6 @@ import torch
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import ObjectPath, location, open_store
 from tune_prune.cost_model import machine, own_process
 from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within, on_this_machine
@@ -81,8 +80,8 @@ def make_plan(settings: SearchSettings) -> Plan:
             _check_memory(trial_bytes, slots, machine.memory())
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         results = open_store(folder)
-        finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
-        experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
+        records = experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
+        finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
         names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
         plan = Plan(settings, space, folder, models, recorded, resources, slots, names, cost=None)

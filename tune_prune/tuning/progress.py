@@ -123,6 +123,7 @@ class LiveLine(Observer):
         self._groups = labels_of_groups(specs.values())
         self._several = len(set(self._groups.values())) > 1
         self._best: dict[str, tuple[float, str]] = {}  # by group's label
+        self._warned: set[str] = set()
         self._jobs = list(jobs)
         self._clock = clock
         self._scored: dict[str, int] = {}  # zero-shot items by trial
@@ -182,6 +183,10 @@ class LiveLine(Observer):
             self._left.start(work, _kind(work))
 
     def on_message(self, work: Work, message: Message) -> None:
+        for warning in message.warnings:
+            if warning not in self._warned:  # another worker may have met the same
+                self._warned.add(warning)
+                self.say(f"warning: {warning}")
         if self._left is None:
             return
         kind = _kind(work)

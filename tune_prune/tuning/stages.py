@@ -19,7 +19,7 @@ from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import Trial, TrialProgress
-from tune_prune.tuning.messages import JobMessage, Message, Slice, TrialMessage
+from tune_prune.tuning.messages import JobMessage, Message, Slice, TrialMessage, logged_warnings
 from tune_prune.tuning.preparation import PrepareJob, Work, run_job
 from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
 
@@ -62,7 +62,9 @@ class StageRunner:
 
     def step(self) -> Message:
         """Run one stage and return its message; raises what the stage raised, unless it is a UserError."""
-        return self._run_trial() if self._job is None else self._run_job(self._job)
+        with logged_warnings() as warnings:
+            message = self._run_trial() if self._job is None else self._run_job(self._job)
+        return replace(message, warnings=tuple(warnings))
 
     def _run_job(self, job: PrepareJob) -> JobMessage:
         try:
@@ -133,8 +135,11 @@ class StageRunner:
         for _ in self._stages:  # slices that add no item, when there are fewer items than slices
             pass
         self.close()
-        self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
-        return self._settings.write_record(self._progress, "complete")
+        earlier = self._settings.ledger.read(self._spec.key)
+        if earlier is not None and earlier.status != "failed":  # of another worker: the files stay those of its record
+            return earlier
+        files = self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
+        return self._settings.write_record(self._progress, "complete", files=files)
 
     def _fail(self, reason: str) -> TrialRecord:
         self.close()

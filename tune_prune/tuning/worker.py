@@ -58,9 +58,12 @@ class WorkerSettings:
         failed_now = record is not None and record.status == "failed" and record.search_id == self.search_id
         return record if failed_now else None
 
-    def write_record(self, progress: TrialProgress, status: Status, reason: str = "") -> TrialRecord:
-        """The record of a trial of this search that ended so, which the ledger now holds."""
-        return self.ledger.write(progress.record(status, reason, self.resources.to_ray(), self.search_id))
+    def write_record(
+        self, progress: TrialProgress, status: Status, reason: str = "", files: Mapping[str, str] | None = None
+    ) -> TrialRecord:
+        """The record of a trial of this search that ended so, which the ledger now holds; `files`: as `Trial.write_files` gives
+        them."""
+        return self.ledger.write(progress.record(status, reason, self.resources.to_ray(), self.search_id, files))
 
 
 class ContextCache:

@@ -15,7 +15,8 @@ from tune_prune.analysis.figures import figure_style
 from tune_prune.analysis.figures.figure_style import BLACK, BLUE, GREY, ORANGE, SMALL
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import number, parse_json
-from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, Location, read_file
+from tune_prune.core.ledger import trial_file
+from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, Location
 
 MAX_LAYERS_IN_COLUMN = 40  # more, and the figure is as wide as the page
 _CIRCLE: dict[str, Any] = {"color": BLUE, "marker": "o", "markersize": 3.5, "linewidth": 1}
@@ -41,7 +42,7 @@ def draw_best(trial_folder: Location, folder: Path) -> list[Path]:
 
 def layer_table(path: Location, columns: list[str]) -> pd.DataFrame | None:
     """The `columns` of every layer in a trial's JSON file, indexed by layer; None if there is no such file."""
-    found = read_file(path)
+    found = trial_file(path.parent, path.name)
     if found is None:
         return None
     content = parse_json(path, found)

@@ -14,7 +14,8 @@ import pyarrow.parquet
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
-from tune_prune.core.store import ITEMS, location, open_file
+from tune_prune.core.ledger import trial_file
+from tune_prune.core.store import ITEMS, location
 
 _TWO_CHOICES = ("boolq", "piqa", "winogrande")  # of the seven tasks; the others have four
 # Tasks whose items all have the same choices, so that always giving the more frequent answer needs no model: its part of the
@@ -100,17 +101,14 @@ def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None
 
 
 def _table(output_dir: str, columns: list[str]) -> pyarrow.Table | None:
-    if not output_dir:
-        return None
     path = location(output_dir) / ITEMS
-    try:
-        with (
-            open_file(path) as content,
-            pyarrow.parquet.ParquetFile(content) as file,
-        ):  # a third of the time that pandas takes
-            return file.read(columns, use_threads=False).select(columns)
-    except (FileNotFoundError, NotADirectoryError):
+    content = trial_file(path.parent, ITEMS) if output_dir else None
+    if content is None:
         return None
+    try:
+        # A third of the time that pandas takes.
+        with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as file:
+            return file.read(columns, use_threads=False).select(columns)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{path} cannot be read ({error}); restore it from a copy, or move it away to compare that trial without its items"

@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
+from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json
 from tune_prune.core.storage.location import Location
+
+
+class StorageError(UserError):
+    """What object storage refused, or did not answer."""
 
 
 class Store(ABC):

@@ -20,7 +20,7 @@ from typing import Any
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import number, to_json
-from tune_prune.core.storage.contract import Store, held_by, taken
+from tune_prune.core.storage.contract import StorageError, Store, held_by, taken
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,8 @@ class Lease:
         try:
             about = self._store.read(last) or {"until": 0.0}
             return int(last.partition(".")[0]), {**about, "until": number(about["until"])}
+        except StorageError:
+            raise
         except (KeyError, ValueError):
             raise UserError(
                 f"{self._store.path(last)} is no lock of a search; delete it if none runs on {self._experiment}"

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from tune_prune.core.errors import UserError
-from tune_prune.core.storage.contract import Store
+from tune_prune.core.storage.contract import StorageError, Store
 from tune_prune.core.storage.lease import Lease
 from tune_prune.core.storage.location import ObjectPath
 
@@ -40,10 +40,6 @@ _CREDENTIALS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
 }
 _NEW = threading.Lock()  # the memory of this process has no conditional request
-
-
-class StorageError(UserError):
-    """What object storage refused, or did not answer."""
 
 
 class ObjectStore(Store):

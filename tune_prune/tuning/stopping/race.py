@@ -14,7 +14,8 @@ import pyarrow
 import pyarrow.parquet
 
 from tune_prune.core.errors import UserError
-from tune_prune.core.store import Location, open_file
+from tune_prune.core.ledger import trial_file
+from tune_prune.core.store import Location
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.stopping.racing import Race, Verdict
 from tune_prune.tuning.stopping.rule import StoppingRule
@@ -79,8 +80,10 @@ def read_outcomes(path: Location, num_slices: int) -> list[dict[str, str]]:
     """
     collected: list[dict[str, list[str]]] = [{} for _ in range(num_slices)]
     try:
-        with open_file(path) as file:
-            rows = pyarrow.parquet.read_table(file, columns=["task", "slice", "score"]).to_pydict()
+        content = trial_file(path.parent, path.name)
+        if content is None:
+            raise FileNotFoundError(f"{path} is missing")
+        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(content), columns=["task", "slice", "score"]).to_pydict()
         for task, index, score in zip(rows["task"], rows["slice"], rows["score"], strict=True):
             collected[index].setdefault(task, []).append("1" if score else "0")
     except (OSError, pyarrow.ArrowException, KeyError, IndexError) as error:
