@@ -59,6 +59,7 @@ def describe(plan: Plan) -> str:
         ),
         ("shared", f"{passes}1 dense baseline a model"),
         ("resources", _resources(plan)),
+        *(("nodes" if index == 0 else "", line) for index, line in enumerate(_nodes(plan))),
         *(("" if index else "memory", line) for index, line in enumerate(_memory(plan))),
     ]
     lines = [f"{name:<12} {text}" for name, text in rows]
@@ -212,6 +213,29 @@ def _resources(plan: Plan) -> str:
         f"{where}; a trial takes {each.cpus:g} CPU, {each.gpus:g} GPU and about {size(plan.memory.total)}{of_each}; {at_once}; "
         f"scheduler {settings.scheduler}"
     )
+
+
+def _nodes(plan: Plan) -> list[str]:
+    """What each node of the cluster has, a line for each below what all have."""
+    workers = [node for node in plan.nodes if node.runs_trials]
+    if not workers:
+        return []
+    table: list[tuple[str, ...]] = [("", "CPUs", "memory", "GPUs", "clock")]
+    for node in plan.nodes:
+        cpus, gpus = node.resources.get("CPU", 0), node.resources.get("GPU", 0)
+        told = ("-", "no trials here", "-")
+        if node.memory is not None:
+            kinds = ", ".join(sorted({gpu.name for gpu in node.gpus}))
+            free = min((gpu.memory.available for gpu in node.gpus), default=0)
+            total = min((gpu.memory.total for gpu in node.gpus), default=0)
+            told = (
+                f"{size(node.memory.available)} of {size(node.memory.total)} free",
+                f"{gpus:g} {kinds}, {size(free)} of {size(total)} free" if kinds else f"{gpus:g}",
+                f"{node.skew_s:+.0f} s" if node.skew_s else "equal",
+            )
+        table.append((node.name, f"{cpus:g}", *told))
+    versions = ", ".join(f"{name} {version}" for name, version in workers[0].versions.items())
+    return [f"{len(plan.nodes)}, all with {versions}; one storage, the same models and data", *_aligned(table)]
 
 
 def _list(values: Iterable[Any]) -> str:

@@ -13,7 +13,7 @@ from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.cost_model.workload import Workload
 from tune_prune.models.geometry import Geometry
 from tune_prune.planning.search_space import SearchSpace
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Plan:
     slots: int  # trials that run at once
     gpu_names: tuple[str, ...]  # of the GPUs that they run on, each once; none on CPUs
     cost: CostEstimate | None  # of what the ledger lacks; None: no worker of the cluster was free to measure its speed
+    nodes: tuple[Node, ...] = ()  # of the cluster; none on this machine alone
 
     @property
     def trials_per_model(self) -> int:

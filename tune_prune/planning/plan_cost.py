@@ -87,7 +87,7 @@ def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings
     )
     if settings.address is None:
         return own_process.call(measure, request) if request.device == "cuda" else measure(request)
-    from tune_prune.tuning.ray_cluster import remote  # imports ray: not needed to plan a search on this machine
+    from tune_prune.tuning.ray_cluster import nodes  # imports ray: not needed to plan a search on this machine
 
-    speed: DeviceSpeed | None = remote.call(measure, request, resources)
+    speed: DeviceSpeed | None = nodes.call(measure, request, resources)
     return speed

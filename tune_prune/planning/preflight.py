@@ -19,7 +19,7 @@ import torch
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
-from tune_prune.core.store import ObjectPath, location, open_store
+from tune_prune.core.store import Location, ObjectPath, location, open_store
 from tune_prune.cost_model import machine, own_process
 from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within, on_this_machine
 from tune_prune.cost_model.workload import memory_of, workload
@@ -36,6 +36,7 @@ from tune_prune.pruning.selection import target_params
 from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.ray_cluster.resources import (
     MAX_TRIALS_PER_GPU,
+    Node,
     TrialResources,
     plan_resources,
     sharing_trials,
@@ -57,7 +58,8 @@ def make_plan(settings: SearchSettings) -> Plan:
         )
     store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):
-        nodes, gpus = _nodes(settings)
+        told = _survey(settings)
+        nodes, gpus = _nodes(settings, told)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
         dtype = settings.dtype or ("bfloat16" if on_gpu and all(gpu.bfloat16 for gpu in gpus) else "float32")
@@ -81,10 +83,12 @@ def make_plan(settings: SearchSettings) -> Plan:
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         results = open_store(folder)
         records = experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
+        if told:
+            _check_reach(told, folder.parent, models)
         finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
         names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
-        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, cost=None)
+        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, cost=None, nodes=told)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
 
@@ -245,13 +249,26 @@ def _cluster(settings: SearchSettings) -> Iterator[None]:
         yield
 
 
-def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], list[machine.Gpu]]:
-    """CPUs and GPUs of each node, of this machine or of the connected cluster (which is asked), and what GPUs those are, if they
-    are to be used."""
-    if settings.address is not None:
-        from tune_prune.tuning.ray_cluster import cluster
+def _survey(settings: SearchSettings) -> tuple[Node, ...]:
+    """What each node of the connected cluster tells; none without a cluster."""
+    if settings.address is None:
+        return ()
+    from tune_prune.tuning.ray_cluster import nodes
 
-        return cluster.node_resources(), [] if settings.gpus_per_trial == 0 else cluster.gpus()
+    return tuple(nodes.survey(use_gpus=settings.gpus_per_trial != 0))
+
+
+def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelPlan]) -> None:
+    """Raise UserError for nodes that do not share `folder`, or lack a model or its data."""
+    from tune_prune.tuning.ray_cluster import nodes
+
+    nodes.check_reach(told, folder, [(model.run, model.model_fingerprint, model.data_fingerprint) for model in models])
+
+
+def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[machine.Gpu]]:
+    """CPUs and GPUs of each node, of this machine or of the connected cluster, and what GPUs those are, if they are to be used."""
+    if told:
+        return [node.resources for node in told], [gpu for node in told for gpu in node.gpus]
     count = torch.cuda.device_count()
     gpus = own_process.call(machine.gpus) if count and settings.gpus_per_trial != 0 else []
     return [{"CPU": machine.cpus(), "GPU": count}], gpus

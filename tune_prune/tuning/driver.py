@@ -92,13 +92,14 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     recorded = [record for key in specs if (record := ledger.read(key)) is not None]
     searcher, pending = _pending(list(specs.values()), recorded, options)
     baselines = read_baselines(store)
-    missing = [run for run in dict.fromkeys(spec.run for spec in specs.values()) if run.label not in baselines]
+    runs = list(dict.fromkeys(spec.run for spec in specs.values()))
+    missing = [run for run in runs if run.label not in baselines]
     if not pending and not missing:
         return SearchResult({record.key: record for record in recorded}, [], baselines)
-    for run in dict.fromkeys(spec.run for spec in specs.values()):  # in no worker, where it would be a trial's time
+    for run in runs:  # in no worker, where it would be a trial's time
         loading.fetch_weights(catalog.resolve(run.model, run.revision))
 
-    with _slots(options) as slots:
+    with _slots(options, runs) as slots:
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
         settings = WorkerSettings(folder, artifact_dir, options.resources, options.ways, options.trial_timeout_s)
 
@@ -147,16 +148,17 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
 
 
 @contextmanager
-def _slots(options: TuneOptions) -> Iterator[int]:
+def _slots(options: TuneOptions, runs: Sequence[ModelRun]) -> Iterator[int]:
     """How many trials run at once, on the Ray that is started or joined for them or in this process."""
     if options.inline:
         yield 1
         return
-    from tune_prune.tuning.ray_cluster import cluster  # imports ray
+    from tune_prune.tuning.ray_cluster import cluster, nodes  # imports ray
 
     with cluster.connected(options.address, options.num_cpus, options.local_ray):
-        slots = trial_slots(options.resources, cluster.node_resources())
-        cluster.check_shared_storage(options.experiment_dir)
+        slots = trial_slots(options.resources, [node.resources for node in nodes.alive()])
+        if options.address is not None:
+            nodes.fetch_weights(runs, options.resources)
         yield slots
 
 
