@@ -226,7 +226,7 @@ def test_a_trials_files_are_those_that_it_wrote(tmp_path: Path) -> None:
     assert trial_file(folder, "items.parquet") == b"items"  # without a record
     Ledger(store).write(RECORD)
     assert trial_file(folder, "items.parquet") == b"items"  # of an older version
-    Ledger(store).write(replace(RECORD, files={"items.parquet": hashlib.sha256(b"items").hexdigest()}))
+    Ledger(store).seal(replace(RECORD, files={"items.parquet": hashlib.sha256(b"items").hexdigest()}))
     assert trial_file(folder, "items.parquet") == b"items" and trial_file(folder, "other") == b"anything"
     store.put("trials/0f/items.parquet", b"itens")
     with pytest.raises(DamagedFile) as caught:
