@@ -235,16 +235,17 @@ def _of_rows(rows: pd.DataFrame) -> list[Problem]:
     gradients = [name for name in _CHECKED if name.startswith("grad_")]
     # A method of which no trial has any took no gradients: they are not missing.
     taken = set(complete.loc[complete[gradients].notna().any(axis=1), "method"])
-    for _, row in rows.iterrows():
+    values = rows[_CHECKED].astype("float64")
+    finite = np.isfinite(values) | np.isin(_CHECKED, empty)
+    finite.loc[~rows["method"].isin(taken), gradients] = True
+    for index, row in rows[~rows["success"] | ~finite.all(axis="columns")].iterrows():
         if not row["success"]:
             status, reason = row["status"].replace("_", " "), row["reason"]
             what = reason if reason.startswith("stopped") else f"{status}: {reason}" if reason else status
             problems.append(Problem(row["where"], f"{row['name']}: {what}", row["status"]))
             continue
-        ignored = empty if row["method"] in taken else [*empty, *gradients]
-        values = row[_CHECKED].drop(ignored).astype("float64")
-        if len(wrong := values[~np.isfinite(values)]):
-            what = ", ".join(f"{name} is {value}" for name, value in wrong.items())
-            out = ": it is not eligible" if "acc_mean" in wrong else ""
-            problems.append(Problem(row["where"], f"{row['name']}: {what}{out}", "not_finite"))
+        wrong = values.loc[index][~finite.loc[index]]
+        what = ", ".join(f"{name} is {value}" for name, value in wrong.items())
+        out = ": it is not eligible" if "acc_mean" in wrong else ""
+        problems.append(Problem(row["where"], f"{row['name']}: {what}{out}", "not_finite"))
     return problems
