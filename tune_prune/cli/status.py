@@ -21,6 +21,7 @@ from tune_prune.core.files import to_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import EXPERIMENT, LEDGER, STATUS, Store, location, open_store
+from tune_prune.core.terminal.escapes import printable
 
 STALE_S = 35.0  # three of its beats (tuning.observers.status.BEAT_S) are missing
 _SHOWN = 8  # trials that run, classes of failure
@@ -155,7 +156,7 @@ def text(found: Mapping[str, Any]) -> str:
         passed = _age(search["eta_at"], datetime.now(UTC))
         lines.append(("time left", between([max(0.0, seconds - passed) for seconds in search["eta_seconds"]])))
     lines.append(("GPU-hours", f"{found['gpu_hours']:.2f} of finished trials and passes"))
-    return "\n".join(f"{name:<12} {line}" for name, line in lines)
+    return "\n".join(printable(f"{name:<12} {line}") for name, line in lines)
 
 
 _STATES = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}
