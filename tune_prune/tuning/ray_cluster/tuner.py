@@ -22,6 +22,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
 from tune_prune.core.errors import MachineError
+from tune_prune.core.process import temporary
 from tune_prune.core.store import TUNE
 from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.trial.failures import Hung, LostWorker
@@ -57,6 +58,8 @@ def run(
             return f"prepare-{work.run.label}-{'baseline' if work.seq_len is None else f's{work.seq_len}'}"
         return f"{work.run.label}-{work.config.name}-{work.key[:6]}"
 
+    folder = settings.experiment_dir
+    state = str(folder / TUNE) if isinstance(folder, Path) else str(temporary.make())
     # Tune's variable for Lightning makes an environment of its own, which no worker has that has started before.
     class_cache.DEFAULT_ENV_VARS.clear()
     trainable = tune.with_parameters(PruneTrainable, specs=dict(specs), jobs=list(jobs), settings=settings)
@@ -73,7 +76,7 @@ def run(
         ),
         run_config=tune.RunConfig(
             name=f"{datetime.now():%Y%m%d-%H%M%S}-{settings.search_id}",
-            storage_path=str(settings.experiment_dir / TUNE),
+            storage_path=state,
             callbacks=[_ObserverCallback(observers, settings, lambda trial: work_of(trial.config, specs, jobs))],
             failure_config=tune.FailureConfig(max_failures=CRASHES_PER_TRIAL),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
@@ -81,7 +84,11 @@ def run(
             verbose=0,
         ),
     )
-    tuner.fit()
+    try:
+        tuner.fit()
+    finally:
+        if not isinstance(folder, Path):  # its own files, which it appends to, are on this machine
+            temporary.remove(Path(state))
 
 
 class QueueSearcher(Searcher):
