@@ -192,14 +192,14 @@ def test_a_cell_is_read_as_it_was() -> None:
 
 def test_results_files_come_back_unchanged(tmp_path: Path) -> None:
     folder = simulated_study(tmp_path / "study")
-    store = FolderStore(folder)
     texts = [text for text in CELLS if text.strip() == text]
-    records = Ledger(store).records()
-    for index, record in enumerate(records):
-        Ledger(store).write(replace(record, device_name=texts[index % len(texts)], host=texts[-1 - index % len(texts)]))
-    records = Ledger(store).records()
-    write_views(store, records, find(read_study([folder], [])))
-    with (folder / RESULTS).open(newline="") as file:
+    records = [
+        replace(record, device_name=texts[index % len(texts)], host=texts[-1 - index % len(texts)])
+        for index, record in enumerate(Ledger(FolderStore(folder)).records())
+    ]
+    written = FolderStore(tmp_path / "views")
+    write_views(written, records, find(read_study([folder], [])))
+    with (written.folder / RESULTS).open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert not [cell for row in rows for name, cell in row.items() if cell[:1] in "=+@\t\r" and cell]
     assert {cell[:2] for row in rows for cell in row.values() if cell[:1] == "'"} >= {"'=", "'+", "'-", "'@", "''"}
