@@ -129,7 +129,8 @@ def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_m
 def test_notes_of_the_measurement_are_in_the_record_of_a_cached_trial_too(context, settings, monkeypatch):
     monkeypatch.setattr(prefix_trees, "unsupported_reason", lambda model, residency: "it takes no masks")
     key = context.key(CONFIG)
-    first, again = (messages(worker(settings, key))[-1].record for _ in range(2))
+    another = replace(settings, experiment_dir=settings.experiment_dir.with_name("another"))  # with the same cache
+    first, again = (messages(worker(of, key))[-1].record for of in (settings, another))
     assert first.notes == again.notes == ["zero-shot choices are scored one by one: it takes no masks"]
     assert sum(stage["tokens"] for stage in again.stages) == 0
 
