@@ -26,6 +26,7 @@ from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.cli import status
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import RESULTS, FolderStore
 from tune_prune.core.terminal.escapes import markdown, markdown_code, printable
@@ -144,6 +145,25 @@ def test_a_terminal_is_not_spoken_to() -> None:
     assert shown.isprintable() and "\\x1b[2Jred" in shown and "\\u202e" in shown
     assert printable("two\nlines\tand ä 中 ±") == "two\nlines\tand ä 中 ±"
     assert "\x1b" not in markdown(text) + markdown_code(text)
+
+
+def test_the_status_of_a_search_does_not_either() -> None:
+    latest = {"model": "m\x1b[2J", "config": "c", "host": "h\x1b[31m", "reason": "\x1b]0;title\x07"}
+    found = {
+        "trials": {"planned": 1, "done": 1, "complete": 0, "stopped_early": 0, "failed": 1},
+        **{
+            "search": None,
+            "experiment": "e",
+            "folder": "f",
+            "state": "none",
+            "damaged": [],
+            "models": {},
+            "gpu_hours": 0.0,
+        },
+        "failures": [{"failure": "other", "count": 1, "latest": latest}],
+    }
+    said = status.text(found)
+    assert "\x1b" not in said and "\\x1b]0;title" in said and said.count("\n") == 4
 
 
 # Texts as they are in records, and whether a results file must change them.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
+from tune_prune.core.store import Location
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.cost_model.workload import Workload
@@ -88,7 +88,7 @@ class Plan:
 
     settings: SearchSettings
     space: SearchSpace  # as the file and the flags say together
-    experiment_dir: Path  # absolute
+    experiment_dir: Location  # absolute
     models: tuple[ModelPlan, ...]
     recorded: int  # trials of this plan that the ledger already holds as finished
     resources: TrialResources  # what one trial takes

@@ -19,7 +19,7 @@ import torch
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import Location, ObjectPath, location, open_store
 from tune_prune.cost_model import machine, own_process
 from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within, on_this_machine
 from tune_prune.cost_model.workload import memory_of, workload
@@ -50,7 +50,13 @@ def make_plan(settings: SearchSettings) -> Plan:
     if settings.inline:
         _check_inline(settings)
     space = resolve.space(settings)
-    store = artifact_cache.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifact_cache.FOLDER)
+    storage = location(settings.storage_path).expanduser().absolute()
+    if isinstance(storage, ObjectPath) and storage.scheme == "memory" and not settings.inline:
+        raise UserError(
+            f"--storage-path is {storage}, the memory of this process, which no worker of Ray sees; add --inline, or name a folder "
+            "or a bucket"
+        )
+    store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):
         told = _survey(settings)
         nodes, gpus = _nodes(settings, told)
@@ -75,8 +81,8 @@ def make_plan(settings: SearchSettings) -> Plan:
         gpu_ways = _ways_of_kinds(settings, models, nodes, resources, gpus)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, machine.memory())
-        folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
-        results = FolderStore(folder)
+        folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
+        results = open_store(folder)
         records = experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
         if told:
             _check_reach(told, folder.parent, models)
@@ -277,7 +283,7 @@ def _survey(settings: SearchSettings) -> tuple[Node, ...]:
     return tuple(nodes.survey(use_gpus=settings.gpus_per_trial != 0))
 
 
-def _check_reach(told: Sequence[Node], folder: Path, models: Sequence[ModelPlan]) -> None:
+def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelPlan]) -> None:
     """Raise UserError for nodes that do not share `folder`, or lack a model or its data."""
     from tune_prune.tuning.ray_cluster import nodes
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import Status, TrialRecord
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import Location, Store, open_store
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.fallback import Fallback
@@ -40,8 +39,8 @@ def labels_of_groups(specs: Iterable[TrialSpec]) -> dict[str, str]:
 class WorkerSettings:
     """What every worker of one search must know."""
 
-    experiment_dir: Path  # absolute, the same on every node
-    artifact_dir: Path  # likewise
+    experiment_dir: Location  # absolute, the same on every node
+    artifact_dir: Location  # likewise
     resources: TrialResources
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     trial_timeout_s: float | None = None
@@ -51,8 +50,8 @@ class WorkerSettings:
     search_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of this start, in the records that it makes
 
     @property
-    def store(self) -> FolderStore:
-        return FolderStore(self.experiment_dir)
+    def store(self) -> Store:
+        return open_store(self.experiment_dir)
 
     @property
     def ledger(self) -> Ledger:
@@ -76,9 +75,7 @@ class WorkerSettings:
     ) -> TrialRecord:
         """The record of a trial of this search that ended so, which the ledger now holds; `files`: as `Trial.write_files` gives
         them."""
-        record = progress.record(status, reason, self.resources.to_ray(), self.search_id, files)
-        self.ledger.write(record)
-        return record
+        return self.ledger.write(progress.record(status, reason, self.resources.to_ray(), self.search_id, files))
 
 
 class ContextCache:
