@@ -72,9 +72,8 @@ class StatusObserver(Observer):
         self._ended: threading.Event | None = None
         self._error: Exception | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Ray writes what follows a search to a file of its own as it begins; a thread cannot be written."""
-        return self.__dict__ | {"_thread": None, "_ended": None}
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {}  # Ray pickles what it calls, and uses no copy; a thread that runs has none
 
     def __enter__(self) -> StatusObserver:
         self._say("running")
