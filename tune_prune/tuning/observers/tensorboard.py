@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -38,6 +39,10 @@ class TensorBoardObserver(Observer):
             self._folder = Path(self._temporary.name)
         self._labels = labels
         self._writers: dict[str, SummaryWriter] = {}
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        """Ray pickles what follows a search, without using it."""
+        return {**self.__dict__, "_temporary": None}
 
     def on_message(self, work: Work, message: Message) -> None:
         if isinstance(work, PrepareJob) or isinstance(message, JobMessage) or message.stage is None:
