@@ -144,6 +144,7 @@ def _run(
         local_ray=local_ray,
         resources=plan.resources,
         ways={model.run.label: model.memory.way for model in plan.models},
+        gpu_ways=plan.gpu_ways,
         trial_timeout_s=settings.trial_timeout_s,
         cost=plan.cost,
         observers=observers,

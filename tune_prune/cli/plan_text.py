@@ -190,6 +190,8 @@ def _memory(plan: Plan) -> list[str]:
                 f"{model.run.label}: {gradients}{own.way}{elsewhere}; of the whole model at once a trial would take "
                 f"{size(model.ways[0].total)}"
             )
+    for name, ways in plan.gpu_ways.items():
+        lines.append(f"on {name}: {'; '.join(f'{label} {way}' for label, way in ways.items())}")
     return lines
 
 

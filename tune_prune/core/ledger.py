@@ -94,11 +94,8 @@ class Ledger:
         was written with."""
         content = self._store.get(f"{TRIALS}/{key}/{name}")
         record = None if content is None else self.read(key)
-        if (
-            content is not None
-            and record is not None
-            and record.files.get(name, file_checksum(content)) != file_checksum(content)
-        ):
+        known = None if record is None else record.files.get(name)
+        if content is not None and known not in (None, file_checksum(content)):
             step = f"delete {self.path(key)} to have that trial run again, or restore the file from a copy"
             raise DamagedFile(self._store.path(f"{TRIALS}/{key}/{name}"), "not the file that its trial wrote", step)
         return content

@@ -179,7 +179,9 @@ def _seal(store: Store) -> None:
 
 
 def _with_files(record: TrialRecord, store: Store, path: Location) -> TrialRecord:
-    """The record, which is in the file `path`, with the checksums of the trial's files as they are."""
+    """The record, which is in the file `path`, with the checksums of the trial's files as they are, if it has none."""
+    if record.files:  # an older version went on with what this one has begun
+        return record
     folder = store.within(f"{TRIALS}/{record.key}")
     contents = {name: content for name in folder.names() if (content := folder.get(name)) is not None}
     try:

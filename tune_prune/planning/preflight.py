@@ -27,7 +27,7 @@ from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.geometry import Geometry
-from tune_prune.models.runner.residency import Place
+from tune_prune.models.runner.residency import Place, Residency
 from tune_prune.planning import experiment, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
@@ -78,6 +78,7 @@ def make_plan(settings: SearchSettings) -> Plan:
         most = min((bounds[place] // away for place, away in waiting if place in bounds), default=MAX_TRIALS_PER_GPU)
         resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most)
         slots = _slots(settings, resources, nodes)
+        gpu_ways = _ways_of_kinds(settings, models, nodes, resources, gpus)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, machine.memory())
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
@@ -88,7 +89,7 @@ def make_plan(settings: SearchSettings) -> Plan:
         finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
         names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
-        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, cost=None, nodes=told)
+        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, None, told, gpu_ways)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
 
@@ -214,6 +215,30 @@ def _bounds(
         bounds |= on_this_machine(slots)
         bounds.setdefault("device", bounds["host"])
     return bounds
+
+
+def _ways_of_kinds(
+    settings: SearchSettings,
+    models: Sequence[ModelPlan],
+    nodes: Sequence[Mapping[str, float]],
+    resources: TrialResources,
+    gpus: Sequence[machine.Gpu],
+) -> dict[str, dict[str, Residency]]:
+    """By the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest kind in a
+    lean way may fit another in a faster one, which gives the same numbers."""
+    kinds: dict[str, machine.Memory] = {}
+    for gpu in sorted(gpus, key=lambda gpu: usable_bytes(gpu.memory), reverse=True):
+        kinds[gpu.name] = gpu.memory  # the least of a kind
+    if len(kinds) < 2 or not 0 < resources.gpus <= 1:
+        return {}
+    ways = {}
+    for name, memory in kinds.items():
+        bounds = _bounds(settings, nodes, resources.gpus, memory)
+        ways[name] = {
+            model.run.label: choose_within(model.ways, bounds, settings.memory, f"a trial of {model.run.label}").way
+            for model in models
+        }
+    return ways
 
 
 def _check_memory(trial_bytes: int, slots: int, memory: machine.Memory) -> None:

@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import Status, TrialRecord
@@ -42,6 +44,9 @@ class WorkerSettings:
     resources: TrialResources
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     trial_timeout_s: float | None = None
+    gpu_ways: Mapping[str, Mapping[str, Residency]] = field(
+        default_factory=dict
+    )  # `ways` by kind of GPU, where there are several
     search_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of this start, in the records that it makes
 
     @property
@@ -51,6 +56,13 @@ class WorkerSettings:
     @property
     def ledger(self) -> Ledger:
         return Ledger(self.store)
+
+    def way(self, label: str) -> Residency:
+        """How a model is held on the GPU of this process, or where it runs else."""
+        ways = self.ways
+        if self.gpu_ways and self.resources.gpus > 0:
+            ways = self.gpu_ways.get(torch.cuda.get_device_name(), ways)
+        return ways.get(label, RESIDENT)
 
     def failure_of_this_search(self, key: str) -> TrialRecord | None:
         """The failed record that a worker of this search left, not one of an earlier start."""
@@ -80,7 +92,7 @@ class ContextCache:
             self._context = None  # let go of the old model first: two may not fit
             settings = self.settings
             limit_process(settings.resources)
-            fallback = self._fallbacks.setdefault(run, Fallback(settings.ways.get(run.label, RESIDENT)))
+            fallback = self._fallbacks.setdefault(run, Fallback(settings.way(run.label)))
             where = settings.resources.device
             self._context = TrialContext.open(run, settings.artifact_dir, where, fallback.way, fallback)
             self._run = run
