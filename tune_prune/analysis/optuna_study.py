@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import os
+import sqlite3
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,10 +72,10 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # or it announces every study on stderr
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        storage = optuna.storages.RDBStorage(f"sqlite:///{temporary.absolute()}")
-        with storage.engine.connect() as connection:  # the file is nobody's before it is renamed
-            connection.exec_driver_sql("PRAGMA synchronous = OFF")
+        storage = optuna.storages.RDBStorage("sqlite:///:memory:")  # in a file every trial would wait for the disk
         counts = {label: _write(storage, label, model) for label, model in study.models.items()}
+        with closing(sqlite3.connect(temporary)) as file, storage.engine.connect() as connection:
+            connection.connection.driver_connection.backup(file)  # type: ignore[union-attr]
         storage.engine.dispose()
         os.replace(temporary, path)
     except OSError as error:
