@@ -101,6 +101,7 @@ def make(folder: Path, trials: int, limit: int | None = None, seed: int = 0) -> 
     templates = FolderStore(folder / f"trials-{len(METHODS)}")
     argv = search_argv(folder, trials, *more)
     plan = make_plan(settings_from(parser().parse_args(argv)))
+    assert isinstance(plan.experiment_dir, Path)
     store = FolderStore(plan.experiment_dir)
     experiment.write(store, plan, ["python", "-m", "tune_prune.search", *argv])
     from tune_prune.core.ledger import read_baselines

@@ -24,6 +24,7 @@ from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError, require
 from tune_prune.core.records import StageReport
+from tune_prune.core.store import Location
 from tune_prune.cost_model.memory import Shapes, StageMemory, choose_within, on_this_machine
 from tune_prune.cost_model.workload import LONGEST_ROW, passes_of
 from tune_prune.data import calibration, perplexity_text
@@ -234,9 +235,8 @@ class Model:
         protocol = EvaluationProtocol(limit=limit, seed=self.run.seed, perplexity_window=window)
         if tasks is not None:
             protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
-        run = replace(
-            self.run, protocol=protocol, calibration="embedded"
-        )  # nothing is calibrated: no text has to be there
+        # Nothing is calibrated: no text has to be there.
+        run = replace(self.run, protocol=protocol, calibration="embedded")
         check_data(run)
         return run
 
@@ -260,7 +260,7 @@ class Model:
             on_stage(report)
         return Evaluation(run, trial.progress.record("complete"), tuple(trial.items), context.perplexity_window)
 
-    def _context(self, run: ModelRun, way: Residency, artifact_dir: Path | None = None) -> TrialContext:
+    def _context(self, run: ModelRun, way: Residency, artifact_dir: Location | None = None) -> TrialContext:
         """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
         dense = self.loaded(way=self._fallback.begin(way), fallback=self._fallback)
         store, let_go = ArtifactStore(artifact_dir or self._folder), partial(setattr, self, "_loaded", None)

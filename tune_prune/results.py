@@ -20,7 +20,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
-from tune_prune.core.store import COST, FolderStore
+from tune_prune.core.store import COST, Location, Store, open_store
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
 from tune_prune.planning.plan import Plan
@@ -36,7 +36,7 @@ class Results:
     cost      what it has taken (cost.json); empty where that is not there
     """
 
-    def __init__(self, folder: Path, findings: Findings, cost: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Location, findings: Findings, cost: Mapping[str, Any]) -> None:
         self.folder = folder
         self.findings = findings
         self.cost = cost
@@ -97,7 +97,7 @@ class Results:
         return final_table(self.findings)
 
 
-def load(folder: Path) -> Results:
+def load(folder: Location) -> Results:
     """Of an experiment, or of a folder of results files. Raises UserError."""
     study = read_study([folder], [])
     return Results(folder, find(study), next(iter(study.costs.values()), {}))
@@ -113,7 +113,7 @@ def run(
     """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start,
     `observers` follow the trials. `at_end` is called while no other search can change them. Raises UserError (also where another
     search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
-    store = FolderStore(plan.experiment_dir)
+    store = open_store(plan.experiment_dir)
     with store.lock():
         results = _run(plan, store, command, local_ray, observers)
         if at_end is not None:
@@ -122,7 +122,7 @@ def run(
 
 
 def _run(
-    plan: Plan, store: FolderStore, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
+    plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
 ) -> Results:
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
 
@@ -144,6 +144,7 @@ def _run(
         local_ray=local_ray,
         resources=plan.resources,
         ways={model.run.label: model.memory.way for model in plan.models},
+        gpu_ways=plan.gpu_ways,
         trial_timeout_s=settings.trial_timeout_s,
         cost=plan.cost,
         observers=observers,

@@ -17,12 +17,14 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tune_prune import __version__, api
 from tune_prune.cli import flags
 from tune_prune.cli.search_flags import COMMAND, parser, settings_from
+from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
 from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
 
@@ -103,6 +105,11 @@ def _run(
     trackers(args.track, "")  # their packages are there
     with progress.shown():
         plan = make_plan(settings)
+    if args.save_best and not isinstance(plan.experiment_dir, Path):
+        raise UserError(
+            f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; leave it out, "
+            "and keep the model afterwards with the line `keep` that the search ends with"
+        )
     _log_plan(log, plan)
     print(describe(plan), flush=True)
     if args.dry_run:
@@ -171,6 +178,7 @@ def _save_best(results: Results) -> None:
     from tune_prune.core.store import SAVED_MODELS
     from tune_prune.opened import Model
 
+    assert isinstance(results.folder, Path)  # else the search has not started
     for label in results.best.index:
         request = prune_request.from_config(str(results.folder), label)
         folder = results.folder / SAVED_MODELS / label

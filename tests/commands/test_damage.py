@@ -215,8 +215,6 @@ OTHERWISE = {
     ("experiment.json", "of another"): "refused: its settings",
     ("passes", "folder"): "unseen",  # it holds no cost
     **{(kind, "folder"): "refused" for kind in KINDS},  # nothing could be stored there
-    ("gradient_diagnosis.json", "folder"): "left out",
-    ("pruning_comparison.json", "folder"): "left out",
 }
 
 

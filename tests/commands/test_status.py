@@ -256,7 +256,7 @@ def test_the_ledger_as_optuna_studies(experiment: Path, tmp_path: Path, capsys: 
 def test_a_stopped_trial_is_pruned_where_it_was(experiment: Path, tmp_path: Path) -> None:
     ledger = Ledger(FolderStore(experiment))
     stopped = next(record for record in ledger.records() if record.status == "stopped_early")
-    ledger.write(replace(stopped, metrics={"acc_mean": 0.4}))
+    ledger.seal(replace(stopped, metrics={"acc_mean": 0.4}))
     assert analysis.main([str(experiment), "--export-study", str(tmp_path / "study.db")]) == 0
     study = optuna.load_study(study_name=stopped.model, storage=f"sqlite:///{tmp_path / 'study.db'}")
     (pruned,) = (trial for trial in study.trials if trial.state.name == "PRUNED")

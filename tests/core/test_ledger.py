@@ -90,12 +90,18 @@ def test_unknown_key_and_missing_folder(tmp_path: Path) -> None:
     assert empty.records() == [RECORD]
 
 
-def test_records_come_by_key_and_are_replaced(tmp_path: Path) -> None:
+def test_records_come_by_key_and_only_failed_ones_are_replaced(tmp_path: Path) -> None:
     trials = Ledger(FolderStore(tmp_path))
     for key in ("b", "a", "c"):
         trials.write(replace(RECORD, key=key))
-    trials.write(replace(RECORD, key="b", status="failed", reason="again"))
-    assert [(record.key, record.reason) for record in trials.records()] == [("a", ""), ("b", "again"), ("c", "")]
+    failed = replace(RECORD, key="d", status="failed", reason="first")
+    assert trials.write(failed) == failed
+    for status in ("failed", "stopped_early", "complete", "failed"):
+        trials.write(replace(RECORD, key="d", status=status, reason=f"{status} later"))
+    late = replace(RECORD, key="b", status="failed", reason="its worker was thought dead")
+    assert trials.write(late) == replace(RECORD, key="b")
+    reasons = [(record.key, record.reason) for record in trials.records()]
+    assert reasons == [("a", ""), ("b", ""), ("c", ""), ("d", "stopped_early later")]
 
 
 def test_stray_files_are_ignored(tmp_path: Path) -> None:
@@ -220,7 +226,7 @@ def test_a_trials_files_are_those_that_it_wrote(tmp_path: Path) -> None:
     assert trial_file(folder, "items.parquet") == b"items"  # without a record
     Ledger(store).write(RECORD)
     assert trial_file(folder, "items.parquet") == b"items"  # of an older version
-    Ledger(store).write(replace(RECORD, files={"items.parquet": hashlib.sha256(b"items").hexdigest()}))
+    Ledger(store).seal(replace(RECORD, files={"items.parquet": hashlib.sha256(b"items").hexdigest()}))
     assert trial_file(folder, "items.parquet") == b"items" and trial_file(folder, "other") == b"anything"
     store.put("trials/0f/items.parquet", b"itens")
     with pytest.raises(DamagedFile) as caught:

@@ -116,6 +116,9 @@ def test_it_is_upgraded_by_the_next_search_and_proves_itself_then(storage: Path,
     assert {path for path in sealed if again[path] != sealed[path]} <= {Path("cost.json"), Path(".lock.json")}
     items = folder / "trials" / key / "items.parquet"
     items.write_bytes(sealed[Path("trials", "63ac8dd214385784", "items.parquet")])
+    about = read(folder / "experiment.json")
+    del about["checksum"]  # as where an older version has gone on
+    (folder / "experiment.json").write_text(json.dumps(about), encoding="utf-8")
     capfd.readouterr()
     assert search.main([*SEARCH, str(storage)]) == 2
     assert (

@@ -27,7 +27,7 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.driver import SearchResult, TuneOptions, run_search
-from tune_prune.tuning.ray_cluster import cluster
+from tune_prune.tuning.ray_cluster import cluster, nodes
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.stages import TIMEOUT_REASON, StageRunner
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
@@ -244,6 +244,19 @@ def test_a_local_ray_is_for_this_process_alone_and_its_workers_are_as_nice_as_ot
     assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     commands = [" ".join(process.cmdline()) for process in processes]
     assert not [command for command in commands if "dashboard/dashboard.py" in command or "autoscaler" in command]
+
+
+def test_a_call_answers_raises_or_is_given_up(two_cpus, monkeypatch):
+    def half(number: int) -> int:
+        if number % 2:
+            raise ValueError("odd")
+        return number // 2
+
+    assert nodes.call(half, 6, TrialResources(cpus=1)) == 3
+    with pytest.raises(ValueError, match="odd"):
+        nodes.call(half, 7, TrialResources(cpus=1))
+    monkeypatch.setattr(nodes, "WAIT_S", 0.1)
+    assert nodes.call(half, 6, TrialResources(cpus=99)) is None  # no node is ever free for it
 
 
 @pytest.mark.parametrize(

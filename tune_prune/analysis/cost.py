@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.files import to_json
 from tune_prune.core.records import MODEL_STAGES, TrialRecord, in_order, pass_name
+from tune_prune.core.store import Location, open_store
 
 Totals = Mapping[str, Counter]  # "seconds", "tokens", "computed" (how often tokens were forwarded) -> sums by stage
 
@@ -35,7 +35,7 @@ def gpu_hours(records: Sequence[TrialRecord], passes: Sequence[Mapping[str, Any]
 
 
 def write_cost(
-    path: Path,
+    path: Location,
     records: Iterable[TrialRecord],
     baselines: Mapping[str, TrialRecord],
     passes: Sequence[Mapping[str, Any]],
@@ -80,7 +80,7 @@ def write_cost(
             "load": predicted["load"],
             "notes": list(predicted["notes"]),
         }
-    atomic_write_text(path, to_json(cost))
+    open_store(path.parent).put(path.name, to_json(cost))
     return cost
 
 

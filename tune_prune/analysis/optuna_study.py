@@ -24,7 +24,7 @@ from tune_prune.analysis.input.study import Model, Study, tasks_of
 from tune_prune.core.config import HYPERPARAMETERS, Whole
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import location, open_store
 from tune_prune.core.terminal import progress
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ def _trial(row: Mapping[Any, Any], distributions: Mapping[str, BaseDistribution]
 
 def _items_scored(values: Mapping[str, Any]) -> int:
     """How many items a trial that was stopped early had answered, by its record; 0 where that is not there."""
-    experiment = Path(values["output_dir"]).parents[1] if values["key"] and values["output_dir"] else None
-    record = None if experiment is None else Ledger(FolderStore(experiment)).read(values["key"])
+    experiment = location(values["output_dir"]).parents[1] if values["key"] and values["output_dir"] else None
+    record = None if experiment is None else Ledger(open_store(experiment)).read(values["key"])
     return max((stage.get("items_scored", 0) for stage in record.stages), default=0) if record is not None else 0
 
 

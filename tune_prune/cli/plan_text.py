@@ -12,6 +12,7 @@ import torch
 from tune_prune.analysis.cost import between, duration
 from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, alignment, group_labels
 from tune_prune.core.records import in_order
+from tune_prune.core.store import Location, ObjectPath
 from tune_prune.cost_model import machine
 from tune_prune.cost_model.machine import size
 from tune_prune.data.sources import uses_embedded_data
@@ -189,6 +190,8 @@ def _memory(plan: Plan) -> list[str]:
                 f"{model.run.label}: {gradients}{own.way}{elsewhere}; of the whole model at once a trial would take "
                 f"{size(model.ways[0].total)}"
             )
+    for name, ways in plan.gpu_ways.items():
+        lines.append(f"on {name}: {'; '.join(f'{label} {way}' for label, way in ways.items())}")
     return lines
 
 
@@ -241,7 +244,9 @@ def _list(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def shown_path(path: Path | str) -> str:
+def shown_path(path: Location | str) -> str:
     """A path as a person would type it: relative where it lies below the current folder."""
+    if isinstance(path, ObjectPath):
+        return str(path)
     path = Path(path)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -18,7 +18,7 @@ from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, parse_json
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, stranger
-from tune_prune.core.store import BASELINES, BEST_CONFIG, PLAN, FolderStore
+from tune_prune.core.store import BASELINES, BEST_CONFIG, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
@@ -40,12 +40,12 @@ class PruneRequest:
     config: PruningConfig
     source: ModelRun | None = None  # of the search, as it was recorded
     plan: PruningPlan | None = None
-    plan_file: Path | None = None
+    plan_file: Location | None = None
     fingerprint: str | None = None  # of the model that was searched
     metrics: Mapping[str, float | None] | None = None
     measured_on: MeasuredOn | None = None  # where the data are still those of the search
     baseline: Mapping[str, float | None] | None = None
-    artifact_dir: Path | None = None  # where statistics may already be
+    artifact_dir: Location | None = None  # where statistics may already be
 
     def origin(self) -> Origin:
         return Origin(self.config, self.source, self.metrics, self.measured_on, self.baseline)
@@ -57,16 +57,18 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     `label` says which of several (a model, or one of its ratios: tiny-llama@0.3); `base` and `revision` where that model is, if
     not where it was searched. Raises UserError.
     """
-    path = Path(asked).expanduser()
-    path = path / BEST_CONFIG if path.is_dir() else path
-    if path.is_dir():
+    place = location(asked).expanduser()
+    is_folder = place.is_dir() if isinstance(place, Path) else place.suffix != ".json"
+    path = place / BEST_CONFIG if is_folder else place
+    if isinstance(path, Path) and path.is_dir():
         raise DamagedFile(path, "a folder, where a file belongs", "remove it, then search again")
-    if not path.is_file():
+    content = read_file(path)
+    if content is None:
         raise UserError(
             f"--config {asked} does not exist; name the {BEST_CONFIG} that a search has written, or its folder"
         )
     try:
-        values = parse_json(path)
+        values = parse_json(path, content)
         entries = values["models"] if "models" in values else {values["model"]: values}
         entry = _chosen(entries, label, path)
         config = PruningConfig.from_dict(entry)
@@ -90,7 +92,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
-def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
+def _chosen(entries: Mapping[str, Any], label: str | None, path: Location) -> dict[str, Any]:
     if label is None and len(entries) == 1:
         return next(iter(entries.values()))
     if not entries:
@@ -108,27 +110,30 @@ def _moved(run: ModelRun, base: str | None, revision: str | None) -> ModelRun:
     )
 
 
-def _trial_folder(path: Path, recorded: Any) -> Path | None:
+def _trial_folder(path: Location, recorded: Any) -> Location | None:
     """The trial's folder, named relative to the file or absolutely; None where it is not there."""
-    folder = path.parent / recorded if isinstance(recorded, str) else None
-    return folder.resolve() if folder is not None and folder.is_dir() else None
+    if not isinstance(recorded, str):
+        return None
+    folder = location(recorded) if "://" in recorded else path.parent / recorded
+    there = folder.is_dir() if isinstance(folder, Path) else open_store(folder).names()
+    return folder.resolve() if there else None
 
 
-def _artifacts(trial: Path | None, path: Path) -> Path | None:
+def _artifacts(trial: Location | None, path: Location) -> Location | None:
     experiment = trial.parents[1] if trial is not None else path.resolve().parent
     folder = experiment.parent / artifact_cache.FOLDER
-    return folder if folder.is_dir() else None
+    return None if isinstance(folder, Path) and not folder.is_dir() else folder
 
 
 def _known(
-    trial: Path | None, entry: Mapping[str, Any], run: ModelRun, config: PruningConfig, path: Path
+    trial: Location | None, entry: Mapping[str, Any], run: ModelRun, config: PruningConfig, path: Location
 ) -> dict[str, Any]:
     """Plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else from the entry of the file
     `path`. A damaged plan is as good as none."""
     known: dict[str, Any] = {"metrics": _metrics(entry), "baseline": _baseline(entry.get("baseline"))}
     if trial is None:
         return known
-    experiment = FolderStore(trial.parents[1])
+    experiment = open_store(trial.parents[1])
     ledger = Ledger(experiment)
     record = ledger.read(trial.name)
     if record is not None and PruningConfig.from_dict(record.config) != config:

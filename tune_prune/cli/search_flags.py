@@ -110,7 +110,7 @@ def parser() -> Parser:
         type=flags.text,
         default="ray_results",
         metavar="DIR",
-        help="folder of all experiments and what they share (default: %(default)s)",
+        help="folder of all experiments and what they share, or s3://bucket/prefix or gs://bucket/prefix (default: %(default)s)",
     )
     how.add_argument(
         "--name",

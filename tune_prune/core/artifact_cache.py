@@ -20,7 +20,9 @@ import numpy as np
 
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import canonical_json, digest
-from tune_prune.core.store import FolderStore
+from tune_prune.core.storage.contract import StorageError
+from tune_prune.core.storage.node_cache import NodeCachedStore
+from tune_prune.core.store import Location, ObjectPath, location, open_store
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +36,14 @@ T = TypeVar("T")
 class ArtifactStore:
     """The cache in one folder, which need not exist yet."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._store = FolderStore(folder)
+    def __init__(self, folder: str | Location) -> None:
+        where = location(folder)
+        self._store = open_store(where)
+        if isinstance(where, ObjectPath) and where.scheme != "memory":
+            self._store = NodeCachedStore(where)
         self.folder = self._store.folder
 
-    def path(self, kind: str, key: dict[str, Any]) -> Path:
+    def path(self, kind: str, key: dict[str, Any]) -> Location:
         return self._store.path(_name(kind, key))
 
     def get(self, kind: str, key: dict[str, Any], read: Callable[[dict[str, np.ndarray]], T]) -> T | None:
@@ -51,8 +56,10 @@ class ArtifactStore:
         try:
             content = self._store.get(_name(kind, key))
             return None if content is None else read(_arrays(content, kind, key))
+        except StorageError:
+            raise
         except DamagedFile as error:
-            if path.is_dir():
+            if isinstance(path, Path) and path.is_dir():
                 raise DamagedFile(path, "a folder, where a file belongs", "remove it") from error
             cause = error.what
         except KeyError as error:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from tune_prune.core.config import ModelRun, PruningConfig, trial_key
@@ -20,7 +20,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.hashing import is_sealed, sealed
 from tune_prune.core.records import About, PassCost, StageReport, TrialRecord
-from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, PASSES, TRIALS, FolderStore
+from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, PASSES, TRIALS, Location, Store, open_store
 from tune_prune.core.validation import validated
 
 _FORGET_COST = "delete it, and the cost of one pass is not counted, or restore it from a copy"
@@ -32,14 +32,26 @@ _NO_OTHER = (
 class Ledger:
     """The finished trials of the experiment in `store`, one file each."""
 
-    def __init__(self, store: FolderStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
-    def path(self, key: str) -> Path:
+    def path(self, key: str) -> Location:
         return self._store.path(_name(key))
 
-    def write(self, record: TrialRecord) -> None:
-        """Record a trial; a record of the same key is replaced."""
+    def write(self, record: TrialRecord) -> TrialRecord:
+        """Record a trial, and return what the ledger holds of it now: a failed record is replaced, a finished one never, whichever
+        process comes late. Raises DamagedFile."""
+        name, text = _name(record.key), _sealed_text(_name(record.key), record.to_dict())
+        if self._store.put_new(name, text):
+            return record
+        earlier = self.read(record.key)
+        if earlier is not None and earlier.status != "failed":
+            return earlier
+        self._store.put(name, text)
+        return record
+
+    def seal(self, record: TrialRecord) -> None:
+        """Write the record of an older version as they are written today."""
         self._store.put(_name(record.key), _sealed_text(_name(record.key), record.to_dict()))
 
     def read(self, key: str) -> TrialRecord | None:
@@ -82,11 +94,8 @@ class Ledger:
         was written with."""
         content = self._store.get(f"{TRIALS}/{key}/{name}")
         record = None if content is None else self.read(key)
-        if (
-            content is not None
-            and record is not None
-            and record.files.get(name, file_checksum(content)) != file_checksum(content)
-        ):
+        known = None if record is None else record.files.get(name)
+        if content is not None and known not in (None, file_checksum(content)):
             step = f"delete {self.path(key)} to have that trial run again, or restore the file from a copy"
             raise DamagedFile(self._store.path(f"{TRIALS}/{key}/{name}"), "not the file that its trial wrote", step)
         return content
@@ -97,18 +106,18 @@ def file_checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def trial_file(folder: Path, name: str) -> bytes | None:
+def trial_file(folder: Location, name: str) -> bytes | None:
     """`Ledger.trial_file` of the trial whose folder that is; of one that is no folder of an experiment the file as it is."""
     if folder.parent.name != TRIALS:
-        return FolderStore(folder).get(name)
-    return Ledger(FolderStore(folder.parent.parent)).trial_file(folder.name, name)
+        return open_store(folder).get(name)
+    return Ledger(open_store(folder.parent.parent)).trial_file(folder.name, name)
 
 
 class PassLog:
     """The cost of every pass over a dense model that trials share, one file each; kept whichever start of a search made the pass
     and however that start ended."""
 
-    def __init__(self, store: FolderStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     def write(self, about: Mapping[str, Any], report: StageReport) -> None:
@@ -138,7 +147,7 @@ class PassLog:
         return _check_seal(name, values, path, _FORGET_COST)
 
 
-def read_about(store: FolderStore) -> dict[str, Any] | None:
+def read_about(store: Store) -> dict[str, Any] | None:
     """experiment.json; None where there is none. Fields may be missing; those that are there are of their types. Raises
     DamagedFile."""
     values, path = store.read(EXPERIMENT), store.path(EXPERIMENT)
@@ -152,7 +161,7 @@ def read_about(store: FolderStore) -> dict[str, Any] | None:
     return values
 
 
-def write_about(store: FolderStore, about: Mapping[str, Any]) -> None:
+def write_about(store: Store, about: Mapping[str, Any]) -> None:
     store.put(EXPERIMENT, _sealed_text(EXPERIMENT, about))
 
 
@@ -178,25 +187,25 @@ def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
     return ""
 
 
-def read_baselines(store: FolderStore) -> dict[str, TrialRecord]:
+def read_baselines(store: Store) -> dict[str, TrialRecord]:
     """The dense models' records by label; empty when there are none yet. Raises DamagedFile."""
     values = store.read(BASELINES) or {}
     return {label: parse_baseline(label, record, store.path(BASELINES)) for label, record in values.items()}
 
 
-def parse_baseline(label: str, values: Any, path: Path) -> TrialRecord:
+def parse_baseline(label: str, values: Any, path: Location) -> TrialRecord:
     """One of the records that `write_baselines` wrote. Raises DamagedFile."""
     record = parse_record(values, path)
     _check_seal(f"{BASELINES}/{label}", values, path)
     return record
 
 
-def write_baselines(store: FolderStore, baselines: Mapping[str, TrialRecord]) -> None:
+def write_baselines(store: Store, baselines: Mapping[str, TrialRecord]) -> None:
     records = {label: _sealed(f"{BASELINES}/{label}", record.to_dict()) for label, record in baselines.items()}
     store.put(BASELINES, to_json(records))
 
 
-def parse_record(values: Any, path: Path) -> TrialRecord:
+def parse_record(values: Any, path: Location) -> TrialRecord:
     """The record that `to_json(record.to_dict())` wrote. Raises DamagedFile naming `path` and the field."""
     try:
         return TrialRecord.from_dict(values)
@@ -216,7 +225,7 @@ def _sealed_text(name: str, values: Mapping[str, Any]) -> str:
     return to_json(_sealed(name, values))
 
 
-def _check_seal(name: str, values: dict[str, Any], path: Path, *step: str) -> dict[str, Any]:
+def _check_seal(name: str, values: dict[str, Any], path: Location, *step: str) -> dict[str, Any]:
     """`values`, as they were read. Raises DamagedFile where their checksum is another one."""
     try:
         genuine = not is_sealed(values) or sealed(name, values) == values

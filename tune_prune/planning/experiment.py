@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from tune_prune.core.ledger import (
     write_baselines,
 )
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, FolderStore
+from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
 from tune_prune.evaluation.item_scores import accuracies
 from tune_prune.planning.plan import Plan, one_or_list
 
@@ -37,8 +36,8 @@ _ROUNDING = 1e-9  # of an accuracy
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
 
 
-def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Path:
-    """The absolute folder of an experiment. Raises UserError where it cannot be written; creates nothing."""
+def experiment_dir(storage: Location, name: str | None, default_name: str) -> Location:
+    """Where an experiment is, below `storage`, which is absolute. Raises UserError where it cannot be written; creates nothing."""
     if name is not None and not re.fullmatch(r"\w[\w .+-]{0,99}", name):
         raise UserError(
             f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _, e.g. my-search (its "
@@ -46,18 +45,9 @@ def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Pa
         )
     if name == artifact_cache.FOLDER:
         raise UserError(f"--name {name} is reserved for the cache that experiments share; choose another name")
-    if "://" in storage_path:
-        raise UserError(
-            f"--storage-path is {storage_path!r}; results are kept in a folder, so mount that storage and name its folder"
-        )
-    storage = Path(storage_path).expanduser().absolute()
     for folder in (storage / artifact_cache.FOLDER, storage / (name or default_name)):
         try:
-            existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-            if not existing.is_dir():
-                raise NotADirectoryError(f"{existing} is a file")
-            with tempfile.TemporaryFile(dir=existing):
-                pass
+            open_store(folder).check_writable()
         except OSError as error:
             raise UserError(
                 f"results cannot be written to {folder} ({error.strerror or error}); choose another place with --storage-path, "
@@ -66,7 +56,7 @@ def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Pa
     return folder
 
 
-def check_same_identity(store: FolderStore, identities: Mapping[str, Mapping[str, Any]]) -> list[TrialRecord]:
+def check_same_identity(store: Store, identities: Mapping[str, Mapping[str, Any]]) -> list[TrialRecord]:
     """Refuse to add trials of another identity to an experiment that has results, and say what differs; and to go on where a result
     is damaged or is not of the experiment. Gives the records of its trials.
 
@@ -98,7 +88,7 @@ def check_same_identity(store: FolderStore, identities: Mapping[str, Mapping[str
 
 
 def _check_own(
-    store: FolderStore, about: Mapping[str, Any], records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord]
+    store: Store, about: Mapping[str, Any], records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord]
 ) -> None:
     """Raise DamagedFile for a result that is not of the experiment which `about` describes."""
     others = [(Ledger(store).path(record.key), what) for record in records if (what := stranger(record, about))]
@@ -130,7 +120,7 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _models(store: FolderStore, about: Mapping[str, Any]) -> dict[str, Any]:
+def _models(store: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     """What experiment.json (`about`) says of each model, by label."""
     models: dict[str, Any] | None = about.get("models")
     if models is None or not all("protocol" in model.get("meaning", {}) for model in models.values()):
@@ -141,7 +131,7 @@ def _models(store: FolderStore, about: Mapping[str, Any]) -> dict[str, Any]:
     return models
 
 
-def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
+def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
     """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept; gives all of
     them, by label. Hold `store.lock()`: another search may have started since the plan was made."""
     check_same_identity(store, {model.run.label: model.identity() for model in plan.models})
@@ -176,20 +166,22 @@ def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
     return models
 
 
-def _seal(store: FolderStore) -> None:
+def _seal(store: Store) -> None:
     """Give the results of an older version the checksums that they are written with today. Before experiment.json gets its own:
     where this is interrupted the next start does it again. Raises DamagedFile for accuracies that are not those of the items."""
     ledger, baselines = Ledger(store), read_baselines(store)
     for record in ledger.records():
-        ledger.write(_with_files(record, store, ledger.path(record.key)))
+        ledger.seal(_with_files(record, store, ledger.path(record.key)))
     if baselines:
         path = store.path(BASELINES)
         write_baselines(store, {label: _with_files(record, store, path) for label, record in baselines.items()})
     PassLog(store).seal()
 
 
-def _with_files(record: TrialRecord, store: FolderStore, path: Path) -> TrialRecord:
-    """The record, which is in the file `path`, with the checksums of the trial's files as they are."""
+def _with_files(record: TrialRecord, store: Store, path: Location) -> TrialRecord:
+    """The record, which is in the file `path`, with the checksums of the trial's files as they are, if it has none."""
+    if record.files:  # an older version went on with what this one has begun
+        return record
     folder = store.within(f"{TRIALS}/{record.key}")
     contents = {name: content for name in folder.names() if (content := folder.get(name)) is not None}
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, trial_key
+from tune_prune.core.store import Location
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.data.sources import data_fingerprint, task_source, uses_embedded_data
 from tune_prune.evaluation import perplexity
@@ -71,7 +71,7 @@ class TrialContext:
     def open(
         cls,
         run: ModelRun,
-        artifact_dir: str | Path,
+        artifact_dir: str | Location,
         device: str = "auto",
         residency: Residency = RESIDENT,
         fallback: Fallback | None = None,

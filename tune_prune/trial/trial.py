@@ -34,7 +34,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import file_checksum
 from tune_prune.core.records import StageReport, Status, TrialRecord
-from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, FolderStore
+from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
@@ -227,7 +227,7 @@ class Trial:
             notes = (*self._caveats, *self.context.fallback.notes)
             self.progress = replace(self.progress, peak_memory_bytes=peak, notes=notes)
 
-    def write_files(self, store: FolderStore) -> dict[str, str]:
+    def write_files(self, store: Store) -> dict[str, str]:
         """Write the plan, what it removes, the statistics' files and every item's outcome to `store`, the trial's folder; gives
         their checksums by name, for the record."""
         plain = dict(self._files)
@@ -243,7 +243,7 @@ class Trial:
         return {name: file_checksum(content) for name, content in contents.items()}
 
 
-def run_trial(config: PruningConfig | None, context: TrialContext, store: FolderStore | None = None) -> TrialRecord:
+def run_trial(config: PruningConfig | None, context: TrialContext, store: Store | None = None) -> TrialRecord:
     """The whole trial at once; its files go to `store`. Raises what its stages raise."""
     trial = Trial(config, context)
     for _ in trial.stages():

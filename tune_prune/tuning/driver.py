@@ -19,7 +19,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, FolderStore
+from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, Location, open_store
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
@@ -43,8 +43,8 @@ from tune_prune.tuning.worker import TrialSpec, WorkerSettings, labels_of_groups
 class TuneOptions:
     """How a search runs; nothing here changes what a trial measures."""
 
-    experiment_dir: Path  # absolute; on a cluster a folder that every node mounts
-    artifact_dir: Path | None = None  # likewise; shared by experiments; None: in experiment_dir
+    experiment_dir: Location  # absolute; on a cluster a bucket, or a folder that every node mounts
+    artifact_dir: Location | None = None  # likewise; shared by experiments; None: in experiment_dir
     search: Literal["grid", "optuna"] = "grid"
     num_trials: int | None = (
         None  # per model and pruning ratio, for optuna, counting those in the ledger; None: the whole space
@@ -57,6 +57,7 @@ class TuneOptions:
     local_ray: LocalRay | None = None  # one that has begun to start; None: it does when it is needed
     resources: TrialResources = field(default_factory=TrialResources)  # of one trial
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
+    gpu_ways: Mapping[str, Mapping[str, Residency]] = field(default_factory=dict)  # the same by kind of GPU
     trial_timeout_s: float | None = None
     cost: CostEstimate | None = None  # for the time left; None: it is not shown
     observers: Sequence[Observer] = ()  # besides those that every search has
@@ -83,10 +84,11 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     """
     specs = {spec.key: spec for spec in jobs}
     folder = options.experiment_dir
-    if not folder.is_absolute():
-        raise UserError(f"the experiment folder is {str(folder)!r}; workers need an absolute path")
-    folder.mkdir(parents=True, exist_ok=True)
-    store = FolderStore(folder)
+    if isinstance(folder, Path):
+        if not folder.is_absolute():
+            raise UserError(f"the experiment folder is {str(folder)!r}; workers need an absolute path")
+        folder.mkdir(parents=True, exist_ok=True)
+    store = open_store(folder)
     ledger = Ledger(store)
     recorded = [record for key in specs if (record := ledger.read(key)) is not None]
     searcher, pending = _pending(list(specs.values()), recorded, options)
@@ -100,7 +102,9 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
 
     with _slots(options, runs) as slots:
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
-        settings = WorkerSettings(folder, artifact_dir, options.resources, options.ways, options.trial_timeout_s)
+        settings = WorkerSettings(
+            folder, artifact_dir, options.resources, options.ways, options.trial_timeout_s, gpu_ways=options.gpu_ways
+        )
 
         finished = [record for record in recorded if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)
@@ -192,7 +196,7 @@ def _shuffled(pending: list[TrialSpec], seed: int) -> list[TrialSpec]:
 
 
 def _known_outcomes(
-    folder: Path, specs: dict[str, TrialSpec], finished: list[TrialRecord]
+    folder: Location, specs: dict[str, TrialSpec], finished: list[TrialRecord]
 ) -> dict[str, list[dict[str, str]]]:
     """The item outcomes of complete trials, slice by slice: they go on eligible when a race is started again."""
     return {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+
+import torch
 
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import Status, TrialRecord
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import Location, Store, open_store
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.fallback import Fallback
@@ -38,20 +39,30 @@ def labels_of_groups(specs: Iterable[TrialSpec]) -> dict[str, str]:
 class WorkerSettings:
     """What every worker of one search must know."""
 
-    experiment_dir: Path  # absolute, the same on every node
-    artifact_dir: Path  # likewise
+    experiment_dir: Location  # absolute, the same on every node
+    artifact_dir: Location  # likewise
     resources: TrialResources
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     trial_timeout_s: float | None = None
+    gpu_ways: Mapping[str, Mapping[str, Residency]] = field(
+        default_factory=dict
+    )  # `ways` by kind of GPU, where there are several
     search_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of this start, in the records that it makes
 
     @property
-    def store(self) -> FolderStore:
-        return FolderStore(self.experiment_dir)
+    def store(self) -> Store:
+        return open_store(self.experiment_dir)
 
     @property
     def ledger(self) -> Ledger:
         return Ledger(self.store)
+
+    def way(self, label: str) -> Residency:
+        """How a model is held on the GPU of this process, or where it runs else."""
+        ways = self.ways
+        if self.gpu_ways and self.resources.gpus > 0:
+            ways = self.gpu_ways.get(torch.cuda.get_device_name(), ways)
+        return ways.get(label, RESIDENT)
 
     def failure_of_this_search(self, key: str) -> TrialRecord | None:
         """The failed record that a worker of this search left, not one of an earlier start."""
@@ -64,9 +75,7 @@ class WorkerSettings:
     ) -> TrialRecord:
         """The record of a trial of this search that ended so, which the ledger now holds; `files`: as `Trial.write_files` gives
         them."""
-        record = progress.record(status, reason, self.resources.to_ray(), self.search_id, files)
-        self.ledger.write(record)
-        return record
+        return self.ledger.write(progress.record(status, reason, self.resources.to_ray(), self.search_id, files))
 
 
 class ContextCache:
@@ -83,7 +92,7 @@ class ContextCache:
             self._context = None  # let go of the old model first: two may not fit
             settings = self.settings
             limit_process(settings.resources)
-            fallback = self._fallbacks.setdefault(run, Fallback(settings.ways.get(run.label, RESIDENT)))
+            fallback = self._fallbacks.setdefault(run, Fallback(settings.way(run.label)))
             where = settings.resources.device
             self._context = TrialContext.open(run, settings.artifact_dir, where, fallback.way, fallback)
             self._run = run

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -20,23 +19,24 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.ledger import Ledger, parse_baseline, read_about, stranger
 from tune_prune.core.records import Cost, TrialRecord
-from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, FolderStore
+from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, Location, Store, open_store
 from tune_prune.core.validation import validated
 
 
-def is_experiment(folder: Path) -> bool:
+def is_experiment(folder: Location) -> bool:
     """Whether something of an experiment is there."""
-    return (folder / LEDGER).is_dir() or any((folder / name).is_file() for name in (EXPERIMENT, BASELINES))
+    store = open_store(folder)
+    return LEDGER in store.folders() or any(map(store.has, (EXPERIMENT, BASELINES)))
 
 
-def read_experiment(folder: Path) -> tuple[list[Model], Mapping[str, Any], Mapping[str, Any]]:
+def read_experiment(folder: Location) -> tuple[list[Model], Mapping[str, Any], Mapping[str, Any]]:
     """The rows of each model of the experiment, and its experiment.json and cost.json: empty where they cannot be read."""
-    store = FolderStore(folder)
+    store = open_store(folder)
     lost: list[Problem] = []  # of no model in particular
     about, cost = _about(store, lost), _cost(store, lost)
     baselines = _baselines(store, about, lost)
     rows = frame(_records(Ledger(store), about, lost), folder)
-    if not (folder / LEDGER).is_dir() and (folder / RESULTS).is_file():
+    if LEDGER not in store.folders() and store.has(RESULTS):
         lost.append(Problem(str(folder / LEDGER), f"it is missing: the trials are those of {RESULTS}"))
         try:
             rows = read_results_csv(folder / RESULTS, None).rows
@@ -50,7 +50,7 @@ def read_experiment(folder: Path) -> tuple[list[Model], Mapping[str, Any], Mappi
 
 
 def model_rows(
-    folder: Path,
+    folder: Location,
     about: Mapping[str, Any],
     baselines: Mapping[str, TrialRecord],
     rows: pd.DataFrame,
@@ -74,7 +74,7 @@ def model_rows(
         if dense is None and run is not None and isinstance(meaning, dict) and {"model", "data"} <= set(meaning):
             measured = trial_key(None, meaning["model"], meaning["data"], run)
         problems = [*lost, *_missing(folder, own, about, entry)]
-        if dense is None and (folder / BASELINES).is_file():
+        if dense is None and open_store(folder).has(BASELINES):
             problems.append(Problem(str(folder), f"{BASELINES} has no dense model: accuracy retained is unknown"))
         metrics, source = dense.metrics if dense else {}, run.to_dict() if run else None
         window = entry.get("perplexity_window")
@@ -87,7 +87,7 @@ def _damaged(error: DamagedFile) -> Problem:
     return Problem(str(error.path), f"it is {error.what}")
 
 
-def _about(store: FolderStore, lost: list[Problem]) -> dict[str, Any]:
+def _about(store: Store, lost: list[Problem]) -> dict[str, Any]:
     """experiment.json; nothing, and a reason among what is lost, where there are no records that it is needed for. Raises UserError
     where there are: it is not known whether they were measured alike."""
     try:
@@ -107,7 +107,7 @@ def _about(store: FolderStore, lost: list[Problem]) -> dict[str, Any]:
     return about or {}
 
 
-def _cost(store: FolderStore, lost: list[Problem]) -> dict[str, Any]:
+def _cost(store: Store, lost: list[Problem]) -> dict[str, Any]:
     """cost.json; nothing where it is missing or, with a reason among what is lost, damaged."""
     try:
         values = store.read(COST) or {}
@@ -122,7 +122,7 @@ def _cost(store: FolderStore, lost: list[Problem]) -> dict[str, Any]:
     return {}
 
 
-def _baselines(store: FolderStore, about: Mapping[str, Any], lost: list[Problem]) -> dict[str, TrialRecord]:
+def _baselines(store: Store, about: Mapping[str, Any], lost: list[Problem]) -> dict[str, TrialRecord]:
     """The dense models' records by label; a record that is damaged or of another search is lost, and says why."""
     path = store.path(BASELINES)
     try:
@@ -155,7 +155,7 @@ def _records(ledger: Ledger, about: Mapping[str, Any], lost: list[Problem]) -> l
     return [record for record in readable if record.key not in others]
 
 
-def _missing(folder: Path, rows: pd.DataFrame, about: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Problem]:
+def _missing(folder: Location, rows: pd.DataFrame, about: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Problem]:
     """What the search was to try and has no record of, and trials that lost their files."""
     problems = []
     planned, keys = entry.get("trial_keys"), set(rows["key"])
@@ -169,7 +169,7 @@ def _missing(folder: Path, rows: pd.DataFrame, about: Mapping[str, Any], entry: 
             names = "" if adaptive else f": {', '.join(missing)}"
             problems.append(Problem(str(folder), f"{absent} of {count} configurations have no record yet{names}"))
     complete = rows[rows["success"]]
-    alone = [row["where"] for _, row in complete.iterrows() if not (Path(row["output_dir"]) / ITEMS).is_file()]
+    alone = [row["where"] for _, row in complete.iterrows() if not open_store(row["output_dir"]).has(ITEMS)]
     if alone and len(alone) == len(complete):
         what = "no trial has an items.parquet: configurations are compared by their standard errors, not item by item"
         return [*problems, Problem(str(folder), what)]

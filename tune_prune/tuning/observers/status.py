@@ -72,6 +72,9 @@ class StatusObserver(Observer):
         self._ended: threading.Event | None = None
         self._error: Exception | None = None
 
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {}  # Ray pickles what it calls, and uses no copy; a thread that runs has none
+
     def __enter__(self) -> StatusObserver:
         self._say("running")
         self._write()

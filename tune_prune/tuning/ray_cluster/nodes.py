@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import Location, open_store
 from tune_prune.cost_model import machine
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
@@ -93,12 +93,12 @@ def survey(use_gpus: bool) -> list[Node]:
     return nodes
 
 
-def check_reach(nodes: Sequence[Node], folder: Path, models: Sequence[tuple[ModelRun, str, str]]) -> None:
+def check_reach(nodes: Sequence[Node], folder: Location, models: Sequence[tuple[ModelRun, str, str]]) -> None:
     """Have every node that runs trials read what this process writes to `folder`, write to it, and find each model with its data by
     their fingerprints. Leaves nothing behind. Raises UserError for nodes that cannot."""
     workers = [node for node in nodes if node.runs_trials]
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    store, token = FolderStore(folder), uuid.uuid4().hex
+    made = [path for path in (folder, *folder.parents) if not path.exists()] if isinstance(folder, Path) else []
+    store, token = open_store(folder), uuid.uuid4().hex
     question = f".node-check-{token}"
     answers = {node.name: f"{question}-{node.node_id}" for node in workers}
     store.put(question, token)
@@ -222,8 +222,10 @@ def _unlike(versions: Mapping[str, str], here: Mapping[str, str], skew_s: float)
     return None
 
 
-def _not_shared(folder: Path, why: str) -> str:
-    return f"does not share the folder {folder} ({why}): set --storage-path to a folder that every node mounts"
+def _not_shared(folder: Location, why: str) -> str:
+    if isinstance(folder, Path):
+        return f"does not share the folder {folder} ({why}): set --storage-path to a folder that every node mounts"
+    return f"does not reach {folder} as this machine does ({why}): give it the same package and credentials"
 
 
 @ray.remote(num_cpus=0)  # Ray ends a worker after a task with a share of a GPU
@@ -233,11 +235,11 @@ def _hardware(on_gpus: bool) -> tuple[machine.Memory, list[machine.Gpu]]:
 
 @ray.remote(num_cpus=0)
 def _reach(
-    folder: Path, question: str, answer: str, token: str, models: Sequence[tuple[ModelRun, str, str]]
+    folder: Location, question: str, answer: str, token: str, models: Sequence[tuple[ModelRun, str, str]]
 ) -> str | None:
     """None, or what does not work on this node. Nothing is created but the answer."""
-    store = FolderStore(folder)
     try:
+        store = open_store(folder)
         if store.get(question) != token.encode():
             return _not_shared(folder, "it does not see what this machine writes")
         store.put(answer, token)

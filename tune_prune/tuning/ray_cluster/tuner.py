@@ -7,6 +7,8 @@ finished trials again and loses early-stopping state.
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -49,6 +51,8 @@ def run(
             return f"prepare-{work.run.label}-{'baseline' if work.seq_len is None else f's{work.seq_len}'}"
         return f"{work.run.label}-{work.config.name}-{work.key[:6]}"
 
+    folder = settings.experiment_dir
+    state = str(folder / TUNE) if isinstance(folder, Path) else tempfile.mkdtemp(prefix="tune_prune_tune_")
     # Tune's variable for Lightning makes an environment of its own, which no worker has that has started before.
     class_cache.DEFAULT_ENV_VARS.clear()
     trainable = tune.with_parameters(PruneTrainable, specs=dict(specs), jobs=list(jobs), settings=settings)
@@ -65,7 +69,7 @@ def run(
         ),
         run_config=tune.RunConfig(
             name=f"{datetime.now():%Y%m%d-%H%M%S}-{settings.search_id}",
-            storage_path=str(settings.experiment_dir / TUNE),
+            storage_path=state,
             callbacks=[
                 _ObserverCallback(observer, lambda trial: work_of(trial.config, specs, jobs)) for observer in observers
             ],
@@ -75,7 +79,11 @@ def run(
             verbose=0,
         ),
     )
-    tuner.fit()
+    try:
+        tuner.fit()
+    finally:
+        if not isinstance(folder, Path):  # its own files, which it appends to, are on this machine
+            shutil.rmtree(state, ignore_errors=True)
 
 
 class QueueSearcher(Searcher):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import trial_file
+from tune_prune.core.store import Location
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.stopping.racing import Race, Verdict
 from tune_prune.tuning.stopping.rule import StoppingRule
@@ -73,7 +73,7 @@ class RaceRule(StoppingRule):
         )
 
 
-def read_outcomes(path: Path, num_slices: int) -> list[dict[str, str]]:
+def read_outcomes(path: Location, num_slices: int) -> list[dict[str, str]]:
     """The outcomes in a complete trial's items.parquet, slice by slice: task -> "0" or "1" per item, in scoring order.
 
     Raises UserError if the file is missing, is no such table or holds other slices than 0 to num_slices - 1.
