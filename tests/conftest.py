@@ -31,6 +31,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.s3_server import Server, running
 from tune_prune import embedded, search
 from tune_prune.cost_model import device_speed
 from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest
@@ -264,3 +265,10 @@ def plan_text(printed: Callable[..., str]) -> Callable[..., str]:
         return out
 
     return run
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An S3 server, which this process's environment names."""
+    with running(tmp_path_factory.mktemp("s3")) as server:
+        yield server

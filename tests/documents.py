@@ -27,10 +27,12 @@ from unittest import mock
 from tests.search_folders import TINY_FOLDER
 from tune_prune import embedded
 from tune_prune.__main__ import COMMANDS
+from tune_prune.cli import search_flags
 from tune_prune.models.catalog import HUB_ALIASES
 
 ROOT = Path(__file__).parents[1]
 NOT_RUN = ("hf", "llama-cli", "pip", "source", "tensorboard")  # need a network, or change the environment
+ON_CLUSTERS = ("docker", "kubectl", "ray", "sbatch")  # tests/tuning/test_cluster.py runs what one machine can
 SHORT = 5000  # characters of perplexity text: of a search's time it would be most
 QUICK_SPACES = ("smoke", "control", ".yaml")  # a search over these takes seconds
 _HUB_MODEL = re.compile(rf"(?<!tiny-)\b({'|'.join(map(re.escape, HUB_ALIASES))})\b")
@@ -127,6 +129,15 @@ class Reader:
             assert [word for word in words if "/" in word and not (ROOT / word).exists()] == [], statement
         elif words[:1] != [] and words[0] in NOT_RUN:
             return
+        elif words[:1] != [] and words[0] in ON_CLUSTERS:
+            files = [word for word in words if word.startswith("scripts/")]
+            assert [name for name in files if not (ROOT / name).is_file()] == [], statement
+            inner = re.search(r"tune_prune\.search (.*)", words[-1])  # of a command for another machine
+            arguments = (
+                shlex.split(inner[1]) if inner else words[words.index(files[0]) + 1 :] if words[0] == "sbatch" else []
+            )
+            if arguments:
+                search_flags.parser().parse_args(arguments)
         else:
             subprocess.run(["bash", "-ec", statement], cwd=self.folder, check=True)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.config import Whole
 from tune_prune.core.errors import UserError, require
+from tune_prune.core.store import location
 
 if TYPE_CHECKING:
     from tune_prune.opened import Model
@@ -140,10 +141,11 @@ def search(
     memory          most that a trial may take, e.g. "20GiB", as for `open`
     gpus_per_trial  GPUs of one trial: 0, 1, 1/k for k trials on each GPU, several to spread its layers over, or auto
     cpus_per_trial  CPUs of one trial, or auto
-    trial_timeout   seconds after which a trial is ended and recorded as failed; None: no limit
+    trial_timeout   seconds after which a trial is ended and recorded as failed, and a job that prepares what trials share is ended
+                    and tried once more; None: no limit
     inline          one trial after the other in this process, without Ray
     address         HOST:PORT of a Ray cluster, or auto; None: a local Ray of its own
-    storage_path    folder of all experiments and what they share
+    storage_path    folder of all experiments and what they share, or s3://bucket/prefix (docs/storage.md)
     name            of the experiment, a folder in storage_path; None: made of model, ratio, search space, shape and limit
 
     Returns the Results of all trials of the experiment. Prints its progress. A trial that fails is a row of `Results.trials`.
@@ -165,8 +167,8 @@ def search(
 
 
 def load_results(folder: str | Path) -> Results:
-    """The Results of a search, from its folder (ray_results/NAME): finished, running or half-lost. Starts nothing and changes
-    nothing. Raises UserError for a folder that is not an experiment and holds no results file."""
+    """The Results of a search, from its folder (ray_results/NAME or s3://bucket/prefix/NAME): finished, running or half-lost.
+    Starts nothing and changes nothing. Raises UserError for what is not an experiment and holds no results file."""
     from tune_prune import results
 
-    return results.load(Path(folder).expanduser())
+    return results.load(location(str(folder)).expanduser())

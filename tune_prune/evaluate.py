@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tune_prune.cli import flags
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import Location, location, open_store
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.parser import Parser
 
@@ -72,7 +73,7 @@ def _main(argv: list[str]) -> None:
     run = model.protocol(args.limit, args.tasks)
     from tune_prune.checkpoint import recorded
     from tune_prune.cli import evaluation_text
-    from tune_prune.core.files import atomic_write_text, to_json
+    from tune_prune.core.files import to_json
     from tune_prune.data.sources import measured_on
 
     model.loaded(way=model.way_to_measure(run))  # weights that are not there are said before anything else
@@ -89,13 +90,17 @@ def _main(argv: list[str]) -> None:
         print(f"note: {note}")
     if output is not None:
         recorded_metrics = {} if model.manifest is None else {"recorded": model.manifest.metrics}
-        atomic_write_text(output, to_json(found.record.to_dict() | {"run": run.to_dict()} | recorded_metrics))
+        content = to_json(found.record.to_dict() | {"run": run.to_dict()} | recorded_metrics)
+        open_store(output.parent).put(output.name, content)
         print(f"\nrecord       {output}")
 
 
-def _output(asked: str) -> Path:
+def _output(asked: str) -> Location:
     """Where the record goes. Raises UserError where nothing can be written: before the measurement, not after it."""
-    path = Path(asked).expanduser().absolute()
+    path = location(asked).expanduser().absolute()
+    if not isinstance(path, Path):
+        open_store(path.parent).check_writable()
+        return path
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         reason = "is a folder" if path.is_dir() else "stands in no folder that can be written to"
         raise UserError(f"--output {asked} {reason}; name a file in an existing folder, e.g. record.json")

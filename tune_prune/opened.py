@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +21,9 @@ from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError, require
+from tune_prune.core.process import temporary
 from tune_prune.core.records import StageReport
+from tune_prune.core.store import Location
 from tune_prune.cost_model.memory import Shapes, StageMemory, choose_within, on_this_machine
 from tune_prune.cost_model.workload import LONGEST_ROW, passes_of
 from tune_prune.data import calibration, perplexity_text
@@ -92,8 +92,8 @@ class Model:
         self._memory = memory
         self._fallback = Fallback()
         # What was computed for this model, and is found again; what a search has measured is not asked for.
-        self._folder = tempfile.mkdtemp(prefix="tune_prune_")
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = temporary.make()
+        weakref.finalize(self, temporary.remove, self._folder)
 
     def __repr__(self) -> str:
         size = f"{self.params:,} parameters, {self.geometry.num_layers} layers"
@@ -234,9 +234,8 @@ class Model:
         protocol = EvaluationProtocol(limit=limit, seed=self.run.seed, perplexity_window=window)
         if tasks is not None:
             protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
-        run = replace(
-            self.run, protocol=protocol, calibration="embedded"
-        )  # nothing is calibrated: no text has to be there
+        # Nothing is calibrated: no text has to be there.
+        run = replace(self.run, protocol=protocol, calibration="embedded")
         check_data(run)
         return run
 
@@ -260,7 +259,7 @@ class Model:
             on_stage(report)
         return Evaluation(run, trial.progress.record("complete"), tuple(trial.items), context.perplexity_window)
 
-    def _context(self, run: ModelRun, way: Residency, artifact_dir: Path | None = None) -> TrialContext:
+    def _context(self, run: ModelRun, way: Residency, artifact_dir: Location | None = None) -> TrialContext:
         """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
         dense = self.loaded(way=self._fallback.begin(way), fallback=self._fallback)
         store, let_go = ArtifactStore(artifact_dir or self._folder), partial(setattr, self, "_loaded", None)

@@ -119,6 +119,8 @@ def _main(argv: list[str]) -> None:
     from tune_prune.cli import prune_request  # imports torch: not before every flag has been read
     from tune_prune.opened import Model
 
+    if "://" in args.output:
+        raise UserError(f"--output {args.output} is no folder, which a checkpoint is; name one, then copy it there")
     folder = Path(args.output).expanduser().absolute()
     check_folder(folder, args.overwrite)
     flags.limit_threads()

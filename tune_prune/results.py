@@ -19,8 +19,9 @@ from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, TrustingRun
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger, PassLog, read_baselines
-from tune_prune.core.store import COST, FolderStore
+from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
+from tune_prune.core.process import temporary
+from tune_prune.core.store import COST, Location, Store, open_store
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
 from tune_prune.planning.plan import Plan
@@ -36,7 +37,7 @@ class Results:
     cost      what it has taken (cost.json); empty where that is not there
     """
 
-    def __init__(self, folder: Path, findings: Findings, cost: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Location, findings: Findings, cost: Mapping[str, Any]) -> None:
         self.folder = folder
         self.findings = findings
         self.cost = cost
@@ -97,7 +98,7 @@ class Results:
         return final_table(self.findings)
 
 
-def load(folder: Path) -> Results:
+def load(folder: Location) -> Results:
     """Of an experiment, or of a folder of results files. Raises UserError."""
     study = read_study([folder], [])
     return Results(folder, find(study), next(iter(study.costs.values()), {}))
@@ -113,23 +114,28 @@ def run(
     """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start,
     `observers` follow the trials. `at_end` is called while no other search can change them. Raises UserError (also where another
     search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
-    store = FolderStore(plan.experiment_dir)
+    store = open_store(plan.experiment_dir)
     with store.lock():
-        results = _run(plan, store, command, local_ray, observers)
+        results, unwritten = _run(plan, store, command, local_ray, observers)
         if at_end is not None:
             at_end(results)
+    if unwritten is not None:
+        raise unwritten
     return results
 
 
 def _run(
-    plan: Plan, store: FolderStore, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
-) -> Results:
+    plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
+) -> tuple[Results, Exception | None]:
+    """What the search has found, and why not all of its views could be written."""
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
 
     started = time.monotonic()
     settings, folder = plan.settings, plan.experiment_dir
-    ledger, passes = Ledger(store), PassLog(store)
-    before = totals(ledger.records(), read_baselines(store), passes.read())
+    ledger, passes, attempts = Ledger(store), PassLog(store), AttemptLog(store)
+    temporary.sweep()
+    recorded, baselines = ledger.records(), read_baselines(store)
+    before = totals(recorded, baselines, passes.read(), attempts.read([*recorded, *baselines.values()]))
     models = experiment.write(store, plan, list(command))  # those of earlier starts, too
     jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
     options = TuneOptions(
@@ -144,6 +150,7 @@ def _run(
         local_ray=local_ray,
         resources=plan.resources,
         ways={model.run.label: model.memory.way for model in plan.models},
+        gpu_ways=plan.gpu_ways,
         trial_timeout_s=settings.trial_timeout_s,
         cost=plan.cost,
         observers=observers,
@@ -151,14 +158,19 @@ def _run(
     result = run_search(jobs, options)
     records = ledger.records()
     findings = find(study_of_search(folder, {"models": models}, result.baselines, records))
-    write_views(store, records, findings)
-    cost = write_cost(
-        folder / COST,
-        records,
-        result.baselines,
-        passes.read(),
-        plan.cost.to_dict() if plan.cost is not None else None,
-        before,
-        time.monotonic() - started,
-    )
-    return Results(folder, findings, cost)
+    cost, unwritten = {}, None
+    try:
+        write_views(store, records, findings)
+        cost = write_cost(
+            folder / COST,
+            records,
+            result.baselines,
+            passes.read(),
+            plan.cost.to_dict() if plan.cost is not None else None,
+            before,
+            time.monotonic() - started,
+            attempts.read([*records, *result.baselines.values()]),
+        )
+    except Exception as error:  # noqa: BLE001  # raised when what was found has been shown
+        unwritten = error
+    return Results(folder, findings, cost), unwritten

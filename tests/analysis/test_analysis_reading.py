@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,21 @@ def record(name: str, key: str | None = None, status: Any = "complete", acc: flo
     method, seq_len, samples = name.split("-")
     config = asdict(PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **fields))
     outcome = ("", metrics) if status == "complete" else ("no memory", {})
-    return TrialRecord(key or f"key-{name}", "tiny", config, status, *outcome)
+    return TrialRecord(key or key_of(config), "tiny", config, status, *outcome)
+
+
+def run_of(seed: int) -> ModelRun:
+    return ModelRun("/models/tiny", "tiny", None, "wikitext2", None, EvaluationProtocol(), seed, "float32")
+
+
+def key_of(config: dict[str, Any], seed: int = 0) -> str:
+    return trial_key(PruningConfig.from_dict(config), "fingerprint", "texts", run_of(seed))
 
 
 def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, planned: Sequence[str] = NAMES) -> Path:
     """A folder as a search leaves it: experiment.json, baseline.json, the ledger, the trials' items."""
-    run = ModelRun("/models/tiny", "tiny", None, "wikitext2", None, EvaluationProtocol(), seed, "float32")
-    keys = {f"key-{name}": name for name in planned}
+    run = run_of(seed)
+    keys = {key_of(record(name).config, seed): name for name in planned}
     model = {"run": run.to_dict(), "meaning": {"model": "fingerprint", "data": "texts"}, "trial_keys": keys}
     folder.mkdir(parents=True)
     dense = TrialRecord(trial_key(None, "fingerprint", "texts", run), "tiny", {}, "complete", metrics={"acc_mean": 0.7})
@@ -55,7 +63,7 @@ def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, plan
     }
     for name, values in texts.items():
         atomic_write_text(folder / name, to_json(values))
-    for one in records:
+    for one in (replace(one, key=key_of(one.config, seed)) for one in records):
         Ledger(FolderStore(folder)).write(one)
         items = folder / "trials" / one.key / "items.parquet"
         items.parent.mkdir(parents=True)
@@ -74,6 +82,10 @@ def only(*folders: Path) -> Model:
 
 def said(model: Model, kind: str | None = None) -> list[str]:
     return [f"{p.where} | {p.what}" for p in model.problems if kind in (None, p.kind)]
+
+
+KEYS = {name: record(name).key for name in NAMES}
+FIRST = f"ledger/{KEYS[NAMES[0]]}.json"
 
 
 def test_the_published_grid(tmp_path: Path) -> None:
@@ -228,34 +240,38 @@ def test_an_experiment(tmp_path: Path) -> None:
     model = study.models["tiny"]
     assert (study.experiments[folder]["search"], study.costs[folder]) == ("grid", {"gpu_hours": 1.0})
     assert (model.baseline["acc_mean"], model.source and model.source["model"]) == (0.7, "/models/tiny")
-    assert list(model.rows["name"]) == ["taylor-s16-n8", "taylor-s32-n8"]
+    assert sorted(model.rows["name"]) == ["taylor-s16-n8", "taylor-s32-n8"]
     assert said(model) == [
         f"{folder} | 1 of 3 configurations have no record yet: blockwise-s16-n8",
-        f"trial key-taylor-s32-n8 of {folder} | taylor-s32-n8: failed: no memory",
+        f"trial {failed.key} of {folder} | taylor-s32-n8: failed: no memory",
     ]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "expected", "rows"),
     [
-        ("experiment.json", None, "{file} | it is missing", 3),
         ("baseline.json", None, "{file} | it is missing", 3),
         ("trials", None, "no trial has an items.parquet", 3),
-        ("trials/key-taylor-s16-n8", None, "trial key-taylor-s16-n8 of {folder} | its items.parquet is missing", 3),
-        ("ledger/key-taylor-s16-n8.json", None, "1 of 3 configurations have no record yet: taylor-s16-n8", 2),
+        (f"trials/{KEYS[NAMES[0]]}", None, f"trial {KEYS[NAMES[0]]} of {{folder}} | its items.parquet is missing", 3),
+        (FIRST, None, "1 of 3 configurations have no record yet: taylor-s16-n8", 2),
         ("ledger", None, "3 of 3 configurations have no record yet", 0),
-        ("experiment.json", "{", "{file} | it is not valid JSON", 3),
         ("baseline.json", "[]", "{file} | it is JSON, but not an object", 3),
         ("baseline.json", '{"tiny": 3}', "{file} | it is not a trial record", 3),
         ("cost.json", "", "{file} | it is not valid JSON", 3),
-        ("ledger/key-taylor-s16-n8.json", '{"key": "key-tay', "{file} | it is not valid JSON", 2),
+        ("cost.json", "[1]", "{file} | it is JSON, but not an object", 3),
+        ("cost.json", '{"gpu_hours": "many"}', "{file} | it is no account of costs (gpu_hours is 'many'", 3),
+        ("cost.json", '{"gradient_passes": "5"}', "{file} | it is no account of costs (gradient_passes is '5'", 3),
         (
-            "ledger/key-taylor-s16-n8.json",
-            to_json(record(NAMES[1]).to_dict()),
-            "{file} | it is the record of another",
-            2,
+            "cost.json",
+            '{"seconds_per_stage": null}',
+            "{file} | it is no account of costs (seconds_per_stage is None",
+            3,
         ),
-        ("ledger/odd.json", to_json(ODD.to_dict()), "{file} | its configuration is not valid", 3),
+        ("cost.json", '{"gpu_hours": NaN}', "{file} | it is not valid JSON (NaN", 3),
+        (FIRST, '{"key": "key-tay', "{file} | it is not valid JSON", 2),
+        (FIRST, to_json(record(NAMES[1]).to_dict()), "{file} | it is the record of another", 2),
+        (FIRST, to_json({**record(NAMES[0]).to_dict(), "metrics": "text"}), "{file} | it is not a trial record", 2),
+        ("ledger/odd.json", to_json(ODD.to_dict()), "{file} | it is a record whose configuration is not possible", 3),
     ],
 )
 def test_what_is_lost_or_damaged_is_named_and_the_rest_is_read(
@@ -271,6 +287,42 @@ def test_what_is_lost_or_damaged_is_named_and_the_rest_is_read(
     expected = expected.replace("{file}", str(file)).replace("{folder}", str(folder))
     assert any(expected in one for one in said(model, "missing")), said(model)
     assert len(model.rows) == rows
+
+
+NULLS = [{name: None} for name in ("models", "search", "space", "versions", "command", "settings")]
+NULLS += [{"models": {"tiny": None}}, *({"models": {"tiny": {name: None}}} for name in ("run", "meaning", "geometry"))]
+
+
+@pytest.mark.parametrize("values", [None, *NULLS], ids=str)
+def test_trials_of_which_nobody_knows_how_they_were_measured_are_refused(
+    tmp_path: Path, values: dict[str, Any] | None
+) -> None:
+    folder = experiment(tmp_path / "e", [record(one) for one in NAMES])
+    path = folder / "experiment.json"
+    if values is None:
+        path.unlink()
+    else:
+        path.write_text(to_json(values))
+    with pytest.raises(UserError) as caught:
+        read_study([folder], [])
+    what = "it is missing" if values is None else "it is not the description of an experiment"
+    assert str(caught.value).startswith(f"{path} says how") and what in str(caught.value)
+    assert f"--csv NAME={folder}/all_methods_results.csv" in str(caught.value)
+    shutil.rmtree(folder / "ledger")
+    assert any(one.startswith(f"{path} | it is ") for one in said(only(folder)))
+
+
+def test_trials_of_another_search_are_named_and_not_compared(tmp_path: Path) -> None:
+    """As an older version left them, which went on with another seed where experiment.json had been deleted."""
+    folder = experiment(tmp_path / "e", [record(NAMES[0])], seed=1)
+    Ledger(FolderStore(folder)).write(record(NAMES[0], acc=0.6))
+    model = only(folder)
+    assert (list(model.rows["name"]), list(model.rows["acc_mean"])) == ([NAMES[0]], [0.5])
+    assert f"{folder / FIRST} | it is of another search: its key would be " in "".join(said(model))
+    dense = TrialRecord(KEYS[NAMES[0]], "tiny", {}, "complete", metrics={"acc_mean": 0.9})
+    (folder / "baseline.json").write_text(to_json({"tiny": dense.to_dict()}))
+    model = only(folder)
+    assert model.baseline == {} and f"{folder / 'baseline.json'} | it is of another search" in "".join(said(model))
 
 
 def test_an_experiment_that_kept_only_its_table(tmp_path: Path) -> None:
@@ -293,8 +345,8 @@ def test_folders_of_one_model_are_merged(tmp_path: Path) -> None:
         assert model.rows["success"].all()
         assert model.origins == (first, second)
         assert said(model, "duplicate") == [
-            f"trial key-{NAMES[1]} of {first} | the same trial as trial key-{NAMES[1]} of {second}, which is used",
-            f"trial key-{NAMES[0]} of {second} | the same trial as trial key-{NAMES[0]} of {first}, which is used",
+            f"trial {KEYS[NAMES[1]]} of {first} | the same trial as trial {KEYS[NAMES[1]]} of {second}, which is used",
+            f"trial {KEYS[NAMES[0]]} of {second} | the same trial as trial {KEYS[NAMES[0]]} of {first}, which is used",
         ]
 
 
@@ -317,30 +369,29 @@ def test_a_lost_baseline_does_not_separate_what_was_measured_alike(tmp_path: Pat
 
 
 def test_each_ratio_is_a_model_of_its_own(tmp_path: Path) -> None:
-    others = [record(NAMES[0], "b", pruning_ratio=0.3), record(NAMES[1], "c", pruning_ratio=0.3)]
-    models = read_study([experiment(tmp_path / "e", [record(NAMES[0], "a"), *others])], []).models
-    assert {label: (m.base, m.ratio, list(m.rows["key"])) for label, m in models.items()} == {
-        "tiny@0.2": ("tiny", 0.2, ["a"]),
-        "tiny@0.3": ("tiny", 0.3, ["b", "c"]),
+    others = [record(NAMES[0], pruning_ratio=0.3), record(NAMES[1], pruning_ratio=0.3)]
+    models = read_study([experiment(tmp_path / "e", [record(NAMES[0]), *others])], []).models
+    assert {label: (m.base, m.ratio, set(m.rows["name"])) for label, m in models.items()} == {
+        "tiny@0.2": ("tiny", 0.2, {NAMES[0]}),
+        "tiny@0.3": ("tiny", 0.3, {NAMES[0], NAMES[1]}),
     }
     assert sum("no record yet" in text for model in models.values() for text in said(model)) == 1  # said once
 
 
 def test_what_one_search_varied_is_compared_and_what_differs_between_searches_is_kept_apart(tmp_path: Path) -> None:
     """Shapes and removal divisors; and free shapes are those from before there were others."""
-    old = record(NAMES[0], "old")
+    old = record(NAMES[0])
     del old.config["shape"]
-    first = experiment(tmp_path / "a", [old, record(NAMES[1], "same", shape="free")])
-    second = experiment(tmp_path / "b", [record(NAMES[0], "c", shape="uniform")])
-    third = experiment(tmp_path / "d", [record(NAMES[0], "d", removal_divisor=10, shape="uniform")])
+    first = experiment(tmp_path / "a", [old, record(NAMES[1], shape="free")])
+    second = experiment(tmp_path / "b", [record(NAMES[0], shape="uniform")])
+    third = experiment(tmp_path / "d", [record(NAMES[0], removal_divisor=10, shape="uniform")])
     models = read_study([first, second, third], []).models
-    assert {label: (model.shape, list(model.rows["key"])) for label, model in models.items()} == {
-        "tiny free/5": ("free", ["old", "same"]),
-        "tiny uniform/5": ("uniform", ["c"]),
-        "tiny uniform/10": ("uniform", ["d"]),
+    assert {label: (model.shape, set(model.rows["name"])) for label, model in models.items()} == {
+        "tiny free/5": ("free", {NAMES[0], NAMES[1]}),
+        "tiny uniform/5": ("uniform", {f"{NAMES[0]}-uniform"}),
+        "tiny uniform/10": ("uniform", {f"{NAMES[0]}-d10-uniform"}),
     }
-    assert list(models["tiny uniform/5"].rows["name"]) == [f"{NAMES[0]}-uniform"]
-    varied = [record(NAMES[0], f"{s}{d}", shape=s, removal_divisor=d) for s in ("free", "uniform") for d in (5, 10)]
+    varied = [record(NAMES[0], shape=s, removal_divisor=d) for s in ("free", "uniform") for d in (5, 10)]
     searched = only(experiment(tmp_path / "e", varied))
     assert (searched.label, searched.shape, len(searched.rows)) == ("tiny", "free", 4)
     alone = only(second)

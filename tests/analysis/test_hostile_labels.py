@@ -26,6 +26,7 @@ from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.cli import status
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import RESULTS, FolderStore
 from tune_prune.core.terminal.escapes import markdown, markdown_code, printable
@@ -63,25 +64,23 @@ def page(text: str) -> _Page:
     return _Page(MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text))
 
 
-@pytest.fixture(scope="module", params=HOSTILE)
-def label(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=[HOSTILE[:3], HOSTILE[3:6], HOSTILE[6:]], ids=["tags", "formulas", "marks"])
+def labels(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def findings(label: str, tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    models = {
-        label: lambda m, s, n: 0.5 + 0.01 * len(m) + s / 10_000,
-        "other": lambda m, s, n: 0.6 - 0.01 * len(m) + n / 100_000,
-    }
-    return from_csv(tmp_path_factory.mktemp("csv"), models, device_name=label, reason=label, ppl=range(36))
+def findings(labels: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    models = {label: lambda m, s, n: 0.5 + 0.01 * len(m) + s / 10_000 for label in labels}
+    folder = tmp_path_factory.mktemp("csv")
+    return from_csv(folder, models, device_name=labels[0], reason=labels[1], host=labels[2], ppl=range(36))
 
 
-def test_markdown_shows_what_was_named(label: str, findings: Findings) -> None:
+def test_markdown_shows_what_was_named(labels: tuple[str, ...], findings: Findings) -> None:
     texts = [markdown_table(table) for table in all_tables(findings).values()] + [paragraphs(findings)[0]]
     assert len(texts) > 5
-    for text in texts:
-        shown = page(text)
+    pages = [page(text) for text in texts]
+    for shown in pages:
         assert shown.tags <= {
             "h1",
             "h2",
@@ -99,20 +98,21 @@ def test_markdown_shows_what_was_named(label: str, findings: Findings) -> None:
             "code",
         }
         assert shown.links == []
-    assert sum(label in page(text).text for text in texts) > 3 and label in page(texts[-1]).text
+    for label in labels:
+        assert sum(label in shown.text for shown in pages) > 3 and label in pages[-1].text
 
 
-def test_screens_show_what_was_named(label: str, findings: Findings) -> None:
-    assert label in final_table(findings)
+def test_screens_show_what_was_named(labels: tuple[str, ...], findings: Findings) -> None:
+    assert all(label in final_table(findings) for label in labels)
 
 
-def test_spreadsheets_calculate_nothing(label: str, findings: Findings) -> None:
+def test_spreadsheets_calculate_nothing(findings: Findings) -> None:
     for table in all_tables(findings).values():
         for row in csv.reader(io.StringIO(csv_text(table))):
             assert not [cell for cell in row if re.match(r"[=+@\t\r\n]|-(?![\d.])", cell)]
 
 
-def test_latex_prints_what_was_named(label: str, findings: Findings) -> None:
+def test_latex_prints_what_was_named(findings: Findings) -> None:
     text = document(list(all_tables(findings).values()))
     assert set(re.findall(r"\\(?:input|write|immediate|include|openout|def|catcode|href|url)\b", text)) == set()
     assert not [plain for plain in ("$x$", " _e_", "| cell", "<script") if plain in text]
@@ -146,6 +146,25 @@ def test_a_terminal_is_not_spoken_to() -> None:
     assert "\x1b" not in markdown(text) + markdown_code(text)
 
 
+def test_the_status_of_a_search_does_not_either() -> None:
+    latest = {"model": "m\x1b[2J", "config": "c", "host": "h\x1b[31m", "reason": "\x1b]0;title\x07"}
+    found = {
+        "trials": {"planned": 1, "done": 1, "complete": 0, "stopped_early": 0, "failed": 1},
+        **{
+            "search": None,
+            "experiment": "e",
+            "folder": "f",
+            "state": "none",
+            "damaged": [],
+            "models": {},
+            "gpu_hours": 0.0,
+        },
+        "failures": [{"failure": "other", "count": 1, "latest": latest}],
+    }
+    said = status.text(found)
+    assert "\x1b" not in said and "\\x1b]0;title" in said and said.count("\n") == 4
+
+
 # Texts as they are in records, and whether a results file must change them.
 CELLS = {
     "=1+1": True,
@@ -173,14 +192,14 @@ def test_a_cell_is_read_as_it_was() -> None:
 
 def test_results_files_come_back_unchanged(tmp_path: Path) -> None:
     folder = simulated_study(tmp_path / "study")
-    store = FolderStore(folder)
     texts = [text for text in CELLS if text.strip() == text]
-    records = Ledger(store).records()
-    for index, record in enumerate(records):
-        Ledger(store).write(replace(record, device_name=texts[index % len(texts)], host=texts[-1 - index % len(texts)]))
-    records = Ledger(store).records()
-    write_views(store, records, find(read_study([folder], [])))
-    with (folder / RESULTS).open(newline="") as file:
+    records = [
+        replace(record, device_name=texts[index % len(texts)], host=texts[-1 - index % len(texts)])
+        for index, record in enumerate(Ledger(FolderStore(folder)).records())
+    ]
+    written = FolderStore(tmp_path / "views")
+    write_views(written, records, find(read_study([folder], [])))
+    with (written.folder / RESULTS).open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert not [cell for row in rows for name, cell in row.items() if cell[:1] in "=+@\t\r" and cell]
     assert {cell[:2] for row in rows for cell in row.values() if cell[:1] == "'"} >= {"'=", "'+", "'-", "'@", "''"}

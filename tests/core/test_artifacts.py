@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import canonical_json
 
 KEY = {"model": "abc", "seq_len": 16, "nested": {"b": 1, "a": [1, 2]}}
 ARRAYS = {"scores": np.linspace(0, 1, 50), "empty": np.empty((0, 3)), "odd": np.array([np.nan, np.inf, -0.0])}
@@ -24,9 +26,9 @@ def store(tmp_path: Path) -> ArtifactStore:
 
 
 def test_what_is_put_comes_back_bit_for_bit(store):
-    assert store.get("importance", KEY) is None
+    assert store.get("importance", KEY, dict) is None
     store.put("importance", KEY, ARRAYS)
-    found = ArtifactStore(store.folder).get("importance", KEY)  # as another process would read it
+    found = ArtifactStore(store.folder).get("importance", KEY, dict)  # as another process would read it
     assert found is not None and found.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
         assert found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes()
@@ -38,7 +40,7 @@ def test_the_name_is_the_meaning(store):
     assert store.path("removal", KEY) != store.path("importance", KEY)
     assert store.path("importance", KEY | {"seq_len": 17}) != store.path("importance", KEY)
     store.put("importance", KEY, ARRAYS)
-    assert store.get("removal", KEY) is None and store.get("importance", KEY | {"seq_len": 17}) is None
+    assert store.get("removal", KEY, dict) is None and store.get("importance", KEY | {"seq_len": 17}, dict) is None
     with np.load(store.path("importance", KEY)) as stored:
         assert json.loads(str(stored["key"])) == KEY  # for people who look
 
@@ -80,10 +82,10 @@ def test_a_damaged_file_is_said_to_be_damaged_and_written_anew(store, caplog, ki
     path = store.path("importance", KEY)
     path.write_bytes(damages(path.read_bytes())[kind])
     with caplog.at_level(logging.WARNING):
-        assert store.get("importance", KEY) is None
+        assert store.get("importance", KEY, dict) is None
     assert path.name in caplog.text and "damaged" in caplog.text
     store.put("importance", KEY, ARRAYS)
-    assert store.get("importance", KEY)["scores"].tobytes() == ARRAYS["scores"].tobytes()
+    assert store.get("importance", KEY, dict)["scores"].tobytes() == ARRAYS["scores"].tobytes()
 
 
 def test_a_pickle_in_an_artifact_is_not_run(store, tmp_path):
@@ -96,9 +98,56 @@ def test_a_pickle_in_an_artifact_is_not_run(store, tmp_path):
     checksum = hashlib.sha256(archive.getvalue()).digest()
     store.folder.mkdir()
     store.path("importance", KEY).write_bytes(archive.getvalue() + checksum)
-    with pytest.raises(ValueError, match="pickle"):
-        store.get("importance", KEY)
+    assert store.get("importance", KEY, dict) is None
     assert not (tmp_path / "ran").exists()
+
+
+def write(store, arrays, place=KEY):
+    """A whole file with the right checksum that holds `arrays`, under the name of an importance of `place`."""
+    archive = io.BytesIO()
+    np.savez(archive, **arrays)
+    store.folder.mkdir(exist_ok=True)
+    content = archive.getvalue()
+    store.path("importance", place).write_bytes(content + hashlib.sha256(content).digest())
+
+
+def whole(**changes):
+    return {"kind": np.array("importance"), "key": np.array(canonical_json(KEY)), **ARRAYS} | changes
+
+
+OTHERS = {
+    "of another key": whole(key=np.array(canonical_json(KEY | {"seq_len": 17}))),
+    "of another kind": whole(kind=np.array("input_norms")),
+    "without a key": {name: array for name, array in whole().items() if name != "key"},
+    "of objects": whole(scores=np.array([{}], dtype=object)),
+    "of an object as its key": whole(key=np.array([{}], dtype=object)),
+    "without an array": {name: array for name, array in whole().items() if name != "odd"},
+    "without anything": {},
+}
+
+
+@pytest.mark.parametrize("arrays", OTHERS.values(), ids=OTHERS)
+def test_a_file_with_a_right_checksum_and_wrong_contents_is_computed_again(store, caplog, arrays):
+    def read(found):
+        return {name: found[name] for name in ARRAYS}
+
+    write(store, arrays)
+    assert store.get("importance", KEY, read) is None
+    assert "is damaged (" in caplog.text and "it is computed again" in caplog.text
+    write(store, whole())
+    assert store.get("importance", KEY, read).keys() == ARRAYS.keys()
+
+
+def test_files_of_older_versions_do_not_tell_their_kind(store):
+    write(store, {name: array for name, array in whole().items() if name != "kind"})
+    assert store.get("importance", KEY, dict).keys() == ARRAYS.keys()
+
+
+def test_a_folder_in_the_place_of_a_file_has_to_go(store):
+    store.path("importance", KEY).mkdir(parents=True)
+    with pytest.raises(UserError) as caught:
+        store.get("importance", KEY, dict)
+    assert str(caught.value) == f"{store.path('importance', KEY)} is a folder, where a file belongs; remove it"
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_rest(store, monkeypatch):
@@ -110,5 +159,5 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_rest(store, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         store.put("importance", KEY, {"scores": np.zeros(3)})
-    assert store.get("importance", KEY)["scores"].tobytes() == ARRAYS["scores"].tobytes()
+    assert store.get("importance", KEY, dict)["scores"].tobytes() == ARRAYS["scores"].tobytes()
     assert [path.name for path in store.folder.iterdir()] == [store.path("importance", KEY).name]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.core.errors import exit_code
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.store import FolderStore
 
 SMALL_FILES = """
 import resource, sys, traceback
-from tune_prune.core.errors import exit_code
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.store import FolderStore
 
 def main():
@@ -42,13 +42,21 @@ def test_a_file_that_may_not_be_written_is_a_sentence_and_leaves_nothing(tmp_pat
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, "free some space"), (errno.EACCES, "its owner"), (errno.EROFS, "written"), (errno.EMFILE, "-n")],
+    [
+        *(
+            (errno.ENOSPC, "free some space"),
+            (errno.EACCES, "its owner"),
+            (errno.EROFS, "written"),
+            (errno.EMFILE, "-n"),
+        ),
+        (errno.EISDIR, "move that folder away"),
+    ],
 )
 def test_what_is_refused_says_what_to_do(number: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
         raise OSError(number, "no", "/some/file")
 
-    assert exit_code(main) == 1
+    assert exit_code(main) == (2 if number == errno.EISDIR else 1)
     said = capsys.readouterr().err
     assert said.startswith("error: /some/file cannot be used (no); ") and words in said and said.count("\n") == 1
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from pprint import pformat
 
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 
 from tune_prune.core import files
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.files import DamagedFile
+from tune_prune.core.ledger import Ledger, PassLog, read_baselines, stranger, trial_file, write_baselines
+from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
 
 RECORD = TrialRecord(
@@ -87,12 +90,18 @@ def test_unknown_key_and_missing_folder(tmp_path: Path) -> None:
     assert empty.records() == [RECORD]
 
 
-def test_records_come_by_key_and_are_replaced(tmp_path: Path) -> None:
+def test_records_come_by_key_and_only_failed_ones_are_replaced(tmp_path: Path) -> None:
     trials = Ledger(FolderStore(tmp_path))
     for key in ("b", "a", "c"):
         trials.write(replace(RECORD, key=key))
-    trials.write(replace(RECORD, key="b", status="failed", reason="again"))
-    assert [(record.key, record.reason) for record in trials.records()] == [("a", ""), ("b", "again"), ("c", "")]
+    failed = replace(RECORD, key="d", status="failed", reason="first")
+    assert trials.write(failed) == failed
+    for status in ("failed", "stopped_early", "complete", "failed"):
+        trials.write(replace(RECORD, key="d", status=status, reason=f"{status} later"))
+    late = replace(RECORD, key="b", status="failed", reason="its worker was thought dead")
+    assert trials.write(late) == replace(RECORD, key="b")
+    reasons = [(record.key, record.reason) for record in trials.records()]
+    assert reasons == [("a", ""), ("b", ""), ("c", ""), ("d", "stopped_early later")]
 
 
 def test_stray_files_are_ignored(tmp_path: Path) -> None:
@@ -105,6 +114,10 @@ def test_stray_files_are_ignored(tmp_path: Path) -> None:
 
 def with_field(name: str, value: object) -> str:
     return json.dumps(RECORD.to_dict() | {name: value})
+
+
+def stage(**fields: object) -> str:
+    return with_field("stages", [RECORD.stages[0] | fields])
 
 
 # What stands in the file, and what the sentence must hold: the field, its value and what it must be.
@@ -126,6 +139,19 @@ DAMAGED = {
     "bad_config": (with_field("config", None), "(config is None; it must be an object {...})"),
     "bad_time": (with_field("elapsed_time_s", True), "(elapsed_time_s is True; it must be a number)"),
     "other_key": (with_field("key", "11"), "the record of another trial, '11'"),
+    "text_metrics": (with_field("metrics", "12.5"), "(metrics is '12.5'; it must be an object {...})"),
+    "literal_nan": (with_field("metrics", {"ppl": math.nan}), "not valid JSON (NaN is no number of JSON)"),
+    "percent": (with_field("metrics", {"acc_mean": 59.8}), "(metrics.acc_mean is 59.8; it must be a fraction)"),
+    "negative": (with_field("metrics", {"acc_mean": -0.1}), "(metrics.acc_mean is -0.1; it must be a fraction)"),
+    "negative_error": (with_field("metrics", {"acc_mean_stderr": -0.1}), "it must be a fraction)"),
+    "negative_ppl": (with_field("metrics", {"ppl": -9.0}), "(metrics.ppl is -9.0; it must be at least 0)"),
+    "text_stage": (stage(duration_s="long"), "(stages[0].duration_s is 'long'; it must be a number)"),
+    "stage_without": (with_field("stages", [{"stage": "perplexity"}]), "(stages[0].duration_s is missing)"),
+    "no_method": (with_field("config", {"seq_len": 64}), "a record whose configuration is not possible ("),
+    "ratio": (
+        with_field("config", RECORD.config | {"pruning_ratio": 7}),
+        "a record whose configuration is not possible (pruning_ratio is 7; it must be a number above 0 and below 1",
+    ),
 }
 
 
@@ -154,3 +180,119 @@ def test_a_newer_version_with_more_fields_is_read(tmp_path: Path) -> None:
 def test_number_takes_numbers_only(value: object) -> None:
     with pytest.raises(ValueError, match="is not a number"):
         files.number(value)
+
+
+def test_every_flipped_character_of_a_sealed_record_is_seen(tmp_path: Path) -> None:
+    """Whatever is changed in the text, the record is refused, or says the same."""
+    store, record = FolderStore(tmp_path), replace(RECORD, metrics={"acc_mean": 0.25})  # of no superfluous digit
+    Ledger(store).write(record)
+    path = store.path("ledger/0f.json")
+    text, accepted, named = path.read_text(encoding="utf-8"), [], set()
+    for place, old in enumerate(text):
+        new = str((int(old) + 1) % 10) if old.isdigit() else "#" if old.isspace() else chr(ord(old) ^ 1)
+        path.write_text(text[:place] + new + text[place + 1 :], encoding="utf-8")
+        try:
+            assert Ledger(store).read("0f") == record, text[place - 20 : place + 1]
+            accepted.append(place)
+        except DamagedFile as error:
+            named.add(error.path)
+    start = text.index("checksum")  # without that it is a record of an older version
+    assert accepted == [*range(start, start + len("checksum"))] and named == {path}
+    path.write_text(text, encoding="utf-8")
+    assert Ledger(store).read("0f") == record
+
+
+def test_a_number_beyond_all_floats_is_damage(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    Ledger(store).write(RECORD)
+    store.put("ledger/0f.json", store.path("ledger/0f.json").read_text().replace("12.5", "1e999"))
+    with pytest.raises(DamagedFile, match="its checksum does not match"):
+        Ledger(store).read("0f")
+
+
+def test_records_of_older_versions_have_no_checksum(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put("ledger/0f.json", files.to_json(RECORD.to_dict()))
+    assert Ledger(store).read("0f") == RECORD
+
+
+def test_a_trials_files_are_those_that_it_wrote(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put("trials/0f/items.parquet", b"items")
+    store.put("trials/0f/other", b"anything")
+    folder = store.path("trials/0f")
+    store.put("elsewhere/items.parquet", b"moved")
+    assert trial_file(store.path("elsewhere"), "items.parquet") == b"moved"
+    assert trial_file(folder, "items.parquet") == b"items"  # without a record
+    Ledger(store).write(RECORD)
+    assert trial_file(folder, "items.parquet") == b"items"  # of an older version
+    Ledger(store).seal(replace(RECORD, files={"items.parquet": hashlib.sha256(b"items").hexdigest()}))
+    assert trial_file(folder, "items.parquet") == b"items" and trial_file(folder, "other") == b"anything"
+    store.put("trials/0f/items.parquet", b"itens")
+    with pytest.raises(DamagedFile) as caught:
+        trial_file(folder, "items.parquet")
+    assert caught.value.path == folder / "items.parquet"
+    assert f"; delete {store.path('ledger/0f.json')} to have that trial run again" in str(caught.value)
+    store.path("trials/0f/items.parquet").unlink()
+    assert trial_file(folder, "items.parquet") is None
+
+
+def test_a_dense_model_is_not_another_ones(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    dense = {label: replace(RECORD, key=label, model=label, config={}) for label in ("one", "two")}
+    write_baselines(store, dense)
+    assert read_baselines(store) == dense
+    stored = store.read("baseline.json")
+    assert stored is not None
+    store.put("baseline.json", files.to_json({"one": stored["two"], "two": stored["one"]}))
+    with pytest.raises(DamagedFile, match="its checksum does not match"):
+        read_baselines(store)
+
+
+def test_a_pass_is_not_another_one(tmp_path: Path) -> None:
+    store, log = FolderStore(tmp_path), PassLog(FolderStore(tmp_path))
+    for seconds in (1.0, 2.0):
+        log.write({"model": "tiny", "seq_len": 16}, StageReport("importance", seconds, tokens=8))
+    first, second = store.names("passes")
+    assert sorted(values["duration_s"] for values in log.read()) == [1.0, 2.0]
+    store.put(first, store.get(second) or b"")
+    with pytest.raises(DamagedFile) as caught:
+        log.read()
+    assert caught.value.path == store.path(first) and "its checksum does not match" in caught.value.what
+
+
+RUN = ModelRun("tiny", "tiny", None, "embedded", None, EvaluationProtocol(tasks=("boolq",)), 0, "float32")
+CONFIG = PruningConfig("taylor", 64, 128, 0.2)
+ABOUT = {
+    "models": {
+        "tiny": {
+            "run": json.loads(files.to_json(RUN.to_dict())),
+            "meaning": {"model": "m", "data": "d", "pruning_ratio": 0.2, "shape": ["free", "uniform"]},
+        }
+    }
+}
+
+
+def of_trial(config: PruningConfig | None = CONFIG, run: ModelRun = RUN, data: str = "d") -> TrialRecord:
+    return TrialRecord(trial_key(config, "m", data, run), run.label, asdict(config) if config else {}, "complete")
+
+
+def test_a_key_shows_whether_a_record_is_of_the_experiment() -> None:
+    own = [of_trial(), of_trial(replace(CONFIG, shape="uniform")), of_trial(None)]
+    assert [stranger(record, ABOUT) for record in own] == ["", "", ""]
+    limit = replace(RUN, protocol=replace(RUN.protocol, limit=5))
+    others = [
+        of_trial(run=replace(RUN, seed=1)),
+        of_trial(run=limit),
+        of_trial(None, run=limit),
+        of_trial(data="x"),
+        replace(of_trial(), config=asdict(replace(CONFIG, seq_len=32))),
+    ]
+    for record in others:
+        assert stranger(record, ABOUT).startswith("of another search: its key would be "), record
+    assert "its pruning_ratio is 0.3, in experiment.json 0.2" in stranger(
+        of_trial(replace(CONFIG, pruning_ratio=0.3)), ABOUT
+    )
+    assert "its shape is aligned-8" in stranger(of_trial(replace(CONFIG, shape="aligned-8")), ABOUT)
+    assert "of a model, huge, that" in stranger(replace(of_trial(), model="huge"), ABOUT)
+    assert stranger(others[0], {}) == ""  # nothing is known

@@ -1,49 +1,75 @@
-"""The contract of a store: every implementation passes `StoreContract`; and the files of a folder."""
+"""The contract of a store: every implementation passes `StoreContract`; and what each of them has of its own."""
 
 from __future__ import annotations
 
 import errno
+import os
+import pickle
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.s3_server import Server, forget_clients
 from tune_prune.core import files
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.store import FolderStore
+from tune_prune.core.storage import lease, node_cache, objects
+from tune_prune.core.storage.contract import StorageError
+from tune_prune.core.storage.node_cache import NodeCachedStore
+from tune_prune.core.store import FolderStore, ObjectPath, Store, location, open_store
+
+HOLD = """
+import sys
+from tune_prune.core.storage import lease
+from tune_prune.core.store import open_store
+lease.LEASE_S = float(sys.argv[2])
+with open_store(sys.argv[1]).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def other_search(store: Store, lease_s: float) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock."""
+    argv = [sys.executable, "-c", HOLD, str(store.folder), str(lease_s)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(lease, "LEASE_S", 0.8)
+    return lease.LEASE_S
 
 
 class StoreContract:
-    OPEN: str  # an expression that opens a store on sys.argv[1], for other processes
-
     @pytest.fixture
-    def store(self, tmp_path: Path) -> FolderStore:
-        """One on `tmp_path / "results"`, with nothing in it."""
+    def store(self, tmp_path: Path) -> Store:
+        """One with nothing in it."""
         raise NotImplementedError
 
     @pytest.fixture
-    def other_search(self, store: FolderStore) -> Iterator[subprocess.Popen[str]]:
-        """A process that holds the lock."""
-        code = (
-            f"import sys, time\nfrom tune_prune.core.store import *\nwith {self.OPEN}.lock():\n"
-            "    print('held', flush=True)\n    sys.stdin.read()"
-        )
-        argv = [sys.executable, "-c", code, str(store.folder)]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None and process.stdout.readline() == "held\n"
-            yield process
-            process.kill()
+    def holder(self, store: Store, short_lease: float) -> Iterator[int]:
+        """The id of a process that holds the lock."""
+        with other_search(store, short_lease) as process:
+            yield process.pid
 
-    def test_many_are_put_and_what_is_none_is_removed(self, store: FolderStore) -> None:
+    def test_many_are_put_and_what_is_none_is_removed(self, store: Store) -> None:
         store.put("old", "of an earlier start")
         assert store.put_all({"a/b": "text", "old": None, "never there": None}) == [store.path("a/b")]
         assert (store.get("a/b"), store.get("old"), store.names()) == (b"text", None, [])
 
-    def test_what_is_put_comes_back(self, store: FolderStore) -> None:
+    def test_what_is_put_comes_back(self, store: Store) -> None:
         assert store.get("a.json") is None and store.read("a.json") is None
         store.put("a.json", b"\x00\xff")
         store.put("deep/er/b.txt", "ä\u2028\r\n")
@@ -51,8 +77,9 @@ class StoreContract:
         store.put("a.json", '{"x": [1]}')
         assert store.read("a.json") == {"x": [1]}
         assert store.within("deep/er").get("b.txt") == store.get("deep/er/b.txt")
+        assert pickle.loads(pickle.dumps(store)).read("a.json") == {"x": [1]}  # as another process is given it
 
-    def test_names_are_those_of_one_folder(self, store: FolderStore) -> None:
+    def test_names_are_those_of_one_folder(self, store: Store) -> None:
         assert store.names() == store.names("ledger") == []
         for name in ("ledger/b.json", "ledger/a.json", "ledger/deeper/c.json", "top"):
             store.put(name, name)
@@ -63,13 +90,13 @@ class StoreContract:
     @pytest.mark.parametrize(
         "content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000], ids=lambda content: repr(content[:2])
     )
-    def test_what_is_no_json_object_is_named(self, store: FolderStore, content: bytes) -> None:
+    def test_what_is_no_json_object_is_named(self, store: Store, content: bytes) -> None:
         store.put("cost.json", content)
         with pytest.raises(DamagedFile) as caught:
             store.read("cost.json")
         assert str(caught.value).startswith(f"{store.path('cost.json')} is ")
 
-    def test_concurrent_writers_and_readers(self, store: FolderStore) -> None:
+    def test_concurrent_writers_and_readers(self, store: Store) -> None:
         """Writers of the same names race; a reader in between sees whole contents only."""
 
         def write_and_read(number: int) -> int:
@@ -81,38 +108,101 @@ class StoreContract:
         with ThreadPoolExecutor(8) as pool:
             assert max(pool.map(write_and_read, range(80))) == 4
 
-    def test_one_search_at_a_time(self, store: FolderStore, other_search: subprocess.Popen[str]) -> None:
+    def test_one_of_several_puts_what_is_new(self, store: Store) -> None:
+        def put(number: int) -> bool:
+            return store.put_new("ledger/0f.json", f"{number}" * 20_000)
+
+        with ThreadPoolExecutor(8) as pool:
+            winners = [number for number, won in enumerate(pool.map(put, range(8))) if won]
+        assert len(winners) == 1
+        assert store.get("ledger/0f.json") == f"{winners[0]}".encode() * 20_000
+
+    def test_what_is_new_replaces_nothing(self, store: Store) -> None:
+        assert store.put_new("a", "first") and not store.put_new("a", "second")
+        assert store.get("a") == b"first"
+        assert store.put_new("a", "first")  # as after an answer that was lost
+        store.remove("a")
+        assert store.put_new("a", "second") and store.names() == ["a"]
+
+    def test_what_is_there_and_what_is_removed(self, store: Store) -> None:
+        store.put("trials/0f/plan.json", "{}")
+        store.put("trials/1f/plan.json", "{}")
+        assert store.has("trials/0f/plan.json") and not store.has("trials/0f") and not store.has("trials/2f")
+        assert store.folders("trials") == ["trials/0f", "trials/1f"] and store.folders() == ["trials"]
+        assert store.folders("nowhere") == store.names("trials") == []
+        for name in ("trials/0f/plan.json", "never there"):
+            store.remove(name)
+        assert not store.has("trials/0f/plan.json") and store.has("trials/1f/plan.json")
+
+    def test_to_look_whether_it_can_be_written_leaves_nothing(self, store: Store) -> None:
+        store.check_writable()
+        assert store.names() == store.folders() == []
+
+    def test_one_search_at_a_time(self, store: Store, holder: int) -> None:
         store.put("a", "kept")
         with pytest.raises(UserError) as caught, store.lock():
             pytest.fail("two hold the lock")
         text = str(caught.value)
         assert f"another search runs on experiment {store.folder}" in text
-        assert f"(process {other_search.pid} on " in text and "--name" in text and "\n" not in text
+        assert f"(process {holder} on " in text and "--name" in text and "\n" not in text
         assert store.get("a") == b"kept" and store.names() == ["a"]  # what is there can be read meanwhile
 
-    def test_a_killed_search_leaves_no_lock(self, store: FolderStore, other_search: subprocess.Popen[str]) -> None:
-        other_search.kill()
-        other_search.wait()
-        for name in ("a", "b"):
-            with store.lock():
-                store.put(name, "kept")
-        assert store.names() == ["a", "b"]
-
-    def test_a_failure_releases_the_lock(self, store: FolderStore) -> None:
+    def test_a_failure_releases_the_lock(self, store: Store) -> None:
         with pytest.raises(ZeroDivisionError), store.lock():
             raise ZeroDivisionError
         with store.lock():
             pass
 
 
-class TestFolder(StoreContract):
-    OPEN = "FolderStore(sys.argv[1])"
+class BetweenProcesses(StoreContract):
+    def test_a_killed_search_leaves_no_lock(self, store: Store, short_lease: float) -> None:
+        with other_search(store, short_lease) as process:
+            process.kill()
+            process.wait()
+        for name in ("a", "b"):
+            with store.lock():
+                store.put(name, "kept")
+        assert store.names() == ["a", "b"]
 
+
+class LeaseContract(StoreContract):
+    """What only a lock by lease can do wrong."""
+
+    def test_who_could_not_renew_leaves(self, store: Store, short_lease: float) -> None:
+        def work() -> None:
+            with store.lock():
+                store.within(".lock").put("00000009.json", '{"until": 0}')
+                time.sleep(20 * short_lease)
+
+        with pytest.raises(UserError, match=r"another search has taken over .* nothing recorded is lost"):
+            work()
+        with store.lock():  # the other one's is given back
+            assert store.within(".lock").names() == ["00000010.json"]
+
+    def test_of_two_that_find_it_free_one_gets_it(self, store: Store, short_lease: float) -> None:
+        def hold(number: int) -> bool:
+            try:
+                with store.lock():
+                    time.sleep(2 * short_lease)
+            except UserError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(3) as pool:
+            assert sorted(pool.map(hold, range(3))) == [False, False, True]
+
+    def test_what_is_no_lock_is_named(self, store: Store) -> None:
+        store.within(".lock").put("00000001.json", '{"until": "later"}')
+        with pytest.raises(UserError, match=r"00000001\.json is no lock of a search; delete it"), store.lock():
+            pytest.fail("held")
+
+
+class TestFolder(BetweenProcesses):
     @pytest.fixture
     def store(self, tmp_path: Path) -> FolderStore:
         return FolderStore(tmp_path / "results")
 
-    def test_a_killed_writer_leaves_the_old_content(self, store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_killed_writer_leaves_the_old_content(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         def killed(source: object, target: object) -> None:
             raise KeyboardInterrupt
 
@@ -123,20 +213,18 @@ class TestFolder(StoreContract):
         assert store.get("ledger/0f.json") == b"old"
         assert [path.name for path in store.path("ledger").iterdir()] == ["0f.json"]
 
-    def test_hidden_files_do_not_count(self, store: FolderStore) -> None:
+    def test_hidden_files_do_not_count(self, store: Store) -> None:
         """What a kill leaves behind between a write and its rename."""
         store.put("ledger/0f.json", "{}")
         store.path("ledger/.0f.json.abc.tmp").write_text("{")
         assert store.names("ledger") == ["ledger/0f.json"]
 
-    def test_what_cannot_be_read_is_named(self, store: FolderStore) -> None:
+    def test_what_cannot_be_read_is_named(self, store: Store) -> None:
         store.put("cost.json/inside", "a folder in its place")
         with pytest.raises(DamagedFile, match=r"cost\.json is unreadable \(Is a directory\)"):
             store.read("cost.json")
 
-    def test_what_may_not_be_read_is_not_to_be_deleted(
-        self, store: FolderStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_may_not_be_read_is_not_to_be_deleted(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """The record of somebody else's search may be whole."""
 
         def forbidden(path: Path) -> bytes:
@@ -150,3 +238,126 @@ class TestFolder(StoreContract):
             f"{store.path('ledger/0f.json')} is unreadable (Permission denied); make it a file that you may read, then run the "
             "same command again"
         )
+
+
+class TestMemory(LeaseContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return open_store(f"memory://{uuid.uuid4().hex}/results")
+
+    @pytest.fixture
+    def holder(self, store: Store, short_lease: float) -> Iterator[int]:
+        """No other process sees it."""
+        with store.lock():
+            yield os.getpid()
+
+
+class TestS3(BetweenProcesses, LeaseContract):
+    @pytest.fixture
+    def store(self, s3: Server) -> Store:
+        return open_store(f"{s3.bucket()}/results")
+
+    def test_what_a_server_cannot_do_at_once_is_tried_again(self, store: Store) -> None:
+        assert store.put_new("flaky-1", "a") and store.get("flaky-1") == b"a"
+        store.put("flaky-2", "b")
+        assert store.get("flaky-2") == b"b"
+
+    @pytest.fixture
+    def own_client(self) -> Iterator[None]:
+        """Clients of this test are not for others."""
+        yield
+        forget_clients()
+
+    def test_what_it_never_does_is_a_sentence(
+        self, store: Store, own_client: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(objects._OPTIONS["s3"]["config_kwargs"]["retries"], "total_max_attempts", 2)
+        forget_clients()
+        with pytest.raises(StorageError) as caught:
+            open_store(store.folder).put("down", "b")
+        text = str(caught.value)
+        assert text.startswith(f"{store.path('down')} could not be written (Reduce your rate.") and "\n" not in text
+        assert text.endswith("what is recorded is kept: run the same command again when the storage answers")
+
+    def test_a_bucket_that_is_not_there(self, s3: Server) -> None:
+        store = open_store("s3://no-such-bucket/results")
+        assert store.get("a") is None and store.names() == []
+        for put in (store.put, store.put_new):
+            with pytest.raises(
+                StorageError, match=r"there is no s3://no-such-bucket; create it, or correct --storage-path"
+            ):
+                put("a", "b")
+
+    def test_no_credentials(
+        self, store: Store, own_client: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        forget_clients()
+        with pytest.raises(
+            StorageError, match=r"could not be read \(Unable to locate credentials\); give this machine"
+        ):
+            open_store(store.folder).get("a")
+
+    def test_a_server_without_conditional_writes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        overwrite = objects._client("s3")[0].pipe_file
+        monkeypatch.setattr(objects._client("s3")[0], "pipe_file", lambda path, data, mode="": overwrite(path, data))
+        with pytest.raises(StorageError, match=r"does not know conditional writes"):
+            store.check_writable()
+
+    def test_a_machine_keeps_what_never_changes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        one, other = (NodeCachedStore(ObjectPath(store.folder)) for _ in range(2))
+        one.put("a.npz", b"abc")
+        assert store.get("a.npz") == b"abc"
+        store.put("b.npz", b"def")
+        assert one.get("b.npz") == b"def" and one.get("never") is None
+        for name in ("a.npz", "b.npz"):
+            store.remove(name)  # so that they can only come from here
+        assert (other.get("a.npz"), other.get("b.npz")) == (b"abc", b"def")
+        monkeypatch.setattr(node_cache, "MAX_BYTES", 3)
+        assert NodeCachedStore(ObjectPath(store.folder)).get("a.npz") is None and other.get("b.npz") == b"def"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "hdfs://host/x",
+            r"hdfs://host/x is of a scheme that results cannot be kept on; .* file://, s3://, gs://, memory://",
+        ),
+        ("s3://", r"names no bucket; write e\.g\. s3://bucket/prefix"),
+        ("file://x", r"with three slashes"),
+    ],
+)
+def test_what_is_no_location_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        location(text)
+
+
+def test_locations_are_put_together_as_folders_are(tmp_path: Path) -> None:
+    place = location("s3://bucket/results/")
+    assert (str(place), str(place / "a" / "b.json")) == ("s3://bucket/results", "s3://bucket/results/a/b.json")
+    assert (
+        (place / "a").parent == place
+        and (place / "a").name == "a"
+        and (place / "a").as_posix() == "s3://bucket/results/a"
+    )
+    assert pickle.loads(pickle.dumps(place)) == place and str(pickle.loads(pickle.dumps(place))) == str(place)
+    assert location(f"file://{tmp_path}") == tmp_path == location(str(tmp_path))
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UserError, match=r"gs:// needs the package gcsfs .*; run pip install 'tune_prune\[gcs\]'"):
+        open_store("gs://bucket/results")
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: object, target: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(files.os, "link", link)
+    store = FolderStore(tmp_path)
+    assert store.put_new("a", "first") and not store.put_new("a", "second") and store.get("a") == b"first"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from tests.cost_model.test_cost_model import SPEED, work
 from tune_prune import prune
 from tune_prune.cli import plan_text
+from tune_prune.cli.plan_text import describe
 from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import MachineError, UserError
@@ -24,6 +26,7 @@ from tune_prune.cost_model.estimate import estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.machine import Gpu, Memory
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.planning import plan_cost
 from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
@@ -31,6 +34,7 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial import trial
 from tune_prune.trial.fallback import Fallback
 from tune_prune.tuning.ray_cluster import resources
+from tune_prune.tuning.worker import WorkerSettings
 
 GIB = 2**30
 
@@ -187,6 +191,22 @@ def test_a_stage_waits_for_all_gpus_and_the_fullest_counts(monkeypatch: pytest.M
 def test_several_kinds_of_gpu_are_said(planned) -> None:
     plan = planned([CARD, ("A100", 8, 79, 80)])
     assert any("H100, A100" in note for note in plan.cost.notes)
+
+
+def test_each_kind_of_gpu_holds_models_as_suits_it(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, lean = (way.total / GIB for way in (planned([CARD]).models[0].ways[index] for index in (0, -1)))
+    small = ("A10", 8, (whole + lean) / 2 / 0.9, (whole + lean) / 2 / 0.9)  # of which 90% are used
+    plan = planned([CARD, ("H100", 9, 60, 80), small])
+    assert plan.memory.way != RESIDENT and plan.resources.gpus == 1
+    assert plan.gpu_ways == {"H100": {"tiny-llama": RESIDENT}, "A10": {"tiny-llama": plan.memory.way}}
+    assert "on H100: tiny-llama resident" in describe(plan)
+    assert planned([CARD, CARD]).gpu_ways == {}
+    settings = WorkerSettings(
+        Path("/e"), Path("/a"), plan.resources, {"tiny-llama": plan.memory.way}, gpu_ways=plan.gpu_ways
+    )
+    for name, way in (("H100", RESIDENT), ("A10", plan.memory.way), ("another", plan.memory.way)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda found=name: found)
+        assert settings.way("tiny-llama") == way
 
 
 def test_a_share_leaves_room_for_the_context(gpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ rounding where a model is run again, on whatever machine this is.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -43,6 +44,15 @@ def ledger(experiment: Path) -> dict[str, dict[str, Any]]:
 
 
 RECORDED = ledger(HERE / "storage" / NAME)
+SINCE = {"search_id", "device_name", "torch_version", "files", "checksum"}  # fields that a record has had since
+
+
+def as_then(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in SINCE}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -52,7 +62,9 @@ def storage(tmp_path: Path) -> Path:
 
 def test_it_is_analysed(storage: Path, tmp_path: Path) -> None:
     assert len(RECORDED) == 6
+    before = contents(storage)
     assert command.main([str(storage / NAME), "--output", str(tmp_path / "results")]) == 0
+    assert contents(storage) == before
     rows = pd.read_csv(tmp_path / "results" / "consolidated_tiny-llama_20" / "all_methods_results.csv").set_index("key")
     assert set(rows.index) == set(RECORDED)
     for key, record in RECORDED.items():
@@ -71,17 +83,72 @@ def test_it_is_pruned_from(storage: Path, tmp_path: Path) -> None:
 
 
 def test_it_goes_on_and_has_nothing_to_do(storage: Path) -> None:
-    before = {path: path.read_bytes() for path in (storage / NAME).rglob("*.json")}
+    before = contents(storage / NAME)
+    assert search.main([*SEARCH, str(storage), "--dry-run"]) == 0
+    assert contents(storage / NAME) == before
     assert search.main([*SEARCH, str(storage)]) == 0
-    for path, content in before.items():
-        if path.parent.name in ("ledger", "passes") or path.name in ("baseline.json", "items.parquet"):
-            assert path.read_bytes() == content, path
-    assert ledger(storage / NAME) == RECORDED
+    after = contents(storage / NAME)
+    assert {path for path in before if path.parts[0] == "trials" and before[path] != after[path]} == set()
+    assert {key: as_then(record) for key, record in ledger(storage / NAME).items()} == RECORDED
+    old, new = (read(folder / NAME / "baseline.json") for folder in (HERE / "storage", storage))
+    assert {label: as_then(record) for label, record in new.items()} == old
+    for path in (storage / NAME / "passes").iterdir():
+        assert as_then(read(path)) == read(HERE / "storage" / NAME / "passes" / path.name)
     for name, changed in {"global_best_config.json": ("baseline", "edges"), "method_comparison.json": ()}.items():
         old, new = (read(folder / NAME / name)["models"]["tiny-llama"] for folder in (HERE / "storage", storage))
         assert without_errors({key: new[key] for key in old if key not in changed}) == without_errors(
             {key: value for key, value in old.items() if key not in changed}
         ), name
+
+
+def test_it_is_upgraded_by_the_next_search_and_proves_itself_then(storage: Path, capfd: Any) -> None:
+    folder, key = storage / NAME, "23a0c4b2250fa417"
+    assert search.main([*SEARCH, str(storage)]) == 0
+    sealed = contents(folder)
+    for path in sealed:
+        if path.parts[0] in ("ledger", "passes", "experiment.json"):
+            assert len(read(folder / path)["checksum"]) == 64, path
+    files = read(folder / "ledger" / f"{key}.json")["files"]
+    assert set(files) == {path.name for path in sealed if path.parent.name == key and path.parts[0] == "trials"}
+    assert all(hashlib.sha256(sealed[Path("trials", key, name)]).hexdigest() == files[name] for name in files)
+    assert search.main([*SEARCH, str(storage)]) == 0
+    again = contents(folder)
+    assert {path for path in sealed if again[path] != sealed[path]} <= {Path("cost.json"), Path(".lock.json")}
+    items = folder / "trials" / key / "items.parquet"
+    items.write_bytes(sealed[Path("trials", "63ac8dd214385784", "items.parquet")])
+    about = read(folder / "experiment.json")
+    del about["checksum"]  # as where an older version has gone on
+    (folder / "experiment.json").write_text(json.dumps(about), encoding="utf-8")
+    capfd.readouterr()
+    assert search.main([*SEARCH, str(storage)]) == 2
+    assert (
+        f"error: {items} is not the file that its trial wrote; delete {folder}/ledger/{key}.json"
+        in capfd.readouterr().err
+    )
+
+
+def test_a_record_of_then_is_held_against_its_items_and_its_key(storage: Path, capfd: Any) -> None:
+    path = storage / NAME / "ledger" / "23a0c4b2250fa417.json"
+    whole = path.read_text()
+    for change, says in {
+        ('"acc_arc_easy": 0.6', '"acc_arc_easy": 0.8'): "its acc_arc_easy is 0.8, theirs 0.6; delete it",
+        ('"taylor_num_samples": 8', '"taylor_num_samples": 9'): "is of another search: its key would be ",
+        ('"method": "blockwise"', '"method": "block"'): "is of another search: its key would be ",
+        (
+            '"pruning_ratio": 0.2',
+            '"pruning_ratio": 7',
+        ): "a record whose configuration is not possible (pruning_ratio is 7",
+    }.items():
+        assert whole.count(change[0]) == 1
+        path.write_text(whole.replace(*change))
+        before = contents(storage)
+        assert search.main([*SEARCH, str(storage)]) == 2
+        error = capfd.readouterr().err
+        assert error.startswith(f"error: {path} is ") and says in error and error.count("\n") == 1, error
+        assert {one for one, content in contents(storage).items() if before.get(one) != content} <= LOCK
+
+
+LOCK = {Path(NAME, ".lock"), Path(NAME, ".lock.json")}
 
 
 def without_errors(value: Any) -> Any:
@@ -97,7 +164,7 @@ def test_it_runs_what_is_missing_from_its_cache(storage: Path) -> None:
     shutil.rmtree(storage / NAME / "trials" / key)
     assert search.main([*SEARCH, str(storage)]) == 0
     again = ledger(storage / NAME)
-    assert {name: record for name, record in again.items() if name != key} == {
+    assert {name: as_then(record) for name, record in again.items() if name != key} == {
         name: record for name, record in RECORDED.items() if name != key
     }
     assert again[key]["metrics"] == RECORDED[key]["metrics"]

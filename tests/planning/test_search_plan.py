@@ -21,10 +21,12 @@ from tune_prune import embedded, search
 from tune_prune.analysis import rerun
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
+from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.ledger import Ledger, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import EXPERIMENT, FolderStore
+from tune_prune.core.validation import validated
 from tune_prune.cost_model.machine import Memory
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading
@@ -121,10 +123,10 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     assert made == ["importance", "removal"]
     tokens = sum(context.suite.tokens_in_slice(index) for index in range(context.suite.num_slices))
     config, key = model.trials[0]
-    record = TrialRecord(key=key, model="tiny-llama", config={"method": config.method}, status="complete")
-    Ledger(FolderStore(plan.experiment_dir)).write(record)
-    experiment.write(FolderStore(plan.experiment_dir), plan, ["python"])
-    (plan.experiment_dir / "baseline.json").write_text(json.dumps({"tiny-llama": record.to_dict()}))
+    store = FolderStore(plan.experiment_dir)
+    experiment.write(store, plan, ["python"])
+    Ledger(store).write(TrialRecord(key, "tiny-llama", asdict(config), "complete"))
+    write_baselines(store, {"tiny-llama": TrialRecord(context.key(None), "tiny-llama", {}, "complete")})
 
     out = plan_text(*KEPT, "--gpus-per-trial", "0")
     cost = table(out)
@@ -132,8 +134,8 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     assert cost["removal"][0] == "1"
     assert cost["zero-shot"][:2] == ["5", f"{5 * tokens:,}"]
     assert "~" not in out
-    for _, key in model.trials[1:]:
-        Ledger(FolderStore(plan.experiment_dir)).write(replace(record, key=key))
+    for config, key in model.trials[1:]:
+        Ledger(store).write(TrialRecord(key, "tiny-llama", asdict(config), "complete"))
     assert "cost         nothing is left to compute" in plan_text(*KEPT, "--gpus-per-trial", "0")
 
 
@@ -153,7 +155,7 @@ def started(tmp_path: Path) -> Path:
     experiment.write(FolderStore(plan.experiment_dir), plan, ["python"])
     config, key = plan.models[0].trials[0]
     Ledger(FolderStore(plan.experiment_dir)).write(
-        TrialRecord(key=key, model="tiny-llama", config={"method": config.method}, status="complete")
+        TrialRecord(key=key, model="tiny-llama", config=asdict(config), status="complete")
     )
     return plan.experiment_dir
 
@@ -195,6 +197,7 @@ def test_an_experiment_from_before_there_were_shapes_is_of_the_free_one(
 ) -> None:
     about = json.loads((started / EXPERIMENT).read_text())
     assert about["models"]["tiny-llama"]["meaning"].pop("shape") == "free"
+    del about["checksum"]
     (started / EXPERIMENT).write_text(json.dumps(about))
     assert "(1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
     assert "shape was free, is aligned-16" in refusal(
@@ -338,10 +341,45 @@ def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], 
     )
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"models": []}', '{"models": {"tiny-llama": 1}}'])
+NO_EXPERIMENT = ["{", "[]", '{"models": []}', '{"models": {"tiny-llama": 1}}', '{"models": null}', "{}"]
+NO_EXPERIMENT += [f'{{"models": {{"tiny-llama": {content}}}}}' for content in ("null", "{}", '{"meaning": null}')]
+
+
+@pytest.mark.parametrize("content", NO_EXPERIMENT)
 def test_damaged_experiment_file(content: str, started: Path, refusal: Callable[..., str]) -> None:
     (started / EXPERIMENT).write_text(content)
     assert str(started / EXPERIMENT) in refusal(*AGAIN)
+
+
+def test_results_without_what_says_how_they_were_measured_are_refused(
+    started: Path, refusal: Callable[..., str]
+) -> None:
+    """Also where the same command would make the same file: whoever has lost it knows no better than the program."""
+    (started / EXPERIMENT).unlink()
+    for argv in (AGAIN, (*AGAIN, "--seed", "1")):
+        sentence = refusal(*argv)
+        assert f"experiment {started} has results but no experiment.json" in sentence and "--name" in sentence
+    assert not (started / EXPERIMENT).exists()
+
+
+def test_results_of_another_search_are_refused(started: Path, refusal: Callable[..., str]) -> None:
+    store = FolderStore(started)
+    (record,) = Ledger(store).records()
+    config = PruningConfig.from_dict(record.config)
+    Ledger(store).write(replace(record, key="0123456789abcdef"))  # of another seed, say
+    sentence = refusal(*AGAIN)
+    path = started / "ledger" / "0123456789abcdef.json"
+    assert (
+        sentence.startswith(f"error: {path} is of another search: its key would be {record.key}")
+        and "delete" in sentence
+    )
+    path.unlink()
+    run = validated(ModelRun, (store.read(EXPERIMENT) or {})["models"]["tiny-llama"]["run"])
+    meaning = (store.read(EXPERIMENT) or {})["models"]["tiny-llama"]["meaning"]
+    other = replace(config, pruning_ratio=0.3)
+    key = trial_key(other, meaning["model"], meaning["data"], run)
+    Ledger(store).write(replace(record, key=key, config=asdict(other)))
+    assert "its pruning_ratio is 0.3, in experiment.json 0.2" in refusal(*AGAIN)
 
 
 def test_damaged_ledger_is_known_before_the_search(started: Path, refusal: Callable[..., str]) -> None:

@@ -30,6 +30,7 @@ ONLY_IN = {
     "jinja2": ("analysis.render.templating", "cost_model.tokens", "checkpoint.card", "data.template_process"),
     "markupsafe": ("analysis.render.templating",),
     "gguf": ("checkpoint.gguf",),
+    "fsspec": ("core.storage.objects",),
     "tqdm": ("core.terminal.progress",),
     "tensorboard": ("tuning.observers.tensorboard",),
     "torch.utils.tensorboard": ("tuning.observers.tensorboard",),
@@ -40,7 +41,7 @@ ONLY_IN = {
 }
 # Everything outside the standard library that a layer may import; layers that are not named may import anything else.
 ALLOWED = {
-    0: {"numpy", "pydantic", "pydantic_core", "filelock", "tqdm"},
+    0: {"numpy", "pydantic", "pydantic_core", "filelock", "fsspec", "tqdm"},
     SIDE: {"numpy", "pandas", "pyarrow", "scipy", "statsmodels", "matplotlib", "jinja2", "markupsafe", "optuna"},
 }
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "optuna", "datasets")

@@ -1,73 +1,161 @@
-"""Questions to a cluster's nodes that are not answered: a sentence that names the node. Ray is replaced."""
+"""Questions to a cluster's nodes that are not answered, or answered as they must not be: a sentence that names the node. Ray is
+replaced."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, WorkerCrashedError
 
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model.machine import Gpu, Memory
-from tune_prune.tuning.ray_cluster import cluster, remote
+from tune_prune.tuning.ray_cluster import nodes
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 
-NODE = {
-    "NodeID": "a" * 56,
-    "Alive": True,
-    "Resources": {"CPU": 8.0, "GPU": 2.0},
-    "NodeManagerHostname": "gpu-7",
-    "NodeManagerAddress": "10.0.0.7",
-}
+GPU = Gpu("H200", Memory(80 * 2**30, 79 * 2**30), True)
+MEMORY = Memory(512 * 2**30, 500 * 2**30)
+
+
+def node(name: str, gpus: float = 2.0, cpus: float = 8.0) -> dict[str, Any]:
+    return {
+        "NodeID": name * 56,
+        "Alive": True,
+        "Resources": {"CPU": cpus, "GPU": gpus},
+        "NodeManagerHostname": f"gpu-{name}",
+        "NodeManagerAddress": f"10.0.0.{name}",
+    }
+
+
+class Task:
+    """A remote function whose answers are set by the test: what it returns by node or, of an exception, raises."""
+
+    def __init__(self, answer: Callable[[str], Any]) -> None:
+        self.answer, self.asked = answer, []
+
+    def options(self, scheduling_strategy: Any, **resources: Any) -> Any:
+        self.asked.append((scheduling_strategy.node_id[0], resources))
+        return SimpleNamespace(remote=lambda *_: lambda: self.answer(scheduling_strategy.node_id[0]))
 
 
 @pytest.fixture
-def answer(monkeypatch: pytest.MonkeyPatch):
-    """A function that sets what a node's task returns or, of an exception, raises."""
+def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Two nodes with GPUs that answer well; what `about` and `hardware` say can be replaced."""
+    here, _ = nodes._teller()(nodes.COMPARED)
+    said = SimpleNamespace(
+        nodes=[node("1"), node("2")],
+        about=lambda name: (here, time.time()),
+        hardware=lambda name: (MEMORY, [GPU]),
+        here=here,
+    )
 
-    def set_to(value: object) -> None:
-        def get(task: object, timeout: float) -> object:
-            assert task == "task" and timeout > 0
-            if isinstance(value, Exception):
-                raise value
-            return value
+    def get(task: Callable[[], Any], timeout: float | None) -> Any:
+        value = task()
+        if isinstance(value, Exception):
+            raise value
+        return value
 
-        monkeypatch.setattr(ray, "get", get)
+    hardware = Task(lambda name: said.hardware(name))
+    said.asked = hardware.asked
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "nodes", lambda: said.nodes)
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: Task(lambda name: said.about(name)))
+    monkeypatch.setattr(nodes, "_hardware", hardware)
+    monkeypatch.setattr(nodes, "available_resources_per_node", lambda: {"1" * 56: {"GPU": 2.0}, "2" * 56: {"GPU": 0.5}})
+    return said
 
-    task = SimpleNamespace(options=lambda **_: task, remote=lambda *_: "task")
-    monkeypatch.setattr(ray, "nodes", lambda: [NODE])
-    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: task)
-    monkeypatch.setattr(ray, "cancel", lambda task: None)
-    monkeypatch.setattr(cluster, "_gpus", task)
-    return set_to
+
+def other(cluster: SimpleNamespace, **versions: str) -> Callable[[str], Any]:
+    """Node 2 has these versions."""
+    return lambda name: (cluster.here | (versions if name == "2" else {}), time.time())
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("answer", "words"),
     [
         (GetTimeoutError("late"), "did not answer within 120 s: see `ray status`"),
         (WorkerCrashedError(), "cannot run tune_prune"),
-        ([], "its torch sees none"),
+        ({"torch": "2.12.0"}, "has torch 2.12.0 (here 2."),
+        ({"tune_prune": "none"}, "has tune_prune none (here "),
+        (100.0, "has a clock that is 100 s ahead of this machine's: set both"),
+        (-100.0, "has a clock that is 100 s behind this machine's"),
     ],
 )
-def test_a_node_that_cannot_say_its_gpu_memory_is_named(answer, value: object, words: str) -> None:
-    answer(value)
-    with pytest.raises(UserError, match=r"^node gpu-7 \(10\.0\.0\.7\) ") as error:
-        cluster.gpus()
-    assert words in str(error.value) and "\n" not in str(error.value)
-    gpu = Gpu("H200", Memory(80 * 2**30, 79 * 2**30), True)
-    answer([gpu])
-    assert cluster.gpus() == [gpu]
+def test_a_node_that_is_not_like_this_machine_is_named(cluster, answer: Any, words: str) -> None:
+    if isinstance(answer, dict):
+        cluster.about = other(cluster, **answer)
+    elif isinstance(answer, float):
+        cluster.about = lambda name: (cluster.here, time.time() + (answer if name == "2" else 0))
+    else:
+        cluster.about = lambda name: answer if name == "2" else (cluster.here, time.time())
+    with pytest.raises(UserError, match=r"^node gpu-2 \(10\.0\.0\.2\) .*`ray stop`\) to do without it$") as error:
+        nodes.survey(use_gpus=True)
+    assert words in str(error.value)
 
 
-def test_a_worker_that_dies_while_it_measures_is_a_sentence_and_a_late_one_is_none(answer) -> None:
-    answer(OutOfMemoryError("killed by the memory monitor\nand more"))
+def test_all_nodes_with_problems_are_listed(cluster) -> None:
+    cluster.nodes.append(node("3"))
+    cluster.about = lambda name: (cluster.here | ({"ray": "2.55.0"} if name in "13" else {}), time.time())
+    with pytest.raises(UserError) as error:
+        nodes.survey(use_gpus=True)
+    first, *rest = str(error.value).splitlines()
+    assert first.startswith("2 of 3 nodes cannot run trials") and "ray stop" in first
+    assert [line.split()[1] for line in rest] == ["gpu-1", "gpu-3"]
+
+
+def test_a_build_of_torch_for_gpus_is_the_same_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130")
+    assert nodes._teller()(["torch"])[0]["torch"] == "2.13.0"
+
+
+def test_the_question_for_versions_travels_as_code(run_without: Callable[..., str]) -> None:
+    """A node without this package, or with another one, reads it."""
+    code = "from ray import cloudpickle\nprint(cloudpickle.loads(bytes.fromhex(sys.argv[1]))(['ray', 'nothing'])[0])"
+    told = run_without(("tune_prune",), code, cloudpickle.dumps(nodes._teller()).hex())
+    assert "'tune_prune': 'none'" in told and f"'ray': '{ray.__version__}', 'nothing': 'none'" in told
+
+
+def test_gpus_are_asked_where_they_are_free_and_only_their_nodes_run_trials(cluster) -> None:
+    cluster.nodes.append(node("3", gpus=0.0))
+    found = nodes.survey(use_gpus=True)
+    assert [(one.runs_trials, one.gpus) for one in found] == [(True, (GPU,)), (True, (GPU,)), (False, ())]
+    assert cluster.asked == [("1", {"num_gpus": 2}), ("2", {"num_gpus": 0.01})]
+    assert found[0].memory == MEMORY and found[2].memory is None
+    assert found[0].versions == cluster.here and found[0].skew_s == 0
+    cluster.asked.clear()
+    cluster.nodes.append(node("4", cpus=0.0))
+    assert [one.runs_trials for one in nodes.survey(use_gpus=False)] == [True, True, True, False]
+    assert {resources["num_gpus"] for _, resources in cluster.asked} == {0}
+
+
+def test_a_node_whose_torch_sees_no_gpu_is_named(cluster) -> None:
+    cluster.hardware = lambda name: (MEMORY, [])
+    with pytest.raises(UserError, match="offers GPUs but its torch sees none"):
+        nodes.survey(use_gpus=True)
+
+
+def test_a_worker_that_dies_while_it_measures_is_a_sentence_and_a_late_one_is_none(monkeypatch) -> None:
+    def answers(error: Exception) -> None:
+        def get(task: object, timeout: float) -> object:
+            raise error
+
+        monkeypatch.setattr(ray, "get", get)
+
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: SimpleNamespace(remote=lambda *_: "task"))
+    monkeypatch.setattr(ray, "cancel", lambda task: None)
+    answers(OutOfMemoryError("killed by the memory monitor\nand more"))
     with pytest.raises(UserError, match="memory monitor") as error:
-        remote.call(len, (), TrialResources())
+        nodes.call(len, (), TrialResources())
     assert "\n" not in str(error.value)
-    answer(GetTimeoutError("late"))
-    assert remote.call(len, (), TrialResources()) is None
-    answer(ZeroDivisionError())  # of the function: a defect keeps its traceback
+    answers(GetTimeoutError("late"))
+    assert nodes.call(len, (), TrialResources()) is None
+    answers(ZeroDivisionError())  # of the function: a defect keeps its traceback
     with pytest.raises(ZeroDivisionError):
-        remote.call(len, (), TrialResources())
+        nodes.call(len, (), TrialResources())

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.core.config import check_label
-from tune_prune.core.errors import UserError, exit_code, whole_number
-from tune_prune.core.store import EXPERIMENT, FolderStore
+from tune_prune.core.errors import UserError, whole_number
+from tune_prune.core.process.ending import exit_code
+from tune_prune.core.store import EXPERIMENT, FolderStore, Location, location
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.escapes import printable
 from tune_prune.core.terminal.parser import Parser
@@ -45,7 +46,7 @@ def parser() -> Parser:
         },
     )
     p.add_argument(
-        "folders", nargs="*", type=_path, metavar="FOLDER",
+        "folders", nargs="*", type=_place, metavar="FOLDER",
         help="an experiment (ray_results/NAME), a consolidated_<Model>_<percent>/, or a folder of several of them",
     )  # fmt: skip
     p.add_argument(
@@ -90,10 +91,21 @@ def parser() -> Parser:
 def _path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty; name a folder")
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no folder; name one, and copy from there what is to be kept elsewhere"
+        )
     return Path(text).expanduser()
 
 
-def _labelled_path(text: str) -> tuple[str, Path]:
+def _place(text: str) -> Location:
+    try:
+        return location(text).expanduser() if "://" in text else _path(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _labelled_path(text: str) -> tuple[str, Location]:
     label, equals, path = text.partition("=")
     if not (label.strip() and equals and path.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=PATH, e.g. Llama=all_methods_results.csv")
@@ -101,7 +113,7 @@ def _labelled_path(text: str) -> tuple[str, Path]:
         check_label(label.strip(), f"the results of {path.strip():.60}")
     except UserError as error:  # else argparse makes a sentence of its own, without the reason
         raise argparse.ArgumentTypeError(str(error)) from None
-    return label.strip(), _path(path.strip())
+    return label.strip(), _place(path.strip())
 
 
 def _labelled_accuracy(text: str) -> tuple[str, float]:

@@ -18,7 +18,15 @@ from tune_prune.analysis.input.rows import CALIBRATION, as_cell, config_of, fram
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.files import to_json
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_COMPARISON, RESULTS, FolderStore
+from tune_prune.core.store import (
+    BEST_CONFIG,
+    CROSS_MODEL_COMPARISON,
+    METHOD_COMPARISON,
+    RESULTS,
+    Location,
+    Store,
+    location,
+)
 
 # 2: within_noise is a confidence set, within_noise_basis one word; the analysis adds `selection` and `command`
 # 3: `baseline` has all metrics of the dense model; edges' `hyperparameter` was `knob`, selection's `p_value` was `p_best`;
@@ -26,7 +34,7 @@ from tune_prune.core.store import BEST_CONFIG, CROSS_MODEL_COMPARISON, METHOD_CO
 SCHEMA_VERSION = 3
 
 
-def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Findings) -> list[Path]:
+def write_views(store: Store, records: Sequence[TrialRecord], findings: Findings) -> Sequence[Location]:
     """Write the views of an experiment, each whole or not at all, and return the files.
 
     `findings` are those of its `records`.
@@ -38,7 +46,7 @@ def write_views(store: FolderStore, records: Sequence[TrialRecord], findings: Fi
 
 
 def views(
-    findings: Findings, labels: Collection[str], best: Mapping[str, Any], rows: pd.DataFrame, folder: Path
+    findings: Findings, labels: Collection[str], best: Mapping[str, Any], rows: pd.DataFrame, folder: Location
 ) -> dict[str, str]:
     """The texts of the views in `folder` of the models `labels`: of their `best` entries and of all trials, which are `rows`."""
     best_config = {
@@ -62,14 +70,19 @@ def views(
     }
 
 
-def relative(folder: str | None, base: Path) -> str | None:
+def relative(folder: str | None, base: Location) -> str | None:
     """A folder that is there, or would be below `base`, relative to that; any other name as it is."""
-    if not folder or not (Path(folder).is_dir() or Path(folder).is_relative_to(base)):
+    if not folder:
+        return folder
+    place = location(folder)
+    if not isinstance(place, Path) or not isinstance(base, Path):
+        return place.relative_to(base).as_posix() if place.is_relative_to(base) else folder
+    if not (place.is_dir() or place.is_relative_to(base)):
         return folder
     return Path(os.path.relpath(folder, base)).as_posix()
 
 
-def best_entry(found: ModelFindings, folder: Path) -> dict[str, Any]:
+def best_entry(found: ModelFindings, folder: Location) -> dict[str, Any]:
     """The best configuration of a model as one that can be run again, with the evidence for it, in a file of `folder`."""
     best, dense = found.best, found.model.baseline
     return {

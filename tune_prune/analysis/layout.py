@@ -24,7 +24,8 @@ from tune_prune.analysis.rerun import command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json, to_json
-from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, FolderStore
+from tune_prune.core.ledger import trial_file
+from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, FolderStore, Store, open_store
 
 _PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")
 
@@ -82,21 +83,21 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
         "best_config.json": to_json(own),
         "evaluation/evaluation_results.json": to_json(_evaluation(found, entry)),
     }
-    trial = Path(place) if place and Path(place).is_dir() else None
+    trial = _trial(place)
     absent, damaged = {}, False
     for name in (GRADIENTS, PLAN_COMPARISON):
         copy = f"analysis/{name}"
         texts[copy] = None
         if trial is None:
             absent[copy] = "the trial's folder is not there (published results come without it)"
-        elif not (trial / name).is_file():
-            absent[copy] = f"the trial's folder {trial} does not have it"
+        elif not trial.has(name):
+            absent[copy] = f"the trial's folder {place} does not have it"
         else:
             try:
-                texts[copy] = to_json(parse_json(trial / name))
+                texts[copy] = to_json(parse_json(trial.path(name), trial_file(trial.folder, name)))
             except UserError as error:
                 absent[copy], damaged = f"damaged: {error}", True
-    pictures = [] if trial is None or damaged else draw_best(trial, folder / "visualization")
+    pictures = [] if trial is None or damaged else draw_best(trial.folder, folder / "visualization")
     drawn = {path.name for path in pictures}
     for name in (f"visualization/{name}" for name in _PICTURES if name not in drawn):
         texts[name], absent[name] = None, "it is drawn from the analysis/ files that are missing"
@@ -111,6 +112,15 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
     ]
     texts["README.txt"] = "\n".join(readme) + "\n"
     return pictures + FolderStore(folder).put_all(texts)
+
+
+def _trial(place: str | None) -> Store | None:
+    """The files of a trial; None where its folder is not there."""
+    if not place:
+        return None
+    trial = open_store(place)
+    there = trial.folder.is_dir() if isinstance(trial.folder, Path) else bool(trial.names())
+    return trial if there else None
 
 
 def _evaluation(found: ModelFindings, entry: Mapping[str, Any]) -> dict[str, Any]:

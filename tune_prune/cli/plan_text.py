@@ -12,6 +12,7 @@ import torch
 from tune_prune.analysis.cost import between, duration
 from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, alignment, group_labels
 from tune_prune.core.records import in_order
+from tune_prune.core.store import Location, ObjectPath
 from tune_prune.cost_model import machine
 from tune_prune.cost_model.machine import size
 from tune_prune.data.sources import uses_embedded_data
@@ -58,6 +59,7 @@ def describe(plan: Plan) -> str:
         ),
         ("shared", f"{passes}1 dense baseline a model"),
         ("resources", _resources(plan)),
+        *(("nodes" if index == 0 else "", line) for index, line in enumerate(_nodes(plan))),
         *(("" if index else "memory", line) for index, line in enumerate(_memory(plan))),
     ]
     lines = [f"{name:<12} {text}" for name, text in rows]
@@ -188,6 +190,8 @@ def _memory(plan: Plan) -> list[str]:
                 f"{model.run.label}: {gradients}{own.way}{elsewhere}; of the whole model at once a trial would take "
                 f"{size(model.ways[0].total)}"
             )
+    for name, ways in plan.gpu_ways.items():
+        lines.append(f"on {name}: {'; '.join(f'{label} {way}' for label, way in ways.items())}")
     return lines
 
 
@@ -213,11 +217,36 @@ def _resources(plan: Plan) -> str:
     )
 
 
+def _nodes(plan: Plan) -> list[str]:
+    """What each node of the cluster has, a line for each below what all have."""
+    workers = [node for node in plan.nodes if node.runs_trials]
+    if not workers:
+        return []
+    table: list[tuple[str, ...]] = [("", "CPUs", "memory", "GPUs", "clock")]
+    for node in plan.nodes:
+        cpus, gpus = node.resources.get("CPU", 0), node.resources.get("GPU", 0)
+        told = ("-", "no trials here", "-")
+        if node.memory is not None:
+            kinds = ", ".join(sorted({gpu.name for gpu in node.gpus}))
+            free = min((gpu.memory.available for gpu in node.gpus), default=0)
+            total = min((gpu.memory.total for gpu in node.gpus), default=0)
+            told = (
+                f"{size(node.memory.available)} of {size(node.memory.total)} free",
+                f"{gpus:g} {kinds}, {size(free)} of {size(total)} free" if kinds else f"{gpus:g}",
+                f"{node.skew_s:+.0f} s" if node.skew_s else "equal",
+            )
+        table.append((node.name, f"{cpus:g}", *told))
+    versions = ", ".join(f"{name} {version}" for name, version in workers[0].versions.items())
+    return [f"{len(plan.nodes)}, all with {versions}; one storage, the same models and data", *_aligned(table)]
+
+
 def _list(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def shown_path(path: Path | str) -> str:
+def shown_path(path: Location | str) -> str:
     """A path as a person would type it: relative where it lies below the current folder."""
+    if isinstance(path, ObjectPath):
+        return str(path)
     path = Path(path)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

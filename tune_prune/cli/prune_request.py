@@ -6,6 +6,7 @@ measured. Without it, the same steps as in a trial find it again: calibration, s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from tune_prune.checkpoint.save import Origin
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import parse_json
-from tune_prune.core.ledger import Ledger, read_baselines
-from tune_prune.core.store import BEST_CONFIG, EXPERIMENT, PLAN, FolderStore
+from tune_prune.core.files import DamagedFile, parse_json
+from tune_prune.core.ledger import Ledger, read_about, read_baselines, stranger
+from tune_prune.core.store import BASELINES, BEST_CONFIG, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
@@ -28,6 +29,8 @@ from tune_prune.pruning import selection, shapes
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class PruneRequest:
@@ -37,12 +40,12 @@ class PruneRequest:
     config: PruningConfig
     source: ModelRun | None = None  # of the search, as it was recorded
     plan: PruningPlan | None = None
-    plan_file: Path | None = None
+    plan_file: Location | None = None
     fingerprint: str | None = None  # of the model that was searched
     metrics: Mapping[str, float | None] | None = None
     measured_on: MeasuredOn | None = None  # where the data are still those of the search
     baseline: Mapping[str, float | None] | None = None
-    artifact_dir: Path | None = None  # where statistics may already be
+    artifact_dir: Location | None = None  # where statistics may already be
 
     def origin(self) -> Origin:
         return Origin(self.config, self.source, self.metrics, self.measured_on, self.baseline)
@@ -54,14 +57,18 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     `label` says which of several (a model, or one of its ratios: tiny-llama@0.3); `base` and `revision` where that model is, if
     not where it was searched. Raises UserError.
     """
-    path = Path(asked).expanduser()
-    path = path / BEST_CONFIG if path.is_dir() else path
-    if not path.is_file():
+    place = location(asked).expanduser()
+    is_folder = place.is_dir() if isinstance(place, Path) else place.suffix != ".json"
+    path = place / BEST_CONFIG if is_folder else place
+    if isinstance(path, Path) and path.is_dir():
+        raise DamagedFile(path, "a folder, where a file belongs", "remove it, then search again")
+    content = read_file(path)
+    if content is None:
         raise UserError(
             f"--config {asked} does not exist; name the {BEST_CONFIG} that a search has written, or its folder"
         )
     try:
-        values = parse_json(path)
+        values = parse_json(path, content)
         entries = values["models"] if "models" in values else {values["model"]: values}
         entry = _chosen(entries, label, path)
         config = PruningConfig.from_dict(entry)
@@ -80,12 +87,12 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
             f"{config.method}, --seq-len {config.seq_len} and --num-samples {config.num_samples} instead"
         )
     trial = _trial_folder(path, entry.get("output_dir"))
-    known = _known(trial, entry, run)
+    known = _known(trial, entry, run, config, path)
     moved = run if base is None and revision is None else _moved(run, base, revision)
     return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
 
-def _chosen(entries: Mapping[str, Any], label: str | None, path: Path) -> dict[str, Any]:
+def _chosen(entries: Mapping[str, Any], label: str | None, path: Location) -> dict[str, Any]:
     if label is None and len(entries) == 1:
         return next(iter(entries.values()))
     if not entries:
@@ -103,35 +110,56 @@ def _moved(run: ModelRun, base: str | None, revision: str | None) -> ModelRun:
     )
 
 
-def _trial_folder(path: Path, recorded: Any) -> Path | None:
+def _trial_folder(path: Location, recorded: Any) -> Location | None:
     """The trial's folder, named relative to the file or absolutely; None where it is not there."""
-    folder = path.parent / recorded if isinstance(recorded, str) else None
-    return folder.resolve() if folder is not None and folder.is_dir() else None
+    if not isinstance(recorded, str):
+        return None
+    folder = location(recorded) if "://" in recorded else path.parent / recorded
+    there = folder.is_dir() if isinstance(folder, Path) else open_store(folder).names()
+    return folder.resolve() if there else None
 
 
-def _artifacts(trial: Path | None, path: Path) -> Path | None:
+def _artifacts(trial: Location | None, path: Location) -> Location | None:
     experiment = trial.parents[1] if trial is not None else path.resolve().parent
     folder = experiment.parent / artifact_cache.FOLDER
-    return folder if folder.is_dir() else None
+    return None if isinstance(folder, Path) and not folder.is_dir() else folder
 
 
-def _known(trial: Path | None, entry: Mapping[str, Any], run: ModelRun) -> dict[str, Any]:
-    """Plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else from the entry."""
+def _known(
+    trial: Location | None, entry: Mapping[str, Any], run: ModelRun, config: PruningConfig, path: Location
+) -> dict[str, Any]:
+    """Plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else from the entry of the file
+    `path`. A damaged plan is as good as none."""
     known: dict[str, Any] = {"metrics": _metrics(entry), "baseline": _baseline(entry.get("baseline"))}
     if trial is None:
         return known
-    if (trial / PLAN).is_file():
-        values = parse_json(trial / PLAN)
-        try:
-            known |= {"plan": PruningPlan.from_dict(values), "plan_file": trial / PLAN}
-        except ValueError as error:
-            raise UserError(
-                f"{trial / PLAN} holds no plan ({error}); restore it from a copy, or delete it to have the plan computed again"
-            ) from error
-    experiment = FolderStore(trial.parents[1])
-    model = (experiment.read(EXPERIMENT) or {}).get("models", {}).get(run.label, {})
-    identity = model.get("meaning", {})
-    record, baseline = Ledger(experiment).read(trial.name), read_baselines(experiment).get(run.label)
+    experiment = open_store(trial.parents[1])
+    ledger = Ledger(experiment)
+    record = ledger.read(trial.name)
+    if record is not None and PruningConfig.from_dict(record.config) != config:
+        raise DamagedFile(
+            path,
+            f"damaged: it names {config}, and {ledger.path(trial.name)} is of another configuration",
+            "delete it, then search again: the same command runs nothing and writes it anew",
+        )
+    try:
+        content = ledger.trial_file(trial.name, PLAN)
+        if content is not None:
+            plan = PruningPlan.from_dict(parse_json(trial / PLAN, content))
+            if record is not None and plan.removed_fraction != record.metrics.get(
+                "removed_fraction", plan.removed_fraction
+            ):
+                raise ValueError("it removes another part of the model than its trial did")
+            known |= {"plan": plan, "plan_file": trial / PLAN}
+    except ValueError as error:
+        what = error.what if isinstance(error, DamagedFile) else f"no plan ({error})"
+        log.warning("%s is %s; the plan is computed again", trial / PLAN, what)
+    about = read_about(experiment) or {}
+    identity = about.get("models", {}).get(run.label, {}).get("meaning", {})
+    baseline = read_baselines(experiment).get(run.label)
+    for file, one in ((ledger.path(trial.name), record), (experiment.path(BASELINES), baseline)):
+        if one is not None and (other := stranger(one, about)):
+            raise DamagedFile(file, other, "delete it, then search again")
     found = {
         "fingerprint": identity.get("model"),
         "metrics": None if record is None else record.metrics,

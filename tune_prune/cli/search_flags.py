@@ -91,7 +91,8 @@ def parser() -> Parser:
         "--trial-timeout",
         type=flags.seconds,
         metavar="SECONDS",
-        help="end a trial that takes longer, and record it as failed (default: no limit)",
+        help="end a trial that takes longer, and record it as failed (hung); likewise a job that prepares what trials share, "
+        "which is tried once more (default: no limit)",
     )
     how.add_argument(
         "--inline",
@@ -110,7 +111,7 @@ def parser() -> Parser:
         type=flags.text,
         default="ray_results",
         metavar="DIR",
-        help="folder of all experiments and what they share (default: %(default)s)",
+        help="folder of all experiments and what they share, or s3://bucket/prefix or gs://bucket/prefix (default: %(default)s)",
     )
     how.add_argument(
         "--name",

@@ -12,7 +12,6 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from tune_prune.analysis.cost import between, duration, gpu_hours
@@ -21,7 +20,8 @@ from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import EXPERIMENT, LEDGER, STATUS, FolderStore
+from tune_prune.core.store import EXPERIMENT, LEDGER, STATUS, Store, location, open_store
+from tune_prune.core.terminal.escapes import printable
 
 STALE_S = 35.0  # three of its beats (tuning.observers.status.BEAT_S) are missing
 _SHOWN = 8  # trials that run, classes of failure
@@ -33,19 +33,19 @@ def shown(name: str, storage_path: str, as_json: bool = False) -> str:
     return to_json(found).rstrip() if as_json else text(found)
 
 
-def experiment(name: str, storage_path: str) -> FolderStore:
+def experiment(name: str, storage_path: str) -> Store:
     """The experiment of that name in `storage_path`, or in the folder `name`."""
-    named, below = FolderStore(Path(name).expanduser()), FolderStore(Path(storage_path).expanduser() / name)
+    storage = location(storage_path).expanduser()
+    named, below = open_store(location(name).expanduser()), open_store(storage / name.lstrip("/"))
     for store in (below, named):
         if store.get(EXPERIMENT) is not None or store.names(LEDGER):
             return store
-    storage = Path(storage_path).expanduser()
-    others = [place.name for place in storage.iterdir() if (place / EXPERIMENT).is_file()] if storage.is_dir() else []
+    others = [place for place in open_store(storage).folders() if open_store(storage / place).has(EXPERIMENT)]
     known = did_you_mean(name, others) if others else "none is there; --storage-path names their folder"
     raise UserError(f"--status names the experiment {name!r}, which is not in {storage_path}; {known}")
 
 
-def read(store: FolderStore, now: datetime | None = None) -> dict[str, Any]:
+def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
     """Everything that is shown, as plain data (docs/watching.md)."""
     now = now or datetime.now(UTC)
     about, search = store.read(EXPERIMENT) or {}, store.read(STATUS)
@@ -156,7 +156,7 @@ def text(found: Mapping[str, Any]) -> str:
         passed = _age(search["eta_at"], datetime.now(UTC))
         lines.append(("time left", between([max(0.0, seconds - passed) for seconds in search["eta_seconds"]])))
     lines.append(("GPU-hours", f"{found['gpu_hours']:.2f} of finished trials and passes"))
-    return "\n".join(f"{name:<12} {line}" for name, line in lines)
+    return "\n".join(printable(f"{name:<12} {line}") for name, line in lines)
 
 
 _STATES = {"complete": "complete", "stopped_early": "stopped early", "failed": "failed"}

@@ -2,7 +2,8 @@
 
 It stands beside the experiments, so that a second search on the same model finds what the first has computed. Two
 processes that compute the same artifact write the same bytes; the rename makes either one whole. A file is an .npz
-archive followed by its SHA-256: one that does not match its checksum is reported as damaged and computed again.
+archive, which holds its kind and key, followed by its SHA-256: one that does not match its checksum, is of another key or holds
+other arrays than its reader needs is reported as damaged and computed again.
 """
 
 from __future__ import annotations
@@ -10,55 +11,84 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.hashing import canonical_json, digest
-from tune_prune.core.store import FolderStore
+from tune_prune.core.storage.contract import StorageError
+from tune_prune.core.storage.node_cache import NodeCachedStore
+from tune_prune.core.store import Location, ObjectPath, location, open_store
 
 log = logging.getLogger(__name__)
 
 FOLDER = "artifacts"  # beside the experiments, below --storage-path
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
+_ABOUT = ("kind", "key")  # entries of an archive that are no arrays of the result
+
+T = TypeVar("T")
 
 
 class ArtifactStore:
     """The cache in one folder, which need not exist yet."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._store = FolderStore(folder)
+    def __init__(self, folder: str | Location) -> None:
+        where = location(folder)
+        self._store = open_store(where)
+        if isinstance(where, ObjectPath) and where.scheme != "memory":
+            self._store = NodeCachedStore(where)
         self.folder = self._store.folder
 
-    def path(self, kind: str, key: dict[str, Any]) -> Path:
+    def path(self, kind: str, key: dict[str, Any]) -> Location:
         return self._store.path(_name(kind, key))
 
-    def get(self, kind: str, key: dict[str, Any]) -> dict[str, np.ndarray] | None:
-        """The arrays stored under `key` (plain data), or None where there are none or the file is damaged."""
+    def get(self, kind: str, key: dict[str, Any], read: Callable[[dict[str, np.ndarray]], T]) -> T | None:
+        """What `read` makes of the arrays stored under `key` (plain data); None where there are none or the file is damaged, which
+        is logged as a warning. `read` raises KeyError, IndexError, TypeError or ValueError for arrays that cannot be those.
+
+        Raises DamagedFile for a folder in the file's place, where nothing can be stored either.
+        """
         path = self.path(kind, key)
         try:
             content = self._store.get(_name(kind, key))
+            return None if content is None else read(_arrays(content, kind, key))
+        except StorageError:
+            raise
         except DamagedFile as error:
-            log.warning("artifact %s is %s; it is computed again", path, error.what)
-            return None
-        if content is None:
-            return None
-        archive, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-        if hashlib.sha256(archive).digest() != checksum:
-            log.warning("artifact %s is damaged (its checksum does not match); it is computed again", path)
-            return None
-        with np.load(io.BytesIO(archive), allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files if name != "key"}
+            if isinstance(path, Path) and path.is_dir():
+                raise DamagedFile(path, "a folder, where a file belongs", "remove it") from error
+            cause = error.what
+        except KeyError as error:
+            cause = f"damaged (it has no {error})"
+        except (EOFError, IndexError, TypeError, ValueError, zipfile.BadZipFile) as error:
+            cause = f"damaged ({error})"
+        log.warning("artifact %s is %s; it is computed again", path, cause)
+        return None
 
     def put(self, kind: str, key: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Store arrays under `key`, atomically; the key is kept inside for inspection."""
+        """Store arrays under `key`, atomically."""
         archive = io.BytesIO()
-        named: dict[str, Any] = {"key": np.array(canonical_json(key)), **arrays}
+        named: dict[str, Any] = {"kind": np.array(kind), "key": np.array(canonical_json(key)), **arrays}
         np.savez(archive, **named)
         checksum = hashlib.sha256(archive.getbuffer()).digest()
         self._store.put(_name(kind, key), archive.getvalue() + checksum)
+
+
+def _arrays(content: bytes, kind: str, key: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays in a file. Raises ValueError where it is not the one of that kind and key."""
+    archive, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+    if hashlib.sha256(archive).digest() != checksum:
+        raise ValueError("its checksum does not match")
+    with np.load(io.BytesIO(archive), allow_pickle=False) as stored:
+        about = {name: str(stored[name]) for name in _ABOUT if name in stored.files}
+        # Older ones do not tell their kind.
+        if about.get("key") != canonical_json(key) or about.get("kind", kind) != kind:
+            raise ValueError("it is another artifact under this name")
+        return {name: stored[name] for name in stored.files if name not in _ABOUT}
 
 
 def _name(kind: str, key: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import uuid
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from tune_prune.core.errors import UserError
@@ -21,7 +21,7 @@ _COMPUTE_AGAIN = "delete it to have that result computed again, or restore it fr
 class DamagedFile(UserError):
     """A file of results that cannot be used: `path`, in `what` the rest of the clause "it is ...", and in `step` what to do."""
 
-    def __init__(self, path: Path, what: str, step: str = _COMPUTE_AGAIN) -> None:
+    def __init__(self, path: PurePath, what: str, step: str = _COMPUTE_AGAIN) -> None:
         super().__init__(f"{path} is {what}; {step}")
         self.path, self.what = path, what
 
@@ -44,11 +44,13 @@ def number(value: Any) -> float | int:
     raise ValueError(f"{value!r} is not a number")
 
 
-def parse_json(path: Path, content: bytes | None = None) -> dict[str, Any]:
+def parse_json(path: PurePath, content: bytes | None = None) -> dict[str, Any]:
     """The JSON object in the file `path` (`content`: what was read from it already). Raises DamagedFile if it holds anything
     else."""
     try:
-        value = json.loads((path.read_bytes() if content is None else content).decode())
+        value = json.loads(
+            (Path(path).read_bytes() if content is None else content).decode(), parse_constant=_no_number
+        )
     except (ValueError, RecursionError) as error:
         raise DamagedFile(path, f"not valid JSON ({error})") from error
     if not isinstance(value, dict):
@@ -56,25 +58,44 @@ def parse_json(path: Path, content: bytes | None = None) -> dict[str, Any]:
     return value
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def atomic_write_text(path: Path, text: str) -> None:
     """Write `text` (UTF-8) to `path`: a reader sees the old file or the whole new one, even after a power loss."""
     atomic_write_bytes(path, text.encode())
 
 
-def atomic_write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path` as `atomic_write_text` does. Raises OSError with the name of the file."""
+def atomic_write_bytes(path: Path, content: bytes, new: bool = False) -> None:
+    """Write `content` to `path` as `atomic_write_text` does; `new`: only if there is no such file. Raises OSError with the name of
+    the file, FileExistsError where a new one is there already."""
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
         with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if new:
+            _link(temporary, path)
+        else:
+            os.replace(temporary, path)
     except OSError as error:  # a write's does not say the file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP):  # of a file system without hard links
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        os.replace(temporary, path)
 
 
 def _plain(value: Any) -> Any:

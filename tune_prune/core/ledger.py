@@ -1,30 +1,59 @@
-"""The records of an experiment: its trials (the ledger, the single source of truth: every table is a view of it), the dense
-models, and the cost of passes over a model."""
+"""The records of an experiment: what it is (experiment.json), its trials (the ledger, the single source of truth: every table is a
+view of it), the dense models, and the cost of passes over a model.
+
+Each object is sealed: its checksum is of its content and of the name that it stands under. A trial's record has the checksums of
+the trial's files. What a key hashes stands in experiment.json, so that a record shows whether it is of that experiment. Files of
+older versions have no checksums, and are read as far as types and keys prove them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import uuid
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
+from tune_prune.core.config import ModelRun, PruningConfig, trial_key
+from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, to_json
-from tune_prune.core.records import StageReport, TrialRecord
-from tune_prune.core.store import BASELINES, LEDGER, PASSES, FolderStore
+from tune_prune.core.hashing import is_sealed, sealed
+from tune_prune.core.records import About, PassCost, StageReport, TrialRecord
+from tune_prune.core.store import ATTEMPTS, BASELINES, EXPERIMENT, LEDGER, PASSES, TRIALS, Location, Store, open_store
+from tune_prune.core.validation import validated
+
+_FORGET_COST = "delete it, and the cost of one pass is not counted, or restore it from a copy"
+_FORGET_ATTEMPT = "delete it, and what one attempt has cost is not counted, or restore it from a copy"
+_NO_OTHER = (
+    "restore it from a copy, or start another experiment with --name, which finds again what is in the cache beside it"
+)
 
 
 class Ledger:
     """The finished trials of the experiment in `store`, one file each."""
 
-    def __init__(self, store: FolderStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
-    def path(self, key: str) -> Path:
+    def path(self, key: str) -> Location:
         return self._store.path(_name(key))
 
-    def write(self, record: TrialRecord) -> None:
-        """Record a trial; a record of the same key is replaced."""
-        self._store.put(_name(record.key), to_json(record.to_dict()))
+    def write(self, record: TrialRecord) -> TrialRecord:
+        """Record a trial, and return what the ledger holds of it now: a failed record is replaced, a finished one never, whichever
+        process comes late. Raises DamagedFile."""
+        name, text = _name(record.key), _sealed_text(_name(record.key), record.to_dict())
+        if self._store.put_new(name, text):
+            return record
+        earlier = self.read(record.key)
+        if earlier is not None and earlier.status != "failed":
+            return earlier
+        self._store.put(name, text)
+        return record
+
+    def seal(self, record: TrialRecord) -> None:
+        """Write the record of an older version as they are written today."""
+        self._store.put(_name(record.key), _sealed_text(_name(record.key), record.to_dict()))
 
     def read(self, key: str) -> TrialRecord | None:
         """The record of a trial, None if it has none. Raises DamagedFile."""
@@ -34,6 +63,11 @@ class Ledger:
         record = parse_record(values, path)
         if record.key != key:
             raise DamagedFile(path, f"the record of another trial, {record.key!r}")
+        _check_seal(_name(key), values, path)
+        try:
+            PruningConfig.from_dict(record.config)
+        except (UserError, TypeError) as error:
+            raise DamagedFile(path, f"a record whose configuration is not possible ({error})") from error
         return record
 
     def records(self) -> list[TrialRecord]:
@@ -56,36 +90,165 @@ class Ledger:
                     records += [record] if record is not None else []  # it was removed since the folder was listed
         return records, damaged
 
+    def trial_file(self, key: str, name: str) -> bytes | None:
+        """A file of a trial's folder; None if it is not there. Raises DamagedFile where it is not the one that the trial's record
+        was written with."""
+        content = self._store.get(f"{TRIALS}/{key}/{name}")
+        record = None if content is None else self.read(key)
+        known = None if record is None else record.files.get(name)
+        if content is not None and known not in (None, file_checksum(content)):
+            step = f"delete {self.path(key)} to have that trial run again, or restore the file from a copy"
+            raise DamagedFile(self._store.path(f"{TRIALS}/{key}/{name}"), "not the file that its trial wrote", step)
+        return content
+
+
+def file_checksum(content: bytes) -> str:
+    """What a record keeps of each of its trial's files: SHA-256, hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def trial_file(folder: Location, name: str) -> bytes | None:
+    """`Ledger.trial_file` of the trial whose folder that is; of one that is no folder of an experiment the file as it is."""
+    if folder.parent.name != TRIALS:
+        return open_store(folder).get(name)
+    return Ledger(open_store(folder.parent.parent)).trial_file(folder.name, name)
+
 
 class PassLog:
     """The cost of every pass over a dense model that trials share, one file each; kept whichever start of a search made the pass
     and however that start ended."""
 
-    def __init__(self, store: FolderStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     def write(self, about: Mapping[str, Any], report: StageReport) -> None:
         """Record a pass: `about` (model, seq_len, samples) and its cost."""
         cost = {"stage": report.stage, "duration_s": report.duration_s, "tokens": report.tokens, "way": report.way}
-        self._store.put(f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json", to_json({**about, **cost}))
+        name = f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json"
+        self._store.put(name, _sealed_text(name, {**about, **cost}))
 
     def read(self) -> list[dict[str, Any]]:
         """All passes, in no order. Raises DamagedFile."""
-        found = (self._store.read(name) for name in self._store.names(PASSES))
-        return [values for values in found if values is not None]
+        return [values for name in self._store.names(PASSES) if (values := self._read(name)) is not None]
+
+    def seal(self) -> None:
+        """Write those of older versions as they are written today."""
+        for name in self._store.names(PASSES):
+            if (values := self._read(name)) is not None:
+                self._store.put(name, _sealed_text(name, values))
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        values, path = self._store.read(name), self._store.path(name)
+        if values is None:
+            return None
+        try:
+            validated(PassCost, values)
+        except ValueError as error:
+            raise DamagedFile(path, f"not the cost of a pass ({error})", _FORGET_COST) from error
+        return _check_seal(name, values, path, _FORGET_COST)
 
 
-def read_baselines(store: FolderStore) -> dict[str, TrialRecord]:
+def read_about(store: Store) -> dict[str, Any] | None:
+    """experiment.json; None where there is none. Fields may be missing; those that are there are of their types. Raises
+    DamagedFile."""
+    values, path = store.read(EXPERIMENT), store.path(EXPERIMENT)
+    if values is None:
+        return None
+    try:
+        validated(About, values)
+    except ValueError as error:
+        raise DamagedFile(path, f"not the description of an experiment ({error})", _NO_OTHER) from error
+    _check_seal(EXPERIMENT, values, path, _NO_OTHER)
+    return values
+
+
+def write_about(store: Store, about: Mapping[str, Any]) -> None:
+    store.put(EXPERIMENT, _sealed_text(EXPERIMENT, about))
+
+
+def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
+    """How `record`, of a trial or a dense model, differs from the experiment that `about` (experiment.json) describes, as the end
+    of "it is ..."; "" where it is one of its own, as far as `about` tells."""
+    models = about.get("models")
+    if models is None:
+        return ""
+    if record.model not in models:
+        return f"of a model, {record.model}, that {EXPERIMENT} does not name"
+    entry = models[record.model]
+    meaning = entry.get("meaning", {})
+    config = PruningConfig.from_dict(record.config) if record.config else None
+    if "run" in entry and {"model", "data"} <= set(meaning):
+        key = trial_key(config, meaning["model"], meaning["data"], validated(ModelRun, entry["run"]))
+        if record.key != key:
+            return f"of another search: its key would be {key} by the model, data and settings in {EXPERIMENT}"
+    for name in ("pruning_ratio", "shape") if config is not None else ():
+        own, searched = getattr(config, name), meaning.get(name)
+        if searched is not None and own not in (searched if isinstance(searched, list) else [searched]):
+            return f"of another search: its {name} is {own}, in {EXPERIMENT} {searched}"
+    return ""
+
+
+class AttemptLog:
+    """What every attempt at a trial or baseline has computed so far, one file each, a stage at a time. Of one that was killed that
+    is all there is; of one that ended well the record says the same, and the file goes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def write(self, record: TrialRecord, unfinished_s: float | None = None) -> None:
+        """Note an attempt as far as `record` goes; `unfinished_s`: that it died so many seconds after its last stage, of which its
+        own note may say more."""
+        name = _attempt(record)
+        noted = self._read(name) if unfinished_s is not None else None
+        about: dict[str, Any] = {"key": record.key, "model": record.model, "resources": record.resources}
+        about |= {"started_at": record.started_at, "search_id": record.search_id}
+        stages: list[dict[str, Any]] = (noted or {}).get("stages", [])
+        about["stages"] = max(record.stages, stages, key=len)
+        self._store.put(name, _sealed_text(name, {**about, "unfinished_s": unfinished_s or 0.0}))
+
+    def drop(self, record: TrialRecord) -> None:
+        """Its record is kept."""
+        self._store.put_all({_attempt(record): None})
+
+    def read(self, kept: Iterable[TrialRecord]) -> list[TrialRecord]:
+        """The attempts whose record is not among the `kept`, as records: `elapsed_time_s` has the unfinished stage, too. Raises
+        DamagedFile."""
+        names = {_attempt(record) for record in kept}
+        found = []
+        for name in self._store.names(ATTEMPTS):
+            values = self._read(name) if name not in names else None
+            if values is not None:
+                record = parse_record({**values, "config": {}, "status": "failed"}, self._store.path(name))
+                record.elapsed_time_s = values["unfinished_s"] + sum(stage["duration_s"] for stage in record.stages)
+                found.append(record)
+        return found
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        values, path = self._store.read(name), self._store.path(name)
+        if values is None or is_sealed(values):
+            return None if values is None else _check_seal(name, values, path, _FORGET_ATTEMPT)
+        raise DamagedFile(path, "not what an attempt at a trial has done (it has no checksum)", _FORGET_ATTEMPT)
+
+
+def read_baselines(store: Store) -> dict[str, TrialRecord]:
     """The dense models' records by label; empty when there are none yet. Raises DamagedFile."""
     values = store.read(BASELINES) or {}
-    return {label: parse_record(record, store.path(BASELINES)) for label, record in values.items()}
+    return {label: parse_baseline(label, record, store.path(BASELINES)) for label, record in values.items()}
 
 
-def write_baselines(store: FolderStore, baselines: Mapping[str, TrialRecord]) -> None:
-    store.put(BASELINES, to_json({label: record.to_dict() for label, record in baselines.items()}))
+def parse_baseline(label: str, values: Any, path: Location) -> TrialRecord:
+    """One of the records that `write_baselines` wrote. Raises DamagedFile."""
+    record = parse_record(values, path)
+    _check_seal(f"{BASELINES}/{label}", values, path)
+    return record
 
 
-def parse_record(values: Any, path: Path) -> TrialRecord:
+def write_baselines(store: Store, baselines: Mapping[str, TrialRecord]) -> None:
+    records = {label: _sealed(f"{BASELINES}/{label}", record.to_dict()) for label, record in baselines.items()}
+    store.put(BASELINES, to_json(records))
+
+
+def parse_record(values: Any, path: Location) -> TrialRecord:
     """The record that `to_json(record.to_dict())` wrote. Raises DamagedFile naming `path` and the field."""
     try:
         return TrialRecord.from_dict(values)
@@ -95,3 +258,27 @@ def parse_record(values: Any, path: Path) -> TrialRecord:
 
 def _name(key: str) -> str:
     return f"{LEDGER}/{key}.json"
+
+
+def _attempt(record: TrialRecord) -> str:
+    when = "".join(filter(str.isdigit, record.started_at))
+    return f"{ATTEMPTS}/{record.key}-{when}-{record.search_id}.json"
+
+
+def _sealed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return sealed(name, json.loads(to_json(values)))
+
+
+def _sealed_text(name: str, values: Mapping[str, Any]) -> str:
+    return to_json(_sealed(name, values))
+
+
+def _check_seal(name: str, values: dict[str, Any], path: Location, *step: str) -> dict[str, Any]:
+    """`values`, as they were read. Raises DamagedFile where their checksum is another one."""
+    try:
+        genuine = not is_sealed(values) or sealed(name, values) == values
+    except ValueError:  # a number beyond all floats has become infinite
+        genuine = False
+    if not genuine:
+        raise DamagedFile(path, "damaged or of another place (its checksum does not match)", *step)
+    return values

@@ -6,16 +6,30 @@ not percent); *_s are seconds, *_bytes bytes, *_tokens tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from tune_prune.core.config import ModelRun
 from tune_prune.core.files import NON_FINITE
-from tune_prune.core.validation import Number, validated
+from tune_prune.core.validation import Count, Number, validated
 
 Status = Literal["complete", "failed", "stopped_early"]
+
+Failure = Literal["out_of_memory", "not_finite", "infeasible", "lost_worker", "hung", "user_error", "error"]
+# Classes of failures in words: why a trial has no result.
+FAILURES: dict[str, str] = {
+    "out_of_memory": "out of memory",
+    "not_finite": "not finite",  # numbers that a decision needs
+    "infeasible": "infeasible",  # the model cannot take the configuration
+    "lost_worker": "lost worker",  # its process or node died, at each of its attempts
+    "hung": "hung",  # ended at --trial-timeout
+    "user_error": "user error",  # any other that the user can mend
+    "error": "other error",
+}
 
 # Of every trial, after one stage for each statistic that its method decides by. The dense baseline has no pruning.
 MODEL_STAGES = ("pruning", "perplexity", "zero_shot")
@@ -29,6 +43,12 @@ def pass_name(stage: str) -> str:
 def in_order(stages: Iterable[str]) -> tuple[str, ...]:
     """Names of stages, each once, as they follow in a trial: those of statistics as given, then MODEL_STAGES."""
     return tuple(sorted(dict.fromkeys(stages), key=lambda s: MODEL_STAGES.index(s) if s in MODEL_STAGES else -1))
+
+
+def failure_counts(failures: Iterable[str]) -> str:
+    """Classes of failed trials (empty: of an older version, which had none), counted: "2 out of memory, 1 hung"."""
+    names = FAILURES | {"": "of unknown cause"}
+    return ", ".join(f"{count} {names.get(failure, failure)}" for failure, count in Counter(failures).most_common())
 
 
 def _finite_or_not(value: Any) -> Any:
@@ -63,6 +83,7 @@ class TrialRecord:
     config: dict[str, Any]  # PruningConfig as a dict; {} for the dense baseline
     status: Status
     reason: str = ""  # why it failed or was stopped; empty when complete
+    failure: Failure | Literal[""] = ""  # the class of a failed trial's reason; empty in records of older versions
     metrics: dict[str, Number] = field(default_factory=dict)
     stages: list[dict[str, _StageValue]] = field(default_factory=list)  # StageReport dicts without metrics
     search_id: str = ""  # of the start that ran it; empty in records of older versions
@@ -74,6 +95,7 @@ class TrialRecord:
     torch_version: str = ""  # likewise
     resources: dict[str, Number] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # caveats of the numbers, in sentences
+    files: dict[str, str] = field(default_factory=dict)  # of its folder: name -> SHA-256; empty in older records
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,4 +104,83 @@ class TrialRecord:
     def from_dict(cls, values: Any) -> TrialRecord:
         """The inverse of `to_dict`, also after `to_json`. Unknown fields (of a newer version) are ignored. Raises ValueError that
         names a field which is missing or wrong."""
-        return validated(cls, values)
+        record = validated(cls, values)
+        for name, value in record.metrics.items():
+            if (
+                not (value >= 0 and (value <= 1 or name.endswith("_stderr")))
+                and name.startswith("acc_")
+                and value == value
+            ):
+                raise ValueError(f"metrics.{name} is {value}; it must be a fraction")
+        if record.metrics.get("ppl", 1.0) < 0:
+            raise ValueError(f"metrics.ppl is {record.metrics['ppl']}; it must be at least 0")
+        for index, stage in enumerate(record.stages):
+            try:
+                validated(PassCost, stage)
+            except ValueError as error:
+                raise ValueError(f"stages[{index}].{error}") from error
+        return record
+
+
+@dataclass
+class PassCost:
+    """What every stage of a record and every file of a pass tells; there is more in both."""
+
+    stage: str
+    duration_s: Number
+    tokens: Count
+
+
+@dataclass
+class Cost:
+    """What of cost.json (ray_results/README.md) is read; any of it may be missing, and there is more."""
+
+    trials: int = 0
+    seconds_per_stage: dict[str, Number] = field(default_factory=dict)
+    worker_seconds: Number = 0.0
+    evaluation_fraction: Number = 0.0
+    gpu_hours: Number = 0.0
+
+
+@dataclass
+class _Meaning:
+    """What must not change in an experiment, of one model."""
+
+    model: str = ""  # fingerprint
+    data: str = ""  # likewise
+    calibration: str = ""
+    protocol: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    dtype: str = ""
+    pruning_ratio: float | list[float] = 0.0
+    shape: str | list[str] = ""
+
+
+@dataclass
+class _Sizes:
+    mlp_width: list[int]
+    total_params: int
+
+
+@dataclass
+class _ModelAbout:
+    run: ModelRun = field(default=None)  # type: ignore[assignment]  # may be missing, but not null
+    meaning: _Meaning = field(default_factory=_Meaning)
+    geometry: _Sizes = field(default_factory=lambda: _Sizes([], 0))
+    perplexity_window: int = 0
+    target_params: int | list[int] = 0
+    trial_keys: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class About:
+    """The types of the fields of experiment.json (ray_results/README.md); any of them may be missing."""
+
+    command: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    search: str = ""
+    num_trials: int = 0
+    space: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, _ModelAbout] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    git_commit: str | None = None

@@ -91,6 +91,17 @@ def items_table(items: Iterable[ItemScore]) -> pyarrow.Table:
     return pyarrow.Table.from_pylist([vars(item) | {"score": item.score} for item in items], schema=_SCHEMA)
 
 
+def accuracies(content: bytes) -> dict[str, float]:
+    """acc_<task> and acc_mean, as `summarize` has them, of the items in a Parquet file of `items_table`. Raises
+    pyarrow.ArrowException or KeyError for anything else."""
+    rows = pyarrow.parquet.read_table(pyarrow.BufferReader(content), columns=["task", "score"]).to_pydict()
+    scores: dict[str, list[float]] = {}
+    for task, score in zip(rows["task"], rows["score"], strict=True):
+        scores.setdefault(task, []).append(score)
+    means = {f"acc_{task}": sum(values) / len(values) for task, values in scores.items()}
+    return means | {"acc_mean": sum(means.values()) / len(means)}
+
+
 def to_parquet(items: Iterable[ItemScore]) -> bytes:
     """The content of a Parquet file of `items_table`."""
     content = pyarrow.BufferOutputStream()

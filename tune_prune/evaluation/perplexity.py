@@ -7,8 +7,10 @@ differs from theirs in one point: the last, shorter window counts too, so that e
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -33,6 +35,11 @@ class PerplexityResult:
     ppl: float  # inf when the loss is infinite or too large, nan when it is nan
     mean_loss: float
     num_tokens: int
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> PerplexityResult:
+        """The result of which each field was made an array."""
+        return cls(float(arrays["ppl"]), float(arrays["mean_loss"]), int(arrays["num_tokens"]))
 
 
 @torch.inference_mode()

@@ -5,24 +5,39 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
-import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import pyarrow
 
 from tune_prune import __version__
 from tune_prune.core import artifact_cache
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import to_json
-from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, FolderStore
+from tune_prune.core.files import DamagedFile
+from tune_prune.core.hashing import is_sealed
+from tune_prune.core.ledger import (
+    Ledger,
+    PassLog,
+    file_checksum,
+    read_about,
+    read_baselines,
+    stranger,
+    write_about,
+    write_baselines,
+)
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
+from tune_prune.evaluation.item_scores import accuracies
 from tune_prune.planning.plan import Plan, one_or_list
 
+_ROUNDING = 1e-9  # of an accuracy
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
 
 
-def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Path:
-    """The absolute folder of an experiment. Raises UserError where it cannot be written; creates nothing."""
+def experiment_dir(storage: Location, name: str | None, default_name: str) -> Location:
+    """Where an experiment is, below `storage`, which is absolute. Raises UserError where it cannot be written; creates nothing."""
     if name is not None and not re.fullmatch(r"\w[\w .+-]{0,99}", name):
         raise UserError(
             f"--name is {name!r}; it must be a plain folder name of at most 100 letters, digits and . + - _, e.g. my-search (its "
@@ -30,18 +45,9 @@ def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Pa
         )
     if name == artifact_cache.FOLDER:
         raise UserError(f"--name {name} is reserved for the cache that experiments share; choose another name")
-    if "://" in storage_path:
-        raise UserError(
-            f"--storage-path is {storage_path!r}; results are kept in a folder, so mount that storage and name its folder"
-        )
-    storage = Path(storage_path).expanduser().absolute()
     for folder in (storage / artifact_cache.FOLDER, storage / (name or default_name)):
         try:
-            existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-            if not existing.is_dir():
-                raise NotADirectoryError(f"{existing} is a file")
-            with tempfile.TemporaryFile(dir=existing):
-                pass
+            open_store(folder).check_writable()
         except OSError as error:
             raise UserError(
                 f"results cannot be written to {folder} ({error.strerror or error}); choose another place with --storage-path, "
@@ -50,14 +56,22 @@ def experiment_dir(storage_path: str, name: str | None, default_name: str) -> Pa
     return folder
 
 
-def check_same_identity(store: FolderStore, identities: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse to add trials of another identity to an experiment that has results, and say what differs.
+def check_same_identity(store: Store, identities: Mapping[str, Mapping[str, Any]]) -> list[TrialRecord]:
+    """Refuse to add trials of another identity to an experiment that has results, and say what differs; and to go on where a result
+    is damaged or is not of the experiment. Gives the records of its trials.
 
     `identities` is ModelPlan.identity() by label.
     """
-    if store.get(BASELINES) is None and not store.names(LEDGER):
-        return
-    models = _models(store)
+    records, baselines = Ledger(store).records(), read_baselines(store)
+    if store.get(BASELINES) is None and not records:
+        return []
+    about = read_about(store)
+    if about is None:
+        raise UserError(
+            f"experiment {store.folder} has results but no {EXPERIMENT}, which says how they were measured; restore it from a "
+            "copy, or start another experiment with --name"
+        )
+    models = _models(store, about)
     changes: list[str] = []
     for label, new in identities.items():
         old = models.get(label, {}).get("meaning")
@@ -68,6 +82,21 @@ def check_same_identity(store: FolderStore, identities: Mapping[str, Mapping[str
             f"experiment {store.folder} was made with other settings ({'; '.join(changes)}); use them again, or start another "
             "experiment with --name"
         )
+    _check_own(store, about, records, baselines)
+    PassLog(store).read()
+    return records
+
+
+def _check_own(
+    store: Store, about: Mapping[str, Any], records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord]
+) -> None:
+    """Raise DamagedFile for a result that is not of the experiment which `about` describes."""
+    others = [(Ledger(store).path(record.key), what) for record in records if (what := stranger(record, about))]
+    others += [(store.path(BASELINES), what) for record in baselines.values() if (what := stranger(record, about))]
+    if others:
+        path, what = others[0]
+        more = f"; so are {len(others) - 1} more of the experiment" if len(others) > 1 else ""
+        raise DamagedFile(path, what + more, "delete it, or start another experiment with --name")
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,16 +120,10 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _models(store: FolderStore) -> dict[str, Any]:
-    """What experiment.json says of each model, by label; nothing where there is no such file."""
-    about = store.read(EXPERIMENT)
-    if about is None:
-        return {}
-    models = about.get("models")
-    if not isinstance(models, dict) or not all(
-        isinstance(model, dict) and isinstance(model.get("meaning", {}).get("protocol"), dict)
-        for model in models.values()
-    ):
+def _models(store: Store, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What experiment.json (`about`) says of each model, by label."""
+    models: dict[str, Any] | None = about.get("models")
+    if models is None or not all("protocol" in model.get("meaning", {}) for model in models.values()):
         raise UserError(
             f"{store.path(EXPERIMENT)} does not describe an experiment; restore it from a copy, or start another experiment "
             "with --name"
@@ -108,11 +131,14 @@ def _models(store: FolderStore) -> dict[str, Any]:
     return models
 
 
-def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
+def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
     """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept; gives all of
     them, by label. Hold `store.lock()`: another search may have started since the plan was made."""
     check_same_identity(store, {model.run.label: model.identity() for model in plan.models})
-    models = _models(store)
+    about = read_about(store) or {"models": {}}
+    if not is_sealed(about):
+        _seal(store)
+    models = _models(store, about)
     for model in plan.models:
         models[model.run.label] = {
             "run": model.run.to_dict(),
@@ -122,24 +148,52 @@ def write(store: FolderStore, plan: Plan, command: list[str]) -> dict[str, Any]:
             "target_params": one_or_list(model.targets.values()),
             "trial_keys": {key: config.name for config, key in model.trials},
         }
-    store.put(
-        EXPERIMENT,
-        to_json(
-            {
-                "schema_version": 1,
-                "command": command,
-                "settings": asdict(plan.settings),
-                "search": plan.space.search,
-                "num_trials": plan.trials_per_model,
-                "space": {"name": plan.space.name} | plan.searched(),
-                "models": models,
-                "versions": {"tune_prune": __version__}
-                | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
-                "git_commit": git_commit(),
-            }
-        ),
+    write_about(
+        store,
+        {
+            "schema_version": 1,
+            "command": command,
+            "settings": asdict(plan.settings),
+            "search": plan.space.search,
+            "num_trials": plan.trials_per_model,
+            "space": {"name": plan.space.name} | plan.searched(),
+            "models": models,
+            "versions": {"tune_prune": __version__}
+            | {package: importlib.metadata.version(package) for package in RECORDED_PACKAGES},
+            "git_commit": git_commit(),
+        },
     )
     return models
+
+
+def _seal(store: Store) -> None:
+    """Give the results of an older version the checksums that they are written with today. Before experiment.json gets its own:
+    where this is interrupted the next start does it again. Raises DamagedFile for accuracies that are not those of the items."""
+    ledger, baselines = Ledger(store), read_baselines(store)
+    for record in ledger.records():
+        ledger.seal(_with_files(record, store, ledger.path(record.key)))
+    if baselines:
+        path = store.path(BASELINES)
+        write_baselines(store, {label: _with_files(record, store, path) for label, record in baselines.items()})
+    PassLog(store).seal()
+
+
+def _with_files(record: TrialRecord, store: Store, path: Location) -> TrialRecord:
+    """The record, which is in the file `path`, with the checksums of the trial's files as they are, if it has none."""
+    if record.files:  # an older version went on with what this one has begun
+        return record
+    folder = store.within(f"{TRIALS}/{record.key}")
+    contents = {name: content for name in folder.names() if (content := folder.get(name)) is not None}
+    try:
+        found = accuracies(contents[ITEMS]) if ITEMS in contents and record.status == "complete" else {}
+    except (KeyError, pyarrow.ArrowException) as error:
+        step = f"delete {path} to have that trial run again, or restore the file from a copy"
+        raise DamagedFile(folder.path(ITEMS), f"no table of items ({error})", step) from error
+    for name, accuracy in found.items():
+        if abs(accuracy - (recorded := record.metrics.get(name, accuracy))) > _ROUNDING:
+            what = f"contradicted by the items of its trial: its {name} is {recorded:g}, theirs {accuracy:g}"
+            raise DamagedFile(path, what)
+    return replace(record, files={name: file_checksum(content) for name, content in contents.items()})
 
 
 def git_commit() -> str | None:

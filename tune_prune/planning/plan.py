@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
+from tune_prune.core.store import Location
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.cost_model.workload import Workload
 from tune_prune.models.geometry import Geometry
+from tune_prune.models.runner.residency import Residency
 from tune_prune.planning.search_space import SearchSpace
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,17 @@ class Plan:
 
     settings: SearchSettings
     space: SearchSpace  # as the file and the flags say together
-    experiment_dir: Path  # absolute
+    experiment_dir: Location  # absolute
     models: tuple[ModelPlan, ...]
     recorded: int  # trials of this plan that the ledger already holds as finished
     resources: TrialResources  # what one trial takes
     slots: int  # trials that run at once
     gpu_names: tuple[str, ...]  # of the GPUs that they run on, each once; none on CPUs
     cost: CostEstimate | None  # of what the ledger lacks; None: no worker of the cluster was free to measure its speed
+    nodes: tuple[Node, ...] = ()  # of the cluster; none on this machine alone
+    gpu_ways: Mapping[str, Mapping[str, Residency]] = field(
+        default_factory=dict
+    )  # by kind of GPU and label; of several kinds
 
     @property
     def trials_per_model(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.store import BASELINES, FolderStore
+from tune_prune.core.store import BASELINES, open_store
 from tune_prune.cost_model import own_process
 from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, measure
 from tune_prune.cost_model.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
@@ -27,7 +27,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     """
     settings, device = plan.settings, plan.resources.device
     computed_on = plan.gpu_names[0] if plan.gpu_names else device  # as `models.loading.device_key` says it
-    measured = (FolderStore(plan.experiment_dir).read(BASELINES) or {}).keys()
+    measured = (open_store(plan.experiment_dir).read(BASELINES) or {}).keys()
     works = []
     for model in plan.models:
         configs = [config for config, _ in model.trials]
@@ -87,7 +87,7 @@ def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings
     )
     if settings.address is None:
         return own_process.call(measure, request) if request.device == "cuda" else measure(request)
-    from tune_prune.tuning.ray_cluster import remote  # imports ray: not needed to plan a search on this machine
+    from tune_prune.tuning.ray_cluster import nodes  # imports ray: not needed to plan a search on this machine
 
-    speed: DeviceSpeed | None = remote.call(measure, request, resources)
+    speed: DeviceSpeed | None = nodes.call(measure, request, resources)
     return speed

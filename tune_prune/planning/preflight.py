@@ -19,8 +19,7 @@ import torch
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import PruningConfig, trial_key
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import Location, ObjectPath, location, open_store
 from tune_prune.cost_model import machine, own_process
 from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within, on_this_machine
 from tune_prune.cost_model.workload import memory_of, workload
@@ -28,7 +27,7 @@ from tune_prune.data import checks
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.geometry import Geometry
-from tune_prune.models.runner.residency import Place
+from tune_prune.models.runner.residency import Place, Residency
 from tune_prune.planning import experiment, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
@@ -37,6 +36,7 @@ from tune_prune.pruning.selection import target_params
 from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.ray_cluster.resources import (
     MAX_TRIALS_PER_GPU,
+    Node,
     TrialResources,
     plan_resources,
     sharing_trials,
@@ -50,9 +50,16 @@ def make_plan(settings: SearchSettings) -> Plan:
     if settings.inline:
         _check_inline(settings)
     space = resolve.space(settings)
-    store = artifact_cache.ArtifactStore(Path(settings.storage_path).expanduser().absolute() / artifact_cache.FOLDER)
+    storage = location(settings.storage_path).expanduser().absolute()
+    if isinstance(storage, ObjectPath) and storage.scheme == "memory" and not settings.inline:
+        raise UserError(
+            f"--storage-path is {storage}, the memory of this process, which no worker of Ray sees; add --inline, or name a folder "
+            "or a bucket"
+        )
+    store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):
-        nodes, gpus = _nodes(settings)
+        told = _survey(settings)
+        nodes, gpus = _nodes(settings, told)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
         dtype = settings.dtype or ("bfloat16" if on_gpu and all(gpu.bfloat16 for gpu in gpus) else "float32")
@@ -71,15 +78,18 @@ def make_plan(settings: SearchSettings) -> Plan:
         most = min((bounds[place] // away for place, away in waiting if place in bounds), default=MAX_TRIALS_PER_GPU)
         resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most)
         slots = _slots(settings, resources, nodes)
+        gpu_ways = _ways_of_kinds(settings, models, nodes, resources, gpus)
         if resources.gpus == 0 and settings.address is None:
             _check_memory(trial_bytes, slots, machine.memory())
-        folder = experiment.experiment_dir(settings.storage_path, settings.name, _default_name(settings, space, models))
-        results = FolderStore(folder)
-        finished = {record.key for record in Ledger(results).records() if record.status != "failed"}
-        experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
+        folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
+        results = open_store(folder)
+        records = experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
+        if told:
+            _check_reach(told, folder.parent, models)
+        finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
         names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
-        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, cost=None)
+        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, None, told, gpu_ways)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
 
@@ -207,6 +217,30 @@ def _bounds(
     return bounds
 
 
+def _ways_of_kinds(
+    settings: SearchSettings,
+    models: Sequence[ModelPlan],
+    nodes: Sequence[Mapping[str, float]],
+    resources: TrialResources,
+    gpus: Sequence[machine.Gpu],
+) -> dict[str, dict[str, Residency]]:
+    """By the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest kind in a
+    lean way may fit another in a faster one, which gives the same numbers."""
+    kinds: dict[str, machine.Memory] = {}
+    for gpu in sorted(gpus, key=lambda gpu: usable_bytes(gpu.memory), reverse=True):
+        kinds[gpu.name] = gpu.memory  # the least of a kind
+    if len(kinds) < 2 or not 0 < resources.gpus <= 1:
+        return {}
+    ways = {}
+    for name, memory in kinds.items():
+        bounds = _bounds(settings, nodes, resources.gpus, memory)
+        ways[name] = {
+            model.run.label: choose_within(model.ways, bounds, settings.memory, f"a trial of {model.run.label}").way
+            for model in models
+        }
+    return ways
+
+
 def _check_memory(trial_bytes: int, slots: int, memory: machine.Memory) -> None:
     """Raise UserError where `slots` trials on CPUs do not fit together into the memory that this process may use."""
     need, total, free = (f"{size / 2**30:.1f} GiB" for size in (trial_bytes, memory.total, memory.available))
@@ -240,13 +274,26 @@ def _cluster(settings: SearchSettings) -> Iterator[None]:
         yield
 
 
-def _nodes(settings: SearchSettings) -> tuple[list[dict[str, float]], list[machine.Gpu]]:
-    """CPUs and GPUs of each node, of this machine or of the connected cluster (which is asked), and what GPUs those are, if they
-    are to be used."""
-    if settings.address is not None:
-        from tune_prune.tuning.ray_cluster import cluster
+def _survey(settings: SearchSettings) -> tuple[Node, ...]:
+    """What each node of the connected cluster tells; none without a cluster."""
+    if settings.address is None:
+        return ()
+    from tune_prune.tuning.ray_cluster import nodes
 
-        return cluster.node_resources(), [] if settings.gpus_per_trial == 0 else cluster.gpus()
+    return tuple(nodes.survey(use_gpus=settings.gpus_per_trial != 0))
+
+
+def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelPlan]) -> None:
+    """Raise UserError for nodes that do not share `folder`, or lack a model or its data."""
+    from tune_prune.tuning.ray_cluster import nodes
+
+    nodes.check_reach(told, folder, [(model.run, model.model_fingerprint, model.data_fingerprint) for model in models])
+
+
+def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[machine.Gpu]]:
+    """CPUs and GPUs of each node, of this machine or of the connected cluster, and what GPUs those are, if they are to be used."""
+    if told:
+        return [node.resources for node in told], [gpu for node in told for gpu in node.gpus]
     count = torch.cuda.device_count()
     gpus = own_process.call(machine.gpus) if count and settings.gpus_per_trial != 0 else []
     return [{"CPU": machine.cpus(), "GPU": count}], gpus

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,16 +17,17 @@ import torch
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, trial_key
+from tune_prune.core.store import Location
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.data.sources import data_fingerprint, task_source, uses_embedded_data
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
-from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
+from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
-from tune_prune.models.runner.layer_weights import LazyWeights, bring
+from tune_prune.models.runner.layer_weights import LazyWeights, bring, first_non_finite
 from tune_prune.models.runner.mapped_model import map_model, readable_in_place
 from tune_prune.models.runner.out_of_memory import first_that_fits, release
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -71,7 +71,7 @@ class TrialContext:
     def open(
         cls,
         run: ModelRun,
-        artifact_dir: str | Path,
+        artifact_dir: str | Location,
         device: str = "auto",
         residency: Residency = RESIDENT,
         fallback: Fallback | None = None,
@@ -113,9 +113,9 @@ class TrialContext:
         """The requests of all tasks as tokens: made by lm-eval once per model and task set, afterwards read."""
         protocol, source = self.run.protocol, task_source(self.run)
         key = suite_key(self.run, self.model_fingerprint, self.loaded.max_length)
-        stored = self.artifacts.get("suite", key)
+        stored = self.artifacts.get("suite", key, lambda arrays: ZeroShotSuite.from_arrays(arrays, protocol))
         if stored is not None:
-            return ZeroShotSuite.from_arrays(stored, protocol)
+            return stored
         from tune_prune.evaluation.zero_shot import build_suite  # imports lm_eval: seconds, and not needed before
 
         suite = build_suite(self.loaded.tokenizer, protocol, source, self.loaded.max_length)
@@ -123,6 +123,11 @@ class TrialContext:
         if arrays is not None:
             self.artifacts.put("suite", key, arrays)
         return suite
+
+    @cached_property
+    def non_finite_weight(self) -> str | None:
+        """The first weight of the dense model that holds NaN or infinity. All are read for it, one after the other."""
+        return first_non_finite(self.loaded.residency.weights or dict(self.loaded.model.named_parameters()))
 
     @cached_property
     def _task_fingerprint(self) -> str:
@@ -146,9 +151,9 @@ class TrialContext:
     def measure_perplexity(self, plan: PruningPlan) -> tuple[PerplexityResult, int]:
         """The perplexity of the model that keeps what `plan` says, and the tokens forwarded to get it (0: it was cached)."""
         key = self._measurement(plan.structure, text=self._text_fingerprint, window=self.perplexity_window)
-        stored = self.artifacts.get("perplexity", key)
+        stored = self.artifacts.get("perplexity", key, PerplexityResult.from_arrays)
         if stored is not None:
-            return PerplexityResult(float(stored["ppl"]), float(stored["mean_loss"]), int(stored["num_tokens"])), 0
+            return stored, 0
         tokens, window, config = self.perplexity_tokens, self.perplexity_window, self.loaded.model.config
         at_once = min(perplexity.windows_at_once(window, config, self.loaded.device.type), len(tokens) // window)
         result = self._fitted(
@@ -166,10 +171,10 @@ class TrialContext:
         """The scores of the items that slice `index` adds, and the tokens forwarded to get them (0: they were cached)."""
         protocol = asdict(self.run.protocol) | {"perplexity_window": None}
         key = self._measurement(plan.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
-        stored = self.artifacts.get("zero_shot", key)
-        if stored is not None:
-            return self.suite.judge(index, RequestScores(stored["loglikelihoods"], stored["greedy"])), 0
         scores = self.suite.blank_scores(index)
+        stored = self.artifacts.get("zero_shot", key, lambda arrays: self.suite.judge(index, scores.stored(arrays)))
+        if stored is not None:
+            return stored, 0
 
         def score(halvings: int) -> bool:
             share = self._sharing_unsupported is None

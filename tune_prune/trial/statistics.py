@@ -61,8 +61,15 @@ class StatisticCache:
     def get(self, seq_len: int, need: Need) -> Arrays | None:
         """What is stored for the need; None where that is nothing, or of too few samples."""
         statistic = load_statistic(need.statistic)
-        arrays = self.artifacts.get(statistic.stage, self.key(seq_len, need))
-        return arrays if arrays is not None and statistic.covers(arrays, need) else None
+
+        def read(arrays: dict[str, np.ndarray]) -> Arrays | None:
+            if not statistic.covers(arrays, need):
+                return None
+            statistic.value(arrays, need)  # raises where they are not those of a statistic
+            statistic.metrics({need: arrays})
+            return arrays
+
+        return self.artifacts.get(statistic.stage, self.key(seq_len, need), read)
 
     def put(self, seq_len: int, need: Need, arrays: dict[str, np.ndarray]) -> None:
         self.artifacts.put(load_statistic(need.statistic).stage, self.key(seq_len, need), arrays)

@@ -15,10 +15,11 @@ configuration the dense model is measured: the baseline.
 
 from __future__ import annotations
 
+import math
 import platform
 import resource
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -29,9 +30,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import NotFinite
 from tune_prune.core.files import to_json
-from tune_prune.core.records import StageReport, Status, TrialRecord
-from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, FolderStore
+from tune_prune.core.ledger import file_checksum
+from tune_prune.core.records import Failure, StageReport, Status, TrialRecord
+from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
@@ -64,15 +67,23 @@ class TrialProgress:
         return {name: value for report in self.reports for name, value in report.metrics.items()}
 
     def record(
-        self, status: Status, reason: str = "", resources: Mapping[str, float] | None = None, search_id: str = ""
+        self,
+        status: Status,
+        reason: str = "",
+        resources: Mapping[str, float] | None = None,
+        search_id: str = "",
+        files: Mapping[str, str] | None = None,
+        failure: Failure | None = None,
     ) -> TrialRecord:
-        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`, `search_id`: of a trial of a search."""
+        """What the ledger keeps of a trial that ended so. Computes nothing. `resources`, `search_id`: of a trial of a search;
+        `files`: those of its folder, as `Trial.write_files` gives them; `failure`: of a failed one."""
         return TrialRecord(
             key=self.key,
             model=self.model,
             config=asdict(self.config) if self.config else {},
             status=status,
             reason=reason,
+            failure=failure or "",
             metrics=self.metrics,
             stages=[
                 {name: value for name, value in asdict(report).items() if name not in ("metrics", "outcomes")}
@@ -87,6 +98,7 @@ class TrialProgress:
             torch_version=self.torch_version,
             resources=dict(resources or {}),
             notes=list(self.notes),
+            files=dict(files or {}),
         )
 
 
@@ -172,6 +184,7 @@ class Trial:
         with self._stage("perplexity") as report:
             result, report.tokens = context.measure_perplexity(plan)
             report.way = context.way_to_measure("perplexity", plan) if report.tokens else ""
+            self._check_weights([result.ppl])
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
@@ -182,11 +195,21 @@ class Trial:
             with self._stage("zero_shot") as report:
                 added, report.tokens = context.item_scores(plan, index)
                 report.way = context.way_to_measure("zero_shot", plan) if report.tokens else ""
+                self._check_weights(value for item in added for value in item.loglikelihoods)
                 self.items += added
                 report.metrics, report.outcomes = summarize(self.items), outcomes_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items
                 self._caveats = context.notes
             yield report
+
+    def _check_weights(self, found: Iterable[float]) -> None:
+        """Raise NotFinite where something `found` in a measurement is not finite and neither is a weight of the dense model, which
+        is looked at only then: reading all weights can take minutes."""
+        if not all(map(math.isfinite, found)) and (name := self.context.non_finite_weight) is not None:
+            raise NotFinite(
+                f"{self.context.run.label} cannot be measured: its weight {name} holds NaN or infinity; save or download the model "
+                "again"
+            )
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[StageReport]:
@@ -206,26 +229,34 @@ class Trial:
             notes = (*self._caveats, *self.context.fallback.notes)
             self.progress = replace(self.progress, peak_memory_bytes=peak, notes=notes)
 
-    def write_files(self, store: FolderStore) -> None:
-        """Write the plan, what it removes, the statistics' files and every item's outcome to `store`, the trial's folder."""
-        geometry = self.context.loaded.geometry
+    def write_files(self, store: Store) -> dict[str, str]:
+        """Write the plan, what it removes, the statistics' files and every item's outcome to `store`, the trial's folder; gives
+        their checksums by name, for the record."""
+        plain = dict(self._files)
         if self.plan is not None:
-            store.put(PLAN, to_json(self.plan.to_dict()))
-            store.put(PLAN_COMPARISON, to_json(pruning_comparison(self.plan, geometry)))
-        for name, values in self._files.items():
-            store.put(name, to_json(values))
+            plain |= {
+                PLAN: self.plan.to_dict(),
+                PLAN_COMPARISON: pruning_comparison(self.plan, self.context.loaded.geometry),
+            }
+        contents = {name: to_json(values).encode() for name, values in plain.items()}
         if self.items:
-            store.put(ITEMS, to_parquet(self.items))
+            contents[ITEMS] = to_parquet(self.items)
+        store.put_all(contents)
+        return {name: file_checksum(content) for name, content in contents.items()}
 
 
-def run_trial(config: PruningConfig | None, context: TrialContext, store: FolderStore | None = None) -> TrialRecord:
-    """The whole trial at once; its files go to `store`. Raises what its stages raise."""
+def run_trial(
+    config: PruningConfig | None,
+    context: TrialContext,
+    store: Store | None = None,
+    on_stage: Callable[[TrialProgress], object] = id,
+) -> TrialRecord:
+    """The whole trial at once; its files go to `store`, and its progress after each stage to `on_stage`. Raises what its stages
+    raise."""
     trial = Trial(config, context)
     for _ in trial.stages():
-        pass
-    if store is not None:
-        trial.write_files(store)
-    return trial.progress.record("complete")
+        on_stage(trial.progress)
+    return trial.progress.record("complete", files={} if store is None else trial.write_files(store))
 
 
 def prepare(context: TrialContext, seq_len: int, needs: Sequence[Need]) -> Iterator[tuple[dict[str, Any], StageReport]]:

@@ -7,6 +7,7 @@ are run again.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, FolderStore
+from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, Location, open_store
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline, preparation
-from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.observers.results import LedgerObserver, PrepareObserver
+from tune_prune.tuning.observers.lost_work import LostWork
+from tune_prune.tuning.observers.observer import Observer, Observers
+from tune_prune.tuning.observers.results import LedgerObserver, PrepareLines, PrepareObserver
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
@@ -43,8 +45,8 @@ from tune_prune.tuning.worker import TrialSpec, WorkerSettings, labels_of_groups
 class TuneOptions:
     """How a search runs; nothing here changes what a trial measures."""
 
-    experiment_dir: Path  # absolute; on a cluster a folder that every node mounts
-    artifact_dir: Path | None = None  # likewise; shared by experiments; None: in experiment_dir
+    experiment_dir: Location  # absolute; on a cluster a bucket, or a folder that every node mounts
+    artifact_dir: Location | None = None  # likewise; shared by experiments; None: in experiment_dir
     search: Literal["grid", "optuna"] = "grid"
     num_trials: int | None = (
         None  # per model and pruning ratio, for optuna, counting those in the ledger; None: the whole space
@@ -57,6 +59,7 @@ class TuneOptions:
     local_ray: LocalRay | None = None  # one that has begun to start; None: it does when it is needed
     resources: TrialResources = field(default_factory=TrialResources)  # of one trial
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
+    gpu_ways: Mapping[str, Mapping[str, Residency]] = field(default_factory=dict)  # the same by kind of GPU
     trial_timeout_s: float | None = None
     cost: CostEstimate | None = None  # for the time left; None: it is not shown
     observers: Sequence[Observer] = ()  # besides those that every search has
@@ -78,28 +81,32 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     """Run every job (grid) or a sample of them (optuna) that the ledger of `options.experiment_dir` does not hold.
 
     A failed trial is a failed record, not an exception. Raises UserError for what cannot work before anything starts, or
-    for a model whose preparation fails; RuntimeError for any other failure of the preparation; KeyboardInterrupt as it
-    comes, with the ledger whole.
+    for a model whose preparation fails; RuntimeError for any other failure of the preparation; MachineError for what lets no
+    trial go on, such as a full disk; KeyboardInterrupt as it comes; each with the ledger whole.
     """
     specs = {spec.key: spec for spec in jobs}
     folder = options.experiment_dir
-    if not folder.is_absolute():
-        raise UserError(f"the experiment folder is {str(folder)!r}; workers need an absolute path")
-    folder.mkdir(parents=True, exist_ok=True)
-    store = FolderStore(folder)
+    if isinstance(folder, Path):
+        if not folder.is_absolute():
+            raise UserError(f"the experiment folder is {str(folder)!r}; workers need an absolute path")
+        folder.mkdir(parents=True, exist_ok=True)
+    store = open_store(folder)
     ledger = Ledger(store)
     recorded = [record for key in specs if (record := ledger.read(key)) is not None]
     searcher, pending = _pending(list(specs.values()), recorded, options)
     baselines = read_baselines(store)
-    missing = [run for run in dict.fromkeys(spec.run for spec in specs.values()) if run.label not in baselines]
+    runs = list(dict.fromkeys(spec.run for spec in specs.values()))
+    missing = [run for run in runs if run.label not in baselines]
     if not pending and not missing:
         return SearchResult({record.key: record for record in recorded}, [], baselines)
-    for run in dict.fromkeys(spec.run for spec in specs.values()):  # in no worker, where it would be a trial's time
+    for run in runs:  # in no worker, where it would be a trial's time
         loading.fetch_weights(catalog.resolve(run.model, run.revision))
 
-    with _slots(options) as slots:
+    with _slots(options, runs) as slots:
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
-        settings = WorkerSettings(folder, artifact_dir, options.resources, options.ways, options.trial_timeout_s)
+        settings = WorkerSettings(
+            folder, artifact_dir, options.resources, options.ways, options.trial_timeout_s, gpu_ways=options.gpu_ways
+        )
 
         finished = [record for record in recorded if record.status != "failed"]
         count = searcher.remaining if searcher is not None else len(pending)
@@ -109,26 +116,24 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         line = LiveLine(specs, total, finished, cost=options.cost, jobs=prepared, slots=slots)
         status = StatusObserver(settings, total, len(finished), slots, line.seconds_left)
 
+        def warn(text: str) -> None:
+            line.end()
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
         def keep(run: ModelRun, baseline: TrialRecord) -> None:
             baselines[run.label] = baseline
             write_baselines(store, baselines)
-            for note in baseline.notes:
-                line.say(f"note: {run.label}: {note}")
+            settings.attempts.drop(baseline)
 
         rule = _rule(options, specs, finished)
         if options.scheduler == "race":
             pending = _shuffled(pending, options.seed)
         queue = WorkQueue(prepared, pending, searcher)
         ledger_observer = LedgerObserver(settings, rule.reasons)
-        preparations = PrepareObserver(len(prepared), line.say, keep)
-        observers = [
-            ledger_observer,
-            TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs)),
-            preparations,
-            line,
-            status,
-            *options.observers,
-        ]
+        preparations, lost = PrepareObserver(keep), LostWork(settings)
+        tensorboard = TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs))
+        views = [tensorboard, PrepareLines(len(prepared), line.say), line, status, *options.observers]
+        observers = Observers([ledger_observer, lost, preparations], views, warn)
         try:
             with status:
                 if options.inline:
@@ -138,6 +143,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
 
                     tuner.run(queue, prepared, specs, rule, settings, observers, len(prepared) + count, slots)
         finally:
+            lost.note_all()
             line.end()
         if preparations.failure is not None:
             raise preparations.failure
@@ -146,16 +152,17 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
 
 
 @contextmanager
-def _slots(options: TuneOptions) -> Iterator[int]:
+def _slots(options: TuneOptions, runs: Sequence[ModelRun]) -> Iterator[int]:
     """How many trials run at once, on the Ray that is started or joined for them or in this process."""
     if options.inline:
         yield 1
         return
-    from tune_prune.tuning.ray_cluster import cluster  # imports ray
+    from tune_prune.tuning.ray_cluster import cluster, nodes  # imports ray
 
     with cluster.connected(options.address, options.num_cpus, options.local_ray):
-        slots = trial_slots(options.resources, cluster.node_resources())
-        cluster.check_shared_storage(options.experiment_dir)
+        slots = trial_slots(options.resources, [node.resources for node in nodes.alive()])
+        if options.address is not None:
+            nodes.fetch_weights(runs, options.resources)
         yield slots
 
 
@@ -190,7 +197,7 @@ def _shuffled(pending: list[TrialSpec], seed: int) -> list[TrialSpec]:
 
 
 def _known_outcomes(
-    folder: Path, specs: dict[str, TrialSpec], finished: list[TrialRecord]
+    folder: Location, specs: dict[str, TrialSpec], finished: list[TrialRecord]
 ) -> dict[str, list[dict[str, str]]]:
     """The item outcomes of complete trials, slice by slice: they go on eligible when a race is started again."""
     return {

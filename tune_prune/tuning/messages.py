@@ -5,8 +5,10 @@ Whoever follows a search (stopping rules, observers, live line, adaptive search)
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tune_prune.core.records import StageReport, TrialRecord, pass_name
@@ -32,6 +34,7 @@ class TrialMessage:
     index: int = 0  # of the stage in the trial
     slice: Slice | None = None  # of a zero-shot stage
     record: TrialRecord | None = None  # of a trial that has ended; it is in the ledger already
+    warnings: tuple[str, ...] = ()  # that were logged in the stage
 
     @property
     def status(self) -> str:
@@ -57,6 +60,7 @@ class JobMessage:
     baseline: TrialRecord | None = None
     refused: str = ""
     given_up: str = ""  # why its trials, which need not fail as it did, are to try by themselves
+    warnings: tuple[str, ...] = ()  # that were logged meanwhile
 
     @property
     def ended(self) -> bool:
@@ -75,3 +79,20 @@ class JobMessage:
 
 
 Message = TrialMessage | JobMessage
+
+
+@contextmanager
+def logged_warnings() -> Iterator[list[str]]:
+    """The warnings that this package logs meanwhile, which in a worker would be read by nobody."""
+    found: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger("tune_prune"), Collect(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+
+import torch
 
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
-from tune_prune.core.ledger import Ledger
-from tune_prune.core.records import Status, TrialRecord
-from tune_prune.core.store import FolderStore
+from tune_prune.core.ledger import AttemptLog, Ledger
+from tune_prune.core.records import Failure, Status, TrialRecord
+from tune_prune.core.store import Location, Store, open_store
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.failures import Hung, LostWorker, failure_of
 from tune_prune.trial.fallback import Fallback
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.ray_cluster.resources import TrialResources, limit_process
@@ -38,20 +40,34 @@ def labels_of_groups(specs: Iterable[TrialSpec]) -> dict[str, str]:
 class WorkerSettings:
     """What every worker of one search must know."""
 
-    experiment_dir: Path  # absolute, the same on every node
-    artifact_dir: Path  # likewise
+    experiment_dir: Location  # absolute, the same on every node
+    artifact_dir: Location  # likewise
     resources: TrialResources
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     trial_timeout_s: float | None = None
+    gpu_ways: Mapping[str, Mapping[str, Residency]] = field(
+        default_factory=dict
+    )  # `ways` by kind of GPU, where there are several
     search_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of this start, in the records that it makes
 
     @property
-    def store(self) -> FolderStore:
-        return FolderStore(self.experiment_dir)
+    def store(self) -> Store:
+        return open_store(self.experiment_dir)
 
     @property
     def ledger(self) -> Ledger:
         return Ledger(self.store)
+
+    @property
+    def attempts(self) -> AttemptLog:
+        return AttemptLog(self.store)
+
+    def way(self, label: str) -> Residency:
+        """How a model is held on the GPU of this process, or where it runs else."""
+        ways = self.ways
+        if self.gpu_ways and self.resources.gpus > 0:
+            ways = self.gpu_ways.get(torch.cuda.get_device_name(), ways)
+        return ways.get(label, RESIDENT)
 
     def failure_of_this_search(self, key: str) -> TrialRecord | None:
         """The failed record that a worker of this search left, not one of an earlier start."""
@@ -59,11 +75,39 @@ class WorkerSettings:
         failed_now = record is not None and record.status == "failed" and record.search_id == self.search_id
         return record if failed_now else None
 
-    def write_record(self, progress: TrialProgress, status: Status, reason: str = "") -> TrialRecord:
-        """The record of a trial of this search that ended so, which the ledger now holds."""
-        record = progress.record(status, reason, self.resources.to_ray(), self.search_id)
-        self.ledger.write(record)
-        return record
+    def write_record(
+        self,
+        progress: TrialProgress,
+        status: Status,
+        reason: str = "",
+        failure: Failure | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> TrialRecord:
+        """The record of a trial of this search that ended so, which the ledger now holds; `files`: as `Trial.write_files` gives
+        them."""
+        record = progress.record(status, reason, self.resources.to_ray(), self.search_id, files, failure)
+        kept = self.ledger.write(record)
+        if status != "failed":  # else it is tried again, and that record replaces this one
+            self.attempts.drop(record)
+        return kept
+
+    def failed(self, spec: TrialSpec, last: TrialProgress | None, error: BaseException) -> TrialRecord:
+        """The failed record of a trial that `error` has ended: what its process has left or, where that died after `last`, what is
+        known here."""
+        record = self.failure_of_this_search(spec.key)
+        if record is not None and not isinstance(error, Hung):
+            return record
+        progress = last or TrialProgress(spec.key, spec.run.label, spec.config, "", "")
+        reason = str(error)
+        if isinstance(error, LostWorker):
+            after = f" after the stage {progress.reports[-1].stage}" if progress.reports else ""
+            reason = f"the worker of the trial died{after}, perhaps out of memory: {reason}"
+        return self.write_record(progress, "failed", reason, failure_of(error))
+
+    def note_attempt(self, progress: TrialProgress, unfinished_s: float | None = None) -> None:
+        """Keep what a trial or baseline has computed so far; `unfinished_s`: and that it died so long after."""
+        record = progress.record("failed", "", self.resources.to_ray(), self.search_id)
+        self.attempts.write(record, unfinished_s)
 
 
 class ContextCache:
@@ -80,7 +124,7 @@ class ContextCache:
             self._context = None  # let go of the old model first: two may not fit
             settings = self.settings
             limit_process(settings.resources)
-            fallback = self._fallbacks.setdefault(run, Fallback(settings.ways.get(run.label, RESIDENT)))
+            fallback = self._fallbacks.setdefault(run, Fallback(settings.way(run.label)))
             where = settings.resources.device
             self._context = TrialContext.open(run, settings.artifact_dir, where, fallback.way, fallback)
             self._run = run

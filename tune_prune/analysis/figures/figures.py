@@ -32,6 +32,7 @@ from tune_prune.analysis.statistics.effects import level_table
 from tune_prune.analysis.statistics.factors import NUMERIC, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.store import location
 
 _DENSE: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 7}
 _RING = _DENSE | {"marker": "o", "markersize": 8, "markeredgewidth": 1.2, "fillstyle": "none"}
@@ -59,7 +60,7 @@ def draw_all(findings: Findings, folder: Path) -> list[Path]:
             figures["accuracy_size"] = accuracy_size(findings.sizes)
         for label, model in models.items():
             folder_of_best = model.best["output_dir"]
-            kept = layer_shares(Path(folder_of_best)) if folder_of_best else None
+            kept = layer_shares(location(folder_of_best)) if folder_of_best else None
             if kept is not None:
                 figures[f"retention_{stems[label]}"] = retention_figure(kept)
         return figure_style.save(figures, folder)

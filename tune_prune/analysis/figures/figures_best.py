@@ -15,7 +15,8 @@ from tune_prune.analysis.figures import figure_style
 from tune_prune.analysis.figures.figure_style import BLACK, BLUE, GREY, ORANGE, SMALL
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import number, parse_json
-from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON
+from tune_prune.core.ledger import trial_file
+from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, Location
 
 MAX_LAYERS_IN_COLUMN = 40  # more, and the figure is as wide as the page
 _CIRCLE: dict[str, Any] = {"color": BLUE, "marker": "o", "markersize": 3.5, "linewidth": 1}
@@ -23,7 +24,7 @@ _SQUARE: dict[str, Any] = {"color": ORANGE, "marker": "s", "markersize": 3.5, "l
 _PARTS = (("kv_groups", "attention (KV groups)", _SQUARE), ("mlp_channels", "MLP (channels)", _CIRCLE))
 
 
-def draw_best(trial_folder: Path, folder: Path) -> list[Path]:
+def draw_best(trial_folder: Location, folder: Path) -> list[Path]:
     """Write gradient_analysis.png, pruning_ratio.png and retention_ratio.png of a trial into `folder`.
 
     A picture whose file is not in `trial_folder` is left out. UserError if a file is damaged.
@@ -39,11 +40,12 @@ def draw_best(trial_folder: Path, folder: Path) -> list[Path]:
         return figure_style.save(figures, folder, ("png",))
 
 
-def layer_table(path: Path, columns: list[str]) -> pd.DataFrame | None:
+def layer_table(path: Location, columns: list[str]) -> pd.DataFrame | None:
     """The `columns` of every layer in a trial's JSON file, indexed by layer; None if there is no such file."""
-    if not path.is_file():
+    found = trial_file(path.parent, path.name)
+    if found is None:
         return None
-    content = parse_json(path)
+    content = parse_json(path, found)
     try:
         table = pd.DataFrame(content["layers"]).astype({"layer": "int64"}).set_index("layer")
         return table[columns].map(number).astype("float64")
@@ -54,7 +56,7 @@ def layer_table(path: Path, columns: list[str]) -> pd.DataFrame | None:
         ) from error
 
 
-def layer_shares(trial_folder: Path) -> pd.DataFrame | None:
+def layer_shares(trial_folder: Location) -> pd.DataFrame | None:
     """The share of each layer that a trial kept, of kv_groups, mlp_channels and params; None if its file is not there."""
     names = ("kv_groups", "mlp_channels", "params")
     columns = [f"{name}_{when}" for name in names for when in ("before", "kept")]

@@ -5,8 +5,8 @@ Whatever is left counts: what is damaged or missing is a `Problem`, and the rest
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -14,38 +14,29 @@ import pandas as pd
 from tune_prune.analysis.input.results_csv import read_results_csv
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model, Problem
-from tune_prune.core.config import ModelRun, PruningConfig, trial_key
+from tune_prune.core.config import ModelRun, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.ledger import Ledger, parse_record
-from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, FolderStore
+from tune_prune.core.ledger import Ledger, parse_baseline, read_about, stranger
+from tune_prune.core.records import Cost, TrialRecord
+from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, Location, Store, open_store
 from tune_prune.core.validation import validated
 
-_MISSED = {
-    EXPERIMENT: "what was planned, and how it was measured,",
-    BASELINES: "what the dense model scores",
-}
 
-
-def is_experiment(folder: Path) -> bool:
+def is_experiment(folder: Location) -> bool:
     """Whether something of an experiment is there."""
-    return (folder / LEDGER).is_dir() or any((folder / name).is_file() for name in (EXPERIMENT, BASELINES))
+    store = open_store(folder)
+    return LEDGER in store.folders() or any(map(store.has, (EXPERIMENT, BASELINES)))
 
 
-def read_experiment(folder: Path) -> tuple[list[Model], Mapping[str, Any], Mapping[str, Any]]:
+def read_experiment(folder: Location) -> tuple[list[Model], Mapping[str, Any], Mapping[str, Any]]:
     """The rows of each model of the experiment, and its experiment.json and cost.json: empty where they cannot be read."""
-    store = FolderStore(folder)
+    store = open_store(folder)
     lost: list[Problem] = []  # of no model in particular
-    about, cost, dense = (_object(store, name, lost) for name in (EXPERIMENT, COST, BASELINES))
-    baselines = {}
-    for label, values in dense.items():
-        try:
-            baselines[label] = parse_record(values, store.path(BASELINES))
-        except DamagedFile as error:
-            lost.append(_damaged(error))
-    rows = frame(_records(Ledger(store), lost), folder)
-    if not (folder / LEDGER).is_dir() and (folder / RESULTS).is_file():
+    about, cost = _about(store, lost), _cost(store, lost)
+    baselines = _baselines(store, about, lost)
+    rows = frame(_records(Ledger(store), about, lost), folder)
+    if LEDGER not in store.folders() and store.has(RESULTS):
         lost.append(Problem(str(folder / LEDGER), f"it is missing: the trials are those of {RESULTS}"))
         try:
             rows = read_results_csv(folder / RESULTS, None).rows
@@ -59,7 +50,7 @@ def read_experiment(folder: Path) -> tuple[list[Model], Mapping[str, Any], Mappi
 
 
 def model_rows(
-    folder: Path,
+    folder: Location,
     about: Mapping[str, Any],
     baselines: Mapping[str, TrialRecord],
     rows: pd.DataFrame,
@@ -83,7 +74,7 @@ def model_rows(
         if dense is None and run is not None and isinstance(meaning, dict) and {"model", "data"} <= set(meaning):
             measured = trial_key(None, meaning["model"], meaning["data"], run)
         problems = [*lost, *_missing(folder, own, about, entry)]
-        if dense is None and (folder / BASELINES).is_file():
+        if dense is None and open_store(folder).has(BASELINES):
             problems.append(Problem(str(folder), f"{BASELINES} has no dense model: accuracy retained is unknown"))
         metrics, source = dense.metrics if dense else {}, run.to_dict() if run else None
         window = entry.get("perplexity_window")
@@ -96,33 +87,75 @@ def _damaged(error: DamagedFile) -> Problem:
     return Problem(str(error.path), f"it is {error.what}")
 
 
-def _object(store: FolderStore, name: str, lost: list[Problem]) -> dict[str, Any]:
-    """A JSON object; nothing, and a reason among what is lost, where it is damaged or missing and missed."""
+def _about(store: Store, lost: list[Problem]) -> dict[str, Any]:
+    """experiment.json; nothing, and a reason among what is lost, where there are no records that it is needed for. Raises UserError
+    where there are: it is not known whether they were measured alike."""
     try:
-        values = store.read(name)
+        about = read_about(store)
+        what = "it is missing"
+    except DamagedFile as error:
+        about, what = None, f"it is {error.what}"
+    if about is None and store.names(LEDGER):
+        raise UserError(
+            f"{store.path(EXPERIMENT)} says how the trials beside it were measured, and {what}; restore it from a copy, or analyse "
+            f"the table of the last search alone: --csv NAME={store.path(RESULTS)}"
+        )
+    if about is None:
+        lost.append(
+            Problem(str(store.path(EXPERIMENT)), f"{what}: what was planned, and how it was measured, is unknown")
+        )
+    return about or {}
+
+
+def _cost(store: Store, lost: list[Problem]) -> dict[str, Any]:
+    """cost.json; nothing where it is missing or, with a reason among what is lost, damaged."""
+    try:
+        values = store.read(COST) or {}
+        validated(Cost, values)
+        validated(dict[str, int], {name: n for name, n in values.items() if re.fullmatch(r"(?!shared).*_passes", name)})
+    except DamagedFile as error:
+        lost.append(_damaged(error))
+    except ValueError as error:
+        lost.append(Problem(str(store.path(COST)), f"it is no account of costs ({error})"))
+    else:
+        return values
+    return {}
+
+
+def _baselines(store: Store, about: Mapping[str, Any], lost: list[Problem]) -> dict[str, TrialRecord]:
+    """The dense models' records by label; a record that is damaged or of another search is lost, and says why."""
+    path = store.path(BASELINES)
+    try:
+        dense = store.read(BASELINES)
     except DamagedFile as error:
         lost.append(_damaged(error))
         return {}
-    if values is None and name in _MISSED:
-        lost.append(Problem(str(store.path(name)), f"it is missing: {_MISSED[name]} is unknown"))
-    return values or {}
+    if dense is None:
+        lost.append(Problem(str(path), "it is missing: what the dense model scores is unknown"))
+    baselines = {}
+    for label, values in (dense or {}).items():
+        try:
+            record = parse_baseline(label, values, path)
+        except DamagedFile as error:
+            lost.append(_damaged(error))
+            continue
+        if other := stranger(record, about):
+            lost.append(Problem(str(path), f"it is {other}"))
+        else:
+            baselines[label] = record
+    return baselines
 
 
-def _records(ledger: Ledger, lost: list[Problem]) -> list[TrialRecord]:
-    """The records that can be read; a file that cannot is lost, and says why."""
+def _records(ledger: Ledger, about: Mapping[str, Any], lost: list[Problem]) -> list[TrialRecord]:
+    """The records that can be read and are of the experiment; a file that is not is lost, and says why."""
     readable, damaged = ledger.readable()
     lost += map(_damaged, damaged)
-    records = []
-    for record in readable:
-        try:
-            PruningConfig.from_dict(record.config)
-            records.append(record)
-        except (UserError, TypeError) as error:
-            lost.append(Problem(str(ledger.path(record.key)), f"its configuration is not valid ({error})"))
-    return records
+    others = {record.key: what for record in readable if (what := stranger(record, about))}
+    lost += [Problem(str(ledger.path(key)), f"it is {what}") for key, what in others.items()]
+    return [record for record in readable if record.key not in others]
 
 
-def _missing(folder: Path, rows: pd.DataFrame, about: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Problem]:
+def _missing(folder: Location, rows: pd.DataFrame, about: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Problem]:
     """What the search was to try and has no record of, and trials that lost their files."""
     problems = []
     planned, keys = entry.get("trial_keys"), set(rows["key"])
@@ -136,7 +169,7 @@ def _missing(folder: Path, rows: pd.DataFrame, about: Mapping[str, Any], entry: 
             names = "" if adaptive else f": {', '.join(missing)}"
             problems.append(Problem(str(folder), f"{absent} of {count} configurations have no record yet{names}"))
     complete = rows[rows["success"]]
-    alone = [row["where"] for _, row in complete.iterrows() if not (Path(row["output_dir"]) / ITEMS).is_file()]
+    alone = [row["where"] for _, row in complete.iterrows() if not open_store(row["output_dir"]).has(ITEMS)]
     if alone and len(alone) == len(complete):
         what = "no trial has an items.parquet: configurations are compared by their standard errors, not item by item"
         return [*problems, Problem(str(folder), what)]

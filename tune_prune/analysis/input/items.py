@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ import pyarrow.parquet
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
-from tune_prune.core.store import ITEMS
+from tune_prune.core.ledger import trial_file
+from tune_prune.core.store import ITEMS, location
 
 _TWO_CHOICES = ("boolq", "piqa", "winogrande")  # of the seven tasks; the others have four
 # Tasks whose items all have the same choices, so that always giving the more frequent answer needs no model: its part of the
@@ -101,11 +101,13 @@ def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None
 
 
 def _table(output_dir: str, columns: list[str]) -> pyarrow.Table | None:
-    path = Path(output_dir) / ITEMS
-    if not output_dir or not path.is_file():
+    path = location(output_dir) / ITEMS
+    content = trial_file(path.parent, ITEMS) if output_dir else None
+    if content is None:
         return None
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:  # a third of the time that pandas takes
+        # A third of the time that pandas takes.
+        with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as file:
             return file.read(columns, use_threads=False).select(columns)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(

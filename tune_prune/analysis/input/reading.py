@@ -23,9 +23,9 @@ from tune_prune.analysis.input.rows import PUBLISHED_COLUMNS, TEXTS, config_of, 
 from tune_prune.analysis.input.study import Model, Problem, Study
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
-from tune_prune.core.files import number, parse_json
+from tune_prune.core.files import number
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import BASELINES, BEST_CONFIG, EXPERIMENT, LEDGER, RESULTS
+from tune_prune.core.store import BASELINES, BEST_CONFIG, EXPERIMENT, LEDGER, RESULTS, Location, location, open_store
 from tune_prune.core.validation import validated
 
 _CHECKED = [name for name in PUBLISHED_COLUMNS if name not in (*TEXTS, "success")]
@@ -44,7 +44,7 @@ class _Key(NamedTuple):
 
 
 def read_study(
-    folders: Sequence[Path], csvs: Sequence[tuple[str, Path]], baselines: Sequence[tuple[str, float]] = ()
+    folders: Sequence[Location], csvs: Sequence[tuple[str, Location]], baselines: Sequence[tuple[str, float]] = ()
 ) -> Study:
     """The study of experiment folders, folders of results files and (label, results file) pairs, in that order. `baselines`: label
     and accuracy of dense models that were not measured here.
@@ -56,11 +56,11 @@ def read_study(
     that was measured. What is damaged within an experiment is a Problem.
     """
     parts: list[Model] = []
-    experiments: dict[Path, Mapping[str, Any]] = {}
-    costs: dict[Path, Mapping[str, Any]] = {}
-    places = [place for folder in folders for place in _places(Path(folder))]
-    places += [(label, path / RESULTS if path.is_dir() else path) for label, path in csvs]
-    once: dict[tuple[str | None, Path], Path] = {}  # a place that is named twice is read once
+    experiments: dict[Location, Mapping[str, Any]] = {}
+    costs: dict[Location, Mapping[str, Any]] = {}
+    places = [place for folder in folders for place in _places(location(folder))]
+    places += [(label, path / RESULTS if isinstance(path, Path) and path.is_dir() else path) for label, path in csvs]
+    once: dict[tuple[str | None, Location], Location] = {}  # a place that is named twice is read once
     for label, path in places:
         once.setdefault((label, path.resolve()), path)
     for (label, _), path in once.items():
@@ -75,25 +75,25 @@ def read_study(
 
 
 def study_of_search(
-    folder: Path, about: Mapping[str, Any], baselines: Mapping[str, TrialRecord], records: Sequence[TrialRecord]
+    folder: Location, about: Mapping[str, Any], baselines: Mapping[str, TrialRecord], records: Sequence[TrialRecord]
 ) -> Study:
     """The study of one experiment whose `records`, dense `baselines` by label and experiment.json (`about`) were read already."""
     return Study(_models(model_rows(folder, about, baselines, frame(records, folder))), {folder: about})
 
 
-def _places(folder: Path) -> list[tuple[str | None, Path]]:
+def _places(folder: Location) -> list[tuple[str | None, Location]]:
     """The folder itself, or those in it that hold results: an experiment (None), or a label and a results file."""
-    if not folder.is_dir():
+    if isinstance(folder, Path) and not folder.is_dir():
         hint = f"; a results file is given as --csv Model={folder}" if folder.is_file() else ""
         raise UserError(f"{folder} is not a folder{hint or '; name an experiment, e.g. ray_results/NAME'}")
-    for candidates in ([folder], sorted(folder.iterdir())):
-        places: list[tuple[str | None, Path]] = []
+    for candidates in ([folder], [folder / name for name in open_store(folder).folders()]):
+        places: list[tuple[str | None, Location]] = []
         for path in candidates:
             name = path.resolve().name
             consolidated = _CONSOLIDATED.fullmatch(name)
             if is_experiment(path):
                 places.append((None, path))
-            elif (path / RESULTS).is_file() and (consolidated or path == folder):
+            elif (consolidated or path == folder) and open_store(path).has(RESULTS):
                 places.append((consolidated[1] if consolidated else name, path / RESULTS))
         if places:
             return places
@@ -107,10 +107,11 @@ def _with_best_config(part: Model) -> Model:
     """The same with the dense model and what it takes to run it again, from the best configuration that an analysis or a search
     has written beside the results file, where there is one."""
     path = part.origins[0].with_name(BEST_CONFIG)
-    if not path.is_file():
-        return part
     try:
-        models = parse_json(path)["models"]
+        about = open_store(path.parent).read(BEST_CONFIG)
+        if about is None:
+            return part
+        models = about["models"]
         entry = models.get(part.label) or (next(iter(models.values())) if len(models) == 1 else {})
         dense = {
             {"params": "params_count"}.get(name, name): number(value)
@@ -235,16 +236,17 @@ def _of_rows(rows: pd.DataFrame) -> list[Problem]:
     gradients = [name for name in _CHECKED if name.startswith("grad_")]
     # A method of which no trial has any took no gradients: they are not missing.
     taken = set(complete.loc[complete[gradients].notna().any(axis=1), "method"])
-    for _, row in rows.iterrows():
+    values = rows[_CHECKED].astype("float64")
+    finite = np.isfinite(values) | np.isin(_CHECKED, empty)
+    finite.loc[~rows["method"].isin(taken), gradients] = True
+    for index, row in rows[~rows["success"] | ~finite.all(axis="columns")].iterrows():
         if not row["success"]:
             status, reason = row["status"].replace("_", " "), row["reason"]
             what = reason if reason.startswith("stopped") else f"{status}: {reason}" if reason else status
             problems.append(Problem(row["where"], f"{row['name']}: {what}", row["status"]))
             continue
-        ignored = empty if row["method"] in taken else [*empty, *gradients]
-        values = row[_CHECKED].drop(ignored).astype("float64")
-        if len(wrong := values[~np.isfinite(values)]):
-            what = ", ".join(f"{name} is {value}" for name, value in wrong.items())
-            out = ": it is not eligible" if "acc_mean" in wrong else ""
-            problems.append(Problem(row["where"], f"{row['name']}: {what}{out}", "not_finite"))
+        wrong = values.loc[index][~finite.loc[index]]
+        what = ", ".join(f"{name} is {value}" for name, value in wrong.items())
+        out = ": it is not eligible" if "acc_mean" in wrong else ""
+        problems.append(Problem(row["where"], f"{row['name']}: {what}{out}", "not_finite"))
     return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tune_prune.analysis.input.rows import (
 from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import OLDER_NAMES, ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
-from tune_prune.core.store import RESULTS
+from tune_prune.core.store import RESULTS, TRIALS, Location, open_file
 
 _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
 _SUCCESS = (
@@ -36,7 +37,7 @@ _METHOD = r"^(?:.*[/_-])?(taylor|layerwise|blockwise|random)(?=[/_-]|$)"  # the 
 _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was pruned
 
 
-def read_results_csv(path: Path, model: str | None) -> Model:
+def read_results_csv(path: Location, model: str | None) -> Model:
     """The trials of the results file `path`, under the label `model` (None: as its column `model` says).
 
     Columns may have their older names (core.config.OLDER_NAMES), as published files have them. Those may also lack some:
@@ -90,10 +91,7 @@ def read_results_csv(path: Path, model: str | None) -> Model:
         note(f"it gives no pruning_ratio: {PruningConfig.pruning_ratio} is assumed")
     if "removal_divisor" in rows and rows["removal_divisor"].notna().any():  # where no row has one, none is shown
         rows["removal_divisor"] = rows["removal_divisor"].fillna(PruningConfig.removal_divisor)
-    rows["output_dir"] = [  # we write trial folders relative to the file; a foreign one is left as it is
-        (path.parent / name).as_posix() if isinstance(name, str) and (path.parent / name).is_dir() else name
-        for name in rows["output_dir"]
-    ]
+    rows["output_dir"] = [_trial_folder(path.parent, name) for name in rows["output_dir"]]
     if "status" not in rows:
         rows["status"] = np.where(rows["success"], "complete", "failed")
     rows = typed(rows)
@@ -106,11 +104,22 @@ def read_results_csv(path: Path, model: str | None) -> Model:
     )
 
 
-def _cells(path: Path) -> pd.DataFrame:
+def _trial_folder(folder: Location, name: object) -> object:
+    """We write trial folders relative to the file; a foreign one is left as it is. No address is followed that a file names."""
+    if not isinstance(name, str):
+        return name
+    if "://" in name:
+        return ""
+    if isinstance(folder, Path):
+        return (folder / name).as_posix() if (folder / name).is_dir() else name
+    return (folder / name).as_posix() if name.startswith(f"{TRIALS}/") else name
+
+
+def _cells(path: Location) -> pd.DataFrame:
     """The text of every cell, without blanks around it; the index says in which line of the file each row begins."""
     records, line = {}, 1
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             for record in reader:
                 records[line] = [from_cell(cell.strip()) for cell in record]
@@ -134,11 +143,11 @@ def _cells(path: Path) -> pd.DataFrame:
     return pd.DataFrame.from_dict(records, orient="index", columns=header, dtype="object")
 
 
-def _wrong(path: Path, line: object, column: str, what: str) -> UserError:
+def _wrong(path: Location, line: object, column: str, what: str) -> UserError:
     return UserError(f"{path}, line {line}, column {column}: {what}; correct it")
 
 
-def _values(path: Path, cells: pd.Series) -> pd.Series:
+def _values(path: Location, cells: pd.Series) -> pd.Series:
     """A column in its type, None or NaN where a cell is empty; a column that we do not know is numbers if it can be."""
     name = str(cells.name)
     if name in TEXTS:
@@ -166,12 +175,12 @@ def _values(path: Path, cells: pd.Series) -> pd.Series:
     return pd.Series(values, cells.index, dtype="object" if name == "success" else "float64")
 
 
-def _require(path: Path, rows: pd.DataFrame, name: str, otherwise: str) -> None:
+def _require(path: Location, rows: pd.DataFrame, name: str, otherwise: str) -> None:
     if rows[name].isna().any():
         raise _wrong(path, rows[name].isna().idxmax(), name, f"it is missing, and output_dir {otherwise}")
 
 
-def _name_model(path: Path, rows: pd.DataFrame, model: str | None) -> None:
+def _name_model(path: Location, rows: pd.DataFrame, model: str | None) -> None:
     named = sorted(set(rows["model"].dropna()))
     if model is None and rows["model"].isna().any():
         raise UserError(f"{path} has no column model, or rows without one; name the model, as in --csv Llama={path}")
@@ -185,7 +194,7 @@ def _name_model(path: Path, rows: pd.DataFrame, model: str | None) -> None:
     rows["model"] = rows["model"] if model is None else model
 
 
-def _name_methods(path: Path, rows: pd.DataFrame) -> int:
+def _name_methods(path: Location, rows: pd.DataFrame) -> int:
     """Fill method: its column, else the last method that output_dir names, else, where it names hyperparameters
     alone, taylor, as in the first published grids; the number of these."""
     folders = rows["output_dir"].fillna("")
@@ -222,7 +231,7 @@ def _ask_ratio(rows: pd.DataFrame) -> bool:
     return unknown
 
 
-def _check(path: Path, rows: pd.DataFrame) -> None:
+def _check(path: Location, rows: pd.DataFrame) -> None:
     """Every row has a configuration that can be, and a status that is one."""
     for line, row in rows.iterrows():
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pandas as pd
 
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig, Whole, renamed
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import TRIALS
+from tune_prune.core.store import TRIALS, Location
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 
@@ -37,7 +36,16 @@ PUBLISHED_COLUMNS = (
     *("grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "elapsed_time", "success"),
 )
 _OWN = tuple(name for name in HYPERPARAMETERS if name not in PUBLISHED_COLUMNS)
-_OF_RECORD = ("status", "reason", "key", "started_at", "host", "device_name", "torch_version")  # texts, as its fields
+_OF_RECORD = (
+    "status",
+    "reason",
+    "failure",
+    "key",
+    "started_at",
+    "host",
+    "device_name",
+    "torch_version",
+)  # texts, as its fields
 COLUMNS = (
     *PUBLISHED_COLUMNS,
     *(*_OWN, "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),
@@ -66,7 +74,7 @@ def from_cell(text: str) -> str:
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
-def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
+def frame(records: Iterable[TrialRecord], experiment_dir: Location) -> pd.DataFrame:
     """One row per record: COLUMNS, then `<stage>_duration_s` and every other metric by name.
 
     Accuracies are fractions, elapsed_time is in seconds, pruning_ratio is what was asked and removed_fraction what was
@@ -75,7 +83,7 @@ def frame(records: Iterable[TrialRecord], experiment_dir: Path) -> pd.DataFrame:
     return typed(pd.DataFrame([_row(record, experiment_dir) for record in records]))
 
 
-def _row(record: TrialRecord, experiment_dir: Path) -> dict[str, Any]:
+def _row(record: TrialRecord, experiment_dir: Location) -> dict[str, Any]:
     durations: dict[str, float] = defaultdict(float)
     for stage in record.stages:  # zero_shot is there once per slice
         durations[f"{stage['stage']}_duration_s"] += stage["duration_s"]

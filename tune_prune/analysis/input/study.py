@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.store import Location
 
 
 def tasks_of(columns: Iterable[str]) -> list[str]:
@@ -43,7 +43,7 @@ class Model:
     baseline: Mapping[str, float] = field(default_factory=dict)  # metrics of the dense model; empty where unknown
     source: Mapping[str, Any] | None = None  # ModelRun.to_dict(), where known: what it takes to run a trial again
     window: int | None = None  # tokens of a window of the perplexity text, as used; None: not recorded
-    origins: tuple[Path, ...] = ()  # experiment folders and CSV files that the rows are from
+    origins: tuple[Location, ...] = ()  # experiment folders and CSV files that the rows are from
     problems: tuple[Problem, ...] = ()
     kind: Literal["experiment", "published"] = "experiment"
     base: str = ""  # the label without the pruning ratio: equal for what differs in that only
@@ -71,5 +71,7 @@ class Study:
     """All models of an analysis, in the order they were named."""
 
     models: Mapping[str, Model]
-    experiments: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict)  # folder -> its experiment.json
-    costs: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict)  # folder -> its cost.json, where there is one
+    experiments: Mapping[Location, Mapping[str, Any]] = field(default_factory=dict)  # folder -> its experiment.json
+    costs: Mapping[Location, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # folder -> its cost.json, where there is one

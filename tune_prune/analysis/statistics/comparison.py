@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,7 @@ import pandas as pd
 from tune_prune.analysis.statistics.differences import Items
 from tune_prune.analysis.statistics.message import Message
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import LEDGER
 
 DRAWS = 4000  # of the bootstrap
 _CHUNK = 2_000_000  # item draws, and errors of them, computed at a time
@@ -99,12 +101,20 @@ def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | 
     named = eligible.iloc[rows]
     for trial, recorded, measured in zip(named["output_dir"], named["acc_mean"], paired.accuracies, strict=True):
         if not abs(measured - recorded) < 1e-6:
-            raise UserError(
-                f"the items of trial {trial} have acc_mean {measured:.6f}, but its record says "
-                f"{recorded:.6f}; restore its items.parquet from a copy, or move it away"
-            )
+            raise UserError(_contradiction(Path(trial), recorded, measured))
     left_out = eligible["name"].drop(eligible.index[rows]).tolist()
     return paired, Message("partly_unpaired", {"names": left_out}) if left_out else None
+
+
+def _contradiction(trial: Path, recorded: float, measured: float) -> str:
+    """What to do where a trial's items do not have the accuracy of its row: either may be wrong, and a trial makes both."""
+    record = trial.parent.parent / LEDGER / f"{trial.name}.json"
+    both = f"delete {record} to have that trial run again, or restore both from a copy"
+    alone = "restore its items.parquet from a copy, or move it away"
+    return (
+        f"the items of trial {trial} have acc_mean {measured:.6f}, but its record says {recorded:.6f}; "
+        f"{both if record.is_file() else alone}"
+    )
 
 
 def _same_items(first: pd.Series, second: pd.Series) -> bool:

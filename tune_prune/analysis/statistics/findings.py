@@ -204,6 +204,8 @@ class ModelFindings:
             yield Message("dense_at_chance", {"dense": dense, "guess": guess})
         elif self.at_chance(self.best["acc_mean"]):
             yield Message("best_at_chance", {"acc": self.best["acc_mean"], "guess": guess})
+        if len(devices := sorted({*eligible["device_name"].dropna()} - {""})) > 1:
+            yield Message("several_devices", {"names": devices})
         for factor, value, side in self.edges:
             yield Message(f"edge_{side}", {"factor": factor, "value": value})
         first = eligible["name"].iloc[0]

@@ -32,7 +32,7 @@ def final_table(findings: Findings, top: int = 5) -> str:
         if label not in findings.models:
             block += "  no complete trial\n"
         warnings = findings.models[label].warnings if label in findings.models else ()
-        block += "".join(f"  ! {format_message(m)}\n" for m in warnings if m.kind.endswith("_at_chance"))
+        block += "".join(f"  ! {format_message(m)}\n" for m in warnings if m.kind.endswith(("_at_chance", "_devices")))
         blocks.append(block)
     if (across := _across(findings)) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")

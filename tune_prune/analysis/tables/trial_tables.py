@@ -55,10 +55,11 @@ def trials(findings: Findings) -> Table:
         if (found := findings.models.get(label)) is not None:
             rest = rest.drop(index=found.eligible.index)
             places = found.eligible["ppl"].rank(method="first")
+            tied, of_all = set(found.tied), {"model": label} | limits(found)
             for rank, (row, place) in enumerate(zip(found.eligible.to_dict("records"), places, strict=True), 1):
                 ranks = {"rank": rank, "ppl_rank": None if missing(place) else int(place)}
                 state = {"state": "complete", **ranks, "chosen": row["name"] == found.best["name"]}
-                rows.append(row | state | {"model": label, "tied": row["name"] in found.tied} | limits(found))
+                rows.append(row | state | {"tied": row["name"] in tied} | of_all)
         for row in rest.to_dict("records"):
             row["state"] = "not finite" if row["success"] else str(row["status"]).replace("_", " ")
             if row["success"]:

@@ -8,7 +8,7 @@ Legend: R rows of a batch, T tokens of its longest row, P scored positions of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +81,16 @@ class RequestScores:
     def blank(cls, count: int) -> RequestScores:
         """To be filled in."""
         return cls(np.full(count, np.nan), np.zeros(count, dtype=bool))
+
+    def stored(self, arrays: Mapping[str, np.ndarray]) -> RequestScores:
+        """Those that were stored for these requests, their fields as arrays. Raises KeyError or ValueError where they are not."""
+        found = RequestScores(arrays["loglikelihoods"], arrays["greedy"])
+        if any(
+            vars(found)[name].shape != own.shape or vars(found)[name].dtype != own.dtype
+            for name, own in vars(self).items()
+        ):
+            raise ValueError(f"it does not have the scores of {len(self.greedy)} requests")
+        return found
 
 
 def default_batch_tokens(config: PretrainedConfig, device: str) -> int:

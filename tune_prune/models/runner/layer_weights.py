@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 Weights = Mapping[str, Tensor]
 
+_LOOKED_AT = 1 << 24  # elements at once: what is computed of them takes memory, too
+
 
 class LazyWeights(Mapping[str, Tensor]):
     """The weights of `names`, each found by `find` whenever it is asked for."""
@@ -58,6 +60,15 @@ def bring(model: nn.Module, weights: Weights, device: torch.device) -> None:
             module.register_parameter(name, brought[id(p)])
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
+
+
+def first_non_finite(weights: Weights) -> str | None:
+    """The name of the first one that holds NaN or infinity. One weight is in memory at a time."""
+
+    def finite(tensor: Tensor) -> bool:
+        return all(bool(part.isfinite().all()) for part in tensor.flatten().split(_LOOKED_AT))
+
+    return next((name for name in weights if not finite(weights[name])), None)
 
 
 def shared(module: nn.Module) -> dict[int, object]:

@@ -44,6 +44,8 @@ class StatusObserver(Observer):
     wrong in the thread is raised in the search's, at its next tick.
     """
 
+    title = "status.json"
+
     def __init__(
         self,
         settings: WorkerSettings,
@@ -71,6 +73,9 @@ class StatusObserver(Observer):
         self._thread: threading.Thread | None = None
         self._ended: threading.Event | None = None
         self._error: Exception | None = None
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {}  # Ray pickles what it calls, and uses no copy; a thread that runs has none
 
     def __enter__(self) -> StatusObserver:
         self._say("running")
@@ -100,7 +105,7 @@ class StatusObserver(Observer):
     def on_end(self, work: Work, last: Message | None) -> None:
         self._over(work, isinstance(last, TrialMessage) and last.status == "failed")
 
-    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         self._over(work, True)
 
     def on_tick(self, running: int) -> None:

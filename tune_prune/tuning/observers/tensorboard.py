@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.process import temporary
+from tune_prune.core.store import Location, open_store
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
@@ -22,13 +26,22 @@ class TensorBoardObserver(Observer):
     in which the trial is compared: it tells pruning ratios apart.
 
     Accuracies have items_scored as their step; every other metric is one point, at the index of the stage that measured it.
-    A trial that ends, in whatever way, gets its row in the HPARAMS tab, written into the same event file.
+    A trial that ends, in whatever way, gets its row in the HPARAMS tab, written into the same event file. On object storage, where
+    nothing can be appended to, a file is written on this machine and put whole after each stage.
     """
 
-    def __init__(self, folder: Path, labels: Mapping[str, str]) -> None:
-        self._folder = folder
+    title = "TensorBoard"
+
+    def __init__(self, folder: Location, labels: Mapping[str, str]) -> None:
+        self._store = open_store(folder)
+        self._temporary: Path | None = None
+        if isinstance(folder, Path):
+            self._folder = folder
+        else:
+            self._folder = self._temporary = temporary.make()
         self._labels = labels
         self._writers: dict[str, SummaryWriter] = {}
+        threading.excepthook = partial(_unless_of_a_writer, threading.excepthook)
 
     def on_message(self, work: Work, message: Message) -> None:
         if isinstance(work, PrepareJob) or isinstance(message, JobMessage) or message.stage is None:
@@ -41,23 +54,27 @@ class TensorBoardObserver(Observer):
         for name, value in _curves(report.metrics).items():
             writer.add_scalar(_tag(name), value, items or message.index)
         writer.flush()
+        self._put(work)
 
     def on_end(self, work: Work, last: Message | None) -> None:
         if isinstance(work, TrialSpec) and isinstance(last, TrialMessage):
-            self._finish(work, last, "stopped_early" if last.record is None else last.record.status)
+            self._finish(work, last)
 
-    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
-        if isinstance(work, TrialSpec):
-            self._finish(work, last, "failed")
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
+        self.on_end(work, last)
 
     def on_finish(self) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+        if self._temporary is not None:
+            temporary.remove(self._temporary)
 
-    def _finish(self, spec: TrialSpec, last: Message | None, status: str) -> None:
-        row = {"status": status} | {row.name: getattr(spec.config, name) for name, row in HYPERPARAMETERS.items()}
-        values = _curves(last.progress.metrics) if isinstance(last, TrialMessage) else {}
+    def _finish(self, spec: TrialSpec, last: TrialMessage) -> None:
+        status, failure = ("stopped_early", "") if last.record is None else (last.record.status, last.record.failure)
+        row = {"status": status, "failure": failure or "none"}
+        row |= {row.name: getattr(spec.config, name) for name, row in HYPERPARAMETERS.items()}
+        values = _curves(last.progress.metrics)
         first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns
         rest = [name for name in values if name not in first and not name.startswith("grad_")]
         metrics = {_tag(name): values[name] for name in (*first, *rest)}
@@ -66,18 +83,35 @@ class TensorBoardObserver(Observer):
         for summary in hparams(row, metrics):
             events.add_summary(summary)
         self._close(spec)
+        self._put(spec)
 
     def _writer(self, spec: TrialSpec) -> SummaryWriter:
         if spec.key not in self._writers:
-            folder = self._folder / self._labels[spec.key] / f"{spec.config.name}-{spec.key[:6]}"
+            folder = self._folder / self._name(spec)
             if folder.exists():
                 shutil.rmtree(folder)  # curves of an attempt that did not finish would mix with the new ones
+            for name in self._store.names(self._name(spec)):
+                self._store.remove(name)
             self._writers[spec.key] = SummaryWriter(str(folder))
         return self._writers[spec.key]
+
+    def _name(self, spec: TrialSpec) -> str:
+        return f"{self._labels[spec.key]}/{spec.config.name}-{spec.key[:6]}"
+
+    def _put(self, spec: TrialSpec) -> None:
+        if self._temporary is not None:
+            for file in (self._folder / self._name(spec)).iterdir():
+                self._store.put(f"{self._name(spec)}/{file.name}", file.read_bytes())
 
     def _close(self, spec: TrialSpec) -> None:
         if spec.key in self._writers:
             self._writers.pop(spec.key).close()
+
+
+def _unless_of_a_writer(show: Callable[[threading.ExceptHookArgs], object], failure: threading.ExceptHookArgs) -> None:
+    """What the thread of a writer raises is raised once more where it is written to."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        show(failure)
 
 
 def _curves(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import ray
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.services import find_node_ids
 from ray._private.utils import read_ray_address
-from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]  # compiled
+from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]  # generated
+from ray.exceptions import AuthenticationError
 
 from tune_prune.core.errors import MachineError, UserError
 from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
 from tune_prune.tuning.ray_cluster.local import INSTEAD, LocalRay
+from tune_prune.tuning.ray_cluster.watch.loss import RayLost, silence_of, watched
 
-PROBE_TIMEOUT_S = 120.0  # a node's first worker has to import torch
+PROBE_TIMEOUT_S = 10.0
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
     `num_cpus` that ends here.
 
     Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`, MachineError when a local
-    Ray does not start, tried twice.
+    Ray does not start, tried twice, or ends before its time.
     """
     logging.getLogger("ray.tune").setLevel(
         logging.CRITICAL
@@ -41,11 +44,21 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
         return
     with ExitStack() as stack:
         if address is not None:
-            _join(address)
+            head = _join(address)
+            wait: Callable[[], str] = partial(silence_of, head)
         else:
-            _join_local(local or stack.enter_context(LocalRay(num_cpus)))
-        stack.callback(ray.shutdown)
-        yield
+            local = local or stack.enter_context(LocalRay(num_cpus))
+            _join_local(local)
+            wait = local.wait_for_loss
+        try:
+            with watched(wait):
+                yield
+        except RayLost:
+            raise  # a shutdown would wait for what is no more
+        except BaseException:
+            ray.shutdown()
+            raise
+        ray.shutdown()
 
 
 def _join_local(local: LocalRay) -> None:
@@ -53,11 +66,26 @@ def _join_local(local: LocalRay) -> None:
     address = local.address()
     Config.initialize("")  # RAY_AUTH_MODE, where ray was imported before it was set
     try:
-        with for_this_process():
+        with for_this_process(), _own_signals():
             ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError) as error:
         raise MachineError(f"Ray did not answer ({str(error).splitlines()[0]}; {machine.load()}); {INSTEAD}") from error
-    local.keep_logs()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray is joined within. It puts a handler of its own in the place of ours, and its C++ library one that prints a stack trace
+    and aborts; ours comes back, and hears what has come in the meantime."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _announced() -> str:
@@ -72,111 +100,64 @@ def _announced() -> str:
     return address
 
 
-def _join(address: str) -> None:
-    """Join the cluster at `address`. Raises UserError where none answers."""
-    address = _announced() if address == "auto" else address
+def _join(asked: str) -> str:
+    """Join the cluster at the address `asked`; the address of its head. Raises UserError where none answers, and where it does not
+    let this process in."""
+    address = _announced() if asked == "auto" else asked
     address_check.check(address)
+    # Ray sends this machine's token by itself to a cluster of this machine only; elsewhere it would be given away.
+    own = asked == "auto" and "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ
+    if not _lets_in(address) and own and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")
+    if not _lets_in(address):
+        if os.environ.get("RAY_AUTH_MODE") == "token":
+            raise UserError(
+                f"the Ray cluster at {address} does not accept this machine's token: copy ~/.ray/auth_token of its head to "
+                "~/.ray/auth_token here (RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH come before it)"
+            )
+        raise UserError(
+            f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, and have ~/.ray/auth_token of its head on "
+            "this machine"
+        )
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}
     try:
-        ray.init(address=address, runtime_env=environment, **QUIET)
+        with _own_signals():
+            ray.init(address=address, runtime_env=environment, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}): start one with `ray start --head`, correct "
             "--address, or leave it out to use this machine alone"
         ) from error
+    return address
 
 
-def node_resources() -> list[dict[str, float]]:
-    """Total CPU and GPU of every node that is alive."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def check_shared_storage(experiment_dir: Path) -> None:
-    """Have every other node write a file under `experiment_dir` and read one of this process.
-
-    Raises UserError naming the first node that does not see the folder, or cannot run this program at all.
-    """
-    here = ray.get_runtime_context().get_node_id()
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    if not nodes:
-        return
-    token = uuid.uuid4().hex
-    question = experiment_dir / f".storage-check-{token}"
-    question.write_text(token)
-    answers = {node["NodeID"]: experiment_dir / f".storage-check-{token}-{node['NodeID']}" for node in nodes}
+def _lets_in(address: str) -> bool:
+    """Whether the head at `address` accepts the token that this process sends, or its having none: Ray would ask again for 20 s and
+    then say that nothing answers. Raises UserError where no node of that cluster runs here: Ray would look for one for a minute."""
     try:
-        probes = [
-            _probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-                str(question), str(answers[node["NodeID"]]), token
-            )
-            for node in nodes
-        ]
-        for node, problem in _answers(nodes, probes):
-            if problem is None and not answers[node["NodeID"]].exists():
-                problem = "what it wrote is not seen here"
-            if problem is not None:
-                raise UserError(
-                    f"{_name(node)} does not share the folder {experiment_dir} ({problem}): "
-                    f"set --storage-path to a folder that every node mounts"
-                )
+        ensure_token_if_auth_enabled(create_token_if_missing=False)
+        with _silent():
+            client = GcsClient(address=address)
+            members = client.get_all_node_info(timeout=PROBE_TIMEOUT_S, state_filter=GcsNodeInfo.GcsNodeState.ALIVE)
+    except AuthenticationError:
+        return False
+    if not {member.hex() for member in members} & set(find_node_ids()):
+        raise UserError(
+            f"this machine is no node of the Ray cluster at {address}: join it first (`ray start --address={address}`, with "
+            "--num-cpus=0 if no trial is to run here), or start the search on one of its nodes"
+        )
+    return True
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Ray's compiled part warns of what becomes a sentence here; it writes to the standard error itself."""
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
     finally:
-        for path in (question, *answers.values()):
-            path.unlink(missing_ok=True)
-
-
-def gpus() -> list[machine.Gpu]:
-    """A GPU of every node of the cluster that has any, as the node tells.
-
-    Raises UserError for a node whose GPUs torch cannot use.
-    """
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) > 0]
-    asked = [
-        _gpus.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
-        for node in nodes
-    ]
-    found = []
-    for node, seen in _answers(nodes, asked):
-        if not seen:
-            raise UserError(
-                f"{_name(node)} offers GPUs but its torch sees none: install a torch build for them there, or use "
-                "--gpus-per-trial 0"
-            )
-        found += seen
-    return found
-
-
-def _answers(nodes: list[dict[str, Any]], probes: list[Any]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Each node with what its probe returned. Raises UserError naming the first node whose probe does not answer in time, or
-    cannot run."""
-    for node, probe in zip(nodes, probes, strict=True):
-        try:
-            answer = ray.get(probe, timeout=PROBE_TIMEOUT_S)
-        except GetTimeoutError:
-            raise UserError(
-                f"{_name(node)} did not answer within {PROBE_TIMEOUT_S:g} s: see `ray status`, then try again"
-            ) from None
-        except RayError as error:
-            last = str(error).strip().splitlines()[-1]
-            raise UserError(f"{_name(node)} cannot run tune_prune ({last}): install the same version there") from error
-        yield node, answer
-
-
-def _name(node: dict[str, Any]) -> str:
-    return f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-
-
-@ray.remote(num_cpus=0)
-def _probe(question: str, answer: str, token: str) -> str | None:
-    """None, or what does not work on this node. Nothing is created but the answer's file."""
-    try:
-        if Path(question).read_text() != token:
-            return f"{question} reads differently"
-        Path(answer).write_text(token)
-    except OSError as error:
-        return f"{type(error).__name__}: {error.strerror}"
-    return None
-
-
-@ray.remote(num_cpus=0, num_gpus=0.01)  # Ray ends a worker after a task with a share of a GPU
-def _gpus() -> list[machine.Gpu]:
-    return machine.gpus()
+        os.dup2(stderr, 2)
+        os.close(stderr)

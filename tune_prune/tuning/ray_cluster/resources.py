@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tune_prune.core.errors import UserError
-from tune_prune.cost_model.machine import Memory
+from tune_prune.cost_model.machine import Gpu, Memory
 
 MAX_TRIALS_PER_GPU = 4  # beyond that the trials of one GPU only wait for each other
 USABLE_GPU_MEMORY = 0.9  # the rest is left to fragmentation and to what other programs may come to need
@@ -32,6 +32,20 @@ class TrialResources:
     def device(self) -> str:
         """Where a trial computes. Without a reserved GPU it is the CPU, whatever the worker happens to see."""
         return "cuda" if self.gpus > 0 else "cpu"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a cluster, as Ray knows it and, where trials run on it, as it tells."""
+
+    node_id: str
+    name: str  # host and address
+    resources: Mapping[str, float]  # Ray's, in all
+    runs_trials: bool = True
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages
+    skew_s: float = 0.0  # its clock is at least so many seconds ahead of this machine's
+    memory: Memory | None = None  # None: it was not asked
+    gpus: tuple[Gpu, ...] = ()  # those that were free to be asked; at least one where trials run on GPUs
 
 
 def parse_amount(text: str | float, name: str, *, allow_zero: bool) -> float | None:
@@ -130,14 +144,7 @@ def sharing_trials(gpus: float) -> int:
 
 def trial_slots(resources: TrialResources, nodes: Sequence[Mapping[str, float]]) -> int:
     """How many trials run at once on these nodes. Raises UserError when no node can run even one: Ray would wait."""
-    slots = 0
-    for node in nodes:
-        here = math.floor(node.get("CPU", 0) / resources.cpus + 1e-9)
-        if 0 < resources.gpus < 1:
-            here = min(here, int(node.get("GPU", 0)) * sharing_trials(resources.gpus))
-        elif resources.gpus >= 1:
-            here = min(here, math.floor(node.get("GPU", 0) / resources.gpus))
-        slots += here
+    slots = sum(slots_on(resources, node) for node in nodes)
     if slots == 0:
         cpus, gpus = (max((node.get(name, 0) for node in nodes), default=0) for name in ("CPU", "GPU"))
         raise UserError(
@@ -145,6 +152,14 @@ def trial_slots(resources: TrialResources, nodes: Sequence[Mapping[str, float]])
             f"{cpus:g} CPUs, {gpus:g} GPUs on one): lower --cpus-per-trial or --gpus-per-trial, or join a cluster with --address"
         )
     return slots
+
+
+def slots_on(resources: TrialResources, node: Mapping[str, float]) -> int:
+    """How many trials run at once on a node."""
+    slots = math.floor(node.get("CPU", 0) / resources.cpus + 1e-9)
+    if 0 < resources.gpus < 1:
+        return min(slots, int(node.get("GPU", 0)) * sharing_trials(resources.gpus))
+    return min(slots, math.floor(node.get("GPU", 0) / resources.gpus)) if resources.gpus else slots
 
 
 def limit_process(resources: TrialResources) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import trial_file
+from tune_prune.core.store import Location
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.stopping.racing import Race, Verdict
 from tune_prune.tuning.stopping.rule import StoppingRule
@@ -72,14 +73,17 @@ class RaceRule(StoppingRule):
         )
 
 
-def read_outcomes(path: Path, num_slices: int) -> list[dict[str, str]]:
+def read_outcomes(path: Location, num_slices: int) -> list[dict[str, str]]:
     """The outcomes in a complete trial's items.parquet, slice by slice: task -> "0" or "1" per item, in scoring order.
 
     Raises UserError if the file is missing, is no such table or holds other slices than 0 to num_slices - 1.
     """
     collected: list[dict[str, list[str]]] = [{} for _ in range(num_slices)]
     try:
-        rows = pyarrow.parquet.read_table(path, columns=["task", "slice", "score"]).to_pydict()
+        content = trial_file(path.parent, path.name)
+        if content is None:
+            raise FileNotFoundError(f"{path} is missing")
+        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(content), columns=["task", "slice", "score"]).to_pydict()
         for task, index, score in zip(rows["task"], rows["slice"], rows["score"], strict=True):
             collected[index].setdefault(task, []).append("1" if score else "0")
     except (OSError, pyarrow.ArrowException, KeyError, IndexError) as error:

@@ -1,0 +1,282 @@
+"""Every kind of file that a search keeps, damaged in every way: what is computed again is, and what is refused is named.
+
+The files are those of one small search. A cell of the matrix asks what reads such a file: the plan of the next search, the
+analysis, `prune`, a worker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.search_folders import TINY
+from tune_prune import results, search
+from tune_prune.analysis.figures.figures_best import layer_table
+from tune_prune.cli import prune_request
+from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_about, write_baselines
+from tune_prune.core.store import FolderStore
+from tune_prune.evaluation.perplexity import PerplexityResult
+from tune_prune.evaluation.suite import ZeroShotSuite
+from tune_prune.planning import experiment
+from tune_prune.planning.plan import Plan
+from tune_prune.planning.preflight import make_plan
+from tune_prune.pruning.statistics import Need, load_statistic
+
+NAME = "damaged"
+ARGV = (*TINY, "--limit", "4", "--tasks", "boolq,piqa", "--gpus-per-trial", "0", "--inline", "--name", NAME)
+KINDS = ("suite", "importance", "removal", "perplexity", "zero_shot")  # of artifacts
+
+
+@dataclass(frozen=True)
+class Finished:
+    storage: Path
+    plan: Plan
+
+    @property
+    def folder(self) -> Path:
+        return self.storage / NAME
+
+    def file(self, kind: str, number: int = 0) -> Path:
+        """One of the files of that kind."""
+        (model,) = self.plan.models
+        keys = sorted(key for _, key in model.trials)
+        best = json.loads((self.folder / "global_best_config.json").read_text())["models"]["tiny-llama"]["key"]
+        if kind in KINDS:
+            return sorted((self.storage / "artifacts").glob(f"{kind}-*"))[number]
+        if kind in ("pruning_plan.json", "gradient_diagnosis.json", "pruning_comparison.json", "items.parquet"):
+            if number == 0:
+                return self.folder / "trials" / best / kind
+            paths = [self.folder / "trials" / key / kind for key in (best, *keys)]
+            return next(path for path in paths if path.is_file() and path.read_bytes() != paths[0].read_bytes())
+        if kind in ("ledger", "passes"):
+            return sorted((self.folder / kind).iterdir())[number]
+        return self.folder / kind
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, short_text: None) -> Iterator[Finished]:
+    storage = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(storage)
+        argv = [*ARGV, "--storage-path", str(storage)]
+        assert search.main(argv) == 0
+        yield Finished(storage, make_plan(search.settings_from(search.parser().parse_args(argv))))
+
+
+@pytest.fixture
+def finished(whole: Finished, tmp_path: Path) -> Finished:
+    """A copy of it."""
+    shutil.copytree(whole.storage, tmp_path / "kept")
+    return replace(whole, storage=tmp_path / "kept")
+
+
+def plan_again(kept: Finished) -> str:
+    """What the next search does before it starts, and what it reads when it does."""
+    store = FolderStore(kept.folder)
+    records = experiment.check_same_identity(store, {model.run.label: model.identity() for model in kept.plan.models})
+    read = [Ledger(store).read(key) for model in kept.plan.models for _, key in model.trials]
+    return "unseen" if len(records) == len([one for one in read if one]) == len(read) else "to be computed again"
+
+
+def analysed(kept: Finished) -> str:
+    (model,) = results.load(kept.folder).findings.study.models.values()
+    problems = [problem for problem in model.problems if problem.where]  # without a place: of the five tasks left out
+    return "unseen" if len(model.rows) == 6 and not problems else "left out"
+
+
+def pruned(kept: Finished) -> str:
+    return "computed again" if prune_request.from_config(str(kept.folder), None).plan is None else "unseen"
+
+
+def drawn(kind: str, column: str) -> Callable[[Finished], str]:
+    def draw(kept: Finished) -> str:
+        return "unseen" if layer_table(kept.file(kind), [column]) is not None else "left out"
+
+    return draw
+
+
+def of_worker(kind: str) -> Callable[[Finished], str]:
+    """What reads an artifact of that kind, as a worker does."""
+
+    def read(kept: Finished) -> str:
+        (model,) = kept.plan.models
+        readers: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
+            "suite": lambda arrays: ZeroShotSuite.from_arrays(arrays, model.run.protocol),
+            "importance": lambda arrays: load_statistic("taylor").value(arrays, Need("taylor", "", 8)),
+            "removal": lambda arrays: load_statistic("block_removal").value(arrays, Need("block_removal", "layer", 1)),
+            "perplexity": PerplexityResult.from_arrays,
+            "zero_shot": lambda arrays: (arrays["loglikelihoods"], arrays["greedy"]),
+        }
+        found = ArtifactStore(kept.storage / "artifacts").get(kind, KEYS[kept.file(kind).name], readers[kind])
+        return "computed again" if found is None else "unseen"
+
+    return read
+
+
+KEYS: dict[str, dict[str, Any]] = {}  # of the artifacts, by their names
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _keys(whole: Finished) -> None:
+    for path in (whole.storage / "artifacts").iterdir():
+        with np.load(path) as stored:
+            KEYS[path.name] = json.loads(str(stored["key"]))
+
+
+READ: dict[str, Callable[[Finished], str]] = {
+    "ledger": plan_again,
+    "baseline.json": plan_again,
+    "experiment.json": plan_again,
+    "passes": plan_again,
+    "items.parquet": analysed,
+    "global_best_config.json": pruned,
+    "pruning_plan.json": pruned,
+    "gradient_diagnosis.json": drawn("gradient_diagnosis.json", "grad_mean"),
+    "pruning_comparison.json": drawn("pruning_comparison.json", "params_kept"),
+    **{kind: of_worker(kind) for kind in KINDS},
+}
+
+
+def another(kept: Finished, kind: str) -> bytes:
+    """What is whole in another place."""
+    store, other = FolderStore(kept.folder), FolderStore(kept.storage / "other")
+    if kind == "baseline.json":
+        (record,) = read_baselines(store).values()
+        write_baselines(other, {"tiny-llama": replace(record, key="0123456789abcdef")})
+    elif kind == "experiment.json":
+        about = read_about(store) or {}
+        for described in (about["models"]["tiny-llama"][name] for name in ("run", "meaning")):
+            described["seed"] = described["protocol"]["seed"] = 1
+        write_about(other, about)
+    elif kind == "global_best_config.json":
+        text = kept.file(kind).read_text()
+        other.put(kind, re.sub(r'"method": "[a-z]+"', '"method": "random"', text))
+    elif kind == "suite":
+        return kept.file("perplexity").read_bytes()
+    else:
+        return kept.file(kind, 1).read_bytes()
+    return other.get(kind) or b""
+
+
+def flipped(kept: Finished, kind: str) -> bytes:
+    content = kept.file(kind).read_bytes()
+    if kind == "global_best_config.json":
+        return content.replace(b'"num_samples": 8', b'"num_samples": 9')
+    if not kind.endswith(".json") and kind not in ("ledger", "passes"):
+        return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 4]) + content[len(content) // 2 + 1 :]
+    place = re.search(rb"(?<=: )\d", content)  # of the first number
+    assert place is not None
+    digit = str((int(place[0]) + 1) % 10).encode()
+    return content[: place.start()] + digit + content[place.end() :]
+
+
+def not_a_number(kept: Finished, kind: str) -> bytes:
+    content = kept.file(kind).read_bytes()
+    return re.sub(rb"(?<=: )[\d.e-]+", b"NaN", content, count=1) if kind in TEXTS else np.array(np.nan).tobytes()
+
+
+def nulls(kept: Finished, kind: str) -> bytes:
+    """Other types than were written, and no checksum."""
+    if kind not in TEXTS:
+        return b"null"
+    return json.dumps(dict.fromkeys(set(json.loads(kept.file(kind).read_bytes())) - {"checksum"})).encode()
+
+
+TEXTS = [kind for kind in READ if kind.endswith(".json") or kind in ("ledger", "passes")]
+DAMAGES: dict[str, Callable[[Finished, str], bytes | None]] = {
+    "cut": lambda kept, kind: kept.file(kind).read_bytes()[: kept.file(kind).stat().st_size // 2],
+    "empty": lambda kept, kind: b"",
+    "text": lambda kept, kind: b'"quota exceeded"',
+    "flipped": flipped,
+    "of another": another,
+    "NaN": not_a_number,
+    "nulls": nulls,
+    "folder": lambda kept, kind: None,
+}
+SEEN = {"ledger": "refused", "baseline.json": "refused", "experiment.json": "refused", "passes": "refused"}
+SEEN |= {"items.parquet": "refused", "global_best_config.json": "refused", "pruning_plan.json": "computed again"}
+SEEN |= {
+    "gradient_diagnosis.json": "refused",
+    "pruning_comparison.json": "refused",
+    **dict.fromkeys(KINDS, "computed again"),
+}
+OTHERWISE = {
+    ("experiment.json", "of another"): "refused: its settings",
+    ("passes", "folder"): "unseen",  # it holds no cost
+    **{(kind, "folder"): "refused" for kind in KINDS},  # nothing could be stored there
+}
+
+
+def refusal(sentence: str, path: Path) -> str:
+    """What a sentence refuses: the file, or the settings; else the sentence."""
+    if "\n" in sentence or len(sentence) > 700:
+        return sentence
+    settings = "was made with other settings (tiny-llama: seed was 1, is 0)" in sentence
+    named = sentence.startswith(f"{path} ") or f"{path} is " in sentence
+    return "refused" if named else "refused: its settings" if settings else sentence
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_damage_matrix(kind: str, finished: Finished, caplog: pytest.LogCaptureFixture) -> None:
+    path = finished.file(kind)
+    content = path.read_bytes()
+    assert READ[kind](finished) == "unseen"
+    found, expected = {}, {}
+    for damage, make in DAMAGES.items():
+        caplog.clear()
+        if (damaged := make(finished, kind)) is None:
+            path.unlink()
+            path.mkdir()
+        else:
+            assert damaged != content
+            path.write_bytes(damaged)
+        try:
+            with caplog.at_level(logging.WARNING):
+                found[damage] = READ[kind](finished)
+        except UserError as error:
+            found[damage] = refusal(str(error), path)
+        if found[damage] == "computed again":
+            assert str(path) in caplog.text and "computed again" in caplog.text
+        expected[damage] = OTHERWISE.get((kind, damage), SEEN[kind])
+        path.rmdir() if path.is_dir() else path.unlink()
+        path.write_bytes(content)
+    assert found == expected
+
+
+def test_artifacts_under_each_others_names_change_no_number(
+    finished: Finished, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And whoever runs the search reads of it."""
+    before = {record.key: record.metrics for record in Ledger(FolderStore(finished.folder)).records()}
+    dense = read_baselines(FolderStore(finished.folder))["tiny-llama"].metrics
+    shutil.rmtree(finished.folder)
+    moved = set()
+    for kind in KINDS:
+        paths = sorted((finished.storage / "artifacts").glob(f"{kind}-*"))
+        contents = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, [*contents[1:], contents[0]], strict=True):
+            path.write_bytes(content)
+            moved |= {path.name} if len(paths) > 1 else set()
+    assert search.main([*ARGV, "--storage-path", str(finished.storage)]) == 0
+    output = capfd.readouterr()
+    said = set(
+        re.findall(
+            r"artifact \S*/(\S+) is damaged \(it is another artifact under this name\); it is comp",
+            output.out + output.err,
+        )
+    )
+    assert said == moved and len(moved) > 10
+    assert "warning: artifact" in output.out
+    assert {record.key: record.metrics for record in Ledger(FolderStore(finished.folder)).records()} == before
+    assert read_baselines(FolderStore(finished.folder))["tiny-llama"].metrics == dense

@@ -1,0 +1,111 @@
+"""A model with a weight that is no number is refused by name, wherever its weights are; looking for one costs nothing otherwise."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.search_folders import data_folder, model_folder
+from tests.trials import RUN
+from tune_prune import api, embedded, evaluate, search
+from tune_prune.core.errors import UserError
+from tune_prune.data.perplexity_text import TEXT_FILE
+from tune_prune.models.catalog import resolve
+from tune_prune.models.loading import load_tokenizer
+from tune_prune.models.runner import layer_weights
+from tune_prune.models.runner.mapped_model import map_model
+from tune_prune.models.runner.residency import Residency
+from tune_prune.trial.context import ArtifactStore, TrialContext
+from tune_prune.trial.trial import run_trial
+
+pytestmark = pytest.mark.usefixtures("short_text")
+
+NAME = "model.layers.2.mlp.down_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def broken(folder: Path, name: str, change: Callable[[torch.Tensor], object]) -> Path:
+    """A copy of tiny-llama with one changed tensor."""
+    path = model_folder(folder) / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors[name])
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+def value(number: float) -> Callable[[torch.Tensor], object]:
+    return lambda tensor: tensor.view(-1)[100].fill_(number)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_evaluate_names_the_weight(number: float, refused: Callable[..., str], tmp_path: Path) -> None:
+    model, data = broken(tmp_path / "m", NAME, value(number)), data_folder(tmp_path / "data")
+    argv = ("--model", model, "--data-dir", data, "--tasks", "piqa", "--limit", "2", "--device", "cpu")
+    sentence = refused(evaluate.main, *argv, begun=True)
+    assert (
+        sentence
+        == f"error: m cannot be measured: its weight {NAME} holds NaN or infinity; save or download the model again\n"
+    )
+
+
+def test_weights_that_stay_in_their_files(tmp_path: Path) -> None:
+    model = broken(tmp_path / "m", NAME, value(math.nan))
+    run = replace(RUN, model=str(model), data_dir=str(data_folder(tmp_path / "data")))
+    loaded = map_model(resolve(str(model)), torch.float32, "cpu", Residency(from_files=True))
+    with pytest.raises(UserError, match=f"its weight {NAME} holds NaN"):
+        run_trial(None, TrialContext(run, loaded, ArtifactStore(tmp_path / "cache")))
+
+
+def test_a_token_that_only_items_have(tmp_path: Path) -> None:
+    """The perplexity is a number, and the accuracy would be one."""
+    data = data_folder(tmp_path / "data")
+    text = embedded.perplexity_text()[:300]
+    (data / TEXT_FILE).write_text(text)
+    items = [json.loads(line) for line in (data / "tasks" / "piqa" / "test.jsonl").read_text().splitlines()[:2]]
+    read = partial(load_tokenizer(resolve("tiny-llama")), add_special_tokens=False)
+    used = {token for item in items for word in item["goal"].split() for token in read(f" {word}").input_ids}
+    token = min(used - set(read(text).input_ids))
+    model = model_folder(tmp_path / "m", tie_word_embeddings=False)  # else a row is of the logits of every token, too
+    tensors = load_file(model / "model.safetensors")
+    tensors |= {"lm_head.weight": tensors[EMBEDDING].clone()}
+    tensors[EMBEDDING][token] = math.nan
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    stages = []
+    with pytest.raises(UserError, match=f"its weight {EMBEDDING} holds NaN"):
+        api.open(str(model), data_dir=str(data), device="cpu").evaluate(2, "piqa", stages.append)
+    assert [report.stage for report in stages] == ["perplexity"] and math.isfinite(stages[0].metrics["ppl"])
+
+
+def test_a_search_ends_with_the_baseline_however_often_it_is_started(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    model = broken(tmp_path / "m", NAME, value(math.nan))
+    argv = ["--model", model, "--search-space", "control", "--calibration", "embedded", "--inline", "--tasks", "piqa"]
+    argv += ["--limit", "2", "--data-dir", data_folder(tmp_path / "data"), "--storage-path", tmp_path / "kept"]
+    argv += ["--gpus-per-trial", "0"]
+    for _ in range(2):
+        sentence = refused(search.main, *argv, begun=True)
+        assert f"m cannot be measured: its weight {NAME} holds NaN" in sentence
+    assert not [*(tmp_path / "kept").glob("*/baseline.json"), *(tmp_path / "kept").glob("*/ledger/*")]
+
+
+def test_finite_weights_are_not_looked_at_and_infinite_perplexity_is_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[object] = []
+    find = layer_weights.first_non_finite
+    monkeypatch.setattr("tune_prune.trial.context.first_non_finite", lambda weights: looked.append(1) or find(weights))
+    data = data_folder(tmp_path / "data")
+    whole = api.open("tiny-llama", data_dir=str(data), device="cpu").evaluate(2, "piqa")
+    assert math.isfinite(whole.ppl) and looked == []
+    huge = broken(tmp_path / "huge", "model.norm.weight", lambda tensor: tensor.mul_(1e6))
+    found = api.open(str(huge), data_dir=str(data), device="cpu").evaluate(2, "piqa")
+    assert found.ppl == math.inf and len(looked) == 1

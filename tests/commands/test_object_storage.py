@@ -1,0 +1,193 @@
+"""A search on object storage: killed in the middle of a write, gone on with, and the same bits as in a folder; what reads it; and
+what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from compare_results import compare
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import tune_prune
+from tests.core.test_store import other_search
+from tests.s3_server import Server
+from tune_prune import evaluate, prune, search
+from tune_prune.analysis import command
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.storage import lease
+from tune_prune.core.store import LEDGER, FolderStore, Store, open_store
+
+SPACE = "search: grid\nmethod: [taylor, magnitude]\nseq_len: 16\nnum_samples: [8, 16]\n"
+LEASE_S = 1.0
+WITH_SHORT_LEASE = f"""
+import sys
+from tune_prune import search
+from tune_prune.core.storage import lease
+lease.LEASE_S = {LEASE_S}
+search.main(sys.argv[1:])
+"""
+
+
+def copied(store: Store, folder: Path, name: str = "") -> Path:
+    """The contents of a store as files."""
+    for one in store.names(name):
+        content = store.get(one)
+        assert content is not None
+        FolderStore(folder).put(one, content)
+    for one in store.folders(name):
+        copied(store, folder, one)
+    return folder
+
+
+@dataclass(frozen=True)
+class Searched:
+    argv: list[str]  # without where
+    folder: Path  # of the search that was left alone
+    storage: str  # where the one that was killed has gone on
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_lease() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease, "LEASE_S", LEASE_S)
+        yield
+
+
+@pytest.fixture(scope="module")
+def searched(s3: Server, tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    here = tmp_path_factory.mktemp("object_storage")
+    (here / "space.yaml").write_text(SPACE)
+    argv = [
+        "--model",
+        "tiny-llama",
+        "--search-space",
+        str(here / "space.yaml"),
+        "--limit",
+        "3",
+        "--inline",
+        "--name",
+        "one",
+    ]
+    assert search.main([*argv, "--storage-path", str(here)]) == 0
+    records = sorted(Ledger(FolderStore(here / "one")).records(), key=lambda record: record.started_at)
+    storage = f"{s3.bucket()}/results"
+    s3.stall(f"{LEDGER}/{records[1].key}")
+    killed = [sys.executable, "-c", WITH_SHORT_LEASE, *argv, "--storage-path", storage]
+    with subprocess.Popen(killed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        s3.wait_for_stalled()
+        process.kill()
+        process.wait()
+        s3.go()
+    kept = [record.key for record in Ledger(open_store(f"{storage}/one")).records()]
+    assert kept == [records[0].key]
+    assert search.main([*argv, "--storage-path", storage]) == 0
+    return Searched(argv, here / "one", f"{storage}/one")
+
+
+def test_the_same_bits_as_in_a_folder(searched: Searched, tmp_path: Path) -> None:
+    copy = copied(open_store(searched.storage), tmp_path / "one")
+    result = compare(searched.folder, copy)
+    assert [sentence for row in result.values() for sentence in row["sentences"]] == []
+    assert result["records"]["equal"] == 4 and result["items"]["equal"] == 4 and result["tables"]["equal"] == 1
+    first, second = (sorted(place.glob("*/*/*/*tfevents*")) for place in (searched.folder, copy))
+    assert len(first) == 3 and [path.parts[-3:-1] for path in first] == [path.parts[-3:-1] for path in second]
+    for one, other in zip(first, second, strict=True):
+        curves = [EventAccumulator(str(path)).Reload() for path in (one, other)]
+        tags = [tag for tag in curves[0].Tags()["scalars"] if not tag.startswith("duration_s/")]
+        assert curves[0].Tags() == curves[1].Tags() and len(tags) > 5
+        for tag in tags:
+            values = [[(event.step, event.value) for event in curve.Scalars(tag)] for curve in curves]
+            assert values[0] == values[1]
+
+
+def test_nothing_is_left_to_do(searched: Searched, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = searched.storage.removesuffix("/one")
+    assert search.main([*searched.argv, "--storage-path", storage, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert f"{searched.storage}  (3 of 3 trials are in its ledger)" in told
+
+
+def test_who_reads_a_folder_reads_it(searched: Searched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there, here = (tune_prune.load_results(place) for place in (searched.storage, searched.folder))
+    assert there.best.equals(here.best) and str(there) == str(here)
+    output = tmp_path / "results"
+    assert command.main([searched.storage, "--output", str(output)]) == 0
+    assert f"from {searched.storage}" in capsys.readouterr().out
+    best = json.loads(next(output.glob("best_*/best_config.json")).read_text())
+    own = json.loads((searched.folder / "global_best_config.json").read_text())["models"]["tiny-llama"]
+    assert {name: best[name] for name in own} == own | {"output_dir": f"{searched.storage}/{own['output_dir']}"}
+    assert len(list(output.glob("best_*/visualization/*.png"))) >= 2  # from the trial's files
+    argv = ["--config", searched.storage, "--output", str(tmp_path / "pruned")]
+    assert prune.main(argv) == 0
+    told = capsys.readouterr().out
+    assert f"as searched ({searched.storage}/trials/" in told
+    record = f"{searched.storage}-record.json"
+    assert evaluate.main(["--model", str(tmp_path / "pruned"), "--limit", "5", "--output", record]) == 0
+    ppl = json.loads(open_store(record.rpartition("/")[0]).get("one-record.json") or b"")["metrics"]["ppl"]
+    assert ppl == pytest.approx(there.best["ppl"].iloc[0], rel=1e-6)
+
+
+def test_a_second_search_leaves(searched: Searched, capfd: pytest.CaptureFixture[str]) -> None:
+    store = open_store(searched.storage)
+    before = {name: store.get(name) for name in (*store.names(), *store.names(LEDGER))}
+    with other_search(store, LEASE_S) as first:
+        assert search.main([*searched.argv, "--storage-path", searched.storage.removesuffix("/one")]) == 2
+        told = capfd.readouterr().err.splitlines()[-1]
+        assert told.startswith(f"error: another search runs on experiment {store.folder} (process {first.pid} on ")
+    assert {name: store.get(name) for name in (*store.names(), *store.names(LEDGER))} == before
+
+
+def test_a_record_that_comes_late_replaces_none(searched: Searched) -> None:
+    ledger = Ledger(open_store(searched.storage))
+    record = ledger.records()[0]
+    late = type(record)(record.key, record.model, record.config, "failed", "the worker was thought dead")
+    assert ledger.write(late) == record == ledger.read(record.key)
+
+
+def test_a_search_in_memory(searched: Searched, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*searched.argv, "--storage-path", "memory://results"]
+    assert search.main(argv) == 0
+    assert tune_prune.load_results("memory://results/one").best.equals(tune_prune.load_results(searched.folder).best)
+    capsys.readouterr()
+    assert search.main([flag for flag in argv if flag != "--inline"]) == 2
+    assert "the memory of this process, which no worker of Ray sees; add --inline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "sentence"),
+    [
+        (
+            search.main,
+            ["--save-best", "--storage-path", "memory://x"],
+            "--save-best writes a checkpoint into the",
+        ),
+        (search.main, ["--storage-path", "s3://no-such-bucket/x"], "there is no s3://no-such-bucket; create it"),
+        (search.main, ["--storage-path", "hdfs://host/x"], "of a scheme that results cannot be kept on"),
+        (prune.main, ["--output", "s3://bucket/model", "--config", "x"], "is no folder, which a checkpoint is"),
+        (command.main, ["memory://x", "--output", "s3://bucket/out"], "is no folder; name one"),
+        (command.main, ["memory://nothing-here"], "memory://nothing-here is not an experiment"),
+    ],
+)
+def test_what_is_refused(
+    s3: Server,
+    main: Callable[[list[str]], int],
+    argv: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = ["--model", "tiny-llama", "--search-space", "smoke", "--inline"] if main is search.main else []
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main([*own, *argv])
+    except SystemExit as stop:  # of argparse
+        code = stop.code
+    told = capsys.readouterr().err
+    assert code == 2 and sentence in told and list(tmp_path.iterdir()) == []

@@ -1,0 +1,193 @@
+"""A cluster of two nodes on this machine, started by the commands of docs/cluster.md, with a token: who is let in, what a plan says
+of nodes, and a whole search whose driver is not on the head; and what a node looks for in storage, models and data."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.search_folders import data_folder, model_folder
+from tune_prune.core.config import ModelRun
+from tune_prune.core.store import FolderStore
+from tune_prune.data.sources import data_fingerprint
+from tune_prune.models import catalog, loading
+from tune_prune.planning.plan import SearchSettings
+from tune_prune.planning.resolve import dense_model
+from tune_prune.tuning.ray_cluster import nodes
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD, WORKER = "127.0.0.2", "127.0.0.3"  # 127.0.0.1 would become this machine's outward address
+# Of machines of one's own.
+PAGE = next(text for text in (ROOT / "docs" / "cluster.md").read_text().split("\n## ") if text.startswith("Machines"))
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+# The driver's raylet is the worker's: on one machine Ray would take the head's.
+OFF_THE_HEAD = f"""
+import sys
+import ray
+init = ray.init
+def join(**options):
+    init(_node_ip_address="{WORKER}", **options)
+    print("driver on", ray.util.get_node_ip_address())
+ray.init = join
+from tune_prune import search
+sys.exit(search.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[str, dict[str, str]]]:
+    """Its address, and an environment with its token. The head has no CPU for trials, the other node one."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        home = Path(folder, "home")
+        home.mkdir()
+        with socket.socket() as free:
+            free.bind((HEAD, 0))
+            address = f"{HEAD}:{free.getsockname()[1]}"
+        environment = os.environ | {
+            "HOME": str(home),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "RAY_TMPDIR": folder,
+            "RAY_AUTH_MODE": "token",  # as the page exports it
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        both = " --object-store-memory=100000000 --dashboard-agent-listen-port=0"
+        head = f" --node-ip-address={HEAD} --port={address.partition(':')[2]} --include-dashboard=false --num-cpus=0"
+        token, *starts = [command for command in COMMANDS if command.startswith("ray ") and "stop" not in command]
+        first, second = (command.replace("HEAD:6379", address) + both for command in starts)
+        try:
+            for command in (token, first + head, second + f" --node-ip-address={WORKER} --num-cpus=1"):
+                done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
+            yield address, environment
+        finally:
+            for process in psutil.process_iter(["environ"]):
+                if (process.info["environ"] or {}).get("RAY_TMPDIR") == folder:
+                    process.kill()
+
+
+def joined(address: str, environment: Mapping[str, str]) -> str:
+    """What a process of its own says that joins the cluster."""
+    code = (
+        "import sys\nfrom tune_prune.core.errors import exit_code\nfrom tune_prune.tuning.ray_cluster import cluster\n"
+        "def join():\n    with cluster.connected(sys.argv[1]):\n        print('in')\n"
+        "exit_code(join)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, address], env=environment, capture_output=True, text=True, timeout=60
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_cluster_with_a_token_lets_nobody_in_without_it(cluster, tmp_path) -> None:
+    address, environment = cluster
+    without = {name: value for name, value in environment.items() if name != "RAY_AUTH_MODE"}
+    sentence = joined(address, without)  # though the token is there: it is not sent to where it was not asked for
+    assert sentence.startswith(f"error: the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token")
+    assert "~/.ray/auth_token" in sentence and sentence.count("\n") == 1
+    sentence = joined(address, environment | {"RAY_AUTH_TOKEN": "another"})
+    assert sentence.startswith(f"error: the Ray cluster at {address} does not accept this machine's token: copy")
+    assert sentence.count("\n") == 1
+    assert joined(address, environment) == "in\n"
+    assert joined("auto", without) == "in\n"  # a cluster of this machine
+
+
+@pytest.mark.slow
+def test_a_search_from_a_node_that_is_not_the_head(cluster, tmp_path) -> None:
+    address, environment = cluster
+    (dry, command) = [command for command in COMMANDS if "tune_prune.search" in command]
+    assert dry == f"{command} --dry-run"
+    space = tmp_path / "one.yaml"
+    space.write_text("search: grid\nmethod: random\nseq_len: 16\nnum_samples: 8\n")
+    places = {"/shared": tmp_path / "not" / "yet", "smoke": space, "auto": address}
+    for word, place in places.items():
+        command = command.replace(word, str(place))
+    argv = [*shlex.split(command)[3:], "--tasks", "boolq", "--limit", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", OFF_THE_HEAD, *argv],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert f"driver on {WORKER}" in done.stdout and "[1/1]" in done.stdout
+    lines = done.stdout.splitlines()
+    (first,) = (index for index, line in enumerate(lines) if line.startswith("nodes        2, all with tune_prune 0."))
+    table = [line.split() for line in lines[first + 1 : first + 4]]
+    assert table[0] == ["CPUs", "memory", "GPUs", "clock"]
+    assert [row[1] for row in table[1:]] == [f"({HEAD})", f"({WORKER})"]
+    assert table[1][2:] == ["0", "-", "no", "trials", "here", "-"]
+    assert table[2][2] == "1" and table[2][-1] == "equal"
+    assert list((tmp_path / "not" / "yet" / "ray_results").glob(".node-check*")) == []
+
+
+# --- what a node looks for, asked of this machine
+
+
+@pytest.fixture
+def known(tmp_path) -> tuple[FolderStore, list[tuple[ModelRun, str, str]]]:
+    """Storage with a question in it, and a model with its data."""
+    model, data = model_folder(tmp_path / "model"), tmp_path / "data"
+    data_folder(data)
+    run = dense_model(
+        SearchSettings((str(model),), data_dir=str(data), calibration="embedded"), str(model), "float32"
+    ).run
+    source = catalog.resolve(run.model)
+    store = FolderStore(tmp_path / "storage")
+    store.put("question", "token")
+    return store, [(run, loading.model_fingerprint(source, loading.load_config(source)), data_fingerprint(run))]
+
+
+def reach(store: FolderStore, models: list[tuple[ModelRun, str, str]]) -> str | None:
+    return nodes._reach._function(store.folder, "question", "answer", "token", models)
+
+
+def test_a_node_that_sees_storage_model_and_data_answers(known) -> None:
+    store, models = known
+    assert reach(store, models) is None and store.get("answer") == b"token"
+
+
+@pytest.mark.parametrize("fault", ["not mounted", "another folder", "read-only"])
+def test_storage_that_a_node_does_not_share_is_named(known, fault: str, monkeypatch) -> None:
+    store, models = known
+    if fault == "not mounted":
+        shutil.rmtree(store.folder)
+    elif fault == "another folder":
+        store.put("question", "that of another search")
+    else:
+
+        def refuse(self: FolderStore, name: str, content: str) -> None:
+            raise OSError(30, "Read-only file system")
+
+        monkeypatch.setattr(FolderStore, "put", refuse)
+    problem = reach(store, models)
+    assert problem is not None and f"does not share the folder {store.folder} (" in problem
+    assert "set --storage-path to a folder that every node mounts" in problem
+    assert ("Read-only file system" in problem) == (fault == "read-only")
+    assert store.folder.exists() == (fault != "not mounted")  # a node makes no folder of its own
+
+
+def test_models_and_data_that_a_node_lacks_are_named(known) -> None:
+    store, [(run, model, data)] = known
+    shutil.copy(Path(run.model) / "config.json", Path(run.model) / "generation_config.json")
+    assert reach(store, [(run, "of before", data)]).startswith("has another model in ")
+    assert reach(store, [(run, model, "of before")]).startswith("has other texts or tasks than this machine (")
+    shutil.rmtree(run.data_dir)
+    assert reach(store, [(run, model, data)]).startswith("lacks what model needs (")
+    gone = replace(run, model=f"{run.model}/gone")
+    assert f"model folder {run.model}/gone does not exist" in reach(store, [(gone, model, data)])

@@ -1,0 +1,69 @@
+"""What a node has read from object storage or put there, kept in a folder of its own: artifacts are read by every process of every
+trial, and never change."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from tune_prune.core.files import DamagedFile
+from tune_prune.core.hashing import digest
+from tune_prune.core.storage.folder import FolderStore
+from tune_prune.core.storage.location import ObjectPath
+from tune_prune.core.storage.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 4 * 2**30  # of one storage path; what was written first is removed first
+
+
+def cache_folder() -> Path:
+    """Of tune_prune in the user's cache folder; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tune_prune"
+
+
+class NodeCachedStore(ObjectStore):
+    """Objects that never change, with copies in `cache_folder()`. Where that cannot be written there are none."""
+
+    def __init__(self, folder: ObjectPath) -> None:
+        super().__init__(folder)
+        self._near = FolderStore(cache_folder() / "artifacts" / digest(str(folder)))
+        _trim(self._near.folder)
+
+    def put(self, name: str, content: bytes | str) -> None:
+        super().put(name, content)
+        self._keep(name, content)
+
+    def remove(self, name: str) -> None:
+        super().remove(name)
+        self._near.remove(name)
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            near = self._near.get(name)
+        except DamagedFile:  # of somebody else, perhaps: what is stored is what counts
+            near = None
+        if near is not None:
+            return near
+        content = super().get(name)
+        if content is not None:
+            self._keep(name, content)
+        return content
+
+    def _keep(self, name: str, content: bytes | str) -> None:
+        try:
+            self._near.put(name, content)
+        except OSError as error:
+            log.warning("%s is not cached on this machine (%s)", self.path(name), error)
+
+
+def _trim(folder: Path) -> None:
+    """Once per process: files of this size are few at a time."""
+    files = [(entry.stat(), entry.path) for entry in os.scandir(folder)] if folder.is_dir() else []
+    excess = sum(stat.st_size for stat, _ in files) - MAX_BYTES
+    for stat, path in sorted(files, key=lambda file: file[0].st_mtime):
+        if excess <= 0:
+            break
+        Path(path).unlink(missing_ok=True)
+        excess -= stat.st_size

@@ -1,0 +1,270 @@
+"""Questions to the nodes of the cluster that this process is connected to: what they are and what they reach, asked before the
+first trial; and a function call on any of their workers.
+
+A node that could not run trials as this machine does is named with what it lacks, and no search starts: left out in silence, it
+would be paid for and not used. Who wants to do without it ends Ray there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tune_prune.core.config import ModelRun
+from tune_prune.core.errors import UserError
+from tune_prune.core.store import Location, open_store
+from tune_prune.cost_model import machine
+from tune_prune.data.sources import data_fingerprint
+from tune_prune.models import catalog, loading
+from tune_prune.tuning.ray_cluster.resources import Node, TrialResources, slots_on
+
+WAIT_S = 60.0  # a first worker has to import torch; a busy cluster may not have one free at all
+PROBE_TIMEOUT_S = 120.0  # likewise, of a node
+MOST_SKEW_S = 60.0  # records have times, and so have the locks of object storage
+COMPARED = (
+    "torch",
+    "transformers",
+    "lm_eval",
+    "numpy",
+    "ray",
+)  # beside this package and Python: what numbers depend on
+
+
+def alive() -> list[Node]:
+    """Every node, as Ray knows it, by name."""
+    nodes = [
+        Node(node["NodeID"], f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})", node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: node.name)
+
+
+def survey(use_gpus: bool) -> list[Node]:
+    """Every node with what it tells of itself. Trials run on those with GPUs, if they are to be used and there are any.
+
+    Raises UserError for nodes on which trials would run, but whose packages, clock or GPUs do not allow it.
+    """
+    nodes = alive()
+    on_gpus = use_gpus and any(node.resources.get("GPU", 0) > 0 for node in nodes)
+    nodes = [replace(node, runs_trials=node.resources.get("GPU" if on_gpus else "CPU", 0) > 0) for node in nodes]
+    workers = [node for node in nodes if node.runs_trials]
+    about = _teller()
+    task = ray.remote(num_cpus=0)(about)
+    began = time.time()
+    told, problems = _ask(workers, lambda node: task.options(**_on(node)).remote(COMPARED))
+    here, _ = about(COMPARED)
+    for node in workers:
+        if node.node_id in told:
+            versions, clock = told[node.node_id]
+            # It was read in between. How long a worker takes to start is in it: seconds, which do not matter.
+            skew_s = max(0.0, clock - time.time()) - max(0.0, began - clock)
+            nodes[nodes.index(node)] = replace(node, versions=versions, skew_s=skew_s)
+            if problem := _unlike(versions, here, skew_s):
+                problems[node.name] = problem
+    _refuse(problems, len(nodes))
+    free = available_resources_per_node()
+
+    def hardware(node: Node) -> Any:
+        # Ray shows a task the GPUs that it reserves: all that are free or, where none is wholly free, a share of one.
+        gpus = (math.floor(free.get(node.node_id, {}).get("GPU", 0)) or 0.01) if on_gpus else 0
+        return _hardware.options(num_gpus=gpus, **_on(node)).remote(on_gpus)
+
+    found, problems = _ask([node for node in nodes if node.runs_trials], hardware)
+    for index, node in enumerate(nodes):
+        if node.node_id in found:
+            memory, gpus = found[node.node_id]
+            nodes[index] = replace(node, memory=memory, gpus=tuple(gpus))
+            if on_gpus and not gpus:
+                problems[node.name] = (
+                    "offers GPUs but its torch sees none: install a torch build for them there, or use --gpus-per-trial 0"
+                )
+    _refuse(problems, len(nodes))
+    return nodes
+
+
+def check_reach(nodes: Sequence[Node], folder: Location, models: Sequence[tuple[ModelRun, str, str]]) -> None:
+    """Have every node that runs trials read what this process writes to `folder`, write to it, and find each model with its data by
+    their fingerprints. Leaves nothing behind. Raises UserError for nodes that cannot."""
+    workers = [node for node in nodes if node.runs_trials]
+    made = [path for path in (folder, *folder.parents) if not path.exists()] if isinstance(folder, Path) else []
+    store, token = open_store(folder), uuid.uuid4().hex
+    question = f".node-check-{token}"
+    answers = {node.name: f"{question}-{node.node_id}" for node in workers}
+    store.put(question, token)
+    try:
+        found, problems = _ask(
+            workers,
+            lambda node: _reach.options(**_on(node)).remote(folder, question, answers[node.name], token, models),
+        )
+        for node in workers:
+            if found.get(node.node_id, "") is None and store.get(answers[node.name]) is None:
+                found[node.node_id] = _not_shared(folder, "what it writes is not seen here")
+            if problem := found.get(node.node_id):
+                problems[node.name] = problem
+    finally:
+        store.put_all(dict.fromkeys((question, *answers.values())))
+        for path in made:
+            path.rmdir()
+    _refuse(problems, len(nodes))
+
+
+def fetch_weights(runs: Sequence[ModelRun], resources: TrialResources) -> None:
+    """Have every node on which a trial fits download the weights of hub models that its cache lacks: in a trial it would be the
+    trial's time. Raises UserError for nodes that cannot."""
+    runs = [run for run in runs if catalog.resolve(run.model, run.revision).kind == "hub"]
+    workers = [node for node in alive() if slots_on(resources, node.resources)]
+    if runs:
+        found, problems = _ask(workers, lambda node: _fetch.options(**_on(node)).remote(runs), timeout_s=None)
+        problems |= {node.name: found[node.node_id] for node in workers if found.get(node.node_id)}
+        _refuse(problems, len(workers))
+
+
+def call(function: Callable[[Any], Any], argument: Any, resources: TrialResources) -> Any:
+    """`function(argument)` on a worker with a trial's resources; None where none is free in time. Raises what it raises, and
+    UserError where its worker dies."""
+    task = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_retries=0)(function).remote(argument)
+    try:
+        return ray.get(task, timeout=WAIT_S)
+    except GetTimeoutError:
+        ray.cancel(task)
+        return None
+    except RayTaskError:
+        raise
+    except RayError as error:
+        raise UserError(
+            f"a worker of the cluster died ({str(error).strip().splitlines()[0]}); see `ray status`, then try again"
+        ) from error
+
+
+def _ask(
+    nodes: Sequence[Node], start: Callable[[Node], Any], timeout_s: float | None = PROBE_TIMEOUT_S
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the task that `start` gives to each node returns, by node id; by name, why others do not answer."""
+    tasks = [start(node) for node in nodes]
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    answers, problems = {}, {}
+    for node, task in zip(nodes, tasks, strict=True):
+        try:
+            answers[node.node_id] = ray.get(task, timeout=end and max(0.0, end - time.monotonic()))
+        except GetTimeoutError:
+            problems[node.name] = f"did not answer within {timeout_s:g} s: see `ray status`, then try again"
+        except RayError as error:
+            last = str(error).strip().splitlines()[-1]
+            problems[node.name] = f"cannot run tune_prune ({last}): install the same version there"
+    return answers, problems
+
+
+def _on(node: Node) -> dict[str, Any]:
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False)}
+
+
+def _refuse(problems: Mapping[str, str], count: int) -> None:
+    """Raise UserError where there are problems, by name of the node, of `count` nodes."""
+    lines = [f"node {name} {problem}" for name, problem in problems.items()]
+    if len(lines) == 1:
+        raise UserError(f"{lines[0]}; or end Ray there (`ray stop`) to do without it")
+    if lines:
+        advice = "mend them, or end Ray there (`ray stop`) to do without them"
+        raise UserError("\n  ".join([f"{len(lines)} of {count} nodes cannot run trials; {advice}:", *lines]))
+
+
+def _teller() -> Callable[[Sequence[str]], tuple[dict[str, str], float]]:
+    def about(packages: Sequence[str]) -> tuple[dict[str, str], float]:
+        """Versions by package, with a hash of this one's code, and the time. Being local it travels as code: a node that has
+        another tune_prune, or none, can say so."""
+        import hashlib
+        import importlib.metadata
+        import platform
+        import time
+        from pathlib import Path
+
+        versions = {"tune_prune": "none", "python": platform.python_version()}
+        try:
+            import tune_prune
+
+            code, root = hashlib.sha256(), Path(tune_prune.__file__).parent
+            for path in sorted(root.rglob("*.py")):
+                code.update(str(path.relative_to(root)).encode() + path.read_bytes())
+            versions["tune_prune"] = f"{tune_prune.__version__} ({code.hexdigest()[:8]})"
+        except ImportError:
+            pass
+        for name in packages:
+            try:
+                versions[name] = importlib.metadata.version(name).partition("+")[0]  # torch's builds for CPUs and GPUs
+            except importlib.metadata.PackageNotFoundError:
+                versions[name] = "none"
+        return versions, time.time()
+
+    return about
+
+
+def _unlike(versions: Mapping[str, str], here: Mapping[str, str], skew_s: float) -> str | None:
+    """What of a node differs from this machine."""
+    others = [f"{name} {versions[name]} (here {here[name]})" for name in here if versions[name] != here[name]]
+    if others:
+        return f"has {', '.join(others)}: install the same versions there (pip install -c constraints.txt -e .)"
+    if abs(skew_s) > MOST_SKEW_S:
+        place = "ahead of" if skew_s > 0 else "behind"
+        return (
+            f"has a clock that is {abs(skew_s):.0f} s {place} this machine's: set both by the network (chrony or ntpd)"
+        )
+    return None
+
+
+def _not_shared(folder: Location, why: str) -> str:
+    if isinstance(folder, Path):
+        return f"does not share the folder {folder} ({why}): set --storage-path to a folder that every node mounts"
+    return f"does not reach {folder} as this machine does ({why}): give it the same package and credentials"
+
+
+@ray.remote(num_cpus=0)  # Ray ends a worker after a task with a share of a GPU
+def _hardware(on_gpus: bool) -> tuple[machine.Memory, list[machine.Gpu]]:
+    return machine.memory(), machine.gpus() if on_gpus else []
+
+
+@ray.remote(num_cpus=0)
+def _reach(
+    folder: Location, question: str, answer: str, token: str, models: Sequence[tuple[ModelRun, str, str]]
+) -> str | None:
+    """None, or what does not work on this node. Nothing is created but the answer."""
+    try:
+        store = open_store(folder)
+        if store.get(question) != token.encode():
+            return _not_shared(folder, "it does not see what this machine writes")
+        store.put(answer, token)
+    except (OSError, UserError) as error:
+        return _not_shared(folder, f"{type(error).__name__}: {getattr(error, 'strerror', error)}")
+    for run, model, data in models:
+        try:
+            source = catalog.resolve(run.model, run.revision)
+            if loading.model_fingerprint(source, loading.load_config(source)) != model:
+                return f"has another model in {source.location}: copy this machine's there, or name a folder that every node mounts"
+            if data_fingerprint(run) != data:
+                return (
+                    f"has other texts or tasks than this machine ({run.data_dir or run.calibration}): copy them there"
+                )
+        except UserError as error:
+            return f"lacks what {run.label} needs ({error}): copy it there, or name a folder that every node mounts"
+    return None
+
+
+@ray.remote(num_cpus=0)
+def _fetch(runs: Sequence[ModelRun]) -> str | None:
+    """None, or why weights cannot be had on this node."""
+    try:
+        for run in runs:
+            loading.fetch_weights(catalog.resolve(run.model, run.revision))
+    except UserError as error:
+        return f"cannot download weights ({error}): let it reach the hub, or set HF_HOME to a folder that every node mounts"
+    return None
