@@ -1,0 +1,66 @@
+"""What the README says of `make demo`: killed in the middle and run again, it ends right."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
+
+ROOT = Path(__file__).parents[2]
+NAME = "tiny-llama-20-paper_grid"
+# The same search with fewer trials and items, under the name that the lines behind it read.
+FEWER = ["--search-space", "smoke", "--limit", "5", "--name", NAME]
+
+
+def demo() -> list[list[str]]:
+    """The commands of `make demo`, with this Python."""
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndemo:")[1].split("\n\n")[0]
+    lines = re.findall(r"^\t\$\(BIN\)/python (.+)$", recipe, re.MULTILINE)
+    assert len(lines) == 3 and "tune_prune.search" in lines[0]
+    return [[sys.executable, *line.split()] for line in lines]
+
+
+@pytest.mark.slow
+def test_a_demo_that_was_killed_in_the_middle_ends_right_when_it_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "    make demo    # killed in the middle: Ctrl-C, kill -9, a power cut\n    make demo    # goes on" in readme
+    search, *others = demo()
+    ledger = Ledger(FolderStore(tmp_path / "ray_results" / NAME))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def begin(command: list[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    first = begin([*search, *FEWER])
+    until = time.monotonic() + 120
+    while not ledger.records() and first.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    before = {record.key: record for record in ledger.records()}
+    assert 1 <= len(before) < 6
+    for command in ([*search, *FEWER], *others):
+        again = begin(command)
+        said, _ = again.communicate(timeout=300)
+        assert again.returncode == 0, said
+    after = {record.key: record for record in ledger.records()}
+    assert len(after) == 6 and {record.status for record in after.values()} == {"complete"}
+    assert {key: after[key] for key in before} == before
+    best = json.loads((tmp_path / "ray_results" / NAME / "global_best_config.json").read_text(encoding="utf-8"))
+    assert best["models"]["tiny-llama"]["best"]["method"] in ("taylor", "layerwise", "blockwise")
+    assert (tmp_path / "results" / "report.html").exists()
+    assert (tmp_path / "results" / "tiny-llama-pruned" / "config.json").exists()
