@@ -9,10 +9,11 @@ better methods and more samples answer more of them, and neighbours differ littl
 command that such an experiment names then finds every trial finished.
 
     start       of that command: the plan, and reading the ledger
-    message     one stage of one trial: the live line and its ETA, the status file and the JSON log
+    message     one stage of one trial in the live line, with the line written each time (a search writes it every ten seconds)
     end         of that command: comparison with the best, every view, the final table
     analysis    `python -m tune_prune.analysis` of the experiment, all of its files
     status      `search --status` of it
+    study       `analysis --export-study` of it
 
 Each is measured in a process of its own: seconds without imports, and the most memory beside what the process held after them.
 """
@@ -222,11 +223,26 @@ def message(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
     return run
 
 
+def status(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
+    from tune_prune.cli import status
+
+    return lambda: status.shown(str(folder), ".")
+
+
+def study(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
+    from tune_prune.analysis import command, optuna_study
+
+    assert optuna_study
+    return lambda: command.main([str(folder), "--export-study", str(folder.parent / "study.db"), "--overwrite"])
+
+
 PARTS: Mapping[str, Callable[[Path, Sequence[str]], Callable[[], object]]] = {
     "start": start,
     "message": message,
     "end": end,
     "analysis": analysis,
+    "status": status,
+    "study": study,
 }
 
 

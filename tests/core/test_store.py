@@ -77,6 +77,7 @@ class StoreContract:
         store.put("a.json", '{"x": [1]}')
         assert store.read("a.json") == {"x": [1]}
         assert store.within("deep/er").get("b.txt") == store.get("deep/er/b.txt")
+        assert pickle.loads(pickle.dumps(store)).read("a.json") == {"x": [1]}  # as another process is given it
 
     def test_names_are_those_of_one_folder(self, store: Store) -> None:
         assert store.names() == store.names("ledger") == []

@@ -52,6 +52,9 @@ class ObjectStore(Store):
         self.folder = folder
         self._files, self._errors = _client(folder.scheme)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder,)  # a client is of its process
+
     def path(self, name: str) -> ObjectPath:
         return self.folder / name
 
