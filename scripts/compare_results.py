@@ -28,7 +28,19 @@ import pyarrow.parquet
 
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import OLDER_NAMES, renamed
-from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, PASSES, PLAN, STATUS, TENSORBOARD, TUNE
+from tune_prune.core.store import (
+    ATTEMPTS,
+    BASELINES,
+    COST,
+    EXPERIMENT,
+    ITEMS,
+    LEDGER,
+    PASSES,
+    PLAN,
+    STATUS,
+    TENSORBOARD,
+    TUNE,
+)
 
 VOLATILE = (
     "elapsed_time", "elapsed_time_s", "peak_memory_bytes", "started_at", "host", "stages", "resources", "versions", "git_commit",
@@ -40,7 +52,7 @@ SHOWN = 12
 
 def kind(path: Path) -> str | None:
     """What a file is compared as; None: it is not compared."""
-    skipped = {PASSES, TUNE, TENSORBOARD, artifact_cache.FOLDER}
+    skipped = {ATTEMPTS, PASSES, TUNE, TENSORBOARD, artifact_cache.FOLDER}
     if path.name in (EXPERIMENT, COST, STATUS) or path.name.startswith(".") or skipped & set(path.parts):
         return None
     if path.parent.name == LEDGER or path.name == BASELINES:

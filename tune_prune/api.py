@@ -141,7 +141,8 @@ def search(
     memory          most that a trial may take, e.g. "20GiB", as for `open`
     gpus_per_trial  GPUs of one trial: 0, 1, 1/k for k trials on each GPU, several to spread its layers over, or auto
     cpus_per_trial  CPUs of one trial, or auto
-    trial_timeout   seconds after which a trial is ended and recorded as failed; None: no limit
+    trial_timeout   seconds after which a trial is ended and recorded as failed, and a job that prepares what trials share is ended
+                    and tried once more; None: no limit
     inline          one trial after the other in this process, without Ray
     address         HOST:PORT of a Ray cluster, or auto; None: a local Ray of its own
     storage_path    folder of all experiments and what they share, or s3://bucket/prefix (docs/storage.md)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +21,7 @@ from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError, require
+from tune_prune.core.process import temporary
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import Location
 from tune_prune.cost_model.memory import Shapes, StageMemory, choose_within, on_this_machine
@@ -93,8 +92,8 @@ class Model:
         self._memory = memory
         self._fallback = Fallback()
         # What was computed for this model, and is found again; what a search has measured is not asked for.
-        self._folder = tempfile.mkdtemp(prefix="tune_prune_")
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = temporary.make()
+        weakref.finalize(self, temporary.remove, self._folder)
 
     def __repr__(self) -> str:
         size = f"{self.params:,} parameters, {self.geometry.num_layers} layers"

@@ -19,7 +19,8 @@ from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, TrustingRun
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger, PassLog, read_baselines
+from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
+from tune_prune.core.process import temporary
 from tune_prune.core.store import COST, Location, Store, open_store
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
@@ -115,21 +116,26 @@ def run(
     search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
     store = open_store(plan.experiment_dir)
     with store.lock():
-        results = _run(plan, store, command, local_ray, observers)
+        results, unwritten = _run(plan, store, command, local_ray, observers)
         if at_end is not None:
             at_end(results)
+    if unwritten is not None:
+        raise unwritten
     return results
 
 
 def _run(
     plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
-) -> Results:
+) -> tuple[Results, Exception | None]:
+    """What the search has found, and why not all of its views could be written."""
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
 
     started = time.monotonic()
     settings, folder = plan.settings, plan.experiment_dir
-    ledger, passes = Ledger(store), PassLog(store)
-    before = totals(ledger.records(), read_baselines(store), passes.read())
+    ledger, passes, attempts = Ledger(store), PassLog(store), AttemptLog(store)
+    temporary.sweep()
+    recorded, baselines = ledger.records(), read_baselines(store)
+    before = totals(recorded, baselines, passes.read(), attempts.read([*recorded, *baselines.values()]))
     models = experiment.write(store, plan, list(command))  # those of earlier starts, too
     jobs = [TrialSpec(model.run, config, key) for model in plan.models for config, key in model.trials]
     options = TuneOptions(
@@ -152,14 +158,19 @@ def _run(
     result = run_search(jobs, options)
     records = ledger.records()
     findings = find(study_of_search(folder, {"models": models}, result.baselines, records))
-    write_views(store, records, findings)
-    cost = write_cost(
-        folder / COST,
-        records,
-        result.baselines,
-        passes.read(),
-        plan.cost.to_dict() if plan.cost is not None else None,
-        before,
-        time.monotonic() - started,
-    )
-    return Results(folder, findings, cost)
+    cost, unwritten = {}, None
+    try:
+        write_views(store, records, findings)
+        cost = write_cost(
+            folder / COST,
+            records,
+            result.baselines,
+            passes.read(),
+            plan.cost.to_dict() if plan.cost is not None else None,
+            before,
+            time.monotonic() - started,
+            attempts.read([*records, *result.baselines.values()]),
+        )
+    except Exception as error:  # noqa: BLE001  # raised when what was found has been shown
+        unwritten = error
+    return Results(folder, findings, cost), unwritten

@@ -25,6 +25,8 @@ from tune_prune import __version__, api
 from tune_prune.cli import flags
 from tune_prune.cli.search_flags import COMMAND, parser, settings_from
 from tune_prune.core.errors import UserError
+from tune_prune.core.process import ending
+from tune_prune.core.records import failure_counts
 from tune_prune.core.terminal import progress
 from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
 
@@ -125,27 +127,26 @@ def _run(
             with progress.shown():
                 _save_best(results)
 
-    try:
-        with progress.shown(
-            _BESIDE_THE_LINE_S
-        ):  # of trials in this process, in the place of the line that says how far all are
-            results = run(plan, command, at_end, local_ray, [log, *trackers(args.track, plan.experiment_dir.name)])
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"finished trials are kept; to go on, run the same command again:\n  {again}") from None
+    # Bars of trials in this process, in the place of the line that says how far all are
+    with (
+        ending.advised(f"finished trials are kept; to go on, run the same command again:\n  {again}"),
+        progress.shown(_BESIDE_THE_LINE_S),
+    ):
+        results = run(plan, command, at_end, local_ray, [log, *trackers(args.track, plan.experiment_dir.name)])
     folder = shown_path(plan.experiment_dir)
     planned = {key for model in plan.models for _, key in model.trials}
-    failed = sum(results.trials["key"].isin(planned) & (results.trials["status"] == "failed"))
-    statuses = results.trials["status"].value_counts().to_dict()
+    trials = results.trials
+    failed = trials[trials["key"].isin(planned) & (trials["status"] == "failed")]
+    statuses = trials["status"].value_counts().to_dict()
     best = results.best.reset_index().to_dict("records")
     log.event("end", trials=statuses, best=best, seconds=time.monotonic() - started, folder=str(plan.experiment_dir))
     print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     for name, next_command in next_commands(str(folder), [] if args.save_best else list(results.best.index)):
         print(f"{name:<12} {shlex.join(next_command)}")
-    if failed:
-        print(
-            f"failed       {failed} of {len(planned)} trials (see all_methods_results.csv); the same command tries them again:\n"
-            f"             {again}"
-        )
+    if len(failed):
+        classes = failure_counts(failed["failure"])
+        print(f"failed       {len(failed)} of {len(planned)} trials: {classes} (see all_methods_results.csv)")
+        print(f"             the same command tries them again:\n             {again}")
 
 
 def _log_plan(log: JsonLog, plan: Plan) -> None:
@@ -187,4 +188,4 @@ def _save_best(results: Results) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ending.leave(main)

@@ -136,7 +136,7 @@ def test_the_file_follows_the_search(observer: StatusObserver, tmp_path: Path) -
     found = told(tmp_path, lambda found: len(found["running"]) == 1)
     assert (found["state"], found["pid"], found["done"], found["total"]) == ("running", os.getpid(), 1, 3)
     assert found["running"][0]["after_stage"] == "perplexity" and found["running"][0]["host"] == message.progress.host
-    observer.on_error(SPEC, message, None)
+    observer.on_error(SPEC, stage_message("k0", status="failed"), RuntimeError())
     assert told(tmp_path, lambda found: found["done"] == 2)["failed"] == 1
     observer.on_tick(0)  # nothing went wrong
     observer.__exit__(KeyboardInterrupt, None, None)
@@ -276,7 +276,9 @@ def a_trial_is_tracked(observer: TrackingObserver) -> None:
     observer.on_message(SPEC, last)
     observer.on_end(SPEC, last)
     observer.on_start(SPEC)
-    observer.on_error(SPEC, None, RuntimeError("worker died"))
+    failed = stage_message("k0", status="failed")
+    record = replace(failed.record, reason="worker died", failure="lost_worker")
+    observer.on_error(SPEC, replace(failed, record=record), RuntimeError("worker died"))
     observer.on_finish()
 
 

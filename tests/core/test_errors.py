@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.core.errors import exit_code
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.store import FolderStore
 
 SMALL_FILES = """
 import resource, sys, traceback
-from tune_prune.core.errors import exit_code
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.store import FolderStore
 
 def main():

@@ -13,7 +13,8 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
 from tune_prune.pruning.statistics import Need
-from tune_prune.tuning.messages import JobMessage, Message
+from tune_prune.trial.trial import TrialProgress
+from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.progress import LiveLine, TimeLeft
 from tune_prune.tuning.worker import TrialSpec
@@ -144,8 +145,13 @@ def test_the_eta_follows_jobs_stages_and_slices():
     assert "[1/4] running 0, failed 0, " in search.shown()
     assert search.shown(wait=0).endswith(f"ETA {clock(3 * (whole + overhead) - 10)}")
     second = search.start(SPECS["k1"])
-    search.line.on_error(second, None, None)
-    assert search.shown().endswith(f"[2/4] running 0, failed 1, ETA {clock(2 * (whole + overhead) - 10)}")
+    died = TrialProgress("k1", "tiny-llama", CONFIGS[1]).record("failed", "it died", failure="lost_worker")
+    search.line.on_error(
+        second, TrialMessage(TrialProgress("k1", "tiny-llama", None), record=died), RuntimeError("it died")
+    )
+    assert search.shown().endswith(
+        f"[2/4] running 0, failed 1 (1 lost worker), ETA {clock(2 * (whole + overhead) - 10)}"
+    )
 
 
 def test_finished_trials_of_an_earlier_start_are_not_waited_for():

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import os
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context
+from tune_prune.core.errors import Infeasible, MachineError, NotFinite, UserError
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.trial import TrialProgress
+from tune_prune.trial.failures import Hung, LostWorker
+from tune_prune.trial.trial import Trial, TrialProgress
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.ray_cluster.resources import TrialResources
-from tune_prune.tuning.stages import TIMEOUT_REASON, StageRunner
+from tune_prune.tuning.stages import StageRunner
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 CONFIG = replace(BLOCKWISE, method="taylor")
@@ -82,7 +88,7 @@ def test_a_message_for_every_stage_and_a_record_at_the_end(context, settings, mo
         sizes = {task: size + len(part.outcomes.get(task, "")) for task, size in sizes.items()}
     assert sizes == parts[0].items_per_task
     assert found[-1].accuracy == found[-1].record.metrics["acc_mean"] and found[0].accuracy is None
-    assert built == ["complete"]  # once
+    assert built.count("complete") == 1
     assert settings.ledger.read(key) == found[-1].record
     assert settings.store.within(f"{TRIALS}/{key}").get("pruning_plan.json") is not None
 
@@ -116,39 +122,84 @@ def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_m
     assert record.status == "failed" and record.reason.startswith("zero_shot of tiny-llama does not fit into memory")
     assert [stage["stage"] for stage in record.stages] == ["importance", "pruning", "perplexity"]
     assert len(record.notes) == 1 and record.metrics["ppl"] > 1
-    made.close()
+    assert record.failure == "out_of_memory"
     assert not asked  # the record needs no model
 
 
 def test_notes_of_the_measurement_are_in_the_record_of_a_cached_trial_too(context, settings, monkeypatch):
     monkeypatch.setattr(prefix_trees, "unsupported_reason", lambda model, residency: "it takes no masks")
     key = context.key(CONFIG)
-    first, again = (messages(worker(settings, key))[-1].record for _ in range(2))
+    another = replace(settings, experiment_dir=settings.experiment_dir.with_name("another"))  # with the same cache
+    first, again = (messages(worker(of, key))[-1].record for of in (settings, another))
     assert first.notes == again.notes == ["zero-shot choices are scored one by one: it takes no masks"]
     assert sum(stage["tokens"] for stage in again.stages) == 0
 
 
-def test_other_files_on_this_node_and_an_earlier_time_limit_are_failures(context, settings):
+def test_other_files_on_this_node_are_a_failure(settings):
     (wrong,) = messages(worker(settings, "0" * 16))
     assert wrong.record.status == "failed" and "differ on" in wrong.record.reason
-    assert wrong.record.started_at and wrong.record.host
-    key = context.key(CONFIG)
-    timed_out = settings.write_record(TrialProgress(key, RUN.label, CONFIG), "failed", f"{TIMEOUT_REASON} of 1 s")
-    (message,) = messages(worker(settings, key))
-    assert message.record == timed_out and message.stage is None
+    assert wrong.record.failure == "user_error" and wrong.record.started_at and wrong.record.host
 
 
-def test_a_time_limit_of_an_earlier_start_does_not_count(context, settings):
-    """Also where a metric of it is NaN, which does not equal itself once it has travelled to a worker, and where it is of a
-    version without search ids."""
+@pytest.mark.parametrize(
+    ("error", "failure", "reason"),
+    [
+        (Infeasible("too much"), "infeasible", "too much"),
+        (NotFinite("3 scores are not finite"), "not_finite", "3 scores"),
+        (UserError("no such text"), "user_error", "no such text"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory", "OutOfMemoryError: CUDA"),
+        (ZeroDivisionError("by zero"), "error", "ZeroDivisionError: by zero"),
+    ],
+)
+def test_the_class_of_a_failure_is_in_the_record(context, settings, monkeypatch, error, failure, reason):
+    def raises(self: Trial) -> Iterator[StageReport]:
+        raise error
+        yield
+
+    monkeypatch.setattr(Trial, "stages", raises)
     key = context.key(CONFIG)
+    with contextlib.nullcontext() if isinstance(error, UserError) else pytest.raises(type(error)):
+        worker(settings, key).step()
+    record = settings.ledger.read(key)
+    assert (record.status, record.failure) == ("failed", failure) and record.reason.startswith(reason)
+    values = record.to_dict()
+    del values["failure"]
+    assert TrialRecord.from_dict(values).failure == ""  # of a version without classes
+    with pytest.raises(ValueError, match="failure"):
+        TrialRecord.from_dict(values | {"failure": "bad luck"})
+
+
+def test_a_worker_that_died_or_hung_is_recorded_by_the_driver(context, settings):
+    """What a worker has left of this search counts, unless it hung; what an earlier start has left does not, also where a metric of
+    it is NaN, which does not equal itself once it has travelled to a worker, and where it is of a version without search ids."""
+    spec = TrialSpec(RUN, CONFIG, context.key(CONFIG))
     unmeasured = StageReport("perplexity", 1.0, {"ppl": math.nan})
-    progress = TrialProgress(key, RUN.label, CONFIG, reports=(unmeasured,))
-    for earlier in (WorkerSettings(settings.experiment_dir, settings.artifact_dir, settings.resources).search_id, ""):
-        settings.ledger.write(progress.record("failed", f"{TIMEOUT_REASON} of 1 s", search_id=earlier))
-        assert pickle.loads(pickle.dumps(settings)).failure_of_this_search(key) is None
-    record = messages(worker(settings, key))[-1].record
-    assert record.status == "complete" and record.search_id == settings.search_id
+    progress = TrialProgress(spec.key, RUN.label, CONFIG, reports=(unmeasured,))
+    for earlier in ("another", ""):
+        settings.ledger.write(progress.record("failed", "before", search_id=earlier, failure="error"))
+        record = pickle.loads(pickle.dumps(settings)).failed(spec, progress, LostWorker("gone"))
+        assert record.failure == "lost_worker" and record.search_id == settings.search_id
+        assert record.reason == "the worker of the trial died after the stage perplexity, perhaps out of memory: gone"
+        assert [stage["stage"] for stage in record.stages] == ["perplexity"]
+    left = settings.write_record(progress, "failed", "its own words", "infeasible")
+    assert settings.failed(spec, None, LostWorker("gone")) == left
+    assert settings.failed(spec, None, Hung("late")).failure == "hung" == settings.ledger.read(spec.key).failure
+
+
+def test_a_full_disk_is_no_failure_of_the_trial(context, settings, monkeypatch):
+    """Every other trial would meet it."""
+
+    def full(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made = worker(settings, context.key(CONFIG))
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(
+        MachineError, match=r"No space left on device\); [\d,]+ MiB of [\d,]+ MiB are free in .*; free some space"
+    ):
+        made.step()
+    monkeypatch.undo()
+    assert settings.ledger.records() == []
 
 
 def test_jobs_answer_with_their_result_or_why_they_cannot_be_done(context, settings):

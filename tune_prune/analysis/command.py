@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune.core.config import check_label
-from tune_prune.core.errors import UserError, exit_code, whole_number
+from tune_prune.core.errors import UserError, whole_number
+from tune_prune.core.process.ending import exit_code
 from tune_prune.core.store import EXPERIMENT, FolderStore, Location, location
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.escapes import printable

@@ -14,12 +14,15 @@ Totals = Mapping[str, Counter]  # "seconds", "tokens", "computed" (how often tok
 
 
 def totals(
-    records: Iterable[TrialRecord], baselines: Mapping[str, TrialRecord], passes: Sequence[Mapping[str, Any]]
+    records: Iterable[TrialRecord],
+    baselines: Mapping[str, TrialRecord],
+    passes: Sequence[Mapping[str, Any]],
+    killed: Iterable[TrialRecord] = (),
 ) -> Totals:
-    """What `records`, the dense `baselines` and the `passes` made for all trials (`PassLog.read`) have taken together. A stage
-    served from the cache forwards no token."""
+    """What `records`, the dense `baselines`, the `passes` made for all trials (`PassLog.read`) and attempts that were `killed`
+    (`AttemptLog.read`) have taken together. A stage served from the cache forwards no token."""
     sums: Totals = {"seconds": Counter(), "tokens": Counter(), "computed": Counter()}
-    stages = [stage for record in (*records, *baselines.values()) for stage in record.stages]
+    stages = [stage for record in (*records, *baselines.values(), *killed) for stage in record.stages]
     for stage in (*stages, *passes):
         sums["seconds"][stage["stage"]] += stage["duration_s"]
         sums["tokens"][stage["stage"]] += stage["tokens"]
@@ -42,18 +45,22 @@ def write_cost(
     predicted: Mapping[str, Any] | None = None,
     before: Totals | None = None,
     wall_seconds: float = 0.0,
+    killed: Sequence[TrialRecord] = (),
 ) -> dict[str, Any]:
     """Write `path`, and return it as plain data.
 
+    What attempts that were `killed` had computed is in all sums, and once more in `lost_work`: other attempts at the same trials
+    found most of it in the cache, and none of their unfinished stages.
     `predicted` (`CostEstimate.to_dict`) stands beside what this start has measured: what is there now less what was there
     `before` it, and `wall_seconds` from its beginning to its end.
     """
     records = list(records)
-    now = totals(records, baselines, passes)
+    now = totals(records, baselines, passes, killed)
     seconds, computed = now["seconds"], now["computed"]
     total = sum(seconds.values())
     statistics = [s for s in in_order(sorted({"importance", "removal", *computed})) if s not in MODEL_STAGES]
-    done = [*records, *baselines.values()]
+    done = [*records, *baselines.values(), *killed]
+    lost = totals(killed, {}, [])
     cost = {
         "trials": len(records),
         **{f"{pass_name(stage)}_passes": computed[stage] for stage in statistics},
@@ -63,6 +70,13 @@ def write_cost(
         "evaluation_fraction": (seconds["perplexity"] + seconds["zero_shot"]) / (total or 1.0),
         "gpu_hours": gpu_hours(done, passes),
         "shared_passes": list(passes),
+        "lost_work": {
+            "attempts": len(killed),
+            "stages": sum(len(attempt.stages) for attempt in killed),
+            "tokens": sum(lost["tokens"].values()),
+            "seconds": sum(attempt.elapsed_time_s for attempt in killed),
+            "unfinished_seconds": sum(attempt.elapsed_time_s for attempt in killed) - sum(lost["seconds"].values()),
+        },
     }
     if predicted is not None:
         stages, earlier = predicted["stages"], before or totals([], {}, [])

@@ -16,7 +16,8 @@ from typing import Any
 import wrapt
 
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, Hyperparameter
-from tune_prune.core.errors import exit_code, whole_number
+from tune_prune.core.errors import whole_number
+from tune_prune.core.process.ending import exit_code
 from tune_prune.cost_model import machine
 from tune_prune.pruning.methods import method_names
 

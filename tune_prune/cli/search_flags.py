@@ -91,7 +91,8 @@ def parser() -> Parser:
         "--trial-timeout",
         type=flags.seconds,
         metavar="SECONDS",
-        help="end a trial that takes longer, and record it as failed (default: no limit)",
+        help="end a trial that takes longer, and record it as failed (hung); likewise a job that prepares what trials share, "
+        "which is tried once more (default: no limit)",
     )
     how.add_argument(
         "--inline",

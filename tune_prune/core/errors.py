@@ -1,18 +1,14 @@
-"""Errors that a user can act on. Command lines print the sentence and exit with a code, without a traceback.
-
-0 done; 2 the user must change something (one sentence on stderr); 130 interrupted; 1 anything else: what the machine could
-not do, in one sentence, or a traceback.
-"""
+"""Errors that a user can act on. Command lines print the sentence and exit with a code, without a traceback
+(core/process/ending.py)."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import errno
-import sys
+import shutil
 from collections.abc import Callable, Iterable
-
-from tune_prune.core.terminal.escapes import printable
+from pathlib import Path
 
 _REFUSED = {  # by a file system or a limit, whatever the file is for: what to do about it
     errno.ENOSPC: "free some space",
@@ -28,6 +24,14 @@ _REFUSED = {  # by a file system or a limit, whatever the file is for: what to d
 
 class UserError(ValueError):
     """Something the user must change. The message names the thing, its value, the bound and the next step."""
+
+
+class Infeasible(UserError):
+    """A configuration that the model cannot take, such as more to remove than its layers hold."""
+
+
+class NotFinite(UserError):
+    """Numbers that are infinite or undefined where a decision needs finite ones."""
 
 
 class MachineError(RuntimeError):
@@ -49,34 +53,16 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def exit_code(main: Callable[[], None], advice: str = "") -> int:
-    """Call `main` and return the exit code. An interrupt prints its own message, or `advice` where it has none."""
-    try:
-        main()
-    except (UserError, MachineError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt as interrupt:
-        print(": ".join(filter(None, ("\ninterrupted", str(interrupt) or advice))), file=sys.stderr)
-        return 130
-    except Exception as error:
-        refused = _refused(error)
-        if refused is None:
-            raise
-        sentence, code = refused
-        print(printable(f"error: {sentence}"), file=sys.stderr)
-        return code
-    return 0
-
-
-def _refused(error: BaseException) -> tuple[str, int] | None:
-    """What a file system or a limit has refused, where that is behind `error`, and the exit code."""
+def refused(error: BaseException) -> tuple[str, int] | None:
+    """What a file system or a limit has refused, where that is behind `error`, in a sentence, for a full disk with what is free;
+    and the exit code."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _REFUSED:
-            name = cause.filename or "a file"
+            name, step = cause.filename or "a file", _REFUSED[cause.errno]
+            free = _free(str(name)) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             return (
-                f"{name} cannot be used ({cause.strerror}); {_REFUSED[cause.errno]}, then run the same command again",
+                f"{name} cannot be used ({cause.strerror}); {free}{step}, then run the same command again",
                 2 if cause.errno == errno.EISDIR else 1,
             )
         if isinstance(cause, OSError) and cause.errno == errno.ENAMETOOLONG:
@@ -84,6 +70,17 @@ def _refused(error: BaseException) -> tuple[str, int] | None:
             return f"{name[:60]}... has {len(name):,} letters, which no file can be named by; write a shorter name", 2
         cause = cause.__cause__ or cause.__context__  # Ray raises its own error while it handles ours
     return None
+
+
+def _free(name: str) -> str:
+    """How much is free where that file is, or was to be; empty where nobody knows."""
+    folder = Path(name).absolute().parent
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return ""
+    free, total = (f"{size / 2**20:,.0f} MiB" for size in (usage.free, usage.total))
+    return f"{free} of {total} are free in {folder}; "
 
 
 def require(name: str, value: str, known: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -20,10 +20,11 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.hashing import is_sealed, sealed
 from tune_prune.core.records import About, PassCost, StageReport, TrialRecord
-from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, PASSES, TRIALS, Location, Store, open_store
+from tune_prune.core.store import ATTEMPTS, BASELINES, EXPERIMENT, LEDGER, PASSES, TRIALS, Location, Store, open_store
 from tune_prune.core.validation import validated
 
 _FORGET_COST = "delete it, and the cost of one pass is not counted, or restore it from a copy"
+_FORGET_ATTEMPT = "delete it, and what one attempt has cost is not counted, or restore it from a copy"
 _NO_OTHER = (
     "restore it from a copy, or start another experiment with --name, which finds again what is in the cache beside it"
 )
@@ -187,6 +188,48 @@ def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
     return ""
 
 
+class AttemptLog:
+    """What every attempt at a trial or baseline has computed so far, one file each, a stage at a time. Of one that was killed that
+    is all there is; of one that ended well the record says the same, and the file goes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def write(self, record: TrialRecord, unfinished_s: float | None = None) -> None:
+        """Note an attempt as far as `record` goes; `unfinished_s`: that it died so many seconds after its last stage, of which its
+        own note may say more."""
+        name = _attempt(record)
+        noted = self._read(name) if unfinished_s is not None else None
+        about: dict[str, Any] = {"key": record.key, "model": record.model, "resources": record.resources}
+        about |= {"started_at": record.started_at, "search_id": record.search_id}
+        stages: list[dict[str, Any]] = (noted or {}).get("stages", [])
+        about["stages"] = max(record.stages, stages, key=len)
+        self._store.put(name, _sealed_text(name, {**about, "unfinished_s": unfinished_s or 0.0}))
+
+    def drop(self, record: TrialRecord) -> None:
+        """Its record is kept."""
+        self._store.put_all({_attempt(record): None})
+
+    def read(self, kept: Iterable[TrialRecord]) -> list[TrialRecord]:
+        """The attempts whose record is not among the `kept`, as records: `elapsed_time_s` has the unfinished stage, too. Raises
+        DamagedFile."""
+        names = {_attempt(record) for record in kept}
+        found = []
+        for name in self._store.names(ATTEMPTS):
+            values = self._read(name) if name not in names else None
+            if values is not None:
+                record = parse_record({**values, "config": {}, "status": "failed"}, self._store.path(name))
+                record.elapsed_time_s = values["unfinished_s"] + sum(stage["duration_s"] for stage in record.stages)
+                found.append(record)
+        return found
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        values, path = self._store.read(name), self._store.path(name)
+        if values is None or is_sealed(values):
+            return None if values is None else _check_seal(name, values, path, _FORGET_ATTEMPT)
+        raise DamagedFile(path, "not what an attempt at a trial has done (it has no checksum)", _FORGET_ATTEMPT)
+
+
 def read_baselines(store: Store) -> dict[str, TrialRecord]:
     """The dense models' records by label; empty when there are none yet. Raises DamagedFile."""
     values = store.read(BASELINES) or {}
@@ -215,6 +258,11 @@ def parse_record(values: Any, path: Location) -> TrialRecord:
 
 def _name(key: str) -> str:
     return f"{LEDGER}/{key}.json"
+
+
+def _attempt(record: TrialRecord) -> str:
+    when = "".join(filter(str.isdigit, record.started_at))
+    return f"{ATTEMPTS}/{record.key}-{when}-{record.search_id}.json"
 
 
 def _sealed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

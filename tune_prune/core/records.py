@@ -6,6 +6,7 @@ not percent); *_s are seconds, *_bytes bytes, *_tokens tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
@@ -17,6 +18,18 @@ from tune_prune.core.files import NON_FINITE
 from tune_prune.core.validation import Count, Number, validated
 
 Status = Literal["complete", "failed", "stopped_early"]
+
+Failure = Literal["out_of_memory", "not_finite", "infeasible", "lost_worker", "hung", "user_error", "error"]
+# Classes of failures in words: why a trial has no result.
+FAILURES: dict[str, str] = {
+    "out_of_memory": "out of memory",
+    "not_finite": "not finite",  # numbers that a decision needs
+    "infeasible": "infeasible",  # the model cannot take the configuration
+    "lost_worker": "lost worker",  # its process or node died, at each of its attempts
+    "hung": "hung",  # ended at --trial-timeout
+    "user_error": "user error",  # any other that the user can mend
+    "error": "other error",
+}
 
 # Of every trial, after one stage for each statistic that its method decides by. The dense baseline has no pruning.
 MODEL_STAGES = ("pruning", "perplexity", "zero_shot")
@@ -30,6 +43,12 @@ def pass_name(stage: str) -> str:
 def in_order(stages: Iterable[str]) -> tuple[str, ...]:
     """Names of stages, each once, as they follow in a trial: those of statistics as given, then MODEL_STAGES."""
     return tuple(sorted(dict.fromkeys(stages), key=lambda s: MODEL_STAGES.index(s) if s in MODEL_STAGES else -1))
+
+
+def failure_counts(failures: Iterable[str]) -> str:
+    """Classes of failed trials (empty: of an older version, which had none), counted: "2 out of memory, 1 hung"."""
+    names = FAILURES | {"": "of unknown cause"}
+    return ", ".join(f"{count} {names.get(failure, failure)}" for failure, count in Counter(failures).most_common())
 
 
 def _finite_or_not(value: Any) -> Any:
@@ -64,6 +83,7 @@ class TrialRecord:
     config: dict[str, Any]  # PruningConfig as a dict; {} for the dense baseline
     status: Status
     reason: str = ""  # why it failed or was stopped; empty when complete
+    failure: Failure | Literal[""] = ""  # the class of a failed trial's reason; empty in records of older versions
     metrics: dict[str, Number] = field(default_factory=dict)
     stages: list[dict[str, _StageValue]] = field(default_factory=list)  # StageReport dicts without metrics
     search_id: str = ""  # of the start that ran it; empty in records of older versions

@@ -24,6 +24,7 @@ EXPERIMENT = "experiment.json"
 BASELINES = "baseline.json"
 LEDGER = "ledger"
 PASSES = "passes"
+ATTEMPTS = "attempts"
 COST = "cost.json"
 STATUS = "status.json"  # what the search that runs, or ran last, has said of itself
 TENSORBOARD = "tensorboard"

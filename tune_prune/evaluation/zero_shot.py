@@ -10,7 +10,6 @@ import contextlib
 import functools
 import io
 import logging
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -25,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.errors import UserError
+from tune_prune.core.process import temporary
 from tune_prune.core.terminal import progress
 from tune_prune.data.task_definition import check_scored
 from tune_prune.data.task_files import (
@@ -96,10 +96,10 @@ def _judged_by_lm_eval(
 def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Task]:
     """The protocol's tasks, each with its requests built."""
     templates = functools.partial(_rendered_by, TemplateProcess())
-    with tempfile.TemporaryDirectory(prefix="tune_prune_tasks_") as folder:
+    with temporary.folder() as folder:
         if source.kind == "hub":
             for name in dict.fromkeys(protocol.tasks):
-                yield _load_from_hub(name, protocol.limit, Path(folder))
+                yield _load_from_hub(name, protocol.limit, folder)
             return
         for file in task_files(source, protocol.tasks):
             try:
@@ -108,7 +108,7 @@ def _load_tasks(source: TaskSource, protocol: EvaluationProtocol) -> Iterator[Ta
                         task = ConfigurableTask(config=plain_definition(file))
                     _build_requests(task, protocol.limit, templates)
                 else:
-                    task = _load(TaskManager(include_defaults=False), str(write_definition(file, Path(folder))))
+                    task = _load(TaskManager(include_defaults=False), str(write_definition(file, folder)))
                     _build_requests(task, protocol.limit)
             except UserError:
                 raise

@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 from tune_prune.core.config import alignment
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import Infeasible, NotFinite
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning import shapes
 from tune_prune.pruning.groups import GroupScores, PruningPlan
@@ -25,7 +25,7 @@ from tune_prune.pruning.shapes import Kept
 
 
 def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int:
-    """Parameters to remove: floor(ratio * all). Raises UserError where the decoder layers do not hold that many, and where the
+    """Parameters to remove: floor(ratio * all). Raises Infeasible where the decoder layers do not hold that many, and where the
     shape alone takes more."""
     total = geometry.total_params
     target, bounds = int(pruning_ratio * total), shapes.removal_bounds(geometry, shape)
@@ -36,12 +36,12 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int
     here = "" if shape == "free" else f" in shape {shape}"
     if target > bounds.most:
         bound = _rounded_down(bounds.most / total)
-        raise UserError(
+        raise Infeasible(
             f"{asked} only {bounds.most:,} can be removed{here} ({bounds.fixed} are kept); ask for at most {bound}{instead}"
         )
     if target < bounds.least:
         bound = math.ceil(1e6 * (bounds.least + 1) / total) / 1e6
-        raise UserError(
+        raise Infeasible(
             f"{asked} shape {shape} alone removes {bounds.least:,} ({bounds.smallest_part}); ask for at least {bound:g}{instead}"
         )
     return target
@@ -49,11 +49,11 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int
 
 def target_params(geometry: Geometry, pruning_ratio: float, shape: str) -> int:
     """The budget of a ratio that somebody asks for: at least the smallest part that the shape lets one remove, such as an MLP
-    channel. Raises UserError, too, where it is less."""
+    channel. Raises Infeasible, too, where it is less."""
     target, bounds = budget(geometry, pruning_ratio, shape), shapes.removal_bounds(geometry, shape)
     if target < bounds.smallest:
         least = math.ceil(1e6 * bounds.smallest / geometry.total_params) / 1e6
-        raise UserError(
+        raise Infeasible(
             f"pruning_ratio {pruning_ratio:g} asks for {target:,} of {geometry.total_params:,} parameters, less than the "
             f"smallest part that can be removed ({bounds.smallest_part}, {bounds.smallest:,}); ask for at least {least:g}"
         )
@@ -66,12 +66,12 @@ def _rounded_down(ratio: float) -> float:
 
 
 def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float, shape: str = "free") -> PruningPlan:
-    """The plan that removes the lowest-scored groups and leaves layers of that shape. `scores` must be finite; raises UserError
-    if they are not, if the budget is infeasible or if the model cannot take the shape."""
+    """The plan that removes the lowest-scored groups and leaves layers of that shape. `scores` must be finite; raises
+    NotFinite if they are not, Infeasible if the model cannot take the budget or the shape."""
     target = budget(geometry, pruning_ratio, shape)
     flat = np.concatenate([*scores.attention, *scores.mlp])
     if not np.isfinite(flat).all():
-        raise UserError(
+        raise NotFinite(
             f"{int((~np.isfinite(flat)).sum())} of {len(flat)} group scores are not finite; the model's gradients overflow "
             "on this calibration text: try a shorter seq_len, another text or --dtype float32"
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tune_prune.core.config import alignment
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import Infeasible
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import GroupScores
 
@@ -47,7 +47,7 @@ class RemovalBounds:
 
 
 def removal_bounds(geometry: Geometry, shape: str) -> RemovalBounds:
-    """The bounds of a budget. Raises UserError where the model has layers that cannot take the shape."""
+    """The bounds of a budget. Raises Infeasible where the model has layers that cannot take the shape."""
     n = alignment(shape)
     if shape == "free":
         channels = [
@@ -75,17 +75,17 @@ def removal_bounds(geometry: Geometry, shape: str) -> RemovalBounds:
 
 
 def _check_layers(geometry: Geometry, n: int | None, shape: str) -> None:
-    """Raise UserError where a layer has fewer groups or channels than it must keep."""
+    """Raise Infeasible where a layer has fewer groups or channels than it must keep."""
     for layer, (k, m) in enumerate(zip(geometry.kv_heads, geometry.mlp_width, strict=True)):
         if min(k, m) == 0:
             part = "MLP channels" if k else "KV groups"
-            raise UserError(
+            raise Infeasible(
                 f"layer {layer} has no {part}, and shape {shape} keeps some in every layer; use --shape free"
             )
     narrowest = min(geometry.mlp_width)
     if n is not None and narrowest < n:
         fits = 2 ** max(narrowest.bit_length() - 2, 0)
-        raise UserError(
+        raise Infeasible(
             f"the MLP of layer {geometry.mlp_width.index(narrowest)} has {narrowest} channels, fewer than the {n} that every layer "
             f"keeps in shape {shape}; use a smaller --align, e.g. --align {fits}"
         )

@@ -19,7 +19,7 @@ import math
 import platform
 import resource
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tune_prune.core.config import PruningConfig
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import NotFinite
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import file_checksum
-from tune_prune.core.records import StageReport, Status, TrialRecord
+from tune_prune.core.records import Failure, StageReport, Status, TrialRecord
 from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
@@ -73,15 +73,17 @@ class TrialProgress:
         resources: Mapping[str, float] | None = None,
         search_id: str = "",
         files: Mapping[str, str] | None = None,
+        failure: Failure | None = None,
     ) -> TrialRecord:
         """What the ledger keeps of a trial that ended so. Computes nothing. `resources`, `search_id`: of a trial of a search;
-        `files`: those of its folder, as `Trial.write_files` gives them."""
+        `files`: those of its folder, as `Trial.write_files` gives them; `failure`: of a failed one."""
         return TrialRecord(
             key=self.key,
             model=self.model,
             config=asdict(self.config) if self.config else {},
             status=status,
             reason=reason,
+            failure=failure or "",
             metrics=self.metrics,
             stages=[
                 {name: value for name, value in asdict(report).items() if name not in ("metrics", "outcomes")}
@@ -201,10 +203,10 @@ class Trial:
             yield report
 
     def _check_weights(self, found: Iterable[float]) -> None:
-        """Raise UserError where something `found` in a measurement is not finite and neither is a weight of the dense model, which
+        """Raise NotFinite where something `found` in a measurement is not finite and neither is a weight of the dense model, which
         is looked at only then: reading all weights can take minutes."""
         if not all(map(math.isfinite, found)) and (name := self.context.non_finite_weight) is not None:
-            raise UserError(
+            raise NotFinite(
                 f"{self.context.run.label} cannot be measured: its weight {name} holds NaN or infinity; save or download the model "
                 "again"
             )
@@ -243,11 +245,17 @@ class Trial:
         return {name: file_checksum(content) for name, content in contents.items()}
 
 
-def run_trial(config: PruningConfig | None, context: TrialContext, store: Store | None = None) -> TrialRecord:
-    """The whole trial at once; its files go to `store`. Raises what its stages raise."""
+def run_trial(
+    config: PruningConfig | None,
+    context: TrialContext,
+    store: Store | None = None,
+    on_stage: Callable[[TrialProgress], object] = id,
+) -> TrialRecord:
+    """The whole trial at once; its files go to `store`, and its progress after each stage to `on_stage`. Raises what its stages
+    raise."""
     trial = Trial(config, context)
     for _ in trial.stages():
-        pass
+        on_stage(trial.progress)
     return trial.progress.record("complete", files={} if store is None else trial.write_files(store))
 
 

@@ -7,6 +7,7 @@ are run again.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +25,9 @@ from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline, preparation
-from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.observers.results import LedgerObserver, PrepareObserver
+from tune_prune.tuning.observers.lost_work import LostWork
+from tune_prune.tuning.observers.observer import Observer, Observers
+from tune_prune.tuning.observers.results import LedgerObserver, PrepareLines, PrepareObserver
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
@@ -79,8 +81,8 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     """Run every job (grid) or a sample of them (optuna) that the ledger of `options.experiment_dir` does not hold.
 
     A failed trial is a failed record, not an exception. Raises UserError for what cannot work before anything starts, or
-    for a model whose preparation fails; RuntimeError for any other failure of the preparation; KeyboardInterrupt as it
-    comes, with the ledger whole.
+    for a model whose preparation fails; RuntimeError for any other failure of the preparation; MachineError for what lets no
+    trial go on, such as a full disk; KeyboardInterrupt as it comes; each with the ledger whole.
     """
     specs = {spec.key: spec for spec in jobs}
     folder = options.experiment_dir
@@ -114,26 +116,24 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         line = LiveLine(specs, total, finished, cost=options.cost, jobs=prepared, slots=slots)
         status = StatusObserver(settings, total, len(finished), slots, line.seconds_left)
 
+        def warn(text: str) -> None:
+            line.end()
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
         def keep(run: ModelRun, baseline: TrialRecord) -> None:
             baselines[run.label] = baseline
             write_baselines(store, baselines)
-            for note in baseline.notes:
-                line.say(f"note: {run.label}: {note}")
+            settings.attempts.drop(baseline)
 
         rule = _rule(options, specs, finished)
         if options.scheduler == "race":
             pending = _shuffled(pending, options.seed)
         queue = WorkQueue(prepared, pending, searcher)
         ledger_observer = LedgerObserver(settings, rule.reasons)
-        preparations = PrepareObserver(len(prepared), line.say, keep)
-        observers = [
-            ledger_observer,
-            TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs)),
-            preparations,
-            line,
-            status,
-            *options.observers,
-        ]
+        preparations, lost = PrepareObserver(keep), LostWork(settings)
+        tensorboard = TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs))
+        views = [tensorboard, PrepareLines(len(prepared), line.say), line, status, *options.observers]
+        observers = Observers([ledger_observer, lost, preparations], views, warn)
         try:
             with status:
                 if options.inline:
@@ -143,6 +143,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
 
                     tuner.run(queue, prepared, specs, rule, settings, observers, len(prepared) + count, slots)
         finally:
+            lost.note_all()
             line.end()
         if preparations.failure is not None:
             raise preparations.failure

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
+from tune_prune.core.errors import MachineError
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
+from tune_prune.tuning.observers.results import last_message
 from tune_prune.tuning.preparation import Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.stages import StageRunner
@@ -20,51 +22,47 @@ def run(
     specs: Mapping[str, TrialSpec],
     rule: StoppingRule,
     settings: WorkerSettings,
-    observers: Sequence[Observer],
+    observers: Observer,
 ) -> None:
     """Do everything that `queue` hands out. A trial that raises is a failed record; the next one begins on a model that is
     loaded anew."""
     threads = torch.get_num_threads()  # a runner sets them
     runner = StageRunner(specs, settings)
-    for observer in observers:
-        observer.on_begin()
+    observers.on_begin()
     try:
         while (work := queue.next()) is not None:
             last, error = _run_one(work, runner, queue, rule, observers)
             queue.end(work, last, error is not None)
-            for observer in observers:
-                if error is None:
-                    observer.on_end(work, last)
-                else:
-                    observer.on_error(work, last, error)
-            if error is not None:
+            if error is None:
+                observers.on_end(work, last)
+            else:
+                observers.on_error(work, last_message(settings, work, last, error), error)
                 error = None  # with its frames, which hold the model
                 runner = StageRunner(specs, settings)
     finally:
         torch.set_num_threads(threads)
-    for observer in observers:
-        observer.on_finish()
+    observers.on_finish()
 
 
 def _run_one(
-    work: Work, runner: StageRunner, queue: WorkQueue, rule: StoppingRule, observers: Sequence[Observer]
+    work: Work, runner: StageRunner, queue: WorkQueue, rule: StoppingRule, observers: Observer
 ) -> tuple[Message | None, Exception | None]:
-    """One job or trial until it ends, is stopped or raises: its last message, and what it raised."""
-    for observer in observers:
-        observer.on_start(work)
+    """One job or trial until it ends, is stopped or raises: its last message, and what it raised. Raises MachineError where no
+    other trial could run either."""
+    observers.on_start(work)
     runner.begin(work)
     last: Message | None = None
     while True:
-        for observer in observers:
-            observer.on_tick(running=1)
+        observers.on_tick(running=1)
         try:
             last = runner.step()
+        except MachineError:
+            raise
         except Exception as error:  # noqa: BLE001  # the runner has recorded it
             return last, error
         ends = last.ended or (isinstance(last, TrialMessage) and rule.stops(last))
         if not ends:
             queue.report(work, last)
-        for observer in observers:
-            observer.on_message(work, last)
+        observers.on_message(work, last)
         if ends:
             return last, None

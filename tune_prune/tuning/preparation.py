@@ -57,5 +57,6 @@ def run_job(job: PrepareJob, context: TrialContext, settings: WorkerSettings) ->
             passes.write(what, report)
             reports.append(report)
         return JobMessage(tuple(reports))
-    record = trial.run_trial(None, context, settings.store.within(f"{TRIALS}/{context.key(None)}"))
+    store = settings.store.within(f"{TRIALS}/{context.key(None)}")
+    record = trial.run_trial(None, context, store, settings.note_attempt)
     return JobMessage(baseline=replace(record, resources=settings.resources.to_ray(), search_id=settings.search_id))

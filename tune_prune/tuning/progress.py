@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import statistics
@@ -11,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TextIO
 
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import TrialRecord, failure_counts
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
@@ -105,6 +106,8 @@ class LiveLine(Observer):
     trials, those in `recorded` included. Without a `cost` there is no ETA.
     """
 
+    title = "the line of progress"
+
     def __init__(
         self,
         specs: Mapping[str, TrialSpec],
@@ -127,7 +130,8 @@ class LiveLine(Observer):
         self._jobs = list(jobs)
         self._clock = clock
         self._scored: dict[str, int] = {}  # zero-shot items by trial
-        self._done = self._failed = self._prepared = self._width = 0
+        self._failures: list[str] = []  # the class of each failed trial
+        self._done = self._prepared = self._width = 0
         recorded = list(recorded)
         for record in recorded:
             self._count(record.key, record.status, record.metrics)
@@ -162,8 +166,9 @@ class LiveLine(Observer):
     def end(self) -> None:
         """Leave the line, so that what is printed next starts on its own."""
         if self._tty and self._width:
-            self._stream.write("\n")
-            self._stream.flush()
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self._stream.write("\n")
+                self._stream.flush()
         self._width = 0
 
     def on_begin(self) -> None:
@@ -209,12 +214,11 @@ class LiveLine(Observer):
     def on_end(self, work: Work, last: Message | None) -> None:
         self._end(work)
         if isinstance(work, TrialSpec) and isinstance(last, TrialMessage):
-            self._count(work.key, "stopped_early" if last.record is None else last.status, last.progress.metrics)
+            status, failure = ("stopped_early", "") if last.record is None else (last.status, last.record.failure)
+            self._count(work.key, status, last.progress.metrics, failure)
 
-    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
-        self._end(work)
-        if isinstance(work, TrialSpec):
-            self._count(work.key, "failed", {})
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
+        self.on_end(work, last)
 
     def on_finish(self) -> None:
         self.say(self._text(0))
@@ -225,9 +229,10 @@ class LiveLine(Observer):
             self._left.end(work)
             self._changed = self._clock()
 
-    def _count(self, key: str, status: str, metrics: Mapping[str, float]) -> None:
+    def _count(self, key: str, status: str, metrics: Mapping[str, float], failure: str = "") -> None:
         self._done += 1
-        self._failed += status == "failed"
+        if status == "failed":
+            self._failures.append(failure)
         accuracy = metrics.get("acc_mean", math.nan)
         label, name = self._groups[key], self._specs[key].config.name
         if status == "complete" and accuracy > self._best.get(label, (-1.0, ""))[0]:
@@ -239,7 +244,8 @@ class LiveLine(Observer):
             for label, (accuracy, name) in self._best.items()
         )
         jobs = f"prepared {self._prepared}/{len(self._jobs)}, " if self._prepared < len(self._jobs) else ""
-        counts = f"[{self._done}/{self._total}] {jobs}running {running}, failed {self._failed}"
+        classes = f" ({failure_counts(self._failures)})" if self._failures else ""
+        counts = f"[{self._done}/{self._total}] {jobs}running {running}, failed {len(self._failures)}{classes}"
         return f"{counts}{', ' if best else ''}{best}{self._eta()}"
 
     def _eta(self) -> str:

@@ -8,22 +8,20 @@ the trial is done, whatever happens to the driver. The model and data are kept f
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import MachineError, UserError, refused
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
 from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.pruning.statistics import Need
+from tune_prune.trial.failures import failure_of
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import Trial, TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, Slice, TrialMessage, logged_warnings
 from tune_prune.tuning.preparation import PrepareJob, Work, run_job
 from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
-
-TIMEOUT_REASON = "stopped by the time limit"
 
 
 class StageRunner:
@@ -31,20 +29,15 @@ class StageRunner:
 
     `specs`: every trial of the search by key, as a pass over the dense model serves those that share it. A UserError (the
     same at every attempt) ends a trial as failed. Any other exception is recorded as well and raised, so that the trial can
-    be tried again in a fresh process.
+    be tried again in a fresh process. What a file system refuses, such as a full disk, is no trial's failure: MachineError.
     """
 
     def __init__(self, specs: Mapping[str, TrialSpec], settings: WorkerSettings) -> None:
         self._specs = specs
         self._settings = settings
         self._contexts = ContextCache(settings)
-        self._ending = (
-            threading.RLock()
-        )  # held while a trial is recorded: its end or the time limit, whichever is first
-        self._watchdog: threading.Timer | None = None
 
     def begin(self, work: Work) -> None:
-        self.close()
         self._job = work if isinstance(work, PrepareJob) else None
         self._trial: Trial | None = None
         self._stages: Iterator[StageReport] | None = None
@@ -53,17 +46,16 @@ class StageRunner:
             self._spec = work
             self._opening = TrialProgress(work.key, work.run.label, work.config)
 
-    def close(self) -> None:
-        """Let go of the work's time limit."""
-        with self._ending:
-            if self._watchdog is not None:
-                self._watchdog.cancel()
-                self._watchdog = None
-
     def step(self) -> Message:
         """Run one stage and return its message; raises what the stage raised, unless it is a UserError."""
-        with logged_warnings() as warnings:
-            message = self._run_trial() if self._job is None else self._run_job(self._job)
+        try:
+            with logged_warnings() as warnings:
+                message = self._run_trial() if self._job is None else self._run_job(self._job)
+        except Exception as error:
+            said = refused(error)
+            if said is None:
+                raise
+            raise MachineError(said[0]) from error  # the next trial would meet it, too
         return replace(message, warnings=tuple(warnings))
 
     def _run_job(self, job: PrepareJob) -> JobMessage:
@@ -75,9 +67,6 @@ class StageRunner:
             return JobMessage(refused=str(error))
 
     def _run_trial(self) -> TrialMessage:
-        earlier = self._settings.failure_of_this_search(self._spec.key) if self._trial is None else None
-        if earlier is not None and earlier.reason.startswith(TIMEOUT_REASON):
-            return TrialMessage(self._progress, record=earlier)  # a second attempt would take as long
         try:
             report = self._next_stage()
             message = TrialMessage(self._progress) if report is None else self._message(report)
@@ -85,9 +74,10 @@ class StageRunner:
                 return replace(message, record=self._complete())
             return message
         except UserError as error:
-            return TrialMessage(self._progress, record=self._fail(str(error)))
+            return TrialMessage(self._progress, record=self._fail(str(error), error))
         except Exception as error:
-            self._fail(f"{type(error).__name__}: {error}")
+            if refused(error) is None:
+                self._fail(f"{type(error).__name__}: {error}", error)
             raise
 
     @property
@@ -97,10 +87,6 @@ class StageRunner:
 
     def _next_stage(self) -> StageReport | None:
         if self._stages is None:
-            if self._settings.trial_timeout_s is not None:
-                self._watchdog = threading.Timer(self._settings.trial_timeout_s, self._time_is_up, [self._spec.key])
-                self._watchdog.daemon = True
-                self._watchdog.start()
             context = self._contexts.open(self._spec.run)
             key = context.key(self._spec.config)
             if key != self._spec.key:
@@ -110,7 +96,10 @@ class StageRunner:
                 )
             self._trial = Trial(self._spec.config, context, self._shared())
             self._stages = iter(self._trial.stages())
-        return next(self._stages, None)
+        report = next(self._stages, None)
+        if report is not None:
+            self._settings.note_attempt(self._progress)
+        return report
 
     def _shared(self) -> tuple[Need, ...]:
         """For all trials of this search at the seq_len of this one."""
@@ -134,23 +123,11 @@ class StageRunner:
         assert self._trial is not None and self._stages is not None
         for _ in self._stages:  # slices that add no item, when there are fewer items than slices
             pass
-        self.close()
         earlier = self._settings.ledger.read(self._spec.key)
         if earlier is not None and earlier.status != "failed":  # of another worker: the files stay those of its record
             return earlier
         files = self._trial.write_files(self._settings.store.within(f"{TRIALS}/{self._spec.key}"))
         return self._settings.write_record(self._progress, "complete", files=files)
 
-    def _fail(self, reason: str) -> TrialRecord:
-        self.close()
-        return self._settings.write_record(self._progress, "failed", reason)
-
-    def _time_is_up(self, key: str) -> None:
-        with self._ending:
-            if self._watchdog is None or self._spec.key != key:
-                return  # the trial ended while this waited for the lock
-            # Python cannot stop a thread that computes, and Ray has no limit of its own: the process has to end.
-            try:
-                self._fail(f"{TIMEOUT_REASON} of {self._settings.trial_timeout_s:g} s per trial (--trial-timeout)")
-            finally:
-                os._exit(1)
+    def _fail(self, reason: str, error: Exception) -> TrialRecord:
+        return self._settings.write_record(self._progress, "failed", reason, failure_of(error))

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from tune_prune.core.config import ModelRun, PruningConfig, group_labels
-from tune_prune.core.ledger import Ledger
-from tune_prune.core.records import Status, TrialRecord
+from tune_prune.core.ledger import AttemptLog, Ledger
+from tune_prune.core.records import Failure, Status, TrialRecord
 from tune_prune.core.store import Location, Store, open_store
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.failures import Hung, LostWorker, failure_of
 from tune_prune.trial.fallback import Fallback
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.ray_cluster.resources import TrialResources, limit_process
@@ -57,6 +58,10 @@ class WorkerSettings:
     def ledger(self) -> Ledger:
         return Ledger(self.store)
 
+    @property
+    def attempts(self) -> AttemptLog:
+        return AttemptLog(self.store)
+
     def way(self, label: str) -> Residency:
         """How a model is held on the GPU of this process, or where it runs else."""
         ways = self.ways
@@ -71,11 +76,38 @@ class WorkerSettings:
         return record if failed_now else None
 
     def write_record(
-        self, progress: TrialProgress, status: Status, reason: str = "", files: Mapping[str, str] | None = None
+        self,
+        progress: TrialProgress,
+        status: Status,
+        reason: str = "",
+        failure: Failure | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> TrialRecord:
         """The record of a trial of this search that ended so, which the ledger now holds; `files`: as `Trial.write_files` gives
         them."""
-        return self.ledger.write(progress.record(status, reason, self.resources.to_ray(), self.search_id, files))
+        record = progress.record(status, reason, self.resources.to_ray(), self.search_id, files, failure)
+        kept = self.ledger.write(record)
+        if status != "failed":  # else it is tried again, and that record replaces this one
+            self.attempts.drop(record)
+        return kept
+
+    def failed(self, spec: TrialSpec, last: TrialProgress | None, error: BaseException) -> TrialRecord:
+        """The failed record of a trial that `error` has ended: what its process has left or, where that died after `last`, what is
+        known here."""
+        record = self.failure_of_this_search(spec.key)
+        if record is not None and not isinstance(error, Hung):
+            return record
+        progress = last or TrialProgress(spec.key, spec.run.label, spec.config, "", "")
+        reason = str(error)
+        if isinstance(error, LostWorker):
+            after = f" after the stage {progress.reports[-1].stage}" if progress.reports else ""
+            reason = f"the worker of the trial died{after}, perhaps out of memory: {reason}"
+        return self.write_record(progress, "failed", reason, failure_of(error))
+
+    def note_attempt(self, progress: TrialProgress, unfinished_s: float | None = None) -> None:
+        """Keep what a trial or baseline has computed so far; `unfinished_s`: and that it died so long after."""
+        record = progress.record("failed", "", self.resources.to_ray(), self.search_id)
+        self.attempts.write(record, unfinished_s)
 
 
 class ContextCache:

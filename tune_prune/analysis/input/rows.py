@@ -36,7 +36,16 @@ PUBLISHED_COLUMNS = (
     *("grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "elapsed_time", "success"),
 )
 _OWN = tuple(name for name in HYPERPARAMETERS if name not in PUBLISHED_COLUMNS)
-_OF_RECORD = ("status", "reason", "key", "started_at", "host", "device_name", "torch_version")  # texts, as its fields
+_OF_RECORD = (
+    "status",
+    "reason",
+    "failure",
+    "key",
+    "started_at",
+    "host",
+    "device_name",
+    "torch_version",
+)  # texts, as its fields
 COLUMNS = (
     *PUBLISHED_COLUMNS,
     *(*_OWN, "removed_fraction", *(f"{name}_stderr" for name in ACCURACIES)),

@@ -53,7 +53,7 @@ OTHER_VALUES = {"bayesian": "optuna", "gpu": "cuda", "hyperband": "asha", "safet
 
 _EXIT_CODES = (
     "exit codes: 0 done; 1 the machine could not do it, or a defect (with a traceback); 2 something in the command or what it\n"
-    "names must change; 130 interrupted"
+    "names must change; 128 + N ended by signal N: 130 interrupted, 143 terminated"
 )
 
 # argparse's own messages as sentences that begin with the flag.

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from tune_prune.core.files import to_json
-from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.core.records import StageReport
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
@@ -16,6 +16,8 @@ from tune_prune.tuning.preparation import PrepareJob, Work
 
 class JsonLog(Observer):
     """Writes events to `stream`, each at once; None: nowhere."""
+
+    title = "--log-json"
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -46,23 +48,17 @@ class JsonLog(Observer):
         elif isinstance(last, TrialMessage):
             record = last.record
             status = "stopped_early" if record is None else record.status
-            self._trial_end(work, status, record, last.progress.metrics)
+            told: dict[str, Any] = {"reason": "", "failure": ""}
+            if record is not None:
+                told = {"reason": record.reason, "failure": record.failure}
+                told |= {"seconds": record.elapsed_time_s, "peak_memory_bytes": record.peak_memory_bytes}
+            self.event("trial_end", **_named(work), status=status, metrics=last.progress.metrics, **told)
 
-    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         if isinstance(work, PrepareJob):
             self.event("job_end", **_named(work), stages=[], baseline=None, reason=_said(error))
         else:
-            metrics = last.progress.metrics if isinstance(last, TrialMessage) else {}
-            self._trial_end(work, "failed", None, metrics, _said(error))
-
-    def _trial_end(
-        self, work: Work, status: str, record: TrialRecord | None, metrics: Mapping[str, float], reason: str = ""
-    ) -> None:
-        told: dict[str, Any] = {"reason": reason, "failure": ""}
-        if record is not None:
-            told = {"reason": record.reason, "failure": getattr(record, "failure", "")}
-            told |= {"seconds": record.elapsed_time_s, "peak_memory_bytes": record.peak_memory_bytes}
-        self.event("trial_end", **_named(work), status=status, metrics=metrics, **told)
+            self.on_end(work, last)
 
 
 def _named(work: Work) -> dict[str, Any]:
@@ -75,9 +71,5 @@ def _stage(report: StageReport) -> dict[str, Any]:
     return {name: value for name, value in asdict(report).items() if name != "outcomes"}
 
 
-def _said(error: BaseException | None) -> str:
-    return (
-        ""
-        if error is None
-        else f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
-    )
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or ' ').splitlines()[-1]}"

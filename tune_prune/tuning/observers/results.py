@@ -1,12 +1,12 @@
-"""What is kept of results by the driver: the ledger's missing records, what the preparation found."""
+"""What is kept of results by the driver: the records of this search, those of stopped trials, what the preparation found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from tune_prune.core.config import ModelRun
-from tune_prune.core.errors import UserError
-from tune_prune.core.records import Status, TrialRecord
+from tune_prune.core.errors import MachineError, UserError
+from tune_prune.core.records import TrialRecord
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
@@ -15,7 +15,7 @@ from tune_prune.tuning.worker import WorkerSettings
 
 
 class LedgerObserver(Observer):
-    """Records what no worker can: trials that were stopped (`reasons`, by trial key), and trials whose process died."""
+    """Collects the records of this search, and makes those of trials that were stopped (`reasons`, by trial key)."""
 
     def __init__(self, settings: WorkerSettings, reasons: Mapping[str, str]) -> None:
         self._settings = settings
@@ -31,57 +31,61 @@ class LedgerObserver(Observer):
             return
         reason = self._reasons.get(work.key)
         if reason is not None:  # else it has ended with the search, and the next start runs it again
-            self._write(last.progress, "stopped_early", reason)
+            self.records[work.key] = self._settings.write_record(last.progress, "stopped_early", reason)
 
-    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
-        if isinstance(work, PrepareJob):
-            return
-        record = self._settings.failure_of_this_search(work.key)
-        if record is not None:
-            self.records[record.key] = record
-            return
-        unseen = TrialProgress(work.key, work.run.label, work.config, "", "")
-        progress = last.progress if isinstance(last, TrialMessage) else unseen
-        self._write(progress, "failed", _death(error, progress))
-
-    def _write(self, progress: TrialProgress, status: Status, reason: str) -> None:
-        self.records[progress.key] = self._settings.write_record(progress, status, reason)
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
+        if isinstance(last, TrialMessage) and last.record is not None:
+            self.records[last.record.key] = last.record
 
 
 class PrepareObserver(Observer):
-    """Tells what the jobs have found: a line each to `say`, baselines to `keep`; remembers the first failure."""
+    """Has baselines kept as jobs find them (`keep`), and remembers the first failure of a job."""
 
-    def __init__(
-        self, num_jobs: int, say: Callable[[str], None], keep: Callable[[ModelRun, TrialRecord], None]
-    ) -> None:
-        self._num_jobs = num_jobs
-        self._say = say
+    def __init__(self, keep: Callable[[ModelRun, TrialRecord], None]) -> None:
         self._keep = keep
-        self._done = 0
         self.failure: Exception | None = None
 
     def on_end(self, work: Work, last: Message | None) -> None:
-        if not isinstance(work, PrepareJob) or not isinstance(last, JobMessage):
-            return
-        if last.refused:
-            self.failure = self.failure or UserError(last.refused)
-            return
-        self._done += 1
-        self._say(f"[prepare {self._done}/{self._num_jobs}] {work}: {last}")
-        if last.baseline is not None:
-            self._keep(work.run, last.baseline)
+        if isinstance(work, PrepareJob) and isinstance(last, JobMessage):
+            if last.refused:
+                self.failure = self.failure or UserError(last.refused)
+            elif last.baseline is not None:
+                self._keep(work.run, last.baseline)
 
-    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         if isinstance(work, PrepareJob) and self.failure is None:
-            self.failure = RuntimeError(f"{work} failed: {_last_line(error)}")
+            kind = MachineError if isinstance(error, MachineError) else RuntimeError
+            self.failure = kind(f"{work} failed: {last_line(error)}")
             self.failure.__cause__ = error
 
 
-def _death(error: BaseException | None, progress: TrialProgress) -> str:
-    """Why a trial was given up, in one line; Ray's traceback is in the trial's folder under tune/."""
-    after = f" after the stage {progress.reports[-1].stage}" if progress.reports else ""
-    return f"the worker of the trial died{after}, perhaps out of memory: {_last_line(error).split(' Some common causes')[0]}"
+class PrepareLines(Observer):
+    """Tells what the jobs have found: a line each to `say`."""
+
+    title = "lines of the preparation"
+
+    def __init__(self, num_jobs: int, say: Callable[[str], None]) -> None:
+        self._num_jobs = num_jobs
+        self._say = say
+        self._done = 0
+
+    def on_end(self, work: Work, last: Message | None) -> None:
+        if isinstance(work, PrepareJob) and isinstance(last, JobMessage) and not last.refused:
+            self._done += 1
+            self._say(f"[prepare {self._done}/{self._num_jobs}] {work}: {last}")
+            for note in last.baseline.notes if last.baseline is not None else ():
+                self._say(f"note: {work.run.label}: {note}")
 
 
-def _last_line(error: BaseException | None) -> str:
-    return (str(error).strip() or "unknown cause").splitlines()[-1].strip() if error is not None else "unknown cause"
+def last_message(settings: WorkerSettings, work: Work, last: Message | None, error: BaseException) -> Message | None:
+    """What is said last of work that `error` has ended: of a trial a message with its failed record, which the ledger has."""
+    if isinstance(work, PrepareJob):
+        return last
+    progress = last.progress if isinstance(last, TrialMessage) else None
+    record = settings.failed(work, progress, error)
+    return TrialMessage(progress or TrialProgress(work.key, work.run.label, work.config), record=record)
+
+
+def last_line(error: BaseException) -> str:
+    """Of Ray's errors the only one that says something."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()

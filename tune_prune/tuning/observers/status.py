@@ -44,6 +44,8 @@ class StatusObserver(Observer):
     wrong in the thread is raised in the search's, at its next tick.
     """
 
+    title = "status.json"
+
     def __init__(
         self,
         settings: WorkerSettings,
@@ -103,7 +105,7 @@ class StatusObserver(Observer):
     def on_end(self, work: Work, last: Message | None) -> None:
         self._over(work, isinstance(last, TrialMessage) and last.status == "failed")
 
-    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
         self._over(work, True)
 
     def on_tick(self, running: int) -> None:

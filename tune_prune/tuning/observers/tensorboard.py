@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.process import temporary
 from tune_prune.core.store import Location, open_store
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
@@ -29,20 +30,18 @@ class TensorBoardObserver(Observer):
     nothing can be appended to, a file is written on this machine and put whole after each stage.
     """
 
+    title = "TensorBoard"
+
     def __init__(self, folder: Location, labels: Mapping[str, str]) -> None:
         self._store = open_store(folder)
-        self._temporary: TemporaryDirectory[str] | None = None
+        self._temporary: Path | None = None
         if isinstance(folder, Path):
             self._folder = folder
         else:
-            self._temporary = TemporaryDirectory(prefix="tune_prune_tensorboard_")
-            self._folder = Path(self._temporary.name)
+            self._folder = self._temporary = temporary.make()
         self._labels = labels
         self._writers: dict[str, SummaryWriter] = {}
-
-    def __getstate__(self) -> Mapping[str, Any]:
-        """Ray pickles what follows a search, without using it."""
-        return {**self.__dict__, "_temporary": None}
+        threading.excepthook = partial(_unless_of_a_writer, threading.excepthook)
 
     def on_message(self, work: Work, message: Message) -> None:
         if isinstance(work, PrepareJob) or isinstance(message, JobMessage) or message.stage is None:
@@ -59,22 +58,23 @@ class TensorBoardObserver(Observer):
 
     def on_end(self, work: Work, last: Message | None) -> None:
         if isinstance(work, TrialSpec) and isinstance(last, TrialMessage):
-            self._finish(work, last, "stopped_early" if last.record is None else last.record.status)
+            self._finish(work, last)
 
-    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
-        if isinstance(work, TrialSpec):
-            self._finish(work, last, "failed")
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
+        self.on_end(work, last)
 
     def on_finish(self) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
         if self._temporary is not None:
-            self._temporary.cleanup()
+            temporary.remove(self._temporary)
 
-    def _finish(self, spec: TrialSpec, last: Message | None, status: str) -> None:
-        row = {"status": status} | {row.name: getattr(spec.config, name) for name, row in HYPERPARAMETERS.items()}
-        values = _curves(last.progress.metrics) if isinstance(last, TrialMessage) else {}
+    def _finish(self, spec: TrialSpec, last: TrialMessage) -> None:
+        status, failure = ("stopped_early", "") if last.record is None else (last.record.status, last.record.failure)
+        row = {"status": status, "failure": failure or "none"}
+        row |= {row.name: getattr(spec.config, name) for name, row in HYPERPARAMETERS.items()}
+        values = _curves(last.progress.metrics)
         first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns
         rest = [name for name in values if name not in first and not name.startswith("grad_")]
         metrics = {_tag(name): values[name] for name in (*first, *rest)}
@@ -106,6 +106,12 @@ class TensorBoardObserver(Observer):
     def _close(self, spec: TrialSpec) -> None:
         if spec.key in self._writers:
             self._writers.pop(spec.key).close()
+
+
+def _unless_of_a_writer(show: Callable[[threading.ExceptHookArgs], object], failure: threading.ExceptHookArgs) -> None:
+    """What the thread of a writer raises is raised once more where it is written to."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        show(failure)
 
 
 def _curves(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -98,12 +98,10 @@ class TrackingObserver(Observer):
 
     def on_end(self, work: Work, last: Message | None) -> None:
         if isinstance(work, TrialSpec) and isinstance(last, TrialMessage):
-            status = "stopped_early" if last.record is None else last.record.status
-            self._hand_over(work, last, status, "" if last.record is None else last.record.reason)
+            self._hand_over(work, last)
 
-    def on_error(self, work: Work, last: Message | None, error: BaseException | None) -> None:
-        if isinstance(work, TrialSpec):
-            self._hand_over(work, last, "failed", str(error))
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
+        self.on_end(work, last)
 
     def on_finish(self) -> None:
         if self._trials is None or self._thread is None:
@@ -115,13 +113,14 @@ class TrackingObserver(Observer):
         elif self._failures > 1:
             self._warn(f"{self._failures} runs could not be written")
 
-    def _hand_over(self, spec: TrialSpec, last: Message | None, status: str, reason: str) -> None:
+    def _hand_over(self, spec: TrialSpec, last: TrialMessage) -> None:
         assert self._trials is not None
         seen = self._seen.pop(spec.key)
-        metrics = last.progress.metrics if isinstance(last, TrialMessage) else {}
-        tags = {"key": spec.key, "status": status, "reason": reason}
-        if isinstance(last, TrialMessage):
-            tags |= {"host": last.progress.host, "device": last.progress.device_name}
+        record, metrics = last.record, last.progress.metrics
+        status = "stopped_early" if record is None else record.status
+        tags = {"key": spec.key, "status": status, "host": last.progress.host, "device": last.progress.device_name}
+        if record is not None:
+            tags |= {"reason": record.reason, "failure": record.failure}
         self._trials.put(
             TrackedTrial(
                 name=f"{spec.config.name}-{spec.key[:6]}",

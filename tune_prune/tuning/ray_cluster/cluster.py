@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import ray
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
@@ -20,6 +23,7 @@ from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
 from tune_prune.tuning.ray_cluster.local import INSTEAD, LocalRay
+from tune_prune.tuning.ray_cluster.watch.loss import RayLost, silence_of, watched
 
 PROBE_TIMEOUT_S = 10.0
 
@@ -30,7 +34,7 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
     `num_cpus` that ends here.
 
     Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`, MachineError when a local
-    Ray does not start, tried twice.
+    Ray does not start, tried twice, or ends before its time.
     """
     logging.getLogger("ray.tune").setLevel(
         logging.CRITICAL
@@ -40,11 +44,21 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
         return
     with ExitStack() as stack:
         if address is not None:
-            _join(address)
+            head = _join(address)
+            wait: Callable[[], str] = partial(silence_of, head)
         else:
-            _join_local(local or stack.enter_context(LocalRay(num_cpus)))
-        stack.callback(ray.shutdown)
-        yield
+            local = local or stack.enter_context(LocalRay(num_cpus))
+            _join_local(local)
+            wait = local.wait_for_loss
+        try:
+            with watched(wait):
+                yield
+        except RayLost:
+            raise  # a shutdown would wait for what is no more
+        except BaseException:
+            ray.shutdown()
+            raise
+        ray.shutdown()
 
 
 def _join_local(local: LocalRay) -> None:
@@ -52,11 +66,26 @@ def _join_local(local: LocalRay) -> None:
     address = local.address()
     Config.initialize("")  # RAY_AUTH_MODE, where ray was imported before it was set
     try:
-        with for_this_process():
+        with for_this_process(), _own_signals():
             ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError) as error:
         raise MachineError(f"Ray did not answer ({str(error).splitlines()[0]}; {machine.load()}); {INSTEAD}") from error
-    local.keep_logs()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray is joined within. It puts a handler of its own in the place of ours, and its C++ library one that prints a stack trace
+    and aborts; ours comes back, and hears what has come in the meantime."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _announced() -> str:
@@ -71,8 +100,9 @@ def _announced() -> str:
     return address
 
 
-def _join(asked: str) -> None:
-    """Join the cluster at the address `asked`. Raises UserError where none answers, and where it does not let this process in."""
+def _join(asked: str) -> str:
+    """Join the cluster at the address `asked`; the address of its head. Raises UserError where none answers, and where it does not
+    let this process in."""
     address = _announced() if asked == "auto" else asked
     address_check.check(address)
     # Ray sends this machine's token by itself to a cluster of this machine only; elsewhere it would be given away.
@@ -92,12 +122,14 @@ def _join(asked: str) -> None:
         )
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}}
     try:
-        ray.init(address=address, runtime_env=environment, **QUIET)
+        with _own_signals():
+            ray.init(address=address, runtime_env=environment, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}): start one with `ray start --head`, correct "
             "--address, or leave it out to use this machine alone"
         ) from error
+    return address
 
 
 def _lets_in(address: str) -> bool:

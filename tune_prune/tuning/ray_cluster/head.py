@@ -1,19 +1,21 @@
-"""A local Ray in a process of its own: `python -m tune_prune.tuning.ray_cluster.head NUM_CPUS`, for local.py.
+"""A local Ray in a process of its own: `python -m tune_prune.tuning.ray_cluster.head NUM_CPUS FOLDER`, for local.py.
 
-Says on its output, in a line of JSON, where Ray listens or why it does not start. Ends Ray and itself when its input is
-closed, at any time; where nothing was written there, no search has come and Ray's folder goes, too.
+Says on its output, in a line of JSON, where Ray listens or why it does not start; in another one, which of its processes has died.
+Ends Ray and itself when its input is closed, at any time, whatever has ended the search; then FOLDER and what workers have left in
+the temporary directory goes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
-import shutil
+import signal
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 import psutil
 
 from tune_prune.core.errors import MachineError, UserError
+from tune_prune.core.process import temporary
 from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster.local import INSTEAD
 
@@ -29,26 +32,34 @@ ATTEMPTS = 2
 LOCAL_OBJECT_STORE_BYTES = 256 * 2**20  # only records travel; weights are read from disk by each worker
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 MOST_PRESTARTED = 8  # workers that import torch before anything is asked of them
+LOOK_EVERY_S = 0.5
+GONE_S = 5.0  # for processes that were killed
 
 
 def main() -> None:
-    end = threading.Thread(target=_end_with_the_search, daemon=True)
-    end.start()
+    folder = Path(sys.argv[2])
+    temporary.hold(folder)
+    _keep_orphans()
+    threading.Thread(target=_end_with_the_search, args=[folder], daemon=True).start()
     try:
-        said = {"address": start(int(sys.argv[1]))}
+        said = {"address": start(int(sys.argv[1]), folder)}
     except UserError as error:
         said = {"user_error": str(error)}
     except MachineError as error:
         said = {"machine_error": str(error)}
+    # Slurm sends it to every process of a job. The search ends Ray when it has said what it has to say.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     print(json.dumps(said), flush=True)
-    end.join()
+    if "address" in said:
+        print(json.dumps({"lost": _first_to_die()}), flush=True)
+    threading.Event().wait()
 
 
-def start(num_cpus: int) -> str:
-    """Start a local Ray, tried twice; its address. Raises UserError and MachineError."""
+def start(num_cpus: int, folder: Path) -> str:
+    """Start a local Ray with its files in `folder`, tried twice; its address. Raises UserError and MachineError."""
     import ray  # takes a while
 
-    options = QUIET | {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+    options = QUIET | {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": str(folder)}
     options |= {"object_store_memory": LOCAL_OBJECT_STORE_BYTES}
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -60,7 +71,7 @@ def start(num_cpus: int) -> str:
             if isinstance(error, OSError) and not isinstance(error, ConnectionError):
                 # Most often a socket path beyond 107 bytes.
                 raise UserError(
-                    f"Ray cannot start with its files in {_temporary()} ({error}); set RAY_TMPDIR to a short writable path, "
+                    f"Ray cannot start with its files in {folder.parent} ({error}); set RAY_TMPDIR to a short writable path, "
                     "e.g. /tmp/r"
                 ) from error
             ray.shutdown()
@@ -91,15 +102,18 @@ def for_this_process() -> Iterator[None]:
 
     It listens on 127.0.0.1 only; else it takes the machine's outward address, also in place of a loopback one. Ray has this
     switch for macOS and Windows, from the environment as it is imported: too early for a process that may join a cluster.
+    Its folders are this user's alone; Ray lets everybody write to them.
     It starts no autoscaler, no dashboard process, which it waits for even where no dashboard is wanted, and nothing that
     follows the logs, which nobody reads. Together they are a good third of the CPU time of its start.
     """
+    from ray._common import utils
     from ray._private import ray_constants
     from ray._private.node import Node
 
     unneeded = ("start_monitor", "start_api_server", "start_log_monitor")
     replaced: list[tuple[Any, str, Any]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
     replaced += [(Node, name, lambda self, **options: None) for name in unneeded]
+    replaced += [(utils, "try_make_directory_shared", lambda folder: os.chmod(folder, 0o700))]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)
@@ -110,22 +124,33 @@ def for_this_process() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _temporary() -> str:
-    return os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
+def _first_to_die() -> str:
+    """Waits until one of Ray's processes has died, and says which."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    while not (dead := node.dead_processes()):
+        time.sleep(LOOK_EVERY_S)
+    return {"gcs_server": "control store (GCS)"}.get(dead[0][0], dead[0][0])
 
 
-def _end_with_the_search() -> None:
+def _keep_orphans() -> None:
+    """Have processes whose parent ends become children of this one, so that none is missed at the end."""
+    if sys.platform == "linux":
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def _end_with_the_search(folder: Path) -> None:
     """Wait for the end of the input; then end all processes and this one, wherever it is."""
-    joined = sys.stdin.read()
+    sys.stdin.read()
     this = psutil.Process()
     _each(psutil.Process.suspend, this.children())  # so that they start no others while those that there are are found
-    _each(psutil.Process.kill, this.children(recursive=True))
-    if not joined:
-        folder = Path(_temporary(), "ray")
-        for session in folder.glob(f"session_*_{os.getpid()}"):
-            shutil.rmtree(session, ignore_errors=True)  # a process that is ending may still write to it
-        if not (latest := folder / "session_latest").exists():
-            latest.unlink(missing_ok=True)  # a link to what is no more
+    ended = this.children(recursive=True)
+    _each(psutil.Process.kill, ended)
+    psutil.wait_procs(ended, timeout=GONE_S)
+    temporary.remove(folder)
+    temporary.sweep()  # what workers had made
     os._exit(0)
 
 

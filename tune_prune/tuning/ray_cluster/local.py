@@ -3,24 +3,34 @@ plans. Nothing here imports ray."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from tune_prune.core.errors import MachineError, UserError
+from tune_prune.core.process import temporary
 from tune_prune.cost_model import machine
 
 INSTEAD = "try again when the machine is less busy, or add --inline, which runs the trials in this process without Ray"
 _HEAD = "tune_prune.tuning.ray_cluster.head"
+# The longest name of a temporary directory below which the paths of Ray's sockets are short enough
+_LONGEST = 107 - len("/tune_prune.12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 
 
 class LocalRay:
-    """A Ray of `num_cpus` (None: all of this machine) that begins to start at once. Used as a context, it ends with it, however
-    far it has come; it ends with this process as well, killed or not."""
+    """A Ray of `num_cpus` (None: all of this machine) that begins to start at once, its files in a temporary folder of its own.
+    Used as a context, it ends with it, however far it has come, and its folder goes; it ends with this process as well, killed or
+    not."""
 
     def __init__(self, num_cpus: int | None = None) -> None:
         # Both processes have to agree on it, before either imports ray; it is what Ray chooses for a Ray of its own.
@@ -28,8 +38,13 @@ class LocalRay:
         path = os.pathsep.join(
             entry or os.getcwd() for entry in sys.path
         )  # Ray and its workers import what this one does
+        where = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        if len(where) > _LONGEST and "RAY_TMPDIR" not in os.environ and os.access("/tmp", os.W_OK):
+            where = "/tmp"
+        _remove_abandoned(where)
+        self._folder = temporary.make(where)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _HEAD, str(num_cpus or machine.cpus())],
+            [sys.executable, "-m", _HEAD, str(num_cpus or machine.cpus()), str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path},
@@ -39,8 +54,7 @@ class LocalRay:
 
     def address(self) -> str:
         """Where it listens, as soon as it is up. Raises UserError or MachineError where it does not start."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._next_line()
         if not line:
             raise MachineError(
                 f"Ray ended while it started (exit code {self._process.wait()}; {machine.load()}); {INSTEAD}"
@@ -50,11 +64,14 @@ class LocalRay:
             raise (UserError if "user_error" in said else MachineError)(*said.values())
         return str(said["address"])
 
-    def keep_logs(self) -> None:
-        """Leave its folder behind at its end, as Ray does: a search has been on it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("joined")
-        self._process.stdin.flush()
+    def wait_for_loss(self) -> str:
+        """Waits until one of Ray's processes dies before its time, and says which; also where this object ends it."""
+        line = self._next_line()
+        return str(json.loads(line)["lost"]) if line else "first process"
+
+    def _next_line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
 
     def __enter__(self) -> LocalRay:
         return self
@@ -62,7 +79,10 @@ class LocalRay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._process.communicate()  # closes its input
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        temporary.remove(self._folder)
 
 
 @contextmanager
@@ -74,3 +94,22 @@ def started_early(wanted: bool) -> Iterator[LocalRay | None]:
         return
     with LocalRay() as local:
         yield local
+
+
+def _remove_abandoned(where: str) -> None:
+    """End what is left of searches that were killed together with their first process of Ray, and remove their folders."""
+    abandoned = temporary.abandoned(where)
+    if abandoned:
+        end_processes(abandoned)
+    for folder in abandoned:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_processes(folders: list[Path]) -> None:
+    """Kill the processes of this user that were started with files in these folders: those of a Ray name its own."""
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        command = " ".join(process.info["cmdline"] or ())  # None: it has ended
+        own = process.info["uids"] is not None and process.info["uids"].real == os.getuid()
+        if own and process.pid != os.getpid() and any(f"{folder}/" in command for folder in folders):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -36,9 +36,6 @@ class PruneTrainable(tune.Trainable):
     def step(self) -> dict[str, Any]:
         return to_result(self._runner.step())
 
-    def cleanup(self) -> None:
-        self._runner.close()
-
 
 def work_of(config: Mapping[str, Any], specs: Mapping[str, TrialSpec], jobs: Sequence[PrepareJob]) -> Work:
     """What the config of Ray's trial names."""

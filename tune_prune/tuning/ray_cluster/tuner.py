@@ -7,26 +7,32 @@ finished trials again and loses early-stopping state.
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray import tune
+from ray import cloudpickle, tune
+from ray.exceptions import RayTaskError
 from ray.tune import Callback, Stopper
 from ray.tune.execution import class_cache
 from ray.tune.experiment import Trial as RayTrial
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
+from tune_prune.core.errors import MachineError
+from tune_prune.core.process import temporary
 from tune_prune.core.store import TUNE
+from tune_prune.models.runner.out_of_memory import OutOfMemory
+from tune_prune.trial.failures import Hung, LostWorker
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.observers.observer import Observer
+from tune_prune.tuning.observers.results import last_line, last_message
 from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster.trainable import PruneTrainable, message_in, work_of
+from tune_prune.tuning.ray_cluster.watch.deadline import Deadline
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
@@ -39,11 +45,12 @@ def run(
     specs: Mapping[str, TrialSpec],
     rule: StoppingRule,
     settings: WorkerSettings,
-    observers: Sequence[Observer],
+    observers: Observer,
     count: int,
     slots: int,
 ) -> None:
-    """Do everything that `queue` hands out, `count` pieces of `jobs` and `specs` at most, `slots` at once."""
+    """Do everything that `queue` hands out, `count` pieces of `jobs` and `specs` at most, `slots` at once. Raises MachineError
+    where no other trial could run either."""
 
     def name(trial: RayTrial) -> str:
         work = work_of(trial.config, specs, jobs)
@@ -52,7 +59,7 @@ def run(
         return f"{work.run.label}-{work.config.name}-{work.key[:6]}"
 
     folder = settings.experiment_dir
-    state = str(folder / TUNE) if isinstance(folder, Path) else tempfile.mkdtemp(prefix="tune_prune_tune_")
+    state = str(folder / TUNE) if isinstance(folder, Path) else str(temporary.make())
     # Tune's variable for Lightning makes an environment of its own, which no worker has that has started before.
     class_cache.DEFAULT_ENV_VARS.clear()
     trainable = tune.with_parameters(PruneTrainable, specs=dict(specs), jobs=list(jobs), settings=settings)
@@ -70,9 +77,7 @@ def run(
         run_config=tune.RunConfig(
             name=f"{datetime.now():%Y%m%d-%H%M%S}-{settings.search_id}",
             storage_path=state,
-            callbacks=[
-                _ObserverCallback(observer, lambda trial: work_of(trial.config, specs, jobs)) for observer in observers
-            ],
+            callbacks=[_ObserverCallback(observers, settings, lambda trial: work_of(trial.config, specs, jobs))],
             failure_config=tune.FailureConfig(max_failures=CRASHES_PER_TRIAL),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             stop=_StopAtFailure(queue),
@@ -83,7 +88,7 @@ def run(
         tuner.fit()
     finally:
         if not isinstance(folder, Path):  # its own files, which it appends to, are on this machine
-            shutil.rmtree(state, ignore_errors=True)
+            temporary.remove(Path(state))
 
 
 class QueueSearcher(Searcher):
@@ -142,39 +147,83 @@ class RuleScheduler(FIFOScheduler):
 
 
 class _ObserverCallback(Callback):
-    """An observer as Ray calls it."""
+    """The observers as Ray calls them; and the time limit, which it is asked for as often.
 
-    def __init__(self, observer: Observer, work_of_trial: Callable[[RayTrial], Work]) -> None:
-        self._observer = observer
+    Ray takes what a callback raises for a failure of the trial, or wraps it; only what the end of a step raises ends the search.
+    """
+
+    def __init__(
+        self, observers: Observer, settings: WorkerSettings, work_of_trial: Callable[[RayTrial], Work]
+    ) -> None:
+        self._observers = observers
+        self._settings = settings
         self._work = work_of_trial
+        self._deadline = Deadline(settings.trial_timeout_s)
+        self._failure: Exception | None = None
 
     def setup(self, *args: Any, **info: Any) -> None:
-        self._observer.on_begin()
+        self._observers.on_begin()
 
     def on_step_end(self, iteration: int, trials: list[RayTrial], **info: Any) -> None:
-        self._observer.on_tick(sum(trial.status == RayTrial.RUNNING for trial in trials))
+        if self._failure is not None:
+            raise self._failure
+        for trial in self._deadline.check():
+            if isinstance(self._work(trial), TrialSpec):  # which would take as long again; a job is tried once more
+                trial.max_failures = 0
+        self._observers.on_tick(sum(trial.status == RayTrial.RUNNING for trial in trials))
 
     def on_trial_start(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        self._observer.on_start(self._work(trial))
+        self._deadline.begin(trial)
+        self._tell(self._observers.on_start, trial)
 
     def on_trial_result(
         self, iteration: int, trials: list[RayTrial], trial: RayTrial, result: dict[str, Any], **info: Any
     ) -> None:
         message = message_in(result)
         if message is not None:
-            self._observer.on_message(self._work(trial), message)
+            self._tell(self._observers.on_message, trial, message)
 
     def on_trial_complete(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        self._observer.on_end(self._work(trial), message_in(trial.last_result))
+        self._deadline.done(trial)
+        self._tell(self._observers.on_end, trial, message_in(trial.last_result))
+
+    def on_trial_recover(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
+        self._deadline.done(trial)
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
-        error = trial.get_error()
-        if error is not None and not isinstance(error, BaseException):  # its text, where its file could not be written
-            error = RuntimeError(error)
-        self._observer.on_error(self._work(trial), message_in(trial.last_result), error)
+        self._deadline.done(trial)
+        self._tell(partial(self._on_error, trial), trial)
 
     def on_experiment_end(self, trials: list[RayTrial], **info: Any) -> None:
-        self._observer.on_finish()
+        self._observers.on_finish()
+
+    def _tell(self, event: Callable[..., None], trial: RayTrial, *more: Any) -> None:
+        try:
+            event(self._work(trial), *more)
+        except Exception as error:  # noqa: BLE001  # raised at the end of the step
+            self._failure = self._failure or error
+
+    def _on_error(self, trial: RayTrial, work: Work) -> None:
+        error = self._cause(trial)
+        if isinstance(error, MachineError) and not isinstance(error, Hung | LostWorker):
+            raise error  # no trial's failure
+        last = last_message(self._settings, work, message_in(trial.last_result), error)
+        self._observers.on_error(work, last, error)
+
+    def _cause(self, trial: RayTrial) -> BaseException:
+        """What has ended a trial, in our terms."""
+        if trial in self._deadline.ended:
+            return Hung(
+                f"stopped by the time limit of {self._settings.trial_timeout_s:g} s per trial (--trial-timeout)"
+            )
+        error = RuntimeError("unknown cause")
+        if trial.pickled_error_file is not None:
+            error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+        if isinstance(error, RayTaskError):  # its worker has raised, and lives
+            return error.cause or error
+        said = last_line(error).split(" Some common causes")[0]
+        # What Ray's memory monitor has to say of a worker that it has ended
+        return OutOfMemory(said) if "address the out of memory issue" in str(error) else LostWorker(said)
 
 
 class _StopAtFailure(Stopper):

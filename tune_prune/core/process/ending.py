@@ -1,0 +1,163 @@
+"""How a command ends: with an exit code, a sentence in place of a traceback, and at once where a signal asks for it.
+
+0 done; 1 what the machine could not do, in one sentence, or a defect, with its traceback; 2 the user must change something, in one
+sentence; 128 and the number of the signal that ended it: 129 its terminal went, 130 interrupted (Ctrl-C), 143 terminated (`kill`,
+Slurm, Kubernetes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from tune_prune.core.errors import MachineError, UserError, refused
+from tune_prune.core.process import temporary
+from tune_prune.core.terminal.escapes import printable
+
+SIGNALS = {
+    signal.SIGHUP: "its terminal went away",
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+}
+PATIENCE_S = 10.0  # for what has to be put in order; Kubernetes and Slurm kill after 30
+
+
+class _Ending:
+    """Of this process: the signal that it has heard, and what else is said of it."""
+
+    def __init__(self, advice: str) -> None:
+        self.heard: signal.Signals | None = None
+        self.advice = advice
+        self.over = threading.Event()
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """The first signal raises KeyboardInterrupt in the main thread; a second one changes nothing, as what the first has begun
+        ends soon, by itself or by force."""
+        if self.heard is None:
+            self.heard = signal.Signals(number)
+            raise KeyboardInterrupt
+
+    def code(self) -> int:
+        return 128 + (self.heard or signal.SIGINT)
+
+    def sentence(self, advice: str = "") -> str:
+        return ": ".join(filter(None, (f"\n{SIGNALS[self.heard or signal.SIGINT]}", advice or self.advice)))
+
+    def wait_for_signal(self, wakeup: int) -> None:
+        """In a thread, which learns of a signal (`signal.set_wakeup_fd`) also where the main thread hangs in a library or a file
+        system and cannot hear it; then that has to end in PATIENCE_S."""
+        while number := os.read(wakeup, 1):
+            if number[0] in SIGNALS and not self.over.wait(PATIENCE_S):
+                self.heard = self.heard or signal.Signals(number[0])
+                self.by_force(self.sentence(), self.code())
+
+    def by_force(self, sentence: str, code: int) -> None:
+        if not self.over.is_set():
+            _say(sentence)
+            temporary.remove_all()
+            os._exit(code)
+
+
+def exit_code(main: Callable[[], None], advice: str = "") -> int:
+    """Call `main` and return the exit code. A signal prints its own message and `advice`, or that of `advised`."""
+    ending = _Ending(advice)
+    with _signals(ending):
+        try:
+            main()
+        except (UserError, MachineError) as error:
+            _say(_with_advice(f"error: {error}", error))
+            return 2 if isinstance(error, UserError) else 1
+        except KeyboardInterrupt as interrupt:
+            _say(
+                ending.sentence(
+                    ": ".join((*filter(None, map(str, interrupt.args)), *getattr(interrupt, "__notes__", ())))
+                )
+            )
+            return ending.code()
+        except Exception as error:
+            said = refused(error)
+            if said is None:
+                raise
+            sentence, code = said
+            _say(_with_advice(f"error: {sentence}", error))
+            return code
+    return 0
+
+
+@contextmanager
+def advised(advice: str) -> Iterator[None]:
+    """Whatever ends the command within, except a UserError, is followed by this advice."""
+    if _current is not None:
+        _current.advice = advice
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        error.add_note(advice)
+        raise
+
+
+def by_force(sentence: str) -> None:
+    """End the command that runs with that sentence, its advice and code 1: its main thread hangs. Nothing without a command."""
+    if _current is not None:
+        _current.by_force("\n".join(filter(None, (f"error: {sentence}", _current.advice))), 1)
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Call `main`, which returns an exit code, and end this process with it, in PATIENCE_S at most: what libraries do at the end
+    may hang. A signal that comes then changes nothing."""
+    global _leaving
+    _leaving = True
+    code = main()
+    timer = threading.Timer(PATIENCE_S, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+    sys.exit(code)
+
+
+_current: _Ending | None = None
+_leaving = False  # this process ends with the command
+
+
+@contextmanager
+def _signals(ending: _Ending) -> Iterator[None]:
+    """Within it signals are for `ending`, where this is the main thread; one that is ignored (nohup) stays so."""
+    global _current
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    awake, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    wakeup_before = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    threading.Thread(target=ending.wait_for_signal, args=[awake], daemon=True).start()
+    _current, outer = ending, _current
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, ending.hear)
+    try:
+        yield
+    finally:
+        ending.over.set()
+        _current = outer
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if _leaving else handler)
+        signal.set_wakeup_fd(wakeup_before)
+        os.close(wakeup)  # its thread ends
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def _with_advice(sentence: str, error: BaseException) -> str:
+    return "\n".join((sentence, *getattr(error, "__notes__", ())))

@@ -1,0 +1,71 @@
+"""What attempts that were killed had done: beside the stages that they have noted themselves, the seconds of the unfinished one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tune_prune.core.ledger import PassLog
+from tune_prune.trial.trial import TrialProgress
+from tune_prune.tuning.messages import Message, TrialMessage
+from tune_prune.tuning.observers.observer import Observer
+from tune_prune.tuning.preparation import PrepareJob, Work
+from tune_prune.tuning.worker import WorkerSettings
+
+
+@dataclass
+class _Running:
+    progress: TrialProgress
+    since: float  # the end of its last stage, else its start
+    noted_s: float = 0.0  # of a job: what had been computed for it before
+
+
+class LostWork(Observer):
+    """Notes an attempt whose process died, and at the end of a search that is interrupted (`note_all`) those that were running."""
+
+    def __init__(self, settings: WorkerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._running: dict[Work, _Running] = {}
+
+    def on_start(self, work: Work) -> None:
+        self._note(work)  # once more: its process died
+        key, config = (
+            (f"job-{work.seq_len or 'baseline'}", None) if isinstance(work, PrepareJob) else (work.key, work.config)
+        )
+        progress = TrialProgress(key, work.run.label, config)
+        self._running[work] = _Running(progress, self._clock(), self._noted_s(work))
+
+    def on_message(self, work: Work, message: Message) -> None:
+        if isinstance(message, TrialMessage):
+            self._running[work] = _Running(message.progress, self._clock())
+
+    def on_end(self, work: Work, last: Message | None) -> None:
+        self._running.pop(work, None)
+
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
+        self._note(work)
+
+    def note_all(self) -> None:
+        """They are killed with this process, or with its Ray."""
+        for work in list(self._running):
+            self._note(work)
+
+    def _note(self, work: Work) -> None:
+        if (lost := self._running.pop(work, None)) is not None:
+            noted_s = self._noted_s(work) - lost.noted_s
+            self._settings.note_attempt(lost.progress, max(0.0, self._clock() - lost.since - noted_s))
+
+    def _noted_s(self, work: Work) -> float:
+        """Seconds of what a job's attempts have noted themselves; of a trial, messages tell."""
+        if not isinstance(work, PrepareJob):
+            return 0.0
+        if work.seq_len is None:
+            settings = self._settings
+            own = [attempt for attempt in settings.attempts.read([]) if attempt.search_id == settings.search_id]
+            return sum(
+                stage["duration_s"] for attempt in own if attempt.model == work.run.label for stage in attempt.stages
+            )
+        made = [entry for entry in PassLog(self._settings.store).read() if entry["model"] == work.run.label]
+        return sum(entry["duration_s"] for entry in made if entry.get("seq_len") == work.seq_len)
