@@ -17,7 +17,7 @@ from types import TracebackType
 
 import psutil
 
-from tune_prune.core.errors import MachineError, UserError
+from tune_prune.core.errors import NotStarted, UserError
 from tune_prune.core.process import temporary
 from tune_prune.cost_model import machine
 
@@ -53,15 +53,15 @@ class LocalRay:
         )
 
     def address(self) -> str:
-        """Where it listens, as soon as it is up. Raises UserError or MachineError where it does not start."""
+        """Where it listens, as soon as it is up. Raises UserError or NotStarted where it does not start."""
         line = self._next_line()
         if not line:
-            raise MachineError(
+            raise NotStarted(
                 f"Ray ended while it started (exit code {self._process.wait()}; {machine.load()}); {INSTEAD}"
             )
         said = json.loads(line)
         if "address" not in said:
-            raise (UserError if "user_error" in said else MachineError)(*said.values())
+            raise (UserError if "user_error" in said else NotStarted)(*said.values())
         return str(said["address"])
 
     def wait_for_loss(self) -> str:
