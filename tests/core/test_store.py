@@ -20,6 +20,8 @@ from tests.s3_server import Server, forget_clients
 from tune_prune.core import files
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.storage import lease, node_cache, objects
 from tune_prune.core.storage.contract import StorageError
 from tune_prune.core.storage.node_cache import NodeCachedStore
@@ -253,6 +255,17 @@ class TestMemory(LeaseContract):
 
 
 class TestS3(BetweenProcesses, LeaseContract):
+    def test_records_are_read_at_once(self, store: Store) -> None:
+        ledger = Ledger(store)
+        config = {"method": "taylor", "seq_len": 16, "num_samples": 8}
+        records = [TrialRecord(f"{number:02d}", "m", config, "failed") for number in range(20)]
+        for record in records:
+            ledger.write(record)
+        store.put("ledger/07.json", "{")
+        found, damaged = ledger.readable()
+        assert found == [record for record in records if record.key != "07"]
+        assert [error.path for error in damaged] == [store.path("ledger/07.json")]
+
     @pytest.fixture
     def store(self, s3: Server) -> Store:
         return open_store(f"{s3.bucket()}/results")

@@ -47,6 +47,7 @@ class ObjectStore(Store):
     StorageError where the storage refuses or does not answer."""
 
     folder: ObjectPath
+    readers = 16
 
     def __init__(self, folder: ObjectPath) -> None:
         self.folder = folder
