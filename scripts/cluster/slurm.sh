@@ -22,12 +22,13 @@ ray get-auth-token --generate >/dev/null # ~/.ray/auth_token, which all nodes se
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${hosts%%$'\n'*}
+HEAD_IP=${HEAD_IP:-$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')}
 # `ray symmetric-run` ends with 0, too, where Ray does not start: a search that has not begun must not look done.
 export STATUS="$SLURM_SUBMIT_DIR/slurm-$SLURM_JOB_ID.status"
 echo 1 >"$STATUS"
 # shellcheck disable=SC2016  # expanded on the head
 srun --ntasks-per-node=1 --cpu-bind=none \
-    ray symmetric-run --address "$head:$PORT" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
+    ray symmetric-run --address "$HEAD_IP:$PORT" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
     bash -c 'code=0; python -m tune_prune.search --address auto "$@" || code=$?; echo "$code" >"$STATUS"' search "$@"
 code=$(cat "$STATUS")
 rm "$STATUS"

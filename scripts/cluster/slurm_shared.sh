@@ -27,7 +27,8 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${hosts%%$'\n'*}
 on_all=(srun --overlap --ntasks-per-node=1 --cpu-bind=none)
 on_head=(srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist="$head")
-address=$("${on_head[@]}" hostname --ip-address | awk '{print $1}'):$PORTS
+HEAD_IP=${HEAD_IP:-$("${on_head[@]}" hostname --ip-address | awk '{print $1}')}
+address=$HEAD_IP:$PORTS
 
 "${on_all[@]}" python -c '
 import os, socket, sys

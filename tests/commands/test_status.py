@@ -142,6 +142,8 @@ def test_the_file_follows_the_search(observer: StatusObserver, tmp_path: Path) -
     observer.__exit__(KeyboardInterrupt, None, None)
     found = told(tmp_path, lambda found: found["state"] == "stopped")
     assert found["eta_seconds"] is None and found["running"] == []
+    observer.on_finish()
+    assert told(tmp_path, lambda found: found["state"] == "ended")["done"] == 2
 
 
 def test_a_status_that_cannot_be_written_is_told_at_the_next_tick(

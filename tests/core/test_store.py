@@ -20,6 +20,8 @@ from tests.s3_server import Server, forget_clients
 from tune_prune.core import files
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.storage import lease, node_cache, objects
 from tune_prune.core.storage.contract import StorageError
 from tune_prune.core.storage.node_cache import NodeCachedStore
@@ -253,6 +255,17 @@ class TestMemory(LeaseContract):
 
 
 class TestS3(BetweenProcesses, LeaseContract):
+    def test_records_are_read_at_once(self, store: Store) -> None:
+        ledger = Ledger(store)
+        config = {"method": "taylor", "seq_len": 16, "num_samples": 8}
+        records = [TrialRecord(f"{number:02d}", "m", config, "failed") for number in range(20)]
+        for record in records:
+            ledger.write(record)
+        store.put("ledger/07.json", "{")
+        found, damaged = ledger.readable()
+        assert found == [record for record in records if record.key != "07"]
+        assert [error.path for error in damaged] == [store.path("ledger/07.json")]
+
     @pytest.fixture
     def store(self, s3: Server) -> Store:
         return open_store(f"{s3.bucket()}/results")
@@ -300,6 +313,20 @@ class TestS3(BetweenProcesses, LeaseContract):
             StorageError, match=r"could not be read \(Unable to locate credentials\); give this machine"
         ):
             open_store(store.folder).get("a")
+
+    def test_what_was_put_though_the_answer_was_lost(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        client = objects._client("s3")[0]
+        put = client.pipe_file
+
+        def unanswered(path: str, data: bytes, mode: str = "") -> None:
+            put(path, data, mode=mode)
+            raise TimeoutError("the connection was lost")
+
+        monkeypatch.setattr(client, "pipe_file", unanswered)
+        assert store.put_new("a", "mine") and not store.put_new("a", "another's")
+        monkeypatch.setattr(client, "pipe_file", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no route")))
+        with pytest.raises(StorageError, match=r"b could not be written \(no route\)"):
+            store.put_new("b", "mine")
 
     def test_a_server_without_conditional_writes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         overwrite = objects._client("s3")[0].pipe_file

@@ -182,3 +182,33 @@ def test_hours_are_shown_as_such():
     slow = CostEstimate((ModelCost("tiny-llama", (), {}, {"perplexity": 3600.0}, 4),), 1, 0.0, 0.0)
     search = Search(cost=slow, jobs=[])
     assert search.shown(wait=12).endswith("ETA 3:59:59")
+
+
+def test_without_a_terminal_a_long_search_writes_few_lines():
+    search = Search()
+    search.line.on_begin()
+    seconds = 24 * 3600
+    for _ in range(seconds // 5):
+        search.now += 5
+        search.line.on_tick(running=1)
+    lines = search.screen.getvalue().splitlines()
+    assert 1000 // 10 < len(lines) < 1000 // 10 + 600  # every 10 seconds at first, then every hundredth of the time
+    assert "\r" not in search.screen.getvalue()
+
+
+def test_what_is_left_is_a_range_of_the_paces_seen():
+    search = Search(cost=replace(COST, slowdown=(0.5, 2.0)), jobs=[])
+    low, high = search.line.seconds_left() or (0, 0)
+    whole = WORKER_START_S + 4 * (30 + TRIAL_OVERHEAD_S)
+    assert (low, high) == pytest.approx((whole / 2, 2 * whole))
+    search.start(SPECS["k0"])
+    for pace in (0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0):
+        search.stage(SPECS["k0"], "pruning", pace)
+    middle = search.line._left.seconds()  # type: ignore[union-attr]
+    assert search.line.seconds_left() == pytest.approx((middle, middle))  # three quarters went as predicted
+    for pace in (0.5, 2.0, 0.5, 2.0, 0.5, 2.0):
+        search.stage(SPECS["k0"], "pruning", pace)
+    low, high = search.line.seconds_left() or (0, 0)
+    middle = search.line._left.seconds()  # type: ignore[union-attr]
+    assert low < middle < high
+    assert Search(cost=None).line.seconds_left() is None

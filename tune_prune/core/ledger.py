@@ -12,6 +12,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -79,16 +80,21 @@ class Ledger:
 
     def readable(self) -> tuple[list[TrialRecord], list[DamagedFile]]:
         """The records that can be read, by key, and what is wrong with the others."""
-        records, damaged = [], []
-        for name in self._store.names(LEDGER):
-            if name.endswith(".json"):
-                try:
-                    record = self.read(PurePosixPath(name).stem)
-                except DamagedFile as error:
-                    damaged.append(error)
-                else:
-                    records += [record] if record is not None else []  # it was removed since the folder was listed
-        return records, damaged
+        keys = [PurePosixPath(name).stem for name in self._store.names(LEDGER) if name.endswith(".json")]
+        if self._store.readers == 1:
+            found = [self._read_or_damage(key) for key in keys]
+        else:
+            with ThreadPoolExecutor(self._store.readers) as pool:
+                found = list(pool.map(self._read_or_damage, keys))
+        # A record may have been removed since they were listed.
+        records = [one for one in found if isinstance(one, TrialRecord)]
+        return records, [one for one in found if isinstance(one, DamagedFile)]
+
+    def _read_or_damage(self, key: str) -> TrialRecord | DamagedFile | None:
+        try:
+            return self.read(key)
+        except DamagedFile as error:
+            return error
 
     def trial_file(self, key: str, name: str) -> bytes | None:
         """A file of a trial's folder; None if it is not there. Raises DamagedFile where it is not the one that the trial's record

@@ -20,6 +20,7 @@ class Store(ABC):
     """Named contents at `folder`, which need not exist yet. A name has "/" between its parts; hidden ones (.x) do not count."""
 
     folder: Location
+    readers = 1  # threads that read many contents sooner
 
     def path(self, name: str) -> Location:
         """Where `name` is, for messages."""

@@ -79,7 +79,7 @@ class StatusObserver(Observer):
 
     def __enter__(self) -> StatusObserver:
         self._say("running")
-        self._write()
+        self._try_to_write()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beats, name="status", daemon=True)
         self._thread.start()
@@ -89,9 +89,9 @@ class StatusObserver(Observer):
         assert self._ended is not None and self._thread is not None
         self._ended.set()
         self._thread.join()
-        self._running.clear()
-        self._say("ended" if kind is None else "stopped")
-        self._write()
+        if kind is not None:  # else `on_finish` has said that it has ended
+            self._end("stopped")
+            self._try_to_write()  # an error here must not stand before what ends the search
 
     def on_start(self, work: Work) -> None:
         self._running[work] = _Running(work, now())
@@ -112,6 +112,14 @@ class StatusObserver(Observer):
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def on_finish(self) -> None:
+        self._end("ended")
+        self._write()
+
+    def _end(self, state: str) -> None:
+        self._running.clear()
+        self._say(state)
 
     def _over(self, work: Work, failed: bool) -> None:
         self._running.pop(work, None)
@@ -134,10 +142,13 @@ class StatusObserver(Observer):
     def _beats(self) -> None:
         assert self._ended is not None
         while not self._ended.wait(self._beat_s):
-            try:
-                self._write()
-            except Exception as error:  # noqa: BLE001  # raised by `on_tick`, where failures of observers are dealt with
-                self._error = error
+            self._try_to_write()
+
+    def _try_to_write(self) -> None:
+        try:
+            self._write()
+        except Exception as error:  # noqa: BLE001  # raised by `on_tick`, where failures of observers are dealt with
+            self._error = error
 
     def _write(self) -> None:
         self._settings.store.put(STATUS, to_json({**self._about, **self._said, "updated_at": now()}))
