@@ -3,6 +3,7 @@ ends the search ends Ray."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -175,17 +176,60 @@ def test_the_workers_that_have_started_with_ray_run_the_trials(ray_folder, tmp_p
         "--limit",
         "2",
     ]
-    done = subprocess.run(
+    driver = subprocess.Popen(
         [*command, "--storage-path", str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert "[6/6]" in done.stdout
-    (logs,) = (ray_folder / "ray").glob("session_2*/logs")  # kept: a search was on it
-    assert len(list(logs.glob("python-core-worker-*.log"))) == len(cpus)
-    wait_for(lambda: not processes_of(ray_folder), 5)
+    workers = set()
+    while driver.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = psutil.Process(driver.pid).children(recursive=True)
+            workers |= {process.pid for process in processes if process.name().startswith(("ray::IDLE", "ray::Prune"))}
+        time.sleep(0.1)
+    out, err = driver.communicate()
+    assert driver.returncode == 0 and "[6/6]" in out, err
+    assert len(workers) == len(cpus)
+    assert not processes_of(ray_folder) and not list(ray_folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "exit_code", "sentence"),
+    [
+        ("terminate", 143, "terminated: finished trials are kept"),
+        ("raylet", 1, "error: Ray has ended: its raylet died"),
+    ],
+)
+def test_a_search_that_is_terminated_or_loses_its_ray_says_how_to_go_on(end, exit_code, sentence, ray_folder, tmp_path):
+    """And leaves neither a process nor a file."""
+    command = [sys.executable, "-m", "tune_prune.search", *TINY, "--limit", "60", "--storage-path", str(tmp_path)]
+    driver = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(ray_folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if line.startswith("[prepare 1/"):
+            break
+    if end == "terminate":
+        driver.terminate()
+    else:
+        (raylet,) = [process for process in processes_of(ray_folder) if process.name() == "raylet"]
+        raylet.kill()
+    began = time.monotonic()
+    said = driver.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 20
+    assert driver.returncode == exit_code and sentence in said, said
+    assert "to go on, run the same command again:\n  python -m tune_prune.search --model tiny-llama" in said
+    assert "Traceback" not in said and "SIGTERM" not in said
+    wait_for(lambda: not processes_of(ray_folder), 10)
+    assert not list(ray_folder.glob("*tune_prune*"))
 
 
 @pytest.mark.parametrize(
