@@ -195,43 +195,6 @@ def test_the_workers_that_have_started_with_ray_run_the_trials(ray_folder, tmp_p
     assert not processes_of(ray_folder) and not list(ray_folder.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "exit_code", "sentence"),
-    [
-        ("terminate", 143, "terminated: finished trials are kept"),
-        ("raylet", 1, "error: Ray has ended: its raylet died"),
-    ],
-)
-def test_a_search_that_is_terminated_or_loses_its_ray_says_how_to_go_on(end, exit_code, sentence, ray_folder, tmp_path):
-    """And leaves neither a process nor a file."""
-    command = [sys.executable, "-m", "tune_prune.search", *TINY, "--limit", "60", "--storage-path", str(tmp_path)]
-    driver = subprocess.Popen(
-        command,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(ray_folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert driver.stdout is not None
-    for line in driver.stdout:
-        if line.startswith("[prepare 1/"):
-            break
-    if end == "terminate":
-        driver.terminate()
-    else:
-        (raylet,) = [process for process in processes_of(ray_folder) if process.name() == "raylet"]
-        raylet.kill()
-    began = time.monotonic()
-    said = driver.communicate(timeout=60)[1]
-    assert time.monotonic() - began < 20
-    assert driver.returncode == exit_code and sentence in said, said
-    assert "to go on, run the same command again:\n  python -m tune_prune.search --model tiny-llama" in said
-    assert "Traceback" not in said and "SIGTERM" not in said
-    wait_for(lambda: not processes_of(ray_folder), 10)
-    assert not list(ray_folder.glob("*tune_prune*"))
-
-
 @pytest.mark.parametrize(
     ("announced", "sentence"),
     [(None, "no Ray cluster was started on this machine"), ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1")],

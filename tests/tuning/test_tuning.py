@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from ray._private.state import actors
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
@@ -171,38 +169,6 @@ def test_a_failed_trial_is_run_again(experiment, second_start):
     assert third.records[impossible.key].search_id not in ("", one)
     for spec in jobs:
         assert spec is impossible or third.records[spec.key] == result.records[spec.key]
-
-
-def test_a_worker_that_is_stopped_is_ended_in_a_job_and_in_a_trial(two_cpus, tmp_path):
-    """Stopped processes, as a debugger or a hung file system leaves them: the job is tried once more, the trial is a record, the
-    search goes on."""
-    jobs = specs_of("tiny-llama", [PruningConfig("taylor", 16, n, 0.3) for n in (8, 16)], tmp_path / "artifacts")
-    stopped: list[str] = []
-
-    def stop() -> None:
-        for name, begun in (("job", ""), ("trial", "ledger")):  # in the next piece of work, that is
-            deadline = time.monotonic() + 60
-            while time.monotonic() < deadline and not stopped_one(name, begun):
-                time.sleep(0.005)
-
-    def stopped_one(name: str, begun: str) -> bool:
-        alive = [actor["Pid"] for actor in actors().values() if actor["State"] == "ALIVE"]
-        if not alive or (name == "trial" and not any((tmp_path / begun).glob("*.json"))):
-            return False
-        psutil.Process(alive[0]).suspend()
-        stopped.append(name)
-        return True
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    options = TuneOptions(tmp_path, trial_timeout_s=8, resources=ONE_AT_A_TIME)
-    result = run_search(jobs, options)
-    thread.join()
-    assert stopped == ["job", "trial"] and len(result.baselines) == 1
-    assert sorted(record.failure for record in result.records.values()) == ["", "hung"]
-    (hung,) = [record for record in result.records.values() if record.failure == "hung"]
-    assert hung.reason == "stopped by the time limit of 8 s per trial (--trial-timeout)"
-    assert {record.key: record for record in Ledger(FolderStore(tmp_path)).records()} == result.records
 
 
 def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(two_cpus, tmp_path):
