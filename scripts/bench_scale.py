@@ -41,7 +41,7 @@ import pyarrow.parquet
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.core.ledger import Ledger, write_baselines
+from tune_prune.core.ledger import Ledger, file_checksum, read_baselines, write_baselines
 from tune_prune.core.store import ITEMS, TRIALS, FolderStore
 
 METHODS = ("taylor", "layerwise", "blockwise", "wanda_sp")
@@ -104,7 +104,6 @@ def make(folder: Path, trials: int, limit: int | None = None, seed: int = 0) -> 
     assert isinstance(plan.experiment_dir, Path)
     store = FolderStore(plan.experiment_dir)
     experiment.write(store, plan, ["python", "-m", "tune_prune.search", *argv])
-    from tune_prune.core.ledger import read_baselines
 
     write_baselines(store, read_baselines(templates))
     records = {record.config["method"]: record for record in Ledger(templates).records()}
@@ -116,15 +115,17 @@ def make(folder: Path, trials: int, limit: int | None = None, seed: int = 0) -> 
     scores = outcomes(configs, len(tasks), np.random.default_rng(seed))
     for column, (config, key) in enumerate(model.trials):
         own = scores[:, column]
+        written = pyarrow.BufferOutputStream()
+        pyarrow.parquet.write_table(with_scores(items, own), written)
+        content = written.getvalue().to_pybytes()
+        store.put(f"{TRIALS}/{key}/{ITEMS}", content)
         record = replace(
             records[config.method],
             key=key,
             config=asdict(config),
             metrics=records[config.method].metrics | accuracies(tasks, own) | {"ppl": 5.0 - 2.5 * float(own.mean())},
+            files={ITEMS: file_checksum(content)},
         )
-        content = pyarrow.BufferOutputStream()
-        pyarrow.parquet.write_table(with_scores(items, own), content)
-        store.put(f"{TRIALS}/{key}/{ITEMS}", content.getvalue().to_pybytes())
         Ledger(store).write(record)
     return plan.experiment_dir
 
@@ -171,7 +172,6 @@ def end(folder: Path, argv: Sequence[str]) -> Callable[[], object]:
     from tune_prune.analysis.export import write_views
     from tune_prune.analysis.input.reading import study_of_search
     from tune_prune.analysis.statistics.findings import find
-    from tune_prune.core.ledger import read_baselines
     from tune_prune.core.store import EXPERIMENT
 
     store = FolderStore(folder)

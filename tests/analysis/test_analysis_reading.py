@@ -37,8 +37,8 @@ def record(name: str, key: str | None = None, status: Any = "complete", acc: flo
     metrics |= {name: 2.0 for name in columns.COLUMNS if name.startswith("grad_")}
     method, seq_len, samples = name.split("-")
     config = asdict(PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **fields))
-    outcome = ("", metrics) if status == "complete" else ("no memory", {})
-    return TrialRecord(key or key_of(config), "tiny", config, status, *outcome)
+    outcome = {"metrics": metrics} if status == "complete" else {"reason": "no memory"}
+    return TrialRecord(key or key_of(config), "tiny", config, status, **outcome)
 
 
 def run_of(seed: int) -> ModelRun:

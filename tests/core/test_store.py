@@ -314,6 +314,20 @@ class TestS3(BetweenProcesses, LeaseContract):
         ):
             open_store(store.folder).get("a")
 
+    def test_what_was_put_though_the_answer_was_lost(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        client = objects._client("s3")[0]
+        put = client.pipe_file
+
+        def unanswered(path: str, data: bytes, mode: str = "") -> None:
+            put(path, data, mode=mode)
+            raise TimeoutError("the connection was lost")
+
+        monkeypatch.setattr(client, "pipe_file", unanswered)
+        assert store.put_new("a", "mine") and not store.put_new("a", "another's")
+        monkeypatch.setattr(client, "pipe_file", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no route")))
+        with pytest.raises(StorageError, match=r"b could not be written \(no route\)"):
+            store.put_new("b", "mine")
+
     def test_a_server_without_conditional_writes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         overwrite = objects._client("s3")[0].pipe_file
         monkeypatch.setattr(objects._client("s3")[0], "pipe_file", lambda path, data, mode="": overwrite(path, data))

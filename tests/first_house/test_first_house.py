@@ -44,7 +44,14 @@ def ledger(experiment: Path) -> dict[str, dict[str, Any]]:
 
 
 RECORDED = ledger(HERE / "storage" / NAME)
-SINCE = {"search_id", "device_name", "torch_version", "files", "checksum"}  # fields that a record has had since
+SINCE = {
+    "search_id",
+    "device_name",
+    "torch_version",
+    "files",
+    "checksum",
+    "failure",
+}  # fields that a record has had since
 
 
 def as_then(record: dict[str, Any]) -> dict[str, Any]:

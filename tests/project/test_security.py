@@ -25,7 +25,7 @@ from tune_prune.models.catalog import resolve
 ROOT = Path(__file__).resolve().parents[2]
 SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
-HERE = "project/test_security.py"
+HERE, RAY = "project/test_security.py", "tuning/test_tuning.py"
 HELD_BY = {
     "Code of a model": [f"{HERE}::test_no_code_of_a_model_runs", f"{HERE}::test_no_call_lets_code_of_a_model_run"],
     "Weights": [f"{HERE}::test_a_pickle_of_weights_runs_nothing"],
@@ -66,6 +66,8 @@ HELD_BY = {
     "Checkpoints": [f"{HERE}::test_checkpoints_hold_no_code_but_two_files"],
     "Secrets": [f"{HERE}::test_secrets_stay_out"],
     "Overwriting": [f"{HERE}::test_nothing_else_is_overwritten"],
+    "Ports": [f"{RAY}::test_a_local_ray_is_for_this_process_alone_and_its_workers_are_as_nice_as_other_programs"],
+    "Temporary folders": ["core/test_ending.py::test_a_signal_ends_a_command_with_its_code_and_what_to_do"],
     "Clusters": ["tuning/test_cluster.py::test_a_cluster_with_a_token_lets_nobody_in_without_it"],
     "Telemetry": [f"{HERE}::test_telemetry_is_off"],
 }

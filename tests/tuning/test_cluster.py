@@ -82,7 +82,7 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
 def joined(address: str, environment: Mapping[str, str]) -> str:
     """What a process of its own says that joins the cluster."""
     code = (
-        "import sys\nfrom tune_prune.core.errors import exit_code\nfrom tune_prune.tuning.ray_cluster import cluster\n"
+        "import sys\nfrom tune_prune.core.process.ending import exit_code\nfrom tune_prune.tuning.ray_cluster import cluster\n"
         "def join():\n    with cluster.connected(sys.argv[1]):\n        print('in')\n"
         "exit_code(join)"
     )

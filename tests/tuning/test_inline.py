@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,4 +106,33 @@ def test_an_interrupted_search_keeps_what_is_finished_and_says_how_to_go_on(
     assert "[3/3] running 0, failed 0" in told
     records = Ledger(FolderStore(tmp_path / "one")).records()
     assert len(records) == 3 and first in records
-    assert (tmp_path / "one" / "all_methods_results.csv").exists() and (tmp_path / "one" / "cost.json").exists()
+    assert (tmp_path / "one" / "all_methods_results.csv").exists()
+    lost = json.loads((tmp_path / "one" / "cost.json").read_text())["lost_work"]  # the interrupted trial had one stage
+    assert (lost["attempts"], lost["stages"]) == (1, 1) and lost["seconds"] > lost["unfinished_seconds"] >= 0
+
+
+def test_a_full_disk_ends_a_search_in_a_sentence_and_the_same_command_goes_on(tmp_path, capfd, monkeypatch):
+    (tmp_path / "space.yaml").write_text(SPACE)
+    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
+    argv += ["--storage-path", str(tmp_path), "--name", "one"]
+    write = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "/trials/" in os.readlink(f"/proc/self/fd/{descriptor}") and any(
+            (tmp_path / "one" / "ledger").glob("*.json")
+        ):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert search.main(argv) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("error: ") and "No space left on device); " in err and " MiB are free in " in err
+    assert err.endswith(
+        "finished trials are kept; to go on, run the same command again:\n  " + err.splitlines()[-1].strip() + "\n"
+    )
+    records = Ledger(FolderStore(tmp_path / "one")).records()
+    assert [record.status for record in records] == ["complete"]
+    monkeypatch.undo()
+    assert search.main(argv) == 0
+    assert "[3/3] running 0, failed 0" in capfd.readouterr().out

@@ -3,6 +3,7 @@ ends the search ends Ray."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -175,17 +176,23 @@ def test_the_workers_that_have_started_with_ray_run_the_trials(ray_folder, tmp_p
         "--limit",
         "2",
     ]
-    done = subprocess.run(
+    driver = subprocess.Popen(
         [*command, "--storage-path", str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert "[6/6]" in done.stdout
-    (logs,) = (ray_folder / "ray").glob("session_2*/logs")  # kept: a search was on it
-    assert len(list(logs.glob("python-core-worker-*.log"))) == len(cpus)
-    wait_for(lambda: not processes_of(ray_folder), 5)
+    workers = set()
+    while driver.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = psutil.Process(driver.pid).children(recursive=True)
+            workers |= {process.pid for process in processes if process.name().startswith(("ray::IDLE", "ray::Prune"))}
+        time.sleep(0.1)
+    out, err = driver.communicate()
+    assert driver.returncode == 0 and "[6/6]" in out, err
+    assert len(workers) == len(cpus)
+    assert not processes_of(ray_folder) and not list(ray_folder.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,10 @@ class MachineError(RuntimeError):
     """What the machine could not do now, though nothing in the command is wrong. The message says what to try."""
 
 
+class NotStarted(MachineError):
+    """A local Ray that does not start; the message says what to do instead."""
+
+
 def whole_number(low: int, high: int) -> Callable[[str], int]:
     """A type of a flag, for argparse: what is wrong with a value becomes part of the usage error."""
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from tune_prune.core.errors import MachineError, UserError, refused
+from tune_prune.core.errors import MachineError, NotStarted, UserError, refused
 from tune_prune.core.process import temporary
 from tune_prune.core.terminal.escapes import printable
 
@@ -93,12 +93,12 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
 
 @contextmanager
 def advised(advice: str) -> Iterator[None]:
-    """Whatever ends the command within, except a UserError, is followed by this advice."""
+    """Whatever ends the command within is followed by this advice, except what says itself what to do."""
     if _current is not None:
         _current.advice = advice
     try:
         yield
-    except UserError:
+    except (UserError, NotStarted):
         raise
     except BaseException as error:
         error.add_note(advice)

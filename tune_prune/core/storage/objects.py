@@ -75,11 +75,14 @@ class ObjectStore(Store):
             try:
                 self._try("written", name, lambda path: self._files.pipe_file(path, data, mode="create"))
                 return True
-            except FileExistsError:
-                # A request whose answer was lost is sent again, and finds its own object.
-                return self.get(name) == data
             except FileNotFoundError as error:
                 raise self._no_bucket(name) from error
+            except (FileExistsError, StorageError) as error:
+                # A request whose answer was lost is sent again, and finds its own object; S3 may refuse both of two at a time.
+                found = self.get(name)
+                if found is None and isinstance(error, StorageError):
+                    raise
+                return found == data
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):

@@ -18,7 +18,7 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ig
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]  # generated
 from ray.exceptions import AuthenticationError
 
-from tune_prune.core.errors import MachineError, UserError
+from tune_prune.core.errors import NotStarted, UserError
 from tune_prune.cost_model import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
@@ -33,8 +33,8 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
     """A Ray to work with: one that is already up in this process, the cluster at `address`, or a local one: `local`, else one of
     `num_cpus` that ends here.
 
-    Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`, MachineError when a local
-    Ray does not start, tried twice, or ends before its time.
+    Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`, NotStarted when a local
+    Ray does not start, tried twice, RayLost where one ends before its time.
     """
     logging.getLogger("ray.tune").setLevel(
         logging.CRITICAL
@@ -69,7 +69,7 @@ def _join_local(local: LocalRay) -> None:
         with for_this_process(), _own_signals():
             ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError) as error:
-        raise MachineError(f"Ray did not answer ({str(error).splitlines()[0]}; {machine.load()}); {INSTEAD}") from error
+        raise NotStarted(f"Ray did not answer ({str(error).splitlines()[0]}; {machine.load()}); {INSTEAD}") from error
 
 
 @contextmanager

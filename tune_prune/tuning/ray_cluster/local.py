@@ -17,7 +17,7 @@ from types import TracebackType
 
 import psutil
 
-from tune_prune.core.errors import MachineError, UserError
+from tune_prune.core.errors import NotStarted, UserError
 from tune_prune.core.process import temporary
 from tune_prune.cost_model import machine
 
@@ -53,15 +53,15 @@ class LocalRay:
         )
 
     def address(self) -> str:
-        """Where it listens, as soon as it is up. Raises UserError or MachineError where it does not start."""
+        """Where it listens, as soon as it is up. Raises UserError or NotStarted where it does not start."""
         line = self._next_line()
         if not line:
-            raise MachineError(
+            raise NotStarted(
                 f"Ray ended while it started (exit code {self._process.wait()}; {machine.load()}); {INSTEAD}"
             )
         said = json.loads(line)
         if "address" not in said:
-            raise (UserError if "user_error" in said else MachineError)(*said.values())
+            raise (UserError if "user_error" in said else NotStarted)(*said.values())
         return str(said["address"])
 
     def wait_for_loss(self) -> str:
@@ -100,16 +100,16 @@ def _remove_abandoned(where: str) -> None:
     """End what is left of searches that were killed together with their first process of Ray, and remove their folders."""
     abandoned = temporary.abandoned(where)
     if abandoned:
-        end_processes(abandoned)
+        _end_processes(abandoned)
     for folder in abandoned:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_processes(folders: list[Path]) -> None:
-    """Kill the processes of this user that were started with files in these folders: those of a Ray name its own."""
+def _end_processes(folders: list[Path]) -> None:
+    """Kill the processes of this user that are Ray's own and have their files in one of these folders, which they name."""
     for process in psutil.process_iter(["cmdline", "uids"]):
         command = " ".join(process.info["cmdline"] or ())  # None: it has ended
         own = process.info["uids"] is not None and process.info["uids"].real == os.getuid()
-        if own and process.pid != os.getpid() and any(f"{folder}/" in command for folder in folders):
+        if own and "/ray/" in command and any(f"{folder}/" in command for folder in folders):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

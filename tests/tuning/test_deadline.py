@@ -1,0 +1,62 @@
+"""The time limit that the driver keeps, with a clock that the test turns and a process that is really stopped."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from tune_prune.tuning.ray_cluster.watch import deadline
+from tune_prune.tuning.ray_cluster.watch.deadline import Deadline
+
+
+class StandIn:
+    """For one of Ray's trials, whose actor is that process."""
+
+    def __init__(self, pid: int) -> None:
+        self.temporary_state = SimpleNamespace(
+            ray_actor=SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: str(pid)))
+        )
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process that is stopped, which Ray takes for an actor of this node."""
+    about = {"State": "ALIVE", "Address": {"NodeID": "here"}}
+    monkeypatch.setattr(deadline, "actors", lambda actor_id: {**about, "Pid": int(actor_id)})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process.send_signal(signal.SIGSTOP)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_worker_that_is_late_is_ended_also_when_it_is_stopped(stopped):
+    now = 0.0
+    limit, trial = Deadline(10, clock=lambda: now), StandIn(stopped.pid)
+    limit.begin(trial)
+    now = 9.9
+    assert limit.check() == [] and stopped.poll() is None
+    now = 10.0
+    assert limit.check() == [trial] and limit.ended == {trial}
+    assert stopped.wait(timeout=10) == -signal.SIGKILL
+    assert limit.check() == []
+    limit.begin(trial)  # it is tried once more, and has ended by itself before it is late
+    now = 20.0
+    assert limit.check() == [trial]
+    limit.begin(trial)
+    limit.done(trial)
+    now = 99.0
+    assert limit.check() == [] and limit.ended == set()
+
+
+def test_without_a_limit_nothing_is_late(stopped):
+    limit, trial = Deadline(None, clock=lambda: 1e9), StandIn(stopped.pid)
+    limit.begin(trial)
+    assert limit.check() == [] and stopped.poll() is None
