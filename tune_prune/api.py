@@ -124,6 +124,7 @@ def search(
     address: str | None = None,
     storage_path: str | Path = "ray_results",
     name: str | None = None,
+    track: Sequence[str] | str | None = None,
 ) -> Results:
     """Search the best way to prune a model: as `python -m tune_prune.search`, into the same folder. The same call again, or the
     same command, runs only what is missing.
@@ -147,6 +148,7 @@ def search(
     address         HOST:PORT of a Ray cluster, or auto; None: a local Ray of its own
     storage_path    folder of all experiments and what they share, or s3://bucket/prefix (docs/storage.md)
     name            of the experiment, a folder in storage_path; None: made of model, ratio, search space, shape and limit
+    track           trials as runs of "mlflow" or "wandb", or of both (docs/watching.md); None: neither
 
     Returns the Results of all trials of the experiment. Prints its progress. A trial that fails is a row of `Results.trials`.
     Raises UserError, before anything starts where that can be; MachineError where Ray does not start. On KeyboardInterrupt the
@@ -162,8 +164,12 @@ def search(
         settings = search_flags.settings_from(args)
         from tune_prune import results
         from tune_prune.planning.preflight import make_plan
+        from tune_prune.tuning.observers.tracking import trackers
 
-        return results.run(make_plan(settings), [*search_flags.COMMAND, *argv], local_ray=local_ray)
+        trackers(args.track or (), "")  # their packages are there
+        plan = make_plan(settings)
+        observers = trackers(args.track or (), plan.experiment_dir.name)
+        return results.run(plan, [*search_flags.COMMAND, *argv], local_ray=local_ray, observers=observers)
 
 
 def load_results(folder: str | Path) -> Results:

@@ -104,7 +104,7 @@ def _run(
     from tune_prune.results import run
     from tune_prune.tuning.observers.tracking import trackers
 
-    trackers(args.track, "")  # their packages are there
+    trackers(args.track or (), "")  # their packages are there
     with progress.shown():
         plan = make_plan(settings)
     if args.save_best and not isinstance(plan.experiment_dir, Path):
@@ -132,7 +132,7 @@ def _run(
         ending.advised(f"finished trials are kept; to go on, run the same command again:\n  {again}"),
         progress.shown(_BESIDE_THE_LINE_S),
     ):
-        results = run(plan, command, at_end, local_ray, [log, *trackers(args.track, plan.experiment_dir.name)])
+        results = run(plan, command, at_end, local_ray, [log, *trackers(args.track or (), plan.experiment_dir.name)])
     folder = shown_path(plan.experiment_dir)
     planned = {key for model in plan.models for _, key in model.trials}
     trials = results.trials

@@ -25,7 +25,7 @@ SEE = " (see python -m tune_prune.{command} --help)"
 MISTYPED = {
     "search --models tiny-llama": f"unknown flag --models, did you mean --model?{SEE}",
     "search -m tiny-llama": f"unknown flag -m, did you mean --model or --memory?{SEE}",
-    "search tiny-llama": f"--model is missing{SEE}",
+    "search tiny-llama": f"unexpected argument tiny-llama, every value follows its flag{SEE}",
     "search --model": f"--model has no value{SEE}",
     "search --model tiny-llama out": f"unexpected argument out, every value follows its flag{SEE}",
     "search --model tiny-llama --num_trials 20": f"unknown flag --num_trials, did you mean --num-trials?{SEE}",
@@ -159,6 +159,9 @@ def test_every_flag_has_a_help_that_says_its_default(parser: Callable[[], Parser
         "--seq-len",
         "--num-samples",
         "--output",
+        "--model",
+        "--status",
+        "--export-study",
     }
     for action in parser()._actions:
         text = action.help or ""

@@ -75,9 +75,10 @@ def searched(s3: Server, tmp_path_factory: pytest.TempPathFactory) -> Searched:
         "one",
     ]
     assert search.main([*argv, "--storage-path", str(here)]) == 0
-    records = sorted(Ledger(FolderStore(here / "one")).records(), key=lambda record: record.started_at)
+    written = sorted((here / "one" / LEDGER).glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    first, second = (path.stem for path in written[:2])
     storage = f"{s3.bucket()}/results"
-    s3.stall(f"{LEDGER}/{records[1].key}")
+    s3.stall(f"{LEDGER}/{second}")
     killed = [sys.executable, "-c", WITH_SHORT_LEASE, *argv, "--storage-path", storage]
     with subprocess.Popen(killed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         s3.wait_for_stalled()
@@ -85,7 +86,7 @@ def searched(s3: Server, tmp_path_factory: pytest.TempPathFactory) -> Searched:
         process.wait()
         s3.go()
     kept = [record.key for record in Ledger(open_store(f"{storage}/one")).records()]
-    assert kept == [records[0].key]
+    assert kept == [first]
     assert search.main([*argv, "--storage-path", storage]) == 0
     return Searched(argv, here / "one", f"{storage}/one")
 

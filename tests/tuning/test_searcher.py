@@ -25,7 +25,7 @@ def specs_of(label: str, seq_lens=(16, 64, 256), num_samples=(8, 16, 64)) -> lis
 def record_of(spec: TrialSpec, status: str, accuracy: float = 0.5) -> TrialRecord:
     metrics = {} if status == "failed" else {"acc_mean": accuracy}
     stages = [{"stage": "zero_shot", "items_scored": 10}]
-    return TrialRecord(spec.key, spec.run.label, asdict(spec.config), status, "", metrics, stages)
+    return TrialRecord(spec.key, spec.run.label, asdict(spec.config), status, metrics=metrics, stages=stages)
 
 
 def accuracy_of(key: str) -> float:

@@ -144,7 +144,6 @@ def parser() -> Parser:
         "--track",
         type=_trackers,
         action="extend",
-        default=[],
         metavar="NAME",
         help="write every trial as a run of mlflow or wandb, too, or of both (mlflow,wandb); each where its own environment "
         "variables say, else below this folder and offline (default: neither)",
@@ -157,6 +156,10 @@ def _trackers(text: str) -> list[str]:
     for name in names:
         if name not in TRACKERS:
             raise argparse.ArgumentTypeError(f"unknown value {name!r}; {did_you_mean(name, TRACKERS)}")
+    if not names:
+        raise argparse.ArgumentTypeError(
+            f"no tracker is named; use {' or '.join(TRACKERS)}, or both with a comma between them"
+        )
     return names
 
 
@@ -207,7 +210,7 @@ def arguments(keywords: Mapping[str, Any]) -> list[str]:
     argv, usual = [], parser()
     for name, value in keywords.items():
         several = name == "model" and isinstance(value, (list, tuple))
-        if name == "tasks" and isinstance(value, (list, tuple)):
+        if name in ("tasks", "track") and isinstance(value, (list, tuple)):
             value = ",".join(value)
         if value != usual.get_default(name):
             flag = f"--{name.replace('_', '-')}"
