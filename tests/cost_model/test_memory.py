@@ -67,8 +67,8 @@ def resident(name: str, **environment: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["taylor", "copies", "taylor by layer", "copies by layer", "taylor streamed"])
 def test_planned_memory_of_gradients_is_what_fresh_processes_take(name):
-    """Of which the C library makes 0.97 to 1.26 of what is counted, differently in each process; of layer by layer up to 1.5. A system
-    that takes pages back makes the peak of a process look smaller: then the largest of three counts."""
+    """Of which the C library makes 0.97 to 1.26 of what is counted, differently in each process; of layer by layer up to 1.5. A
+    system that takes pages back makes the peak of a process look smaller: then the largest of three counts."""
     planned, most = build(name).plan.total, 1.5 if name in ("taylor", "copies") else 2.2
     measured = resident(name)
     for _ in range(2):
