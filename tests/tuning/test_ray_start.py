@@ -206,3 +206,27 @@ def test_auto_is_the_cluster_that_was_started_here_and_no_other_ray(announced, s
     monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray looks for one itself"))
     assert search.main([*TINY, "--address", "auto", "--storage-path", str(tmp_path)]) == 2
     assert sentence in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_search_that_is_terminated_says_how_to_go_on(ray_folder, tmp_path):
+    """And leaves neither a process nor a file. `make torture` does the same to its other parts."""
+    command = [sys.executable, "-m", "tune_prune.search", *TINY, "--limit", "60", "--storage-path", str(tmp_path)]
+    driver = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(ray_folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if line.startswith("[prepare 1/"):
+            break
+    driver.terminate()
+    said = driver.communicate(timeout=120)[1]
+    assert driver.returncode == 143 and "terminated: finished trials are kept" in said, said
+    assert "to go on, run the same command again:\n  python -m tune_prune.search --model tiny-llama" in said
+    assert "Traceback" not in said and "SIGTERM" not in said
+    wait_for(lambda: not processes_of(ray_folder), 30)
+    assert not list(ray_folder.glob("*tune_prune*"))

@@ -48,10 +48,11 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
             wait: Callable[[], str] = partial(silence_of, head)
         else:
             local = local or stack.enter_context(LocalRay(num_cpus))
-            _join_local(local)
-            wait = local.wait_for_loss
+            head, wait = local.address(), local.wait_for_loss
         try:
             with watched(wait):
+                if address is None:
+                    _join_local(head)  # watched, too: a Ray that dies now would be waited for for two minutes
                 yield
         except RayLost:
             raise  # a shutdown would wait for what is no more
@@ -61,9 +62,8 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
         ray.shutdown()
 
 
-def _join_local(local: LocalRay) -> None:
-    """Join a Ray that starts or is up in a process of its own."""
-    address = local.address()
+def _join_local(address: str) -> None:
+    """Join a Ray that is up in a process of its own."""
     Config.initialize("")  # RAY_AUTH_MODE, where ray was imported before it was set
     try:
         with for_this_process(), _own_signals():
