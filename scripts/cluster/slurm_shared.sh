@@ -47,7 +47,8 @@ start='exec ray start "$@" --block --temp-dir="$RAY_FILES" --num-cpus="$SLURM_CP
     --node-manager-port=$((PORTS + 1)) --object-manager-port=$((PORTS + 2)) --runtime-env-agent-port=$((PORTS + 3)) \
     --dashboard-agent-listen-port=$((PORTS + 4)) --dashboard-agent-grpc-port=$((PORTS + 5)) --metrics-export-port=$((PORTS + 6)) \
     --min-worker-port=$((PORTS + 10)) --max-worker-port=$((PORTS + 199))'
-# Not `ray stop`, which would end every Ray of this user on these nodes.
+# Not `ray stop`, which would end every Ray of this user on these nodes. A node that has ended already is no failure here: the exit
+# code is the search's.
 trap 'kill $(jobs -p) 2>/dev/null || true; wait || true' EXIT
 "${on_head[@]}" bash -c "$start" ray --head --port="$PORTS" --include-dashboard=false &
 others=$((SLURM_JOB_NUM_NODES - 1))

@@ -144,28 +144,26 @@ class PassLog:
                 self._store.put(name, _sealed_text(name, values))
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        values, path = self._store.read(name), self._store.path(name)
-        if values is None:
-            return None
-        try:
-            validated(PassCost, values)
-        except ValueError as error:
-            raise DamagedFile(path, f"not the cost of a pass ({error})", _FORGET_COST) from error
-        return _check_seal(name, values, path, _FORGET_COST)
+        return _proven(self._store, name, PassCost, "the cost of a pass", _FORGET_COST)
 
 
 def read_about(store: Store) -> dict[str, Any] | None:
     """experiment.json; None where there is none. Fields may be missing; those that are there are of their types. Raises
     DamagedFile."""
-    values, path = store.read(EXPERIMENT), store.path(EXPERIMENT)
+    return _proven(store, EXPERIMENT, About, "the description of an experiment", _NO_OTHER)
+
+
+def _proven(store: Store, name: str, kind: type, what: str, step: str) -> dict[str, Any] | None:
+    """What is kept under `name`, with fields of the types of `kind` and, where it has one, a checksum that holds; None where there
+    is nothing. Raises DamagedFile: it is not `what`, and `step` says what to do."""
+    values, path = store.read(name), store.path(name)
     if values is None:
         return None
     try:
-        validated(About, values)
+        validated(kind, values)
     except ValueError as error:
-        raise DamagedFile(path, f"not the description of an experiment ({error})", _NO_OTHER) from error
-    _check_seal(EXPERIMENT, values, path, _NO_OTHER)
-    return values
+        raise DamagedFile(path, f"not {what} ({error})", step) from error
+    return _check_seal(name, values, path, step)
 
 
 def write_about(store: Store, about: Mapping[str, Any]) -> None:
