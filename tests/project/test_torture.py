@@ -32,7 +32,7 @@ def test_an_unknown_attack_is_a_sentence() -> None:
         [sys.executable, str(SCRIPT), "--only", "disks"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-    assert "unknown attack 'disks'; known: workers, searches, cluster" in run.stderr
+    assert "unknown attack 'disks'; known: workers, searches, cluster, damage, drivers, disk, s3" in run.stderr
 
 
 @pytest.fixture
