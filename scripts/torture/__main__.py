@@ -36,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--minutes", type=float, default=10, help="no search begins after so many (default: %(default)s)")
     p.add_argument("--searches", type=int, default=10**9, metavar="N", help="at most so many (default: no limit)")
     p.add_argument("--only", default=",".join(ATTACKS), metavar="A,B", help="attacks (default: %(default)s)")
+    p.add_argument(
+        "--kills", type=int, default=10**9, metavar="N", help="of one search of `workers`, at most (default: no limit)"
+    )
     p.add_argument("--seed", type=int, default=0, help="of what is killed when (default: %(default)s)")
     p.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each search, as soon as it has ended")
     options = p.parse_args(arguments)
@@ -51,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     problems: Counter[str] = Counter()
     # Ray's sockets lie below it, whose paths may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="tp-"))
-    setting = Setting(folder, undisturbed(folder), random.Random(options.seed))
+    setting = Setting(folder, undisturbed(folder), random.Random(options.seed), options.kills)
     until = time.monotonic() + 60 * options.minutes
     for number, name in zip(count(), cycle(names)):
         if time.monotonic() > until or number == options.searches:

@@ -41,8 +41,9 @@ def workers(setting: Setting, number: int) -> Attacked:
     search = Attacked(setting.folder / f"w{number}", (*GRID, *PARTIAL.get(how, ()), "--inline"))
     while True:
         pid = forked(search)
-        time.sleep(moment(setting.chance, 8.0))
-        os.kill(pid, signal.SIGKILL)
+        if search.kills < setting.most_kills:
+            time.sleep(moment(setting.chance, 8.0))
+            os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         if os.WIFEXITED(status):
             if os.WEXITSTATUS(status):

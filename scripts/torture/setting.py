@@ -29,6 +29,7 @@ class Setting:
     folder: Path  # a short path: Ray's sockets lie below it
     reference: Path  # the experiment of GRID that nobody disturbed
     chance: random.Random
+    most_kills: int = 10**9  # of one search of `workers`
 
 
 def undisturbed(folder: Path) -> Path:
