@@ -7,8 +7,9 @@ import math
 import pandas as pd
 
 from tune_prune.analysis.input.rows import CALIBRATION
-from tune_prune.core.config import HYPERPARAMETERS, Whole
+from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.records import MODEL_STAGES
+from tune_prune.core.values.kinds import Whole
 
 # Columns of the rows. The pruning ratio is none: each is compared in itself; nor is the seed, which repeats a configuration.
 FACTORS = tuple(name for name in HYPERPARAMETERS if name not in ("pruning_ratio", "seed"))
