@@ -97,7 +97,13 @@ def compared(
 
 
 def coverage(
-    who: str, draws: int, ratio: float, together: float, repeats: int, generator: np.random.Generator
+    who: str,
+    draws: int,
+    ratio: float,
+    together: float,
+    repeats: int,
+    generator: np.random.Generator,
+    resamples: int = 1000,
 ) -> dict[str, Any]:
     """How often 95% intervals hold the truth, and the set a given one of equal configurations, in one setting."""
     counts = np.where(np.arange(CONFIGURATIONS) < WHO[who], draws, 1)
@@ -107,7 +113,7 @@ def coverage(
     held: dict[str, list[bool]] = {name: [] for name in (*pairs, "set")}
     for _ in range(repeats):
         scores, truth = simulated(generator, np.full(CONFIGURATIONS, LEVEL), draws, sd, ITEMS, TASKS, together)
-        accuracies, comparison, _ = compared(scores, counts, generator, 1000)
+        accuracies, comparison, _ = compared(scores, counts, generator, resamples)
         for name, (one, other) in pairs.items():
             error = accuracies[one] - truth[one]
             error -= 0 if other is None else accuracies[other] - truth[other]

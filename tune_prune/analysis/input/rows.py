@@ -134,7 +134,7 @@ def config_of(row: Mapping[str, Any]) -> PruningConfig:
 
 def configuration_of(row: Mapping[str, Any]) -> PruningConfig:
     """The configuration of a row without its draw: rows that differ in their seed alone have the same."""
-    return replace(config_of(row), **({"seed": None} if "seed" in HYPERPARAMETERS else {}))
+    return replace(config_of(row), seed=None)
 
 
 def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:
