@@ -133,7 +133,7 @@ def adaptive(items: int, draws: int, sd: float, repeats: int, generator: np.rand
         counts = np.ones(len(GRID), dtype=int)
         while True:
             accuracies, _, between = compared(scores, counts, generator, 2)
-            more = next_draws(accuracies, counts, draws, between, generator)
+            more, _ = next_draws(accuracies, counts, draws, between, generator)
             if not more.any():
                 break
             counts[more] += 1

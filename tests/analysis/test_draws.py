@@ -187,14 +187,15 @@ def test_intervals_cover_and_the_set_holds_the_best(who: str, draws: int, ratio:
 def test_the_race_over_draws() -> None:
     generator = np.random.default_rng(0)
     accuracies = np.array([0.50, 0.60, 0.40, 0.595, 0.30, 0.10])
-    first = next_draws(accuracies, np.ones(6, int), 3, None, generator)
+    first, _ = next_draws(accuracies, np.ones(6, int), 3, None, generator)
     assert np.flatnonzero(first).tolist() == [0, 1, 2, 3]  # the four most accurate
     counts = np.array([2, 2, 2, 2, 1, 1])
     tight = DrawVariance(0.01**2, 0.0, 40)
-    assert np.flatnonzero(next_draws(accuracies, counts, 3, tight, generator)).tolist() == [1, 3]
+    wanted, chances = next_draws(accuracies, counts, 3, tight, generator)
+    assert np.flatnonzero(wanted).tolist() == [1, 3] and chances.sum() == pytest.approx(1)
     wide = DrawVariance(0.3**2, 0.0, 40)
-    assert next_draws(accuracies, counts, 3, wide, generator).all()  # those that were out come back
-    assert not next_draws(accuracies, np.full(6, 3), 3, wide, generator).any()
+    assert next_draws(accuracies, counts, 3, wide, generator)[0].all()  # those that were out come back
+    assert not next_draws(accuracies, np.full(6, 3), 3, wide, generator)[0].any()
 
 
 def test_few_draws_find_the_winner_of_all() -> None:

@@ -224,8 +224,9 @@ def next_draws(
     most: int,
     between: DrawVariance | None,
     generator: np.random.Generator,
-) -> np.ndarray:
-    """Which configurations get another draw: a race over draws, towards the most accurate on `most` draws of each.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which configurations get another draw, and the chance of each to win: a race over draws, towards the most accurate on `most`
+    draws of each.
 
     Items are fixed in it: what is still to come are draws, which move the mean of d of N draws by a variance of MS (1/d - 1/N),
     with MS their mean square on these items. So the chance of each configuration to win is simulated, and those that together
@@ -234,7 +235,7 @@ def next_draws(
     """
     order = np.argsort(-accuracies, kind="stable")
     if between is None:
-        wanted = np.isin(np.arange(len(accuracies)), order[:FIRST])
+        wanted, wins = np.isin(np.arange(len(accuracies)), order[:FIRST]), np.full(len(accuracies), np.nan)
     else:
         squares = between.mean_square * between.freedom / generator.chisquare(between.freedom, _WINS)
         spread = np.sqrt(np.maximum(0.0, 1 / counts - 1 / most))
@@ -242,11 +243,10 @@ def next_draws(
         for square in squares:
             final = accuracies + math.sqrt(square) * spread * generator.standard_normal(len(accuracies))
             wins[final.argmax()] += 1 / _WINS
-        wins[order[0]] += 1  # the leader itself stays
         lowest = np.argsort(wins, kind="stable")
         out = lowest[np.cumsum(wins[lowest]) <= RISK]
         wanted = ~np.isin(np.arange(len(accuracies)), out)
-    return wanted & (counts < most)
+    return wanted & (counts < most), wins
 
 
 def warnings(eligible: pd.DataFrame, best: str, between: DrawVariance | None) -> Iterator[Message]:
