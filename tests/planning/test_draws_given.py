@@ -48,7 +48,7 @@ def decided(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
 
 
 def test_the_winner_of_all_draws_is_found_with_fewer(searched) -> None:
-    draws, (path, about, records) = decided(searched), searched
+    draws, records = decided(searched), searched[2]
     given = {record.key: PruningConfig.from_dict(record.config).name for record in records if record.key in draws.given}
     assert 18 + 2 * MOST - 2 <= len(given) < 0.75 * len(records)
     means: dict[str, list[float]] = {}
