@@ -88,7 +88,7 @@ def test_statistics_of_another_run_are_not_taken(fresh, tmp_path, change):
         change = {"calibration": str(tmp_path / "text.txt")}
     other = TrialContext(replace(RUN, **change), fresh.loaded, fresh.artifacts)
     for needs in (gradients(4), removals(layer=1), [Need("input_norms", "", 4)]):
-        assert tokens_of(fresh, Samples(16), needs) > 0 and tokens_of(other, 16, needs) > 0
+        assert tokens_of(fresh, Samples(16), needs) > 0 and tokens_of(other, Samples(16), needs) > 0
         assert tokens_of(fresh, Samples(16), needs) == 0  # its own are still there
     assert tokens_of(other, Samples(8), gradients(4)) > 0 and tokens_of(other, Samples(16), gradients(3)) > 0
 
