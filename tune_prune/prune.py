@@ -249,7 +249,11 @@ def evaluation(folder: str, about: Manifest) -> list[str]:
     run = about.source
     if run is None or about.metrics is None:
         return command
-    for flag, value in (("--data-dir", run.data_dir), ("--limit", run.protocol.limit)):
+    for flag, value in (
+        ("--data-dir", run.data_dir),
+        ("--limit", run.protocol.limit),
+        ("--perplexity-tokens", run.protocol.perplexity_tokens),
+    ):
         command += [flag, str(value)] if value is not None else []
     return command + (["--tasks", ",".join(run.protocol.tasks)] if run.protocol.tasks != ZERO_SHOT_TASKS else [])
 

@@ -44,6 +44,7 @@ def test_key_depends_on_everything_that_changes_the_result() -> None:
         key(run=replace(RUN, seed=1)),
         key(run=replace(RUN, dtype="bfloat16")),
         key(run=replace(RUN, protocol=EvaluationProtocol(limit=5))),
+        key(run=replace(RUN, protocol=EvaluationProtocol(perplexity_tokens=5))),
         key(run=replace(RUN, protocol=EvaluationProtocol(slices=(0.5, 1.0)))),
     ]
     assert len(set(keys)) == len(keys)

@@ -15,7 +15,7 @@ from typing import Any
 
 import wrapt
 
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, Hyperparameter
+from tune_prune.core.config import HYPERPARAMETERS, PERPLEXITY_TOKENS, ZERO_SHOT_TASKS, Hyperparameter
 from tune_prune.core.errors import whole_number
 from tune_prune.core.process.ending import exit_code
 from tune_prune.cost_model import machine
@@ -31,8 +31,8 @@ CALIBRATION_HELP = (
 
 
 def add_measurement_flags(group: argparse._ActionsContainer) -> None:
-    """--data-dir, --trust-tasks, --tasks, --limit, --perplexity-window and --dtype: what a model is measured on, the same for
-    every command that measures."""
+    """--data-dir, --trust-tasks, --tasks, --limit, --perplexity-window, --perplexity-tokens and --dtype: what a model is measured
+    on, the same for every command that measures."""
     group.add_argument(
         "--data-dir",
         type=text,
@@ -63,6 +63,12 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
         metavar="TOKENS",
         help="length of the windows that the perplexity text is cut into, shortened to the model's limit (default: 2048; for an "
         "embedded model 128, the length it was trained on; for a pruned checkpoint as recorded)",
+    )
+    group.add_argument(
+        "--perplexity-tokens",
+        type=whole_number(PERPLEXITY_TOKENS.low, PERPLEXITY_TOKENS.high),
+        metavar="N",
+        help="measure perplexity on the first N tokens of its text only (default: all)",
     )
     group.add_argument(
         "--dtype",

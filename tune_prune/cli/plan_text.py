@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tune_prune.analysis.cost import between, duration
-from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, alignment, group_labels
+from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, ModelRun, alignment, group_labels
 from tune_prune.core.records import in_order
 from tune_prune.core.store import Location, ObjectPath
 from tune_prune.cost_model import machine
@@ -48,8 +48,7 @@ def describe(plan: Plan) -> str:
         ("calibration", f"{shown_path(first.run.calibration)}, {_draws(plan)}"),
         (
             "evaluation",
-            f"perplexity on {'the embedded text' if uses_embedded_data(first.run) else 'WikiText-2 test'}; "
-            f"{len(protocol.tasks)} zero-shot tasks, {items}",
+            f"perplexity on {perplexity_text_of(first.run)}; {len(protocol.tasks)} zero-shot tasks, {items}",
         ),
         ("", ", ".join(protocol.tasks)),
         (
@@ -90,6 +89,12 @@ def _search(plan: Plan) -> str:
     product = prod(len(values) for values in space.values.values())
     found = str(points) if product == points else f"{product} points, {points} distinct"
     return f"grid over {space.name}: {' x '.join(lists)} = {found} configurations a model"
+
+
+def perplexity_text_of(run: ModelRun) -> str:
+    """What perplexity is measured on, in words."""
+    text = "the embedded text" if uses_embedded_data(run) else "WikiText-2 test"
+    return text if (most := run.protocol.perplexity_tokens) is None else f"the first {most:,} tokens of {text}"
 
 
 def _draws(plan: Plan) -> str:

@@ -26,6 +26,7 @@ ZERO_SHOT_METRIC = {
 }
 ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
 
+PERPLEXITY_TOKENS = Whole(2, 10**9)
 MAX_LABEL = 100  # letters; folders and files are named by labels, with more behind
 
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
@@ -242,6 +243,7 @@ class EvaluationProtocol:
     slices: tuple[float, ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # growing fractions of all items; the last is 1.0
     perplexity_window: int = 2048  # tokens; shortened to the model's limit
     seed: int = 0  # order in which items enter the slices
+    perplexity_tokens: int | None = None  # of the perplexity text the first; None: all
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -250,8 +252,20 @@ class EvaluationProtocol:
             raise UserError(
                 f"limit is {self.limit!r}; it must be at least 1 item per task, or be left out for all items"
             )
+        if self.perplexity_tokens is not None and not PERPLEXITY_TOKENS.holds(self.perplexity_tokens):
+            found, allowed = self.perplexity_tokens, PERPLEXITY_TOKENS
+            raise UserError(f"perplexity_tokens is {found!r}; it must be {allowed}, or be left out for the whole text")
         if list(self.slices) != sorted(set(self.slices)) or self.slices[-1] != 1.0 or self.slices[0] <= 0:
             raise UserError(f"slices are {self.slices}; they must grow, be above 0 and end with 1.0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """By name, as records and keys have it: tokens only where they are bounded, as before there was a bound."""
+        bound = {} if self.perplexity_tokens is None else {"perplexity_tokens": self.perplexity_tokens}
+        return {name: value for name, value in asdict(self).items() if name != "perplexity_tokens"} | bound
+
+    def of_items(self) -> dict[str, Any]:
+        """The part that the zero-shot tasks depend on."""
+        return replace(self, perplexity_tokens=None).to_dict() | {"perplexity_window": None}
 
 
 @dataclass(frozen=True)
@@ -273,7 +287,7 @@ class ModelRun:
         return False
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"protocol": self.protocol.to_dict()}
 
     def of(self, config: PruningConfig | Samples | None) -> ModelRun:
         """The run as the trials of `config`, or passes over those samples, see it: with what they say themselves."""
@@ -297,7 +311,7 @@ def trial_key(config: PruningConfig | None, model_fingerprint: str, data_fingerp
             "config": config.identity() if config else {},
             "model": model_fingerprint,
             "data": data_fingerprint,
-            "protocol": asdict(run.protocol) | {"version": PROTOCOL_VERSION},
+            "protocol": run.protocol.to_dict() | {"version": PROTOCOL_VERSION},
             "seed": run.of(config).seed,
             "dtype": run.dtype,
         }

@@ -100,8 +100,8 @@ def _check_own(
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    # An experiment from before there were shapes is of the free one.
-    return {"shape": "free", **identity, **identity["protocol"], "protocol": None}
+    # An experiment from before there were shapes is of the free one; a bound of tokens is named only where there is one.
+    return {"shape": "free", "perplexity_tokens": None, **identity, **identity["protocol"], "protocol": None}
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

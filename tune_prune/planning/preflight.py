@@ -110,7 +110,7 @@ def _check_inline(settings: SearchSettings) -> None:
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
-    """Of an experiment without --name: models, percentages, search space; shapes and limit where they are not the usual ones."""
+    """Of an experiment without --name: models, percentages, search space; shapes, limit and tokens where they are not the usual."""
     shapes = shapes_of(space, models)
     parts = [
         "+".join(model.run.label for model in models),
@@ -118,6 +118,7 @@ def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[Mo
         space.name,
         *(["+".join(shapes)] if shapes != ("free",) else []),
         *([f"limit{settings.limit}"] if settings.limit else []),
+        *([f"tokens{settings.perplexity_tokens}"] if settings.perplexity_tokens else []),
     ]
     return "-".join(parts)
 

@@ -103,7 +103,9 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
             f"{source.kind} model; leave it out"
         )
     data_dir = checks.data_dir(settings.data_dir)
-    protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
+    protocol = EvaluationProtocol(
+        limit=settings.limit, seed=settings.seed, perplexity_tokens=settings.perplexity_tokens
+    )
     if settings.tasks is not None:
         protocol = replace(protocol, tasks=settings.tasks)
     window = settings.perplexity_window or (embedded.TRAINED_TOKENS if source.kind == "embedded" else None)

@@ -102,7 +102,7 @@ class TrialContext:
     @cached_property
     def perplexity_tokens(self) -> torch.Tensor:
         text = perplexity_text.load_text(self.run.data_dir, uses_embedded_data(self.run))
-        return calibration.tokenize(self.loaded.tokenizer, text)
+        return calibration.tokenize(self.loaded.tokenizer, text)[: self.run.protocol.perplexity_tokens]
 
     @property
     def perplexity_window(self) -> int:
@@ -150,7 +150,9 @@ class TrialContext:
 
     def measure_perplexity(self, plan: PruningPlan) -> tuple[PerplexityResult, int]:
         """The perplexity of the model that keeps what `plan` says, and the tokens forwarded to get it (0: it was cached)."""
-        key = self._measurement(plan.structure, text=self._text_fingerprint, window=self.perplexity_window)
+        most = self.run.protocol.perplexity_tokens
+        bound = {} if most is None else {"tokens": most}
+        key = self._measurement(plan.structure, text=self._text_fingerprint, window=self.perplexity_window, **bound)
         stored = self.artifacts.get("perplexity", key, PerplexityResult.from_arrays)
         if stored is not None:
             return stored, 0
@@ -169,7 +171,7 @@ class TrialContext:
 
     def item_scores(self, plan: PruningPlan, index: int) -> tuple[list[ItemScore], int]:
         """The scores of the items that slice `index` adds, and the tokens forwarded to get them (0: they were cached)."""
-        protocol = asdict(self.run.protocol) | {"perplexity_window": None}
+        protocol = self.run.protocol.of_items()
         key = self._measurement(plan.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
         scores = self.suite.blank_scores(index)
         stored = self.artifacts.get("zero_shot", key, lambda arrays: self.suite.judge(index, scores.stored(arrays)))
@@ -353,6 +355,6 @@ def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[st
         "version": SUITE_VERSION,
         "tokenizer": model_fingerprint,
         "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
-        "protocol": asdict(run.protocol) | {"perplexity_window": None},
+        "protocol": run.protocol.of_items(),
         "max_length": max_length,
     }

@@ -92,6 +92,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "dtype": sorted({source["dtype"] for source in sources}),
         "seed": sorted({str(source["seed"]) for source in sources}),
         "windows": sorted({model.window for model in models if model.window}),
+        "bounds": sorted({tokens for model in models if (tokens := model.tokens)}),
         "most_windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),
     }
 

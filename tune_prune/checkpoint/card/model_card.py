@@ -178,6 +178,8 @@ def _measured_on(manifest: Manifest) -> str:
     protocol = source.protocol
     own_data = source.data_dir is None and source.model in embedded.MODEL_NAMES
     text = "the perplexity text embedded in tune_prune" if own_data else "the raw WikiText-2 test split"
+    if protocol.perplexity_tokens is not None:
+        text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
     count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"
     tasks = "the tasks embedded in tune_prune" if own_data else "lm-eval's zero-shot tasks"
     chance = metric(manifest.metrics or {}, "chance_acc_mean")
