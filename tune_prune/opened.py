@@ -255,7 +255,7 @@ class Model:
                 f"the tokenizer of {self.label} gives the token id {largest}, but vocab_size in its config.json is {vocab_size}; "
                 "use the model's own tokenizer files"
             )
-        trial = Trial(config, context)
+        trial = Trial(config, context, key=context.key(config and replace(config, calibration=None)))  # it is not read
         for report in trial.stages() if plan is None else trial.measure(plan):
             on_stage(report)
         return Evaluation(run, trial.progress.record("complete"), tuple(trial.items), context.perplexity_window)

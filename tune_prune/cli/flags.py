@@ -24,9 +24,13 @@ from tune_prune.pruning.methods import method_names
 _LIBRARIES = "transformers.modeling_utils"  # the last import that every model needs
 MODEL_HELP = "alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder"
 REVISION_HELP = "branch, tag or commit of a hub model (default: main)"
+RUN_DEFAULTS = {
+    "seed": "0",
+    "calibration": "embedded for embedded models, else the text of --data-dir, else wikitext2",
+}
 CALIBRATION_HELP = (
-    "text that methods are calibrated on: embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else "
-    "the text of --data-dir, else wikitext2)"
+    "text that methods are calibrated on: embedded, wikitext2, c4 or a text file, or several with + between them, in equal parts "
+    f"(default: {RUN_DEFAULTS['calibration']})"
 )
 
 
@@ -103,7 +107,7 @@ def add_hyperparameter_flags(
 ) -> None:
     """A flag for each of these rows of the table, and --align with the shape; `default` in words, else the row's."""
     for row in (HYPERPARAMETERS[name] for name in names):
-        usual = "" if row.required else f" (default: {default or (0 if row.of_run else row.default)})"
+        usual = "" if row.required else f" (default: {default or RUN_DEFAULTS.get(row.name, row.default)})"
         metavar = row.name.rpartition("_")[2].upper()
         choices = f": {', '.join(method_names())}" if row.name == "method" else ""
         group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=f"{row.help}{choices}{usual}")

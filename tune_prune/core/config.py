@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.core.values.kinds import SHAPE, Fraction, Kind, MethodName, ShapeName, Whole
+from tune_prune.core.values.kinds import SHAPE, Fraction, Kind, MethodName, ShapeName, TextNames, Whole
 
 # The seven zero-shot tasks and the metric each is reported by, as in the published search.
 ZERO_SHOT_METRIC = {
@@ -59,6 +59,10 @@ class Hyperparameter:
         """The default; where there is none, the example: what a configuration holds whose method does not read it."""
         return self.kind.read(self.example) if self.required else self.default
 
+    def in_name(self, value: Any) -> str:
+        """A value in a configuration's name."""
+        return f"{self.name_prefix}{self.kind.short(value)}"
+
     @property
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
@@ -95,6 +99,11 @@ HYPERPARAMETERS = {
             "seed", "Seed", Whole(0, 2**32 - 1), "1",
             "seed of the draw of calibration samples and of random scores", "statistics", name_prefix="r",
         ),
+        Hyperparameter(
+            "calibration", "Calibration text", TextNames(), "wikitext2+c4",
+            "text that methods are calibrated on, or several with a plus sign between them, in equal parts", "statistics",
+            name_prefix="c",
+        ),
     )
 }  # fmt: skip
 
@@ -125,6 +134,7 @@ class Samples:
 
     seq_len: int
     seed: int | None = None
+    calibration: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """By name, without what is the run's."""
@@ -133,7 +143,7 @@ class Samples:
     @property
     def name(self) -> str:
         """As in the names of configurations, e.g. `s64` or `s64-r1`."""
-        return "-".join(f"{HYPERPARAMETERS[name].name_prefix}{value}" for name, value in self.to_dict().items())
+        return "-".join(HYPERPARAMETERS[name].in_name(value) for name, value in self.to_dict().items())
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.to_dict().items())
@@ -150,6 +160,7 @@ class PruningConfig:
     removal_divisor: int = HYPERPARAMETERS["removal_divisor"].default
     shape: str = HYPERPARAMETERS["shape"].default
     seed: int | None = None
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         for name, row in HYPERPARAMETERS.items():
@@ -189,7 +200,7 @@ class PruningConfig:
         """Short and readable, e.g. `blockwise-s64-n128` or, off the defaults, `blockwise-s64-n128-d3-aligned-64`; unique
         within one pruning ratio."""
         return "-".join(
-            f"{row.name_prefix}{value}"
+            row.in_name(value)
             for name, row in HYPERPARAMETERS.items()
             if (value := getattr(self, name)) != row.default and row.name_prefix is not None
         )
@@ -275,7 +286,7 @@ class ModelRun:
     model: str  # alias, hub id or absolute folder
     label: str  # name in tables and file names, e.g. "tiny-llama"
     revision: str | None  # commit asked for (hub models)
-    calibration: str  # "embedded", "wikitext2", "c4" or an absolute text file
+    calibration: str  # "embedded", "wikitext2", "c4" or an absolute text file, or several with "+" between them
     data_dir: str | None  # task and text files as in docs/data.md; None: the hub (or embedded); "embedded": those
     protocol: EvaluationProtocol
     seed: int  # of items in slices and, unless a configuration has its own, of its draw
@@ -305,7 +316,8 @@ class TrustingRun(ModelRun):
 
 
 def trial_key(config: PruningConfig | None, model_fingerprint: str, data_fingerprint: str, run: ModelRun) -> str:
-    """A trial is its identity: configuration (None: the dense model), model, data and protocol. Two identical ones are one."""
+    """A trial is its identity: configuration (None: the dense model), model, data and protocol. Two identical ones are one. The
+    `data_fingerprint` is that of the configuration's calibration text."""
     return digest(
         {
             "config": config.identity() if config else {},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
+from tune_prune.core.values.kinds import texts_of
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.data.sources import hub_datasets, task_source, uses_embedded_data
 from tune_prune.data.task_definition import check_scored, followed, read_definition
@@ -72,21 +73,28 @@ def check_calibration(
             f"seq_len {longest} is longer than the {config.max_position_embeddings} tokens that {source.label} accepts; use "
             "shorter samples"
         )
-    if run.calibration in calibration.HUB_TEXTS:
-        return
-    text = calibration.load_text(run.calibration)
-    if run.data_dir is not None or uses_embedded_data(run):
-        reported = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
-        if text.split() == reported.split():
+    local = [text for text in texts_of(run.calibration) if text not in calibration.HUB_TEXTS]
+    contents = {text: calibration.load_text(text).split() for text in local}
+    reported = None
+    if local and (run.data_dir is not None or uses_embedded_data(run)):
+        reported = perplexity_text.load_text(run.data_dir, uses_embedded_data(run)).split()
+    for index, text in enumerate(local):
+        if contents[text] == reported:
             raise UserError(
-                f"calibration text {run.calibration} is the text that perplexity is reported on; pruning by it would make the "
+                f"calibration text {text} is the text that perplexity is reported on; pruning by it would make the "
                 "perplexity look better than it is: name another text with --calibration"
             )
-    tokens = calibration.tokenize(tokenizer, text)
+        for other in local[:index]:
+            if contents[text] == contents[other]:
+                raise UserError(f"calibration texts {other} and {text} are the same text; name one of them")
+    if not local or local != texts_of(run.calibration):
+        return  # no text of the hub is read before it is needed
+    texts = calibration.tokens_of(tokenizer, run.calibration)
     for seq_len in seq_lens:
-        calibration.windows(tokens, seq_len, num_samples, run.seed)
-    if int(tokens.max()) >= config.vocab_size:
+        calibration.samples(texts, seq_len, num_samples, run.seed)
+    largest = max(int(tokens.max()) for tokens in texts)
+    if largest >= config.vocab_size:
         raise UserError(
-            f"the tokenizer of {source.label} gives the token id {int(tokens.max())}, but vocab_size in its config.json is "
+            f"the tokenizer of {source.label} gives the token id {largest}, but vocab_size in its config.json is "
             f"{config.vocab_size}; use the model's own tokenizer files"
         )

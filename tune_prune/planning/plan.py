@@ -58,6 +58,7 @@ class ModelPlan:
     geometry: Geometry
     model_fingerprint: str
     data_fingerprint: str
+    texts: Mapping[str, str]  # the other calibration texts of its trials -> data fingerprints with those
     targets: Mapping[float, int]  # pruning ratio -> parameters to remove
     trials: tuple[tuple[PruningConfig, str], ...]  # configuration and trial key
     workload: Workload
@@ -82,6 +83,7 @@ class ModelPlan:
             "dtype": run.dtype,
             "pruning_ratio": one_or_list(self.targets),
             "shape": one_or_list(self.shapes),
+            **({"texts": dict(self.texts)} if self.texts else {}),
         }
 
 

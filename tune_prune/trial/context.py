@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -65,6 +65,8 @@ class TrialContext:
         self.artifacts = artifacts
         self.fallback = fallback or Fallback(replace(loaded.residency, weights=None, device=None))
         self._let_go = let_go
+        self._data_fingerprint = cache(data_fingerprint)  # by run
+        self.calibration_tokens = cache(partial(calibration.tokens_of, loaded.tokenizer))  # by source
         self._copy: tuple[PruningPlan, PreTrainedModel, int] | None = None  # the pruned one, and its parameters
 
     @classmethod
@@ -85,19 +87,11 @@ class TrialContext:
         return cls(run, loaded, ArtifactStore(artifact_dir), fallback)
 
     def key(self, config: PruningConfig | None) -> str:
-        return trial_key(config, self.model_fingerprint, self.data_fingerprint, self.run)
+        return trial_key(config, self.model_fingerprint, self._data_fingerprint(self.run.of(config)), self.run)
 
     @cached_property
     def model_fingerprint(self) -> str:
         return loading.model_fingerprint(self.loaded.source, self.loaded.model.config)
-
-    @cached_property
-    def data_fingerprint(self) -> str:
-        return data_fingerprint(self.run)
-
-    @cached_property
-    def calibration_tokens(self) -> torch.Tensor:
-        return calibration.tokenize(self.loaded.tokenizer, calibration.load_text(self.run.calibration))
 
     @cached_property
     def perplexity_tokens(self) -> torch.Tensor:
@@ -240,7 +234,8 @@ class TrialContext:
         return padding.padded_weights(model, weights)
 
     def windows(self, samples: Samples, count: int) -> torch.Tensor:
-        return calibration.windows(self.calibration_tokens, samples.seq_len, count, self.run.of(samples).seed)
+        run = self.run.of(samples)
+        return calibration.samples(self.calibration_tokens(run.calibration), samples.seq_len, count, run.seed)
 
     @cached_property
     def cache(self) -> StatisticCache:
