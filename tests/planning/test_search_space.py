@@ -167,6 +167,7 @@ def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
         "removal_divisor": (5, 1),
         "shape": ("aligned", "aligned-128", "uniform", "free"),
         "seed": (3, 0, 4294967295),
+        "calibration": ("c4", "wikitext2+c4"),
     }[name]
     for text, values in (
         (str(several[0]), several[:1]),

@@ -148,12 +148,7 @@ def samples(texts: Sequence[torch.Tensor], seq_len: int, count: int, seed: int) 
     a text is too short."""
     found = texts[0].new_empty(count, seq_len)
     for index, tokens in enumerate(texts):
-        try:
-            found[index :: len(texts)] = windows(tokens, seq_len, len(range(index, count, len(texts))), seed)
-        except UserError as error:
-            if len(texts) == 1:
-                raise
-            raise UserError(f"of the {len(texts)} texts in equal parts, number {index + 1}: {error}") from error
+        found[index :: len(texts)] = windows(tokens, seq_len, len(range(index, count, len(texts))), seed)
     return found
 
 

@@ -73,28 +73,29 @@ def check_calibration(
             f"seq_len {longest} is longer than the {config.max_position_embeddings} tokens that {source.label} accepts; use "
             "shorter samples"
         )
-    local = [text for text in texts_of(run.calibration) if text not in calibration.HUB_TEXTS]
-    contents = {text: calibration.load_text(text).split() for text in local}
+    parts = texts_of(run.calibration)
+    contents = {text: calibration.load_text(text) for text in parts if text not in calibration.HUB_TEXTS}
     reported = None
-    if local and (run.data_dir is not None or uses_embedded_data(run)):
+    if contents and (run.data_dir is not None or uses_embedded_data(run)):
         reported = perplexity_text.load_text(run.data_dir, uses_embedded_data(run)).split()
-    for index, text in enumerate(local):
-        if contents[text] == reported:
+    seen: list[list[str]] = []
+    for text, content in contents.items():
+        if (words := content.split()) == reported:
             raise UserError(
                 f"calibration text {text} is the text that perplexity is reported on; pruning by it would make the "
                 "perplexity look better than it is: name another text with --calibration"
             )
-        for other in local[:index]:
-            if contents[text] == contents[other]:
-                raise UserError(f"calibration texts {other} and {text} are the same text; name one of them")
-    if not local or local != texts_of(run.calibration):
-        return  # no text of the hub is read before it is needed
-    texts = calibration.tokens_of(tokenizer, run.calibration)
-    for seq_len in seq_lens:
-        calibration.samples(texts, seq_len, num_samples, run.seed)
-    largest = max(int(tokens.max()) for tokens in texts)
-    if largest >= config.vocab_size:
-        raise UserError(
-            f"the tokenizer of {source.label} gives the token id {largest}, but vocab_size in its config.json is "
-            f"{config.vocab_size}; use the model's own tokenizer files"
-        )
+        if words in seen:
+            raise UserError(f"calibration text {text} is twice in {run.calibration}, by two names; name it once")
+        seen.append(words)
+        tokens, index = calibration.tokenize(tokenizer, content), parts.index(text)
+        for seq_len in seq_lens:
+            try:
+                calibration.windows(tokens, seq_len, len(range(index, num_samples, len(parts))), run.seed)
+            except UserError as error:
+                raise UserError(f"{text}, of {run.calibration}: {error}" if len(parts) > 1 else str(error)) from error
+        if int(tokens.max()) >= config.vocab_size:
+            raise UserError(
+                f"the tokenizer of {source.label} gives the token id {int(tokens.max())}, but vocab_size in its config.json is "
+                f"{config.vocab_size}; use the model's own tokenizer files"
+            )
