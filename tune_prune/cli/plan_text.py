@@ -35,8 +35,12 @@ def describe(plan: Plan) -> str:
     statistics = [load_statistic(name) for name in used]
     passes = _list([f"{prod(groups)} {statistic.label} passes" for statistic in statistics])
     if passes:
-        each = "one of each per seq_len" if len(statistics) > 1 else "one per seq_len"
-        each += " and draw" * (groups[1] > 1) + " and text" * (groups[2] > 1)
+        per = [
+            name
+            for name, count in zip(("seq_len", "draw", "text"), groups, strict=True)
+            if count > 1 or name == "seq_len"
+        ]
+        each = f"one {'of each ' if len(statistics) > 1 else ''}per {_list(per)}"
         passes += f" a model, {each}; " if space.search == "grid" else " a model at most, as seq_len are visited; "
     rows = [
         (
