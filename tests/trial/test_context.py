@@ -211,6 +211,19 @@ def test_removing_nothing_is_the_baseline(fresh):
     assert perplexity.perplexity(whole, tokens, window).ppl == dense.metrics["ppl"]
 
 
+def test_bounded_tokens_are_the_first_of_the_text_and_another_measurement(fresh):
+    run = replace(fresh.run, protocol=replace(fresh.run.protocol, perplexity_tokens=300))
+    bounded = TrialContext(run, fresh.loaded, fresh.artifacts)
+    plan = PruningPlan.keep_all(fresh.loaded.geometry)
+    whole = fresh.loaded.model
+    result, tokens = bounded.measure_perplexity(plan)
+    direct = perplexity.perplexity(whole, fresh.perplexity_tokens[:300], fresh.perplexity_window)
+    assert result == direct and tokens == 300 - 3  # windows of 128, 128 and 44
+    assert fresh.measure_perplexity(plan)[1] > 20_000 and bounded.measure_perplexity(plan) == (direct, 0)
+    assert bounded.key(BLOCKWISE) != fresh.key(BLOCKWISE)
+    assert bounded.item_scores(plan, 0)[1] > 0 and fresh.item_scores(plan, 0)[1] == 0  # the items are the same
+
+
 def test_configurations_that_keep_the_same_groups_are_measured_once(fresh, tmp_path):
     one = run_trial(replace(BLOCKWISE, method="taylor"), fresh, FolderStore(tmp_path / "one"))
     # The sums over ten samples rank as the means over the same ten: the same plan by another name.

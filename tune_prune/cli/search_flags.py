@@ -211,6 +211,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         tasks=args.tasks,
         limit=args.limit,
         perplexity_window=args.perplexity_window,
+        perplexity_tokens=args.perplexity_tokens,
         seed=args.seed,
         seeds=args.seeds,
         dtype=args.dtype,
