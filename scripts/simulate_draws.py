@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         found["coverage"] = [coverage(*setting, args.repeats, generator) for setting in settings]
         shown("coverage of 95% intervals, and of the confidence set", found["coverage"])
     if args.only != "coverage":
-        settings = itertools.product((100, 300, 1000), (3,), (0.003, 0.007, 0.015))
+        settings = itertools.product((100, 300), (3, 5), (0.003, 0.007, 0.015))
         repeats = max(1, args.repeats // 2)
         found["adaptive"] = [adaptive(*setting, repeats, generator) for setting in settings]
         shown("draws for those that are tied, against all draws for all", found["adaptive"])
