@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from tune_prune.core.ledger import (
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
 from tune_prune.evaluation.item_scores import accuracies
-from tune_prune.planning.plan import Plan, one_or_list
+from tune_prune.planning.draws import Draws
+from tune_prune.planning.plan import ModelPlan, Plan, one_or_list
 
 _ROUNDING = 1e-9  # of an accuracy
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
@@ -76,7 +77,9 @@ def check_same_identity(store: Store, identities: Mapping[str, Mapping[str, Any]
     for label, new in identities.items():
         old = models.get(label, {}).get("meaning")
         if old is not None:
-            changes += [f"{label}: {change}" for change in _changes(_flat(old), _flat(new))]
+            kept = old.get("texts", {})
+            texts = {name: kept.get(name, data) for name, data in new.get("texts", {}).items()}
+            changes += [f"{label}: {change}" for change in _changes(_flat(old | {"texts": texts}), _flat(new))]
     if changes:
         raise UserError(
             f"experiment {store.folder} was made with other settings ({'; '.join(changes)}); use them again, or start another "
@@ -100,8 +103,15 @@ def _check_own(
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    # An experiment from before there were shapes is of the free one.
-    return {"shape": "free", **identity, **identity["protocol"], "protocol": None}
+    # An experiment from before there were shapes is of the free one; a bound of tokens is named only where there is one.
+    return {
+        "shape": "free",
+        "perplexity_tokens": None,
+        "texts": {},
+        **identity,
+        **identity["protocol"],
+        "protocol": None,
+    }
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -112,6 +122,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     contents = {
         "model": "the model's files have changed, or are over 256 MiB and version 0.2.0 identified them, which read less",
         "data": "the files of texts or tasks have changed",
+        "texts": "the files of calibration texts have changed",
     }
     return [contents.get(name) or f"{name} was {_shown(old.get(name))}, is {_shown(new[name])}" for name in changed]
 
@@ -140,13 +151,15 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
         _seal(store)
     models = _models(store, about)
     for model in plan.models:
+        earlier = models.get(model.run.label, {}).get("meaning", {}).get("texts", {})
+        texts = {"texts": earlier | dict(model.texts)} if earlier or model.texts else {}
         models[model.run.label] = {
             "run": model.run.to_dict(),
-            "meaning": model.identity(),
+            "meaning": model.identity() | texts,
             "geometry": asdict(model.geometry),
             "perplexity_window": model.workload.perplexity_window,
             "target_params": one_or_list(model.targets.values()),
-            "trial_keys": {key: config.name for config, key in model.trials},
+            "trial_keys": _trial_keys(plan, model),
         }
     write_about(
         store,
@@ -164,6 +177,22 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
         },
     )
     return models
+
+
+def _trial_keys(plan: Plan, model: ModelPlan, given: Collection[str] | None = None) -> dict[str, str]:
+    """By key, the names of a model's trials; with --draws of those of the first draw or, once they are known, those `given`."""
+    first = model.run.seed
+    if given is None and plan.settings.draws is not None:
+        given = {key for config, key in model.trials if config.seed in (None, first)}
+    return {key: config.name for config, key in model.trials if given is None or key in given}
+
+
+def write_draws(store: Store, plan: Plan, draws: Draws) -> None:
+    """Add to experiment.json which draws were given to which configurations so far, and why."""
+    about = read_about(store) or {}
+    for model in plan.models:
+        about["models"][model.run.label]["trial_keys"] = _trial_keys(plan, model, draws.given)
+    write_about(store, about | {"draws": [one.to_dict() for one in draws.rounds]})
 
 
 def _seal(store: Store) -> None:
