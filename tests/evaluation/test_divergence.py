@@ -4,6 +4,7 @@ standard error of its mean."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,5 +158,5 @@ def test_a_trial_measures_it_once_and_keeps_the_dense_states(tmp_path):
     assert 0 < metrics["kl_tasks_stderr"] < metrics["kl_tasks"]
     again = {report.stage: report for report in Trial(BLOCKWISE, context).stages()}["kl"]
     assert again.tokens == 0 and again.metrics == reports["kl"].metrics
-    other = Trial(type(BLOCKWISE)("magnitude", pruning_ratio=0.3), context)
+    other = Trial(replace(BLOCKWISE, method="magnitude", pruning_ratio=0.3), context)
     assert {report.stage: report.tokens for report in other.stages()}["kl"] == reports["kl"].tokens / 2

@@ -83,6 +83,14 @@ def run_limited(context: TrialContext, stage: str, limit: int = 2**62) -> tuple[
     return trial, peak
 
 
+def alike(trial: Trial, other: Trial) -> bool:
+    """Whether all metrics are the same, but for those that tell the last bits of logits: few rows round otherwise."""
+    one, two = trial.progress.metrics, other.progress.metrics
+    close = {name for name in one if name.startswith(("gold_logprob_", "kl_tasks"))}
+    assert {name: one[name] for name in close} == pytest.approx({name: two.get(name) for name in close}, abs=1e-5)
+    return one == two | {name: one[name] for name in close}
+
+
 @pytest.mark.parametrize(
     ("stage", "part", "way"),
     [
@@ -105,7 +113,7 @@ def test_a_stage_that_does_not_fit_is_made_with_less(opened, stage, part, way):
     assert less <= part * peak
     ways = {report.stage: report.way for report in trial.progress.reports}
     assert ways[stage] == way
-    assert trial.progress.metrics == whole.progress.metrics and trial.plan == whole.plan
+    assert alike(trial, whole) and trial.plan == whole.plan
     for one, other in zip(trial.items, whole.items, strict=True):
         np.testing.assert_allclose(
             one.loglikelihoods, other.loglikelihoods, rtol=0, atol=1e-4
@@ -135,7 +143,7 @@ def test_a_plan_of_smaller_batches_is_where_the_first_trial_begins(opened):
     ways = {report.stage: report.way for report in trial.progress.reports}
     assert ways == {"pruning": ""} | dict.fromkeys(("kl", "perplexity", "zero_shot"), "resident, 1/4 at once")
     assert trial.progress.notes == () and less < 0.6 * peak
-    assert trial.progress.metrics == whole.progress.metrics
+    assert alike(trial, whole)
 
 
 @pytest.mark.parametrize("stage", METHODS)
