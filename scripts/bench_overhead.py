@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from bench_common import Subject, benchmark_parser, sizes_of, subject, table, timed, write_json
 from bench_grid import run_search
 
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.store import ITEMS, PASSES, TRIALS, FolderStore
@@ -114,7 +114,7 @@ def in_process(subject: Subject, args: argparse.Namespace, work: Path) -> dict[s
         parts.append({"part": name, "wall": wall, **arithmetic, "outside": wall - sum(arithmetic.values())})
 
     with clock.on(type(context.loaded.model)):
-        part("passes", lambda: list(prepare(context, args.seq_len, needs_of(configs))))
+        part("passes", lambda: list(prepare(context, Samples(args.seq_len), needs_of(configs))))
         part("baseline", lambda: run_trial(None, context, FolderStore(work / "dense")))
         for index, config in enumerate(configs):
             at = FolderStore(work / str(index))
@@ -172,7 +172,7 @@ def memory(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         args.tasks, args.memory_limit, perplexity_window=64
     )  # short ones are quick
     context = TrialContext.open(run, work / "memory", "cpu")
-    list(prepare(context, 16, needs_of(PruningConfig(method, 16, 32) for method in METHODS)))
+    list(prepare(context, Samples(16), needs_of(PruningConfig(method, 16, 32) for method in METHODS)))
     resident, tensors = {}, []
     for trial in range(1, args.memory_trials + 1):
         config = PruningConfig(METHODS[trial % 3], 16, 32, pruning_ratio=0.05 + 0.3 * trial / args.memory_trials)

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tune_prune.core.config import Whole
 from tune_prune.core.errors import UserError, require
 from tune_prune.core.store import location
+from tune_prune.core.values.kinds import Whole
 
 if TYPE_CHECKING:
     from tune_prune.opened import Model
@@ -114,6 +114,8 @@ def search(
     limit: int | None = None,
     perplexity_window: int | None = None,
     seed: int = 0,
+    seeds: Sequence[int] | None = None,
+    draws: int | None = None,
     dtype: str | None = None,
     scheduler: str = "none",
     memory: str | None = None,
@@ -136,6 +138,10 @@ def search(
     pruning_ratio   fraction of ALL parameters to remove, above 0 and below 1; None: as the space says, else 0.2
     shape, align    widths of the pruned layers, as for `Model.prune`; None: as the space says, else free
     revision, calibration, data_dir, trust_tasks, seed, dtype, perplexity_window    as for `open`; the seed is the sampler's, too
+    seeds           draws of calibration samples, on each of which every configuration is measured; None: as the space says, else
+                    that of `seed`
+    draws           up to so many draws for the configurations that may still be the best, one for the others; None: no more than
+                    `seeds` says
     tasks, limit    as for `Model.evaluate`
     scheduler       which trials are stopped early: none; race, what cannot be the best any more (95% confidence); asha, the weaker
                     half at a quarter and at half of the items

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +67,6 @@ def parser() -> Parser:
         type=flags.text,
         metavar="DIR",
         help="folder of text files, laid out as in docs/data.md (default: none)",
-    )
-    what.add_argument(
-        "--seed",
-        type=flags.whole_number(0, 2**32 - 1),
-        metavar="S",
-        help="seed of the calibration samples and of random scores (default: 0)",
     )
     how = p.add_argument_group("how it is saved")
     how.add_argument(
@@ -191,7 +184,7 @@ def check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
     from tune_prune.data import calibration, checks
 
     run = request.source or request.run
-    said = asdict(request.config) | {"calibration": run.calibration, "data_dir": run.data_dir, "seed": run.seed}
+    said = request.config.values(run) | {"calibration": run.calibration, "data_dir": run.data_dir}
     asked = {name: getattr(args, name) for name in (*said, "align") if getattr(args, name) is not None}
     if asked.get("shape") == "aligned" and said["shape"].startswith("aligned-"):
         asked["shape"] = said["shape"]

@@ -54,6 +54,7 @@ def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> No
     values = {
         **{"method": ["taylor", "blockwise"], "seq_len": [5, 16], "num_samples": [3, 16], "pruning_ratio": [0.2, 0.3]},
         **{"removal_divisor": [1, 3, 5, 16], "shape": ["free", "aligned-3", "aligned-16", "uniform"]},
+        "seed": [None, 1, 16],
     }
     assert values.keys() == HYPERPARAMETERS.keys()
     configs = [PruningConfig(**dict(zip(values, point, strict=True))) for point in product(*values.values())]
@@ -82,6 +83,18 @@ def test_names_and_the_keys_that_experiments_hold(config: PruningConfig, name: s
     assert (config.name, key(config)) == (name, expected)
 
 
+def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
+    """Equal trials are one, however they were asked for; another draw has its own name and key."""
+    same, other = replace(CONFIG, seed=0), replace(CONFIG, seed=1)
+    assert same.within(RUN) == CONFIG and same.within(RUN).name == "taylor-s64-n128" and key(same) == key()
+    assert other.within(RUN) == other and other.name == "taylor-s64-n128-r1" and key(other) != key()
+    assert key(other) == key(run=replace(RUN, seed=1))
+    assert CONFIG.to_dict().keys() == {name for name in HYPERPARAMETERS if name != "seed"}
+    assert PruningConfig.from_dict(other.to_dict()) == other and other.values(RUN)["seed"] == 1
+    assert CONFIG.values(RUN) == CONFIG.to_dict() | {"seed": 0}
+    assert sorted([other, replace(CONFIG, seed=0), CONFIG]) == [CONFIG, replace(CONFIG, seed=0), other]
+
+
 def test_the_key_that_baselines_are_held_under() -> None:
     assert trial_key(None, "m", "d", RUN) == "782373c2ea59d1cf"
 
@@ -92,6 +105,7 @@ def test_a_row_of_the_table_is_a_field() -> None:
     assert required == [field.name for field in fields(PruningConfig) if field.default is MISSING]
     examples = {name: row.kind.read(row.example) for name, row in HYPERPARAMETERS.items()}
     assert PruningConfig(**examples | {"shape": "aligned-64"})
+    assert all(hasattr(RUN, name) for name, row in HYPERPARAMETERS.items() if row.of_run)
     assert len({row.flag for row in HYPERPARAMETERS.values()}) == len(HYPERPARAMETERS)
 
 
@@ -106,6 +120,7 @@ def test_a_row_of_the_table_is_a_field() -> None:
         ("num_samples", {"1": 1, "1000000": 10**6}, ["0", "1000001", "-1"]),
         ("pruning_ratio", {"0.2": 0.2, "2e-1": 0.2, ".5": 0.5}, ["0", "1.0", "nan", "inf", "true", "20%"]),
         ("removal_divisor", {"1": 1}, ["0"]),
+        ("seed", {"0": 0, "4294967295": 2**32 - 1}, ["-1", "4294967296", "1.0", "none", ""]),
         ("shape", {"free": "free", "aligned": "aligned", "aligned-8": "aligned-8"}, ["square", "aligned-0", "Free"]),
     ],
 )

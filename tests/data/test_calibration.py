@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from tests.trials import RUN
 from tune_prune import embedded
 from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import Samples
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration
 from tune_prune.data.calibration import calibration_fingerprint, load_text, resolve, tokenize, windows
@@ -111,10 +112,13 @@ def test_a_text_is_hashed_once_and_again_when_it_changes(tmp_path, monkeypatch):
     original = calibration.load_text
     monkeypatch.setattr(calibration, "load_text", lambda source: read.append(source) or original(source))
     run = replace(RUN, calibration=str(path))
-    before = data_fingerprint(run), StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(16, NEED)
+    before = data_fingerprint(run), StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(Samples(16), NEED)
     assert read == [str(path)]
     for _ in range(3):  # as every model of a plan, and every model that a worker opens
-        assert (data_fingerprint(run), StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(16, NEED)) == before
+        assert (
+            data_fingerprint(run),
+            StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(Samples(16), NEED),
+        ) == before
     assert read == [str(path)]
     path.write_text("one two four\n" * 2000, encoding="utf-8")
     assert data_fingerprint(run) != before[0] and read == [str(path)] * 2

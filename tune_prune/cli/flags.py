@@ -97,7 +97,7 @@ def add_hyperparameter_flags(
 ) -> None:
     """A flag for each of these rows of the table, and --align with the shape; `default` in words, else the row's."""
     for row in (HYPERPARAMETERS[name] for name in names):
-        usual = "" if row.required else f" (default: {default or row.default})"
+        usual = "" if row.required else f" (default: {default or (0 if row.of_run else row.default)})"
         metavar = row.name.rpartition("_")[2].upper()
         choices = f": {', '.join(method_names())}" if row.name == "method" else ""
         group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=f"{row.help}{choices}{usual}")

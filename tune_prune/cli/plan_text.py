@@ -28,24 +28,24 @@ def describe(plan: Plan) -> str:
     total, done = plan.trials_per_model * len(plan.models), plan.recorded
     protocol = first.run.protocol
     items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
-    methods, lengths = space.values["method"], len(space.values["seq_len"])
+    methods = space.values["method"]
+    draws, lengths = (len(space.values[name]) for name in ("seed", "seq_len"))
     used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
     statistics = [load_statistic(name) for name in used]
-    passes = _list([f"{lengths} {statistic.label} passes" for statistic in statistics])
+    passes = _list([f"{lengths * draws} {statistic.label} passes" for statistic in statistics])
     if passes:
-        each = "of each " if len(statistics) > 1 else ""
-        passes += (
-            f" a model{f', one {each}per seq_len' if space.search == 'grid' else ' at most, as seq_len are visited'}; "
-        )
+        each = "one of each per seq_len" if len(statistics) > 1 else "one per seq_len"
+        each += " and draw" if draws > 1 else ""
+        passes += f" a model, {each}; " if space.search == "grid" else " a model at most, as seq_len are visited; "
     rows = [
         (
             "experiment",
             f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
         ),
-        ("search", f"{_search(plan)}, {total} trials"),
+        ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws else ''}{total} trials"),
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
-        ("calibration", f"{shown_path(first.run.calibration)}, seed {first.run.seed}"),
+        ("calibration", f"{shown_path(first.run.calibration)}, {_draws(plan)}"),
         (
             "evaluation",
             f"perplexity on {'the embedded text' if uses_embedded_data(first.run) else 'WikiText-2 test'}; "
@@ -90,6 +90,14 @@ def _search(plan: Plan) -> str:
     product = prod(len(values) for values in space.values.values())
     found = str(points) if product == points else f"{product} points, {points} distinct"
     return f"grid over {space.name}: {' x '.join(lists)} = {found} configurations a model"
+
+
+def _draws(plan: Plan) -> str:
+    """How many draws of calibration samples there are, and their seeds."""
+    seeds = [plan.settings.seed if seed is None else seed for seed in plan.space.values["seed"]]
+    if plan.settings.draws is not None:
+        return f"seed {seeds[0]}; up to {len(seeds)} draws (seeds {_list(seeds)}) of what may still be the best"
+    return f"seed {_list(seeds)}" if len(seeds) == 1 else f"{len(seeds)} draws, seeds {_list(seeds)}"
 
 
 def _models(plan: Plan) -> list[tuple[str, ...]]:

@@ -36,6 +36,10 @@ class SearchSettings:
     limit: int | None = None
     perplexity_window: int | None = None  # tokens; None: as suits the model
     seed: int = 0
+    seeds: tuple[int, ...] | None = None  # draws of calibration samples; None: the search space's, else `seed`
+    draws: int | None = (
+        None  # at most, of each configuration: more than one for those that may be the best; None: as `seeds` says
+    )
     dtype: str | None = None
     scheduler: Literal["none", "race", "asha"] = "none"
     memory: int | None = None  # bytes that a trial may take; None: what is free
@@ -105,11 +109,13 @@ class Plan:
         return (self.space.num_trials or self.space.size) * len(self.space.values["pruning_ratio"])
 
     def searched(self) -> dict[str, Any]:
-        """Every hyperparameter's values for experiment.json, those of optional ones by themselves where there is one."""
+        """Every hyperparameter's values for experiment.json, those of optional ones by themselves where there is one; none where it
+        is the run's."""
         values = self.space.values | {"shape": shapes_of(self.space, self.models)}
         return {
             name: list(found) if HYPERPARAMETERS[name].required else one_or_list(found)
             for name, found in values.items()
+            if found != (None,)
         }
 
     @property

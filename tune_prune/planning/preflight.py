@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import PruningConfig, trial_key
+from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import Location, ObjectPath, location, open_store
 from tune_prune.cost_model import machine, own_process
@@ -148,7 +148,7 @@ def _plan_model(
     try:
         model = resolve.dense_model(settings, name, dtype)
         source, run, config, geometry = model.source, model.run, model.config, model.geometry
-        configs = _configs(space, geometry)
+        configs = _configs(space, geometry, run)
         sizes = dict.fromkeys((config.pruning_ratio, config.shape) for config in configs)
         targets = {ratio: target_params(geometry, ratio, shape) for ratio, shape in sizes}
         checks.check_data(run)
@@ -186,14 +186,15 @@ def _plan_model(
     )
 
 
-def _configs(space: SearchSpace, geometry: Geometry) -> tuple[PruningConfig, ...]:
+def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun) -> tuple[PruningConfig, ...]:
     """Of a model; "aligned" gets the N that suits its size."""
     named = {shape: shapes.resolve(shape, None, geometry.total_params) for shape in space.values["shape"]}
     if len(set(named.values())) < len(named):
         raise UserError(
             f"shape lists {', '.join(named)}, of which two are the same here ({', '.join(named.values())}); keep one of them"
         )
-    return replace(space, values=space.values | {"shape": tuple(named.values())}).configs()
+    configs = replace(space, values=space.values | {"shape": tuple(named.values())}).configs()
+    return tuple(config.within(run) for config in configs)
 
 
 def _slots(settings: SearchSettings, resources: TrialResources, nodes: Sequence[Mapping[str, float]]) -> int:

@@ -23,13 +23,23 @@ def space(settings: SearchSettings) -> SearchSpace:
     """The search space with the values of the flags. Raises UserError where they do not fit together."""
     loaded = search_space.load(settings.search_space)
     values = dict(loaded.values)
-    for name, asked in (("pruning_ratio", settings.pruning_ratio), ("shape", settings.shape)):
+    if settings.draws is not None and settings.seeds is not None:
+        raise UserError(
+            f"--draws {settings.draws} takes the seeds that follow --seed, but --seeds names others; leave one of them out"
+        )
+    ratio, shape, seeds = settings.pruning_ratio, settings.shape, settings.seeds or _draws(settings, loaded)
+    flags = {
+        "--pruning-ratio": ("pruning_ratio", None if ratio is None else (ratio,)),
+        "--shape": ("shape", None if shape is None else (shape,)),
+        "--seeds": ("seed", seeds),
+    }
+    for flag, (name, asked) in flags.items():
         if asked is None:
             continue
-        if name in loaded.given and values[name] != (asked,):
-            flag, says = HYPERPARAMETERS[name].flag, ", ".join(map(str, values[name]))
-            raise UserError(f"{flag} is {asked}, but {loaded.path} says {says}; leave one of them out")
-        values[name] = (asked,)
+        if name in loaded.given and values[name] != asked:
+            mine, says = (", ".join(map(str, found)) for found in (asked, values[name]))
+            raise UserError(f"{flag} is {mine}, but {loaded.path} says {says}; leave one of them out")
+        values[name] = asked
     values["shape"] = aligned(values["shape"], settings.align)
     loaded = replace(loaded, search=settings.search or loaded.search, values=values)
     return replace(loaded, num_trials=_num_trials(settings, loaded))
@@ -48,6 +58,28 @@ def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
             f"--align {align} is for --shape aligned, but the shape is {', '.join(names)}; leave it out or add --shape aligned"
         )
     return tuple(dict.fromkeys(number if shape == "aligned" else shape for shape in names))
+
+
+def _draws(settings: SearchSettings, loaded: SearchSpace) -> tuple[int, ...] | None:
+    """The seeds of --draws: the run's and those that follow it. Raises UserError where it does not fit the rest."""
+    if settings.draws is None:
+        return None
+    if "seed" in loaded.given:
+        raise UserError(
+            f"--draws {settings.draws} gives draws to those that need them, but {loaded.path} says on which seeds every "
+            "configuration is measured; leave one of them out"
+        )
+    if (settings.search or loaded.search) == "optuna":
+        raise UserError(
+            f"--draws {settings.draws} is for a grid, of which it compares all configurations on one draw first; leave it out, or "
+            "use --search grid"
+        )
+    seeds = tuple(range(settings.seed, settings.seed + settings.draws))
+    if not HYPERPARAMETERS["seed"].kind.holds(seeds[-1]):
+        raise UserError(
+            f"--draws {settings.draws} needs seeds up to {seeds[-1]}, above the largest; use a smaller --seed"
+        )
+    return seeds
 
 
 def _num_trials(settings: SearchSettings, searched: SearchSpace) -> int | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, trial_key
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, Samples, trial_key
 from tune_prune.core.store import Location
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.data.sources import data_fingerprint, task_source, uses_embedded_data
@@ -237,30 +237,30 @@ class TrialContext:
         weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
         return padding.padded_weights(model, weights)
 
-    def windows(self, seq_len: int, count: int) -> torch.Tensor:
-        return calibration.windows(self.calibration_tokens, seq_len, count, self.run.seed)
+    def windows(self, samples: Samples, count: int) -> torch.Tensor:
+        return calibration.windows(self.calibration_tokens, samples.seq_len, count, self.run.of(samples).seed)
 
     @cached_property
     def cache(self) -> StatisticCache:
         return StatisticCache(self.run, self.model_fingerprint, loading.device_key(self.loaded.device), self.artifacts)
 
     def collect(
-        self, seq_len: int, needs: Sequence[Need], shared: Sequence[Need] = ()
+        self, samples: Samples, needs: Sequence[Need], shared: Sequence[Need] = ()
     ) -> tuple[dict[Need, Arrays], int]:
         """The arrays of `needs`, all of one statistic, and the tokens forwarded to get them (0: they were cached).
 
         Where they have to be computed, the same pass serves those of `shared`, of that statistic and the same kinds.
         """
-        found = {need: arrays for need in needs if (arrays := self.cache.get(seq_len, need)) is not None}
+        found = {need: arrays for need in needs if (arrays := self.cache.get(samples, need)) is not None}
         missing = [need for need in needs if need not in found]
         if not missing:
             return found, 0
         kinds = {need.kind for need in missing}
-        also = self.cache.missing(seq_len, [need for need in shared if need.kind in kinds])
+        also = self.cache.missing(samples, [need for need in shared if need.kind in kinds])
         ((name, wanted),) = by_statistic((*missing, *also)).items()
         statistic, num_layers = load_statistic(name), self.loaded.geometry.num_layers
-        windows = self.windows(seq_len, max(need.num_samples for need in wanted))
-        work = statistic.work(wanted, seq_len, num_layers, self.loaded.device.type)
+        windows = self.windows(samples, max(need.num_samples for need in wanted))
+        work = statistic.work(wanted, samples.seq_len, num_layers, self.loaded.device.type)
         made = self.fitted(
             statistic.stage,
             "gradients" if statistic.backward else "forward",
@@ -280,7 +280,7 @@ class TrialContext:
             ),
         )
         for need, arrays in made.items():
-            self.cache.put(seq_len, need, arrays)
+            self.cache.put(samples, need, arrays)
             found |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}
         return found, work.tokens
 

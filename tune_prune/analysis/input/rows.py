@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig, Whole, renamed
+from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig, renamed
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS, Location
+from tune_prune.core.values.kinds import Whole
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 
@@ -116,7 +118,11 @@ def ranked(rows: pd.DataFrame) -> pd.DataFrame:
     Selection rule "accuracy": highest acc_mean; then lower perplexity (unknown: last), then fewer tokens, then the name.
     """
     rows = rows[rows["success"] & np.isfinite(rows["acc_mean"])]
-    rows = rows.assign(tokens=rows["seq_len"] * rows["num_samples"])
+    return best_first(rows.assign(tokens=rows["seq_len"] * rows["num_samples"]))
+
+
+def best_first(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows by selection rule "accuracy" (`ranked`)."""
     return rows.sort_values(["acc_mean", "ppl", "tokens", "name"], ascending=[False, True, True, True])
 
 
@@ -124,6 +130,11 @@ def config_of(row: Mapping[str, Any]) -> PruningConfig:
     """The configuration of a row; what a published file does not tell has its default."""
     values = {name: plain_value(row[name]) for name in HYPERPARAMETERS}
     return PruningConfig.from_dict({name: value for name, value in values.items() if value is not None})
+
+
+def configuration_of(row: Mapping[str, Any]) -> PruningConfig:
+    """The configuration of a row without its draw: rows that differ in their seed alone have the same."""
+    return replace(config_of(row), seed=None)
 
 
 def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:

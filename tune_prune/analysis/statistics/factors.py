@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from tune_prune.analysis.input.rows import CALIBRATION
-from tune_prune.core.config import HYPERPARAMETERS, Whole
+from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.records import MODEL_STAGES
+from tune_prune.core.values.kinds import Whole
 
-# Columns of the rows. The pruning ratio is none: each is compared in itself.
-FACTORS = tuple(name for name in HYPERPARAMETERS if name != "pruning_ratio")
+# Columns of the rows. The pruning ratio is none: each is compared in itself; nor is the seed, which repeats a configuration.
+FACTORS = tuple(name for name in HYPERPARAMETERS if name not in ("pruning_ratio", "seed"))
 NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, Whole))
 
 
@@ -34,3 +37,12 @@ def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
     levels = rows.groupby("method")[factor].nunique()
     several = levels.index[levels > 1]
     return set(several) if len(several) and factor != "method" else methods
+
+
+def grid_size(rows: pd.DataFrame) -> int:
+    """How many configurations a full grid of the levels tried has; a method is in it once for each setting of what it reads."""
+    reads = {name: methods_reading(rows, name) for name in FACTORS if name != "method"}
+    return sum(
+        math.prod(rows[name].nunique() for name, methods in reads.items() if method in methods)
+        for method in rows["method"].unique()
+    )

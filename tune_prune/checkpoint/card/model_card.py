@@ -250,12 +250,12 @@ def _license(manifest: Manifest) -> str:
 
 def _calibration(manifest: Manifest) -> str:
     config, source = manifest.config, manifest.source
-    if not load_method(config.method).reads:
+    if not load_method(config.method).statistics:
         return "none: the method reads no data"
     samples = f"{config.num_samples:,} samples of {config.seq_len:,} tokens"
     if "removal_divisor" in load_method(config.method).reads:
         samples += f" (removal losses: the first {config.num_removal_samples:,}, divisor {config.removal_divisor:,})"
-    return samples + (f" of {_calibration_text(source.calibration)}, seed {source.seed}" if source else "")
+    return samples + (f" of {_calibration_text(source.calibration)}, seed {source.of(config).seed}" if source else "")
 
 
 def _calibration_text(calibration: str) -> str:
