@@ -99,7 +99,9 @@ def in_process(subject: Subject, args: argparse.Namespace, work: Path) -> dict[s
     run = subject.run(args.tasks, args.limit or None)
     loading, context = timed(lambda: TrialContext.open(run, work / "artifacts", "cpu"))
     requests, _ = timed(lambda: context.suite)
-    texts, _ = timed(lambda: (context.calibration_tokens, context.perplexity_tokens, context.key(None)))
+    texts, _ = timed(
+        lambda: (context.calibration_tokens(run.calibration), context.perplexity_tokens, context.key(None))
+    )
     configs = [
         PruningConfig(METHODS[index % 3], args.seq_len, n)
         for index, n in enumerate(n for n in _sample_counts(args) for _ in METHODS)

@@ -307,7 +307,7 @@ def test_pieces_are_dealt_out_to_the_slots():
 
 def test_an_adaptive_search_makes_its_passes_inside_the_trials():
     before, inside = (estimate([work()], 1, 0, statistics_in_trials=late) for late in (False, True))
-    assert set(before.models[0].jobs) == {None, 8}
+    assert set(before.models[0].jobs) == {None, Samples(8)}
     assert set(inside.models[0].jobs) == {None}
     assert inside.models[0].trial["importance"] == pytest.approx(before.models[0].jobs[Samples(8)]["importance"] / 3)
     assert inside.stages() == before.stages()

@@ -173,6 +173,7 @@ def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> 
     ("change", "difference"),
     [
         (("--limit", "5"), "limit was None, is 5"),
+        (("--perplexity-tokens", "100"), "perplexity_tokens was None, is 100"),
         (("--seed", "1"), "seed was 0, is 1"),
         (("--tasks", "piqa,boolq"), "tasks was piqa, is piqa,boolq"),
         (("--pruning-ratio", "0.3"), "pruning_ratio was 0.2, is 0.3"),

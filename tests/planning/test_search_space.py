@@ -146,8 +146,8 @@ def test_bad_value(tmp_path: Path, name: str, value: str, expected: str) -> None
         ("shape", "64", "shape is 64; it must be free, "),
         ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
         ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'seq_len'?"),
-        ("[a, b]", "3", "unknown key '[...]'; known: method"),
-        ("<<", "{search: grid}", "unknown key '<<'; known: method"),
+        ("[a, b]", "3", "unknown key '[...]'; known: calibration, method"),
+        ("<<", "{search: grid}", "unknown key '<<'; known: calibration, method"),
     ],
 )
 def test_bad_extra_key(tmp_path: Path, name: str, value: str, expected: str) -> None:
@@ -167,6 +167,7 @@ def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
         "removal_divisor": (5, 1),
         "shape": ("aligned", "aligned-128", "uniform", "free"),
         "seed": (3, 0, 4294967295),
+        "calibration": ("c4", "wikitext2+c4"),
     }[name]
     for text, values in (
         (str(several[0]), several[:1]),

@@ -88,7 +88,7 @@ def test_statistics_of_another_run_are_not_taken(fresh, tmp_path, change):
         change = {"calibration": str(tmp_path / "text.txt")}
     other = TrialContext(replace(RUN, **change), fresh.loaded, fresh.artifacts)
     for needs in (gradients(4), removals(layer=1), [Need("input_norms", "", 4)]):
-        assert tokens_of(fresh, Samples(16), needs) > 0 and tokens_of(other, 16, needs) > 0
+        assert tokens_of(fresh, Samples(16), needs) > 0 and tokens_of(other, Samples(16), needs) > 0
         assert tokens_of(fresh, Samples(16), needs) == 0  # its own are still there
     assert tokens_of(other, Samples(8), gradients(4)) > 0 and tokens_of(other, Samples(16), gradients(3)) > 0
 
@@ -209,6 +209,19 @@ def test_removing_nothing_is_the_baseline(fresh):
     whole = prune(loaded.model, loaded.family, PruningPlan.keep_all(loaded.geometry))  # and it would measure the same
     tokens, window = fresh.perplexity_tokens, fresh.perplexity_window
     assert perplexity.perplexity(whole, tokens, window).ppl == dense.metrics["ppl"]
+
+
+def test_bounded_tokens_are_the_first_of_the_text_and_another_measurement(fresh):
+    run = replace(fresh.run, protocol=replace(fresh.run.protocol, perplexity_tokens=300))
+    bounded = TrialContext(run, fresh.loaded, fresh.artifacts)
+    plan = PruningPlan.keep_all(fresh.loaded.geometry)
+    whole = fresh.loaded.model
+    result, tokens = bounded.measure_perplexity(plan)
+    direct = perplexity.perplexity(whole, fresh.perplexity_tokens[:300], fresh.perplexity_window)
+    assert result == direct and tokens == 300 - 3  # windows of 128, 128 and 44
+    assert fresh.measure_perplexity(plan)[1] > 20_000 and bounded.measure_perplexity(plan) == (direct, 0)
+    assert bounded.key(BLOCKWISE) != fresh.key(BLOCKWISE)
+    assert bounded.item_scores(plan, 0)[1] > 0 and fresh.item_scores(plan, 0)[1] == 0  # the items are the same
 
 
 def test_configurations_that_keep_the_same_groups_are_measured_once(fresh, tmp_path):

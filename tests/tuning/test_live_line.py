@@ -25,7 +25,7 @@ SPECS = {f"k{i}": TrialSpec(RUN, config, f"k{i}") for i, config in enumerate(CON
 JOBS = [PrepareJob(RUN), PrepareJob(RUN, Samples(16), tuple(Need("taylor", "", n) for n in (8, 16, 32, 64)))]
 BASELINE, PASS = {"perplexity": 10.0, "zero_shot": 20.0}, {"importance": 40.0}
 TRIAL = {"pruning": 1.0, "perplexity": 9.0, "zero_shot": 20.0}
-COST = CostEstimate((ModelCost("tiny-llama", (), {None: BASELINE, 16: PASS}, TRIAL, 4),), 1, 0.0, 0.0)
+COST = CostEstimate((ModelCost("tiny-llama", (), {None: BASELINE, Samples(16): PASS}, TRIAL, 4),), 1, 0.0, 0.0)
 
 
 def left(slots: int = 1, waiting: int = 2) -> TimeLeft:

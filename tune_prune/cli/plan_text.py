@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from tune_prune.analysis.cost import between, duration
-from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, alignment, group_labels
+from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, ModelRun, alignment, group_labels
 from tune_prune.core.records import in_order
 from tune_prune.core.store import Location, ObjectPath
+from tune_prune.core.values.kinds import texts_of
 from tune_prune.cost_model import machine
 from tune_prune.cost_model.machine import size
 from tune_prune.data.sources import uses_embedded_data
@@ -29,13 +30,17 @@ def describe(plan: Plan) -> str:
     protocol = first.run.protocol
     items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
     methods = space.values["method"]
-    draws, lengths = (len(space.values[name]) for name in ("seed", "seq_len"))
+    groups = [len(space.values[name]) for name in ("seq_len", "seed", "calibration")]
     used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
     statistics = [load_statistic(name) for name in used]
-    passes = _list([f"{lengths * draws} {statistic.label} passes" for statistic in statistics])
+    passes = _list([f"{prod(groups)} {statistic.label} passes" for statistic in statistics])
     if passes:
-        each = "one of each per seq_len" if len(statistics) > 1 else "one per seq_len"
-        each += " and draw" if draws > 1 else ""
+        per = [
+            name
+            for name, count in zip(("seq_len", "draw", "text"), groups, strict=True)
+            if count > 1 or name == "seq_len"
+        ]
+        each = f"one {'of each ' if len(statistics) > 1 else ''}per {_list(per)}"
         passes += f" a model, {each}; " if space.search == "grid" else " a model at most, as seq_len are visited; "
     rows = [
         (
@@ -45,11 +50,10 @@ def describe(plan: Plan) -> str:
         ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws else ''}{total} trials"),
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
-        ("calibration", f"{shown_path(first.run.calibration)}, {_draws(plan)}"),
+        *(("" if index else "calibration", line) for index, line in enumerate(_calibration(plan))),
         (
             "evaluation",
-            f"perplexity on {'the embedded text' if uses_embedded_data(first.run) else 'WikiText-2 test'}; "
-            f"{len(protocol.tasks)} zero-shot tasks, {items}",
+            f"perplexity on {perplexity_text_of(first.run)}; {len(protocol.tasks)} zero-shot tasks, {items}",
         ),
         ("", ", ".join(protocol.tasks)),
         (
@@ -90,6 +94,29 @@ def _search(plan: Plan) -> str:
     product = prod(len(values) for values in space.values.values())
     found = str(points) if product == points else f"{product} points, {points} distinct"
     return f"grid over {space.name}: {' x '.join(lists)} = {found} configurations a model"
+
+
+def perplexity_text_of(run: ModelRun) -> str:
+    """What perplexity is measured on, in words."""
+    text = "the embedded text" if uses_embedded_data(run) else "WikiText-2 test"
+    return text if (most := run.protocol.perplexity_tokens) is None else f"the first {most:,} tokens of {text}"
+
+
+def _calibration(plan: Plan) -> list[str]:
+    """The texts, and how many draws of samples there are of each."""
+    run, kind = plan.models[0].run, HYPERPARAMETERS["calibration"].kind
+    texts = list(dict.fromkeys(run.of(config).calibration for config, _ in plan.models[0].trials))
+    shown = []
+    for text in texts:
+        parts = texts_of(text)
+        each = f" (equal parts of {len(parts)} texts, in turn)" if len(parts) > 1 else ""
+        shown.append("+".join(str(shown_path(part)) for part in parts) + each)
+    if len(texts) == 1:
+        return [f"{shown[0]}, {_draws(plan)}"]
+    return [
+        f"{len(texts)} texts, each with {_draws(plan)}",
+        *(f"{kind.short(t)}: {s}" for t, s in zip(texts, shown, strict=True)),
+    ]
 
 
 def _draws(plan: Plan) -> str:

@@ -218,6 +218,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         tasks=args.tasks,
         limit=args.limit,
         perplexity_window=args.perplexity_window,
+        perplexity_tokens=args.perplexity_tokens,
         seed=args.seed,
         seeds=args.seeds,
         draws=args.draws,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.core.values.kinds import SHAPE, Fraction, Kind, MethodName, ShapeName, Whole
+from tune_prune.core.values.kinds import SHAPE, Fraction, Kind, MethodName, ShapeName, TextNames, Whole
 
 # The seven zero-shot tasks and the metric each is reported by, as in the published search.
 ZERO_SHOT_METRIC = {
@@ -26,6 +26,7 @@ ZERO_SHOT_METRIC = {
 }
 ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
 
+PERPLEXITY_TOKENS = Whole(2, 10**9)
 MAX_LABEL = 100  # letters; folders and files are named by labels, with more behind
 
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
@@ -57,6 +58,10 @@ class Hyperparameter:
     def usual(self) -> Any:
         """The default; where there is none, the example: what a configuration holds whose method does not read it."""
         return self.kind.read(self.example) if self.required else self.default
+
+    def in_name(self, value: Any) -> str:
+        """A value in a configuration's name."""
+        return f"{self.name_prefix}{self.kind.short(value)}"
 
     @property
     def flag(self) -> str:
@@ -94,6 +99,11 @@ HYPERPARAMETERS = {
             "seed", "Seed", Whole(0, 2**32 - 1), "1",
             "seed of the draw of calibration samples and of random scores", "statistics", name_prefix="r",
         ),
+        Hyperparameter(
+            "calibration", "Calibration text", TextNames(), "wikitext2+c4",
+            "text that methods are calibrated on, or several with a plus sign between them, in equal parts", "statistics",
+            name_prefix="c",
+        ),
     )
 }  # fmt: skip
 
@@ -124,6 +134,7 @@ class Samples:
 
     seq_len: int
     seed: int | None = None
+    calibration: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """By name, without what is the run's."""
@@ -132,7 +143,7 @@ class Samples:
     @property
     def name(self) -> str:
         """As in the names of configurations, e.g. `s64` or `s64-r1`."""
-        return "-".join(f"{HYPERPARAMETERS[name].name_prefix}{value}" for name, value in self.to_dict().items())
+        return "-".join(HYPERPARAMETERS[name].in_name(value) for name, value in self.to_dict().items())
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.to_dict().items())
@@ -149,6 +160,7 @@ class PruningConfig:
     removal_divisor: int = HYPERPARAMETERS["removal_divisor"].default
     shape: str = HYPERPARAMETERS["shape"].default
     seed: int | None = None
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         for name, row in HYPERPARAMETERS.items():
@@ -188,7 +200,7 @@ class PruningConfig:
         """Short and readable, e.g. `blockwise-s64-n128` or, off the defaults, `blockwise-s64-n128-d3-aligned-64`; unique
         within one pruning ratio."""
         return "-".join(
-            f"{row.name_prefix}{value}"
+            row.in_name(value)
             for name, row in HYPERPARAMETERS.items()
             if (value := getattr(self, name)) != row.default and row.name_prefix is not None
         )
@@ -242,6 +254,7 @@ class EvaluationProtocol:
     slices: tuple[float, ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # growing fractions of all items; the last is 1.0
     perplexity_window: int = 2048  # tokens; shortened to the model's limit
     seed: int = 0  # order in which items enter the slices
+    perplexity_tokens: int | None = None  # of the perplexity text the first; None: all
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -250,8 +263,20 @@ class EvaluationProtocol:
             raise UserError(
                 f"limit is {self.limit!r}; it must be at least 1 item per task, or be left out for all items"
             )
+        if self.perplexity_tokens is not None and not PERPLEXITY_TOKENS.holds(self.perplexity_tokens):
+            found, allowed = self.perplexity_tokens, PERPLEXITY_TOKENS
+            raise UserError(f"perplexity_tokens is {found!r}; it must be {allowed}, or be left out for the whole text")
         if list(self.slices) != sorted(set(self.slices)) or self.slices[-1] != 1.0 or self.slices[0] <= 0:
             raise UserError(f"slices are {self.slices}; they must grow, be above 0 and end with 1.0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """By name, as records and keys have it: tokens only where they are bounded, as before there was a bound."""
+        bound = {} if self.perplexity_tokens is None else {"perplexity_tokens": self.perplexity_tokens}
+        return {name: value for name, value in asdict(self).items() if name != "perplexity_tokens"} | bound
+
+    def of_items(self) -> dict[str, Any]:
+        """The part that the zero-shot tasks depend on."""
+        return replace(self, perplexity_tokens=None).to_dict() | {"perplexity_window": None}
 
 
 @dataclass(frozen=True)
@@ -261,7 +286,7 @@ class ModelRun:
     model: str  # alias, hub id or absolute folder
     label: str  # name in tables and file names, e.g. "tiny-llama"
     revision: str | None  # commit asked for (hub models)
-    calibration: str  # "embedded", "wikitext2", "c4" or an absolute text file
+    calibration: str  # "embedded", "wikitext2", "c4" or an absolute text file, or several with "+" between them
     data_dir: str | None  # task and text files as in docs/data.md; None: the hub (or embedded); "embedded": those
     protocol: EvaluationProtocol
     seed: int  # of items in slices and, unless a configuration has its own, of its draw
@@ -273,7 +298,7 @@ class ModelRun:
         return False
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"protocol": self.protocol.to_dict()}
 
     def of(self, config: PruningConfig | Samples | None) -> ModelRun:
         """The run as the trials of `config`, or passes over those samples, see it: with what they say themselves."""
@@ -291,13 +316,14 @@ class TrustingRun(ModelRun):
 
 
 def trial_key(config: PruningConfig | None, model_fingerprint: str, data_fingerprint: str, run: ModelRun) -> str:
-    """A trial is its identity: configuration (None: the dense model), model, data and protocol. Two identical ones are one."""
+    """A trial is its identity: configuration (None: the dense model), model, data and protocol. Two identical ones are one. The
+    `data_fingerprint` is that of the configuration's calibration text."""
     return digest(
         {
             "config": config.identity() if config else {},
             "model": model_fingerprint,
             "data": data_fingerprint,
-            "protocol": asdict(run.protocol) | {"version": PROTOCOL_VERSION},
+            "protocol": run.protocol.to_dict() | {"version": PROTOCOL_VERSION},
             "seed": run.of(config).seed,
             "dtype": run.dtype,
         }

@@ -60,6 +60,7 @@ def workload(
         tokens = round(HUB_PERPLEXITY_TOKENS * tokens_per_gpt2_token(tokenizer))
     else:
         tokens = len(calibration.tokenize(tokenizer, perplexity_text.load_text(run.data_dir, embedded)))
+    tokens = min(tokens, run.protocol.perplexity_tokens or tokens)
     key = suite_key(run, model_fingerprint, config.max_position_embeddings)
     suite = store.get("suite", key, lambda arrays: ZeroShotSuite.from_arrays(arrays, run.protocol))
     counted = None if suite is None else sum(suite.tokens_in_slice(index) for index in range(suite.num_slices))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
@@ -35,6 +35,7 @@ class SearchSettings:
     tasks: tuple[str, ...] | None = None
     limit: int | None = None
     perplexity_window: int | None = None  # tokens; None: as suits the model
+    perplexity_tokens: int | None = None  # of the perplexity text the first; None: all
     seed: int = 0
     seeds: tuple[int, ...] | None = None  # draws of calibration samples; None: the search space's, else `seed`
     draws: int | None = (
@@ -60,6 +61,7 @@ class ModelPlan:
     geometry: Geometry
     model_fingerprint: str
     data_fingerprint: str
+    texts: Mapping[str, str]  # the other calibration texts of its trials -> data fingerprints with those
     targets: Mapping[float, int]  # pruning ratio -> parameters to remove
     trials: tuple[tuple[PruningConfig, str], ...]  # configuration and trial key
     workload: Workload
@@ -78,11 +80,13 @@ class ModelPlan:
             "model": self.model_fingerprint,
             "data": self.data_fingerprint,
             "calibration": run.calibration,
-            "protocol": asdict(run.protocol) | {"tasks": list(run.protocol.tasks), "slices": list(run.protocol.slices)},
+            "protocol": run.protocol.to_dict()
+            | {"tasks": list(run.protocol.tasks), "slices": list(run.protocol.slices)},
             "seed": run.seed,
             "dtype": run.dtype,
             "pruning_ratio": one_or_list(self.targets),
             "shape": one_or_list(self.shapes),
+            **({"texts": dict(self.texts)} if self.texts else {}),
         }
 
 

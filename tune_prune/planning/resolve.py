@@ -40,6 +40,12 @@ def space(settings: SearchSettings) -> SearchSpace:
             mine, says = (", ".join(map(str, found)) for found in (asked, values[name]))
             raise UserError(f"{flag} is {mine}, but {loaded.path} says {says}; leave one of them out")
         values[name] = asked
+    texts = values["calibration"]
+    if settings.calibration is not None and "calibration" in loaded.given and settings.calibration not in texts:
+        raise UserError(
+            f"--calibration is {settings.calibration}, but {loaded.path} says {', '.join(texts)}; leave one of them out, or list "
+            "it there, too"
+        )
     values["shape"] = aligned(values["shape"], settings.align)
     loaded = replace(loaded, search=settings.search or loaded.search, values=values)
     return replace(loaded, num_trials=_num_trials(settings, loaded))
@@ -129,7 +135,9 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
             f"{source.kind} model; leave it out"
         )
     data_dir = checks.data_dir(settings.data_dir)
-    protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
+    protocol = EvaluationProtocol(
+        limit=settings.limit, seed=settings.seed, perplexity_tokens=settings.perplexity_tokens
+    )
     if settings.tasks is not None:
         protocol = replace(protocol, tasks=settings.tasks)
     window = settings.perplexity_window or (embedded.TRAINED_TOKENS if source.kind == "embedded" else None)

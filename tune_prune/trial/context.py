@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -65,6 +65,8 @@ class TrialContext:
         self.artifacts = artifacts
         self.fallback = fallback or Fallback(replace(loaded.residency, weights=None, device=None))
         self._let_go = let_go
+        self._data_fingerprint = cache(data_fingerprint)  # by run
+        self.calibration_tokens = cache(partial(calibration.tokens_of, loaded.tokenizer))  # by source
         self._copy: tuple[PruningPlan, PreTrainedModel, int] | None = None  # the pruned one, and its parameters
 
     @classmethod
@@ -85,24 +87,16 @@ class TrialContext:
         return cls(run, loaded, ArtifactStore(artifact_dir), fallback)
 
     def key(self, config: PruningConfig | None) -> str:
-        return trial_key(config, self.model_fingerprint, self.data_fingerprint, self.run)
+        return trial_key(config, self.model_fingerprint, self._data_fingerprint(self.run.of(config)), self.run)
 
     @cached_property
     def model_fingerprint(self) -> str:
         return loading.model_fingerprint(self.loaded.source, self.loaded.model.config)
 
     @cached_property
-    def data_fingerprint(self) -> str:
-        return data_fingerprint(self.run)
-
-    @cached_property
-    def calibration_tokens(self) -> torch.Tensor:
-        return calibration.tokenize(self.loaded.tokenizer, calibration.load_text(self.run.calibration))
-
-    @cached_property
     def perplexity_tokens(self) -> torch.Tensor:
         text = perplexity_text.load_text(self.run.data_dir, uses_embedded_data(self.run))
-        return calibration.tokenize(self.loaded.tokenizer, text)
+        return calibration.tokenize(self.loaded.tokenizer, text)[: self.run.protocol.perplexity_tokens]
 
     @property
     def perplexity_window(self) -> int:
@@ -150,7 +144,9 @@ class TrialContext:
 
     def measure_perplexity(self, plan: PruningPlan) -> tuple[PerplexityResult, int]:
         """The perplexity of the model that keeps what `plan` says, and the tokens forwarded to get it (0: it was cached)."""
-        key = self.measurement_key(plan.structure, text=self._text_fingerprint, window=self.perplexity_window)
+        most = self.run.protocol.perplexity_tokens
+        bound = {} if most is None else {"tokens": most}
+        key = self.measurement_key(plan.structure, text=self._text_fingerprint, window=self.perplexity_window, **bound)
         stored = self.artifacts.get("perplexity", key, PerplexityResult.from_arrays)
         if stored is not None:
             return stored, 0
@@ -169,7 +165,7 @@ class TrialContext:
 
     def item_scores(self, plan: PruningPlan, index: int) -> tuple[list[ItemScore], int]:
         """The scores of the items that slice `index` adds, and the tokens forwarded to get them (0: they were cached)."""
-        protocol = asdict(self.run.protocol) | {"perplexity_window": None}
+        protocol = self.run.protocol.of_items()
         key = self.measurement_key(plan.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
         scores = self.suite.blank_scores(index)
         stored = self.artifacts.get("zero_shot", key, lambda arrays: self.suite.judge(index, scores.stored(arrays)))
@@ -238,7 +234,8 @@ class TrialContext:
         return padding.padded_weights(model, weights)
 
     def windows(self, samples: Samples, count: int) -> torch.Tensor:
-        return calibration.windows(self.calibration_tokens, samples.seq_len, count, self.run.of(samples).seed)
+        run = self.run.of(samples)
+        return calibration.samples(self.calibration_tokens(run.calibration), samples.seq_len, count, run.seed)
 
     @cached_property
     def cache(self) -> StatisticCache:
@@ -353,6 +350,6 @@ def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[st
         "version": SUITE_VERSION,
         "tokenizer": model_fingerprint,
         "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
-        "protocol": asdict(run.protocol) | {"perplexity_window": None},
+        "protocol": run.protocol.of_items(),
         "max_length": max_length,
     }

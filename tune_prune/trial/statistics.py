@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,18 +41,14 @@ class StatisticCache:
     device: str
     artifacts: ArtifactStore
 
-    @cached_property
-    def _calibration(self) -> str:
-        return calibration.calibration_fingerprint(self.run.calibration)
-
     def key(self, samples: Samples, need: Need) -> dict[str, Any]:
-        statistic = load_statistic(need.statistic)
+        statistic, run = load_statistic(need.statistic), self.run.of(samples)
         return {
             "version": statistic.version,
             "model": self.model_fingerprint,
-            "calibration": self._calibration,
-            "seed": self.run.of(samples).seed,
-            "dtype": self.run.dtype,
+            "calibration": calibration.calibration_fingerprint(run.calibration),
+            "seed": run.seed,
+            "dtype": run.dtype,
             "device": self.device,
             "seq_len": samples.seq_len,
             **statistic.key(need),

@@ -108,7 +108,7 @@ def typed(rows: pd.DataFrame) -> pd.DataFrame:
     column in its one type."""
     rows = rows.reindex(columns=[*COLUMNS, *sorted(set(rows.columns) - set(COLUMNS))])
     types = dict.fromkeys(COLUMNS, "float64") | dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(TEXTS, "str")
-    missing = dict.fromkeys(TEXTS, "") | {name: HYPERPARAMETERS[name].default for name in _OWN_TEXTS}
+    missing = dict.fromkeys(TEXTS, "") | {name: HYPERPARAMETERS[name].default or "" for name in _OWN_TEXTS}
     return rows.astype(types | {"success": "bool"}).fillna(missing)
 
 
@@ -129,7 +129,7 @@ def best_first(rows: pd.DataFrame) -> pd.DataFrame:
 def config_of(row: Mapping[str, Any]) -> PruningConfig:
     """The configuration of a row; what a published file does not tell has its default."""
     values = {name: plain_value(row[name]) for name in HYPERPARAMETERS}
-    return PruningConfig.from_dict({name: value for name, value in values.items() if value is not None})
+    return PruningConfig.from_dict({name: value for name, value in values.items() if value not in (None, "")})
 
 
 def configuration_of(row: Mapping[str, Any]) -> PruningConfig:

@@ -57,7 +57,7 @@ class PassWork:
     weight_sums: int = 0  # float32 numbers per weight of the projections that are kept while it runs
 
 
-CALIBRATION = ("seq_len", "num_samples", "seed")  # hyperparameters that say which samples there are
+CALIBRATION = ("seq_len", "num_samples", "seed", "calibration")  # hyperparameters that say which samples there are
 
 
 class Statistic(ABC):
