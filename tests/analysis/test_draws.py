@@ -193,7 +193,7 @@ def test_the_race_over_draws() -> None:
     tight = DrawVariance(0.01**2, 0.0, 40)
     wanted, chances = next_draws(accuracies, counts, 3, tight, generator)
     assert np.flatnonzero(wanted).tolist() == [1, 3] and chances.sum() == pytest.approx(1)
-    wide = DrawVariance(0.3**2, 0.0, 40)
+    wide = DrawVariance(1.0, 0.0, 40)
     assert next_draws(accuracies, counts, 3, wide, generator)[0].all()  # those that were out come back
     assert not next_draws(accuracies, np.full(6, 3), 3, wide, generator)[0].any()
 

@@ -258,8 +258,8 @@ def warnings(eligible: pd.DataFrame, best: str, between: DrawVariance | None) ->
     alone = eligible.loc[eligible["draws"] == 1, "name"].tolist()
     values = {"points": 100 * math.sqrt(between.variance), "freedom": between.freedom}
     if leading := [name for name in dict.fromkeys([best, *eligible["name"].head(2)]) if name in alone]:
-        yield Message("one_draw_leads", {"names": leading, **values})
+        yield Message("one_draw_leads", values | {"names": leading})
     if alone:
-        yield Message("one_draw", {"count": len(alone), "all": len(eligible), **values})
+        yield Message("one_draw", values | {"count": len(alone), "all": len(eligible)})
     if between.freedom < FEW_FREEDOM:
         yield Message("few_draws", values)

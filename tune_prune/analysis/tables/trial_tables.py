@@ -129,7 +129,10 @@ def draws(findings: Findings) -> Table | None:
         notes.append(Message("note_draw_variance", note | {"share": _share(between.interaction, between.mean_square)}))
     given = [about.get("settings", {}).get("draws") for about in findings.study.experiments.values()]
     notes += [Message("note_draws_given", {"most": most}) for most in dict.fromkeys(filter(None, given))]
-    shown = [*(MODEL, CONFIGURATION, DRAWS, ACCURACY), Column("low", "95% interval", "acc", upper="high")]
+    shown = [
+        *(MODEL, replace(CONFIGURATION, detail=False), DRAWS, ACCURACY),
+        Column("low", "95% interval", "acc", upper="high"),
+    ]
     shown.append(Column("spread", "Std of draws", "points", hint="standard deviation between its draws, in points"))
     by_seed = [columns[seed] for seed in sorted(columns, key=lambda seed: -1 if seed is None else seed)]
     table = Table("draws", "Draws of calibration samples", [*shown, *by_seed], rows, [Message("note_draws"), *notes])
