@@ -182,7 +182,7 @@ class ModelFindings:
 
     def informative(self, row: Mapping[str, Any]) -> tuple[float, float]:
         """acc_mean of a row, and its standard error, without the uninformative tasks; NaN where there are none, or no others."""
-        tasks = [task for task in self.model.tasks if task not in self.uninformative]
+        tasks = [task for task in self.tasks.index[:-1] if task not in self.uninformative]
         return informative_mean(row, tasks if self.uninformative else [])
 
     @cached_property

@@ -34,10 +34,8 @@ def measures(findings: Findings) -> Table | None:
             )
         rows += [configuration(found, row) | gaps.loc[index].to_dict() for index, row in found.eligible.iterrows()]
     gap_columns = (
-        Column(
-            f"{column.key}_gap", f"{label} gap", "nats", f"{column.key}_gap_stderr", hint="to the best of this measure"
-        )
-        for column, label in zip(MEASURES, ("Gold", "KL text", "KL tasks"), strict=True)
+        Column(f"{column.key}_gap", label, "nats", f"{column.key}_gap_stderr", hint="to the best of this measure")
+        for column, label in zip(MEASURES, ("Gold gap", "KL text gap", "KL tasks gap"), strict=True)
     )
     pairs = [part for pair in zip(MEASURES, gap_columns, strict=True) for part in pair]
     columns = [MODEL, CONFIGURATION, *pairs, ACCURACY, INFORMATIVE, PERPLEXITY]
