@@ -84,9 +84,9 @@ def cross_fit_rule(
 def _golds(scores: PairedScores, rows: pd.DataFrame) -> Scores | None:
     """Log-probabilities of right choices on the items of `scores`; None where an item has no single right choice or no finite one,
     and with several draws of a configuration."""
-    series = [gold_logprobs(folder) for folder in rows["output_dir"]] if (rows["draws"] == 1).all() else [None]
-    known = [one for one in series if one is not None and one.index.equals(series[0].index) and np.isfinite(one).all()]
-    if len(known) < len(series):
+    series = [gold_logprobs(folder) for folder in rows["output_dir"]] if (rows["draws"] == 1).all() else []
+    known = [one for one in series if one is not None and np.isfinite(one).all()]
+    if len(known) < len(rows) or not all(one.index.equals(known[0].index) for one in known):
         return None
     table, tasks = np.column_stack(known), known[0].index.get_level_values("task")
     found = [table[tasks == task] for task in scores.by_task]
