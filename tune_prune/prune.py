@@ -156,6 +156,8 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     print(
         f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters", flush=True
     )
+    if dense.found_as:
+        print(f"weights      {dense.found_as}", flush=True)
     pruned = dense.execute(
         request, lambda stage: print(f"{stage.stage:<12} {stage.tokens:,} tokens, {stage.duration_s:.1f} s", flush=True)
     )

@@ -45,6 +45,7 @@ def describe(plan: Plan) -> str:
         ("search", f"{_search(plan)}, {total} trials"),
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
+        *(("weights", f"{model.run.label}: {model.found_as}") for model in plan.models if model.found_as),
         ("calibration", f"{shown_path(first.run.calibration)}, seed {first.run.seed}"),
         (
             "evaluation",

@@ -41,6 +41,7 @@ from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text
 from tune_prune.core.terminal.escapes import markdown, markdown_code, printable
 from tune_prune.models.geometry import Geometry
+from tune_prune.models.gguf.files import GgufOrigin
 from tune_prune.pruning.methods import load_method
 
 CARD, PICTURE = "README.md", "layers.png"
@@ -224,6 +225,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
     rows = [
         ("Base model", f"{markdown_code(name)}{revision}, fingerprint {markdown_code(base.fingerprint)}"),
+        *([] if base.gguf is None else [("Base weights", _dequantised(base.gguf))]),
         ("Licence", _license(manifest)),
         ("Method", f"`{config.method}`"),
         ("Calibration", _calibration(manifest)),
@@ -236,6 +238,11 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         ("Layers", layers),
     ]
     return rows
+
+
+def _dequantised(file: GgufOrigin) -> str:
+    what = f"{markdown_code(file.file)}, a GGUF file in {markdown_code(file.quantization)} (SHA-256 {markdown_code(file.sha256)})"
+    return f"read from {what} and made floating-point: that is the dense model of all comparisons here"
 
 
 def _license(manifest: Manifest) -> str:
