@@ -58,7 +58,7 @@ def parser() -> Parser:
     )  # fmt: skip
     what.add_argument(
         "--base", type=flags.text, metavar="DIR",
-        help="with --config: where the dense model is now, hub id or folder (default: where it was searched)",
+        help="with --config: where the dense model is now, hub id, folder or GGUF file (default: where it was searched)",
     )  # fmt: skip
     what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     flags.add_hyperparameter_flags(what, HYPERPARAMETERS)

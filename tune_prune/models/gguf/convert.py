@@ -117,6 +117,7 @@ def _by_parameter(file: Path, about: header.Header, model: PreTrainedModel) -> d
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == about.architecture)
     names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
     left, made = dict(about.tensors), {}
+    turned = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     for name, p in model.named_parameters():
         module, _, suffix = name.rpartition(".")
         stored = f"{names.get_name(module)}.{suffix}"
@@ -125,8 +126,8 @@ def _by_parameter(file: Path, about: header.Header, model: PreTrainedModel) -> d
             raise _unfit(file, f"it lacks {stored}")
         if (shape := tuple(reversed(tensor.shape.tolist()))) != tuple(p.shape):
             raise _unfit(file, f"{stored} is {list(shape)}, not {list(p.shape)}")
-        turned = header.ARCHITECTURES[about.architecture] and module.endswith(("q_proj", "k_proj"))
-        made[name] = _maker(tensor, p.shape[0] // model.config.head_dim if turned else 0)
+        heads = turned.get(module.rpartition(".")[2], 0) if header.ARCHITECTURES[about.architecture] else 0
+        made[name] = _maker(tensor, heads)
     if left:
         raise _unfit(file, f"{min(left)} has no place in it")
     return made
