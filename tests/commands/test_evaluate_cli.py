@@ -67,7 +67,16 @@ def test_the_tables_say_what_the_record_holds(measured: tuple[str, dict[str, Any
         cells = re.search(rf"^{task} +(.*)$", text, re.MULTILINE)
         assert cells, text
         accuracy, stderr = (f"{metrics[f'acc_{task}{end}']:.4f}" for end in ("", "_stderr"))
-        assert cells.group(1).split() == [metric, accuracy, stderr, "0.5000", "20"]
+        logprob, its_error = metrics[f"gold_logprob_{task}"], metrics[f"gold_logprob_{task}_stderr"]
+        assert cells.group(1).split() == [
+            metric,
+            accuracy,
+            stderr,
+            "0.5000",
+            "20",
+            f"{logprob:.3f}",
+            f"{its_error:.4f}",
+        ]
     mean = re.search(r"^mean +(.*)$", text, re.MULTILINE)
     assert mean and mean.group(1).split()[0] == f"{metrics['acc_mean']:.4f}"
     assert f"perplexity {metrics['ppl']:.2f} on the embedded text" in text
@@ -89,7 +98,9 @@ def test_a_local_folder_with_local_data_and_a_note(
     out, err = capfd.readouterr()
     assert err == ""
     assert out.startswith("mine: ") and "bfloat16 on cpu" in out and "on WikiText-2 test" in out
-    assert re.search(r"^piqa +acc_norm +[\d.]+ +- +0.5000 +1$", out, re.MULTILINE)  # one item has no standard error
+    assert re.search(
+        r"^piqa +acc_norm +[\d.]+ +- +0.5000 +1 +-[\d.]+ +-$", out, re.MULTILINE
+    )  # one item has no standard error
     assert "note: scored one by one: it is Tuesday\n" in out
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 from lm_eval.api.metrics import mean_stderr
 
 from tests.quiz import DATA, byte_tokenizer, quiz_items, score_all, unequal_llama, write_quiz
@@ -127,6 +128,40 @@ def test_summary_has_lm_evals_standard_errors():
     errors = [mean_stderr(hits) for hits in outcomes.values()]
     assert summary["acc_mean_stderr"] == pytest.approx(math.hypot(*errors) / 3)
     assert math.isnan(summarize(items[:1])["acc_boolq_stderr"])
+
+
+def test_the_right_choice_s_log_probability_is_that_of_plain_transformers(tmp_path):
+    source, tokenizer, model = write_quiz(tmp_path, quiz_items()), byte_tokenizer(True), unequal_llama()
+    scores = score_all(build_suite(tokenizer, EvaluationProtocol(("quiz",)), source, 512), model)
+    expected = []
+    for item in quiz_items():
+        context = f"{item['passage']} Question: {item['question']} Answer:"
+        ids = torch.tensor([tokenizer(f"{context} {item['options'][item['answer']]}").input_ids])
+        log_probs = model(ids).logits[0].log_softmax(dim=-1)
+        first = len(tokenizer(context).input_ids)
+        expected.append(sum(log_probs[i - 1, ids[0, i]].item() for i in range(first, ids.shape[1])))
+    metrics = summarize(scores)
+    for name in ("quiz", "mean"):
+        assert metrics[f"gold_logprob_{name}"] == pytest.approx(np.mean(expected), abs=1e-5)
+        error = np.std(expected, ddof=1) / math.sqrt(len(expected))
+        assert metrics[f"gold_logprob_{name}_stderr"] == pytest.approx(error, abs=1e-5)
+
+
+def test_items_without_a_single_right_choice_have_no_gold_log_probability():
+    def item(task: str, gold: int, *values: float) -> ItemScore:
+        return ItemScore(task, 0, 0, 1.0, None, values, gold)
+
+    items = [item("a", 1, -1.0, -2.0), item("a", -1, -50.0, -60.0), item("a", 0, -4.0, -9.0), item("b", 0, -8.0)]
+    metrics = summarize([*items, item("unclear", -1, -1.0)])
+    found = {name: value for name, value in metrics.items() if name.startswith("gold_logprob")}
+    assert {name: value for name, value in found.items() if value == value} == {
+        "gold_logprob_a": -3.0, "gold_logprob_a_stderr": 1.0, "gold_logprob_b": -8.0, "gold_logprob_mean": -5.5,
+    }  # fmt: skip
+    assert set(found) - {"gold_logprob_b_stderr", "gold_logprob_mean_stderr"} == {
+        *("gold_logprob_a", "gold_logprob_a_stderr", "gold_logprob_b", "gold_logprob_mean")
+    }
+    assert not any("gold" in name for name in summarize([item("unclear", -1, -1.0)]))
+    assert summarize([item("a", 0, -math.inf), item("a", 0, -1.0)])["gold_logprob_a"] == -math.inf
 
 
 def test_outcomes_by_task_follow_the_reported_metric():

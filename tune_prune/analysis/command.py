@@ -248,9 +248,9 @@ def why_nothing(study: Study) -> str:
 
 def describe(findings: Findings) -> str:
     """What a person reads on the screen: what was read, what is wrong with it, what was decided and what to beware of."""
+    from tune_prune.analysis.input.message import Message
     from tune_prune.analysis.render.messages import format_message, note_sentences, one_line
     from tune_prune.analysis.render.text import text_table
-    from tune_prune.analysis.statistics.message import Message
     from tune_prune.analysis.tables.configurations import best_configurations
     from tune_prune.analysis.tables.trial_tables import counts
 

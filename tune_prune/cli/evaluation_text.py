@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.checkpoint.recorded import Recorded
@@ -35,18 +36,20 @@ def _perplexity(value: float) -> str:
 
 
 def result_text(found: Evaluation, earlier: Recorded | None) -> str:
-    """The result as text for the screen: perplexity, a row per task, what each stage cost. `earlier`: numbers recorded for a
-    pruned checkpoint, to stand beside the measured ones."""
+    """The result as text for the screen: perplexity, a row per task, what each stage cost; the log-probabilities of right choices
+    are in nats. `earlier`: numbers recorded for a pruned checkpoint, to stand beside the measured ones."""
     metrics = found.record.metrics
     beside = () if earlier is None else ("recorded", "difference")
-    rows = [("task", "metric", "accuracy", "stderr", *beside, "chance", "items")]
+    rows = [("task", "metric", "accuracy", "stderr", *beside, "chance", "items", "gold logprob", "stderr")]
     for task, row in found.tasks.iterrows():
         beside = () if earlier is None else _beside(row["accuracy"], earlier.accuracies.get(task))
         cells = (task, row["metric"], f"{row['accuracy']:.4f}", _stderr(row["stderr"]))
-        rows.append((*cells, *beside, f"{row['chance']:.4f}", f"{row['items']:,}"))
+        rows.append((*cells, *beside, f"{row['chance']:.4f}", f"{row['items']:,}", *_gold(metrics, task)))
     beside = () if earlier is None else _beside(found.acc_mean, earlier.acc_mean)
     cells = ("mean", "", f"{found.acc_mean:.4f}", _stderr(found.acc_mean_stderr))
-    rows.append((*cells, *beside, f"{metrics['chance_acc_mean']:.4f}", f"{len(found.items):,}"))
+    rows.append(
+        (*cells, *beside, f"{metrics['chance_acc_mean']:.4f}", f"{len(found.items):,}", *_gold(metrics, "mean"))
+    )
 
     costs = [("stage", "tokens", "seconds")]
     for name in dict.fromkeys(stage["stage"] for stage in found.record.stages):
@@ -66,6 +69,12 @@ def result_text(found: Evaluation, earlier: Recorded | None) -> str:
             *aligned(costs),
         ]
     )
+
+
+def _gold(metrics: Mapping[str, float], task: str) -> tuple[str, str]:
+    """The log-probability of the right choice in nats, and its standard error."""
+    value = metrics.get(f"gold_logprob_{task}", math.nan)
+    return "-" if math.isnan(value) else f"{value:.3f}", _stderr(metrics.get(f"gold_logprob_{task}_stderr", math.nan))
 
 
 def _beside(measured: float, recorded: float | None) -> tuple[str, str]:

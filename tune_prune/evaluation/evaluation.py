@@ -41,7 +41,8 @@ class Evaluation:
     @property
     def tasks(self) -> pd.DataFrame:
         """A row per task, by its name: metric (acc, or acc_norm: by log-likelihood per character), accuracy, stderr, chance (what
-        picking choices blindly gives) and items (their number)."""
+        picking choices blindly gives) and items (their number); gold_logprob, the mean log-probability of the right choice in nats,
+        and gold_logprob_stderr: nan for a task whose items have no single right choice."""
         import pandas as pd
 
         rows = {}
@@ -53,6 +54,8 @@ class Evaluation:
                 "stderr": self.record.metrics[f"acc_{task}_stderr"],
                 "chance": math.fsum(1 / len(item.loglikelihoods) for item in own) / len(own),
                 "items": len(own),
+                "gold_logprob": self.record.metrics.get(f"gold_logprob_{task}", math.nan),
+                "gold_logprob_stderr": self.record.metrics.get(f"gold_logprob_{task}_stderr", math.nan),
             }
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("task")
 

@@ -1,9 +1,9 @@
-"""Outcomes of zero-shot items: what is kept of each, the accuracies they add up to, their table. No torch needed."""
+"""Outcomes of zero-shot items: what is kept of each, the metrics they add up to, their table. No torch needed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow
@@ -39,16 +39,23 @@ def metric_of(task: str) -> str:
 
 
 def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
-    """acc_<task> with acc_<task>_stderr, and acc_mean with acc_mean_stderr, as fractions.
+    """acc_<task> with acc_<task>_stderr, and acc_mean with acc_mean_stderr, as fractions; gold_logprob_<task> and gold_logprob_mean
+    with theirs, in nats.
 
     A task's standard error is lm-eval's: of a mean of n outcomes with the n - 1 variance, sqrt(p (1 - p) / (n - 1)),
     nan for a single item. acc_mean is the plain mean of the k tasks; its error sqrt(sum of squared errors) / k takes
     them as independent. chance_acc_mean: what picking choices blindly would give, by the same mean.
+
+    gold_logprob: the log-probability of an item's right choice, the sum over its tokens, averaged in the same way. Items without
+    a single right choice (gold -1) are left out, and so is a task that has no others.
     """
     scores: dict[str, list[float]] = {}
     chances: dict[str, list[float]] = {}
+    golds: dict[str, list[float]] = {}
     for item in items:
         scores.setdefault(item.task, []).append(item.score)
+        if item.gold >= 0:
+            golds.setdefault(item.task, []).append(item.loglikelihoods[item.gold])
         chances.setdefault(item.task, []).append(1 / len(item.loglikelihoods))
     means = {task: sum(values) / len(values) for task, values in scores.items()}
     errors = {
@@ -61,7 +68,26 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
     metrics["chance_acc_mean"] = sum(sum(values) / len(values) for values in chances.values()) / len(chances)
     metrics["acc_mean"] = sum(means.values()) / len(means)
     metrics["acc_mean_stderr"] = math.sqrt(sum(error**2 for error in errors.values())) / len(errors)
-    return metrics
+    return metrics | _gold_logprobs(golds)
+
+
+def _gold_logprobs(golds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The metrics of `summarize` from the log-probabilities of each task's right choices; none without any."""
+    found = {task: mean_and_stderr(values) for task, values in golds.items()}
+    if found:
+        means, errors = zip(*found.values(), strict=True)
+        found["mean"] = sum(means) / len(means), math.sqrt(sum(error**2 for error in errors)) / len(errors)
+    names = {f"gold_logprob_{task}": pair for task, pair in found.items()}
+    return {
+        f"{name}{end}": value for name, pair in names.items() for end, value in zip(("", "_stderr"), pair, strict=True)
+    }
+
+
+def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and its standard error with the n - 1 variance: nan for a single value."""
+    count, mean = len(values), sum(values) / len(values)
+    spread = sum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(spread / (count - 1) / count) if count > 1 else math.nan
 
 
 def outcomes_by_task(items: Iterable[ItemScore]) -> dict[str, str]:

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.statistics.differences import Items
-from tune_prune.analysis.statistics.message import Message
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import LEDGER
 

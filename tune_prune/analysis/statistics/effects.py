@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION
 from tune_prune.analysis.statistics.factors import NUMERIC, varied
-from tune_prune.analysis.statistics.message import Message
 
 # What accuracy is correlated with
 _COLUMNS = (

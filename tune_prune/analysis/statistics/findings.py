@@ -19,6 +19,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.errors import with_wilson_errors
 from tune_prune.analysis.input.items import ItemReader, guessing
+from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION, plain_values, ranked
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics import effects
@@ -27,7 +28,6 @@ from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
 from tune_prune.analysis.statistics.differences import Items, Transfer, transfer
 from tune_prune.analysis.statistics.effects import Correlation, Trend
 from tune_prune.analysis.statistics.factors import FACTORS, NUMERIC, methods_reading, varied
-from tune_prune.analysis.statistics.message import Message
 from tune_prune.analysis.statistics.method_pairs import method_pairs
 from tune_prune.analysis.statistics.rules import RULES
 from tune_prune.core.errors import UserError, did_you_mean

@@ -125,7 +125,14 @@ def _curves(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _tag(name: str) -> str:
     """The metric's name in TensorBoard, which makes a section of what stands before the slash; accuracies come first."""
-    for start, section in (("acc_", "accuracy"), ("ppl", "perplexity"), ("grad_", "gradient")):
+    sections = {
+        "acc_": "accuracy",
+        "gold_logprob_": "gold_logprob",
+        "kl_": "kl",
+        "ppl": "perplexity",
+        "grad_": "gradient",
+    }
+    for start, section in sections.items():
         if name.startswith(start):
             return f"{section}/{name}"
     return f"pruning/{name}"
