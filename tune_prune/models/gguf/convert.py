@@ -83,6 +83,8 @@ def _meta_model(file: Path, about: header.Header) -> PreTrainedModel:
     config = _transformers(AutoConfig, file)
     for leftover in ("_model_name_or_path", "quantization_config", "_pre_quantization_dtype"):
         config.__dict__.pop(leftover, None)
+    if about.head_dim and hasattr(config, "head_dim"):  # of some families transformers takes the usual one
+        config.head_dim = about.head_dim
     config.dtype = torch.float32
     check_sizes(config.to_dict(), str(file))
     try:

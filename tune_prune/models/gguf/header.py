@@ -27,10 +27,10 @@ _READ = {
     "attention.key_length", "attention.value_length", "tensor_data_layout",
 }  # fmt: skip
 _NEUTRAL: tuple[Any, ...] = (0, 1, "none", [])  # values of other settings with which they do nothing
-# tokenizer.ggml.pre of byte-level tokenizers whose split of texts transformers knows; its own default is that of GPT-2.
-_SPLITS = {
-    "default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "smaug-bpe", "tekken", "qwen2", "deepseek-r1-qwen",
-}  # fmt: skip
+# tokenizer.ggml.pre of byte-level tokenizers of which transformers splits texts rightly, by architecture.
+_QWEN = {"qwen2", "deepseek-r1-qwen"}
+_LLAMA = {"default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "smaug-bpe", "tekken"}
+_SPLITS = {"llama": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN}
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Header:
     architecture: str  # one of ARCHITECTURES
     quantization: str  # e.g. Q4_1
     tensors: dict[str, gguf.ReaderTensor]  # by name; their data stay in the file until they are looked at
+    head_dim: int | None  # where the file states it
     license: dict[str, str]  # as in a model card's metadata; empty where the file states none
 
 
@@ -60,6 +61,7 @@ def read(path: Path) -> Header:
         str(values.get("general.architecture")),
         _quantization(values, reader.tensors),
         tensors,
+        values.get(f"{values.get('general.architecture')}.attention.key_length"),
         {
             key: values[f"general.{key.replace('_', '.')}"]
             for key in _LICENSE
@@ -119,7 +121,7 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     tokenizer, split = values.get("tokenizer.ggml.model", "none"), values.get("tokenizer.ggml.pre", "default")
     if tokenizer not in ("gpt2", "llama"):
         return f"it has no tokenizer that transformers reads (tokenizer.ggml.model {tokenizer!r})"
-    if tokenizer == "gpt2" and split not in _SPLITS:
+    if tokenizer == "gpt2" and split not in _SPLITS[arch]:
         return f"its tokenizer splits texts in a way that is not known here (tokenizer.ggml.pre {split!r})"
     for kind, tensor in {tensor.tensor_type: tensor for tensor in header.tensors.values()}.items():
         try:
