@@ -23,7 +23,7 @@ from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.cost_model.device_speed import SpeedRequest, measure
 from tune_prune.cost_model.estimate import CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.workload import by_seq_len, workload
+from tune_prune.cost_model.workload import by_samples, workload
 from tune_prune.models import catalog, loading
 from tune_prune.pruning.selection import budget
 from tune_prune.trial.context import TrialContext
@@ -94,8 +94,8 @@ def point(one: Subject, limit: int, configs: list[PruningConfig], work: Path) ->
         context = TrialContext.open(run, folder, device="cpu")
         items = context.suite.num_items  # built here: the estimate of zero-shot leaves it out
         reports: list[dict[str, Any]] = []
-        for seq_len, shared in by_seq_len(configs).items():
-            for _, report in prepare(context, seq_len, shared):
+        for samples, shared in by_samples(configs).items():
+            for _, report in prepare(context, samples, shared):
                 reports.append({"stage": report.stage, "tokens": report.tokens, "duration_s": report.duration_s})
         for config in (None, *configs):
             reports += run_trial(config, context).stages
@@ -128,7 +128,7 @@ def predict(run: ModelRun, configs: list[PruningConfig], folder: Path) -> CostEs
             device="cpu",
             weight_bytes=0,
             speed=speed,
-            passes=by_seq_len(configs) if baseline is False else {},
+            passes=by_samples(configs) if baseline is False else {},
             baseline=False,
             trials=1 if baseline else len(configs),
             removed_params=0 if baseline else budget(geometry, RATIO),

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from bench_common import Subject, benchmark_parser, sizes_of, subject, table, timed, write_json
 from bench_grid import run_search
 
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
 from tune_prune.core.store import ITEMS, PASSES, TRIALS, FolderStore
@@ -99,7 +99,9 @@ def in_process(subject: Subject, args: argparse.Namespace, work: Path) -> dict[s
     run = subject.run(args.tasks, args.limit or None)
     loading, context = timed(lambda: TrialContext.open(run, work / "artifacts", "cpu"))
     requests, _ = timed(lambda: context.suite)
-    texts, _ = timed(lambda: (context.calibration_tokens, context.perplexity_tokens, context.key(None)))
+    texts, _ = timed(
+        lambda: (context.calibration_tokens(run.calibration), context.perplexity_tokens, context.key(None))
+    )
     configs = [
         PruningConfig(METHODS[index % 3], args.seq_len, n)
         for index, n in enumerate(n for n in _sample_counts(args) for _ in METHODS)
@@ -114,7 +116,7 @@ def in_process(subject: Subject, args: argparse.Namespace, work: Path) -> dict[s
         parts.append({"part": name, "wall": wall, **arithmetic, "outside": wall - sum(arithmetic.values())})
 
     with clock.on(type(context.loaded.model)):
-        part("passes", lambda: list(prepare(context, args.seq_len, needs_of(configs))))
+        part("passes", lambda: list(prepare(context, Samples(args.seq_len), needs_of(configs))))
         part("baseline", lambda: run_trial(None, context, FolderStore(work / "dense")))
         for index, config in enumerate(configs):
             at = FolderStore(work / str(index))
@@ -172,7 +174,7 @@ def memory(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         args.tasks, args.memory_limit, perplexity_window=64
     )  # short ones are quick
     context = TrialContext.open(run, work / "memory", "cpu")
-    list(prepare(context, 16, needs_of(PruningConfig(method, 16, 32) for method in METHODS)))
+    list(prepare(context, Samples(16), needs_of(PruningConfig(method, 16, 32) for method in METHODS)))
     resident, tensors = {}, []
     for trial in range(1, args.memory_trials + 1):
         config = PruningConfig(METHODS[trial % 3], 16, 32, pruning_ratio=0.05 + 0.3 * trial / args.memory_trials)

@@ -48,7 +48,7 @@ from tune_prune.models import loading
 from tune_prune.planning import search_space
 from tune_prune.pruning.selection import target_params
 from tune_prune.pruning.statistics import by_statistic
-from tune_prune.trial.statistics import by_seq_len
+from tune_prune.trial.statistics import by_samples
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
@@ -89,8 +89,8 @@ def model_cost(name: str, configs: Sequence[PruningConfig]) -> ModelCost:
     token, head = arithmetic.all_layers(1, 128) / (PEAK * REACHED), arithmetic.head(1) / (PEAK * REACHED)
     speed = DeviceSpeed(Line(token, 0), Line(3 * token, 0), head, 2 * head, {}, engine=1.1)
     passes = {
-        seq_len: [need for needs in by_statistic(shared).values() for need in needs]
-        for seq_len, shared in by_seq_len(configs).items()
+        samples: [need for needs in by_statistic(shared).values() for need in needs]
+        for samples, shared in by_samples(configs).items()
     }
     work = ModelWork(
         label=name,
@@ -181,7 +181,7 @@ class Cluster:
     def start(self, worker: Worker, work: Work) -> None:
         cost = self.costs[work.run.label]
         job = isinstance(work, PrepareJob)
-        seconds = cost.jobs[work.seq_len] if isinstance(work, PrepareJob) else cost.trial
+        seconds = cost.jobs[work.samples] if isinstance(work, PrepareJob) else cost.trial
         stages = []
         for stage, duration in seconds.items():
             shares = PROTOCOL.slices if stage == "zero_shot" and not job else (1.0,)

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tune_prune.core.config import Whole
 from tune_prune.core.errors import UserError, require
 from tune_prune.core.store import location
+from tune_prune.core.values.kinds import Whole
 
 if TYPE_CHECKING:
     from tune_prune.opened import Model
@@ -38,6 +38,7 @@ def open(
     dtype: str | None = None,
     device: str = "auto",
     perplexity_window: int | None = None,
+    perplexity_tokens: int | None = None,
     memory: str | int | None = None,
 ) -> Model:
     """The model of that name, with everything checked that can be without loading its weights.
@@ -55,6 +56,7 @@ def open(
     device       auto (a GPU if there is one), cpu or cuda
     perplexity_window    length in tokens of the windows that the perplexity text is cut into, shortened to the model's limit;
                  None: 2048, of an embedded model 128 (the length it was trained on), of a pruned checkpoint as recorded
+    perplexity_tokens    perplexity is measured on so many tokens of its text, the first; None: all
     memory       most that pruning and measuring may take, e.g. "20GiB", or in bytes: where the whole model does not fit, it goes
                  layer by layer, from its files if need be: slower, the same numbers; None: what is free
 
@@ -90,6 +92,7 @@ def open(
         data_dir=None if data_dir is None else str(data_dir),
         trust_tasks=trust_tasks,
         seed=seed,
+        perplexity_tokens=perplexity_tokens,
     )
     run = model_run(settings, name, source, dtype or usual_dtype(device))
     if calibration is not None:
@@ -113,7 +116,9 @@ def search(
     tasks: Sequence[str] | str | None = None,
     limit: int | None = None,
     perplexity_window: int | None = None,
+    perplexity_tokens: int | None = None,
     seed: int = 0,
+    seeds: Sequence[int] | None = None,
     dtype: str | None = None,
     scheduler: str = "none",
     memory: str | None = None,
@@ -135,7 +140,10 @@ def search(
     num_trials      trials of optuna, per model and pruning ratio; None: as the space says, else 20
     pruning_ratio   fraction of ALL parameters to remove, above 0 and below 1; None: as the space says, else 0.2
     shape, align    widths of the pruned layers, as for `Model.prune`; None: as the space says, else free
-    revision, calibration, data_dir, trust_tasks, seed, dtype, perplexity_window    as for `open`; the seed is the sampler's, too
+    revision, calibration, data_dir, trust_tasks, seed, dtype, perplexity_window, perplexity_tokens    as for `open`; the seed is
+                    the sampler's, too
+    seeds           draws of calibration samples, on each of which every configuration is measured; None: as the space says, else
+                    that of `seed`
     tasks, limit    as for `Model.evaluate`
     scheduler       which trials are stopped early: none; race, what cannot be the best any more (95% confidence); asha, the weaker
                     half at a quarter and at half of the items

@@ -70,6 +70,7 @@ def _main(argv: list[str]) -> None:
         device=args.device,
         memory=args.memory,
         perplexity_window=args.perplexity_window,
+        perplexity_tokens=args.perplexity_tokens,
     )
     run = model.protocol(args.limit, args.tasks)
     from tune_prune.checkpoint import recorded

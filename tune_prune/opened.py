@@ -184,7 +184,8 @@ class Model:
     def way_to_measure(self, run: ModelRun, removed_params: int = 0) -> Residency:
         """The same while it is measured, without so many parameters."""
         text = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
-        tokens, positions = len(calibration.tokenize(self.tokenizer, text)), self._config.max_position_embeddings
+        tokens = len(calibration.tokenize(self.tokenizer, text)[: run.protocol.perplexity_tokens])
+        positions = self._config.max_position_embeddings
         read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
         measured = partial(self._shapes.evaluation, removed_params, *read)
         return self._fastest([], lambda way: measured(way=way), f"to measure {self.label}")
@@ -231,8 +232,8 @@ class Model:
 
     def protocol(self, limit: int | None = None, tasks: Sequence[str] | str | None = None) -> ModelRun:
         """The settings by which `evaluate` measures, once texts and tasks were found. Raises UserError."""
-        window = self.run.protocol.perplexity_window
-        protocol = EvaluationProtocol(limit=limit, seed=self.run.seed, perplexity_window=window)
+        own, usual = self.run.protocol, EvaluationProtocol()
+        protocol = replace(own, limit=limit, seed=self.run.seed, tasks=usual.tasks, slices=usual.slices)
         if tasks is not None:
             protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
         # Nothing is calibrated: no text has to be there.
@@ -255,7 +256,7 @@ class Model:
                 f"the tokenizer of {self.label} gives the token id {largest}, but vocab_size in its config.json is {vocab_size}; "
                 "use the model's own tokenizer files"
             )
-        trial = Trial(config, context)
+        trial = Trial(config, context, key=context.key(config and replace(config, calibration=None)))  # it is not read
         for report in trial.stages() if plan is None else trial.measure(plan):
             on_stage(report)
         return Evaluation(run, trial.progress.record("complete"), tuple(trial.items), context.perplexity_window)

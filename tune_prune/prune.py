@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,18 +61,11 @@ def parser() -> Parser:
     )  # fmt: skip
     what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     flags.add_hyperparameter_flags(what, HYPERPARAMETERS)
-    what.add_argument("--calibration", type=flags.text, metavar="TEXT", help=flags.CALIBRATION_HELP)
     what.add_argument(
         "--data-dir",
         type=flags.text,
         metavar="DIR",
         help="folder of text files, laid out as in docs/data.md (default: none)",
-    )
-    what.add_argument(
-        "--seed",
-        type=flags.whole_number(0, 2**32 - 1),
-        metavar="S",
-        help="seed of the calibration samples and of random scores (default: 0)",
     )
     how = p.add_argument_group("how it is saved")
     how.add_argument(
@@ -138,7 +130,9 @@ def _main(argv: list[str]) -> None:
             device=args.device,
             memory=args.memory,
         )
-        request = dense.request({name: getattr(args, name) for name in HYPERPARAMETERS}, args.align)
+        request = dense.request(
+            {name: getattr(args, name) for name, row in HYPERPARAMETERS.items() if not row.of_run}, args.align
+        )
     how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
     print(describe(folder, save(dense, request, folder, args.format, **how)))
 
@@ -162,7 +156,7 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
         request, lambda stage: print(f"{stage.stage:<12} {stage.tokens:,} tokens, {stage.duration_s:.1f} s", flush=True)
     )
     searched = None if request.plan_file is None else f"as searched ({shown_path(request.plan_file)})"
-    how, plan = searched or f"computed (calibration: {request.run.calibration})", pruned.plan
+    how, plan = searched or f"computed (calibration: {request.run.of(request.config).calibration})", pruned.plan
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters removed ({plan.removed_fraction:.2%})"
     print(f"plan         {how}: {removed}", flush=True)
     return pruned.save(folder, fmt, **options)
@@ -193,7 +187,7 @@ def check_agreement(args: argparse.Namespace, request: PruneRequest) -> None:
     from tune_prune.data import calibration, checks
 
     run = request.source or request.run
-    said = asdict(request.config) | {"calibration": run.calibration, "data_dir": run.data_dir, "seed": run.seed}
+    said = request.config.values(run) | {"data_dir": run.data_dir}
     asked = {name: getattr(args, name) for name in (*said, "align") if getattr(args, name) is not None}
     if asked.get("shape") == "aligned" and said["shape"].startswith("aligned-"):
         asked["shape"] = said["shape"]
@@ -258,7 +252,11 @@ def evaluation(folder: str, about: Manifest) -> list[str]:
     run = about.source
     if run is None or about.metrics is None:
         return command
-    for flag, value in (("--data-dir", run.data_dir), ("--limit", run.protocol.limit)):
+    for flag, value in (
+        ("--data-dir", run.data_dir),
+        ("--limit", run.protocol.limit),
+        ("--perplexity-tokens", run.protocol.perplexity_tokens),
+    ):
         command += [flag, str(value)] if value is not None else []
     return command + (["--tasks", ",".join(run.protocol.tasks)] if run.protocol.tasks != ZERO_SHOT_TASKS else [])
 

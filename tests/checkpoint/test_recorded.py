@@ -46,6 +46,9 @@ def test_each_difference_takes_out_what_it_touches_and_is_said(about: Manifest) 
     assert (other.ppl, other.accuracies, other.acc_mean) == (None, boolq_piqa, 0.5) and "another text" in other.notes[0]
     window = compared(about, replace(RUN, protocol=replace(PROTOCOL, perplexity_window=64)))
     assert (window.ppl, window.acc_mean) == (None, 0.5) and "windows have 128 tokens, these 64" in window.notes[0]
+    tokens = compared(about, replace(RUN, protocol=replace(PROTOCOL, perplexity_tokens=5000)))
+    assert (tokens.ppl, tokens.acc_mean) == (None, 0.5)
+    assert "on the whole text, this on its first 5,000 tokens; measure without --perplexity-tokens" in tokens.notes[0]
     limit = compared(about, replace(RUN, protocol=replace(PROTOCOL, limit=None)))
     assert (limit.ppl, limit.accuracies, limit.acc_mean) == (9.0, {}, None) and "--limit 20" in limit.notes[0]
     task = compared(about, tasks={"boolq": "b", "piqa": "other"})

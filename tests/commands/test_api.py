@@ -154,6 +154,10 @@ WRONG: dict[str, tuple[Callable[[Model, Any], object], list[str]]] = {
         lambda *_: api.open("tiny-llama", perplexity_window=1),
         ["perplexity_window is 1", "from 2 to 1000000"],
     ),
+    "perplexity tokens": (
+        lambda *_: api.open("tiny-llama", perplexity_tokens=1),
+        ["perplexity_tokens is 1", "from 2 to 1000000000"],
+    ),
     "negative seed": (lambda *_: api.open("tiny-llama", seed=-1), ["seed is -1", "from 0 to 4294967295"]),
     "missing data": (lambda *_: api.open("tiny-llama", data_dir="nope"), ["nope is not a folder", "tasks/"]),
     "calibration": (lambda *_: api.open("tiny-llama", calibration="wikitext"), ["did you mean 'wikitext2'?"]),

@@ -360,6 +360,17 @@ def test_calibration_on_the_perplexity_text_is_refused(tmp_path, capsys):
     assert "is the text that perplexity is reported on" in capsys.readouterr().err
 
 
+def test_unusable_mixtures(refusal: Callable[..., str], tmp_path: Path) -> None:
+    copy, short, report = (tmp_path / f"{name}.txt" for name in ("copy", "short", "report"))
+    copy.write_text(embedded.calibration_text() + "\n")
+    short.write_text("too short")
+    report.write_text(embedded.perplexity_text())
+    assert f"{copy} is twice in embedded+{copy}, by two names" in refusal(*TINY, "--calibration", f"embedded+{copy}")
+    assert f"{short}, of embedded+{short}: the" in refusal(*TINY, "--calibration", f"embedded+{short}")
+    assert "that perplexity is reported on" in refusal(*TINY, "--calibration", f"embedded+{report}")
+    assert "a mixture with an empty name" in refusal(*TINY, "--calibration", "embedded+")
+
+
 def test_a_folder_too_deep_for_ray_is_one_sentence(tmp_path, monkeypatch, capfd):
     deep = tmp_path / ("deep" * 25)
     deep.mkdir()

@@ -21,7 +21,7 @@ from tests.trials import RUN
 from tune_prune import search
 from tune_prune.analysis import command as analysis
 from tune_prune.cli import status
-from tune_prune.core.config import PruningConfig
+from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import STATUS, FolderStore
@@ -127,7 +127,7 @@ def told(folder: Path, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any
 
 
 def test_the_file_follows_the_search(observer: StatusObserver, tmp_path: Path) -> None:
-    job = PrepareJob(RUN, 16)
+    job = PrepareJob(RUN, Samples(16))
     observer.on_start(job)
     observer.on_start(SPEC)
     message = stage_message("k0", "perplexity")

@@ -44,6 +44,7 @@ def test_key_depends_on_everything_that_changes_the_result() -> None:
         key(run=replace(RUN, seed=1)),
         key(run=replace(RUN, dtype="bfloat16")),
         key(run=replace(RUN, protocol=EvaluationProtocol(limit=5))),
+        key(run=replace(RUN, protocol=EvaluationProtocol(perplexity_tokens=5))),
         key(run=replace(RUN, protocol=EvaluationProtocol(slices=(0.5, 1.0)))),
     ]
     assert len(set(keys)) == len(keys)
@@ -54,10 +55,12 @@ def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> No
     values = {
         **{"method": ["taylor", "blockwise"], "seq_len": [5, 16], "num_samples": [3, 16], "pruning_ratio": [0.2, 0.3]},
         **{"removal_divisor": [1, 3, 5, 16], "shape": ["free", "aligned-3", "aligned-16", "uniform"]},
+        **{"seed": [None, 1, 16], "calibration": [None, "c4", "wikitext2+c4"]},
     }
     assert values.keys() == HYPERPARAMETERS.keys()
     configs = [PruningConfig(**dict(zip(values, point, strict=True))) for point in product(*values.values())]
-    assert len({(config.name, config.pruning_ratio) for config in configs}) == len({*map(key, configs)}) == len(configs)
+    keys = {key(config, data=config.calibration or "d") for config in configs}  # a text is in the data's fingerprint
+    assert len({(config.name, config.pruning_ratio) for config in configs}) == len(keys) == len(configs)
 
 
 def test_key_ignores_what_does_not() -> None:
@@ -82,6 +85,20 @@ def test_names_and_the_keys_that_experiments_hold(config: PruningConfig, name: s
     assert (config.name, key(config)) == (name, expected)
 
 
+def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
+    """Equal trials are one, however they were asked for; another draw has its own name and key."""
+    same, other = replace(CONFIG, seed=0), replace(CONFIG, seed=1)
+    assert same.within(RUN) == CONFIG and same.within(RUN).name == "taylor-s64-n128" and key(same) == key()
+    assert other.within(RUN) == other and other.name == "taylor-s64-n128-r1" and key(other) != key()
+    assert key(other) == key(run=replace(RUN, seed=1))
+    assert CONFIG.to_dict().keys() == {name for name, row in HYPERPARAMETERS.items() if not row.of_run}
+    assert PruningConfig.from_dict(other.to_dict()) == other and other.values(RUN)["seed"] == 1
+    assert CONFIG.values(RUN) == CONFIG.to_dict() | {"seed": 0, "calibration": "embedded"}
+    assert replace(CONFIG, calibration="embedded").within(RUN) == CONFIG
+    assert replace(CONFIG, calibration="c4+/home/my texts/Long-Name!.txt").name == "taylor-s64-n128-cc4+Long_Name_"
+    assert sorted([other, replace(CONFIG, seed=0), CONFIG]) == [CONFIG, replace(CONFIG, seed=0), other]
+
+
 def test_the_key_that_baselines_are_held_under() -> None:
     assert trial_key(None, "m", "d", RUN) == "782373c2ea59d1cf"
 
@@ -92,6 +109,7 @@ def test_a_row_of_the_table_is_a_field() -> None:
     assert required == [field.name for field in fields(PruningConfig) if field.default is MISSING]
     examples = {name: row.kind.read(row.example) for name, row in HYPERPARAMETERS.items()}
     assert PruningConfig(**examples | {"shape": "aligned-64"})
+    assert all(hasattr(RUN, name) for name, row in HYPERPARAMETERS.items() if row.of_run)
     assert len({row.flag for row in HYPERPARAMETERS.values()}) == len(HYPERPARAMETERS)
 
 
@@ -106,6 +124,8 @@ def test_a_row_of_the_table_is_a_field() -> None:
         ("num_samples", {"1": 1, "1000000": 10**6}, ["0", "1000001", "-1"]),
         ("pruning_ratio", {"0.2": 0.2, "2e-1": 0.2, ".5": 0.5}, ["0", "1.0", "nan", "inf", "true", "20%"]),
         ("removal_divisor", {"1": 1}, ["0"]),
+        ("calibration", {"c4": "c4", "a b.txt+c4": "a b.txt+c4"}, ["", " c4", "a\nb"]),
+        ("seed", {"0": 0, "4294967295": 2**32 - 1}, ["-1", "4294967296", "1.0", "none", ""]),
         ("shape", {"free": "free", "aligned": "aligned", "aligned-8": "aligned-8"}, ["square", "aligned-0", "Free"]),
     ],
 )

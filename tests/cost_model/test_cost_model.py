@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2TokenizerFast, MistralConfig
 
 from tests.conftest import build_tiny
-from tune_prune.core.config import EvaluationProtocol
+from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.cost_model import device_speed, tokens
 from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model.device_speed import (
@@ -222,7 +222,7 @@ def work(**changes) -> ModelWork:
         "device": "cpu",
         "weight_bytes": 0,
         "speed": SPEED,
-        "passes": {8: NEEDS},
+        "passes": {Samples(8): NEEDS},
         "baseline": True,
         "trials": 3,
         "removed_params": 200,
@@ -304,9 +304,9 @@ def test_pieces_are_dealt_out_to_the_slots():
 
 def test_an_adaptive_search_makes_its_passes_inside_the_trials():
     before, inside = (estimate([work()], 1, 0, statistics_in_trials=late) for late in (False, True))
-    assert set(before.models[0].jobs) == {None, 8}
+    assert set(before.models[0].jobs) == {None, Samples(8)}
     assert set(inside.models[0].jobs) == {None}
-    assert inside.models[0].trial["importance"] == pytest.approx(before.models[0].jobs[8]["importance"] / 3)
+    assert inside.models[0].trial["importance"] == pytest.approx(before.models[0].jobs[Samples(8)]["importance"] / 3)
     assert inside.stages() == before.stages()
     assert inside.wall_seconds == pytest.approx(before.wall_seconds)
 

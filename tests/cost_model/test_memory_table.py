@@ -23,7 +23,7 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.planning import search_space
 from tune_prune.pruning.selection import target_params
 from tune_prune.pruning.statistics import by_statistic
-from tune_prune.trial.statistics import by_seq_len
+from tune_prune.trial.statistics import by_samples
 from tune_prune.tuning.ray_cluster.resources import MAX_TRIALS_PER_GPU, fitting_trials, usable_bytes
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -51,8 +51,8 @@ def on_card(ways: list[MemoryPlan], gigabytes: int, geometry: Geometry, vocab_si
     speed = DeviceSpeed(Line(token, 0), Line(3 * token, 0), head, 2 * head, {}, engine=1.1)
     configs = search_space.load("paper_grid").configs()
     passes = {
-        seq_len: [need for needs in by_statistic(shared).values() for need in needs]
-        for seq_len, shared in by_seq_len(configs).items()
+        samples: [need for needs in by_statistic(shared).values() for need in needs]
+        for samples, shared in by_samples(configs).items()
     }
     removed = target_params(geometry, 0.2, "free")
     work = ModelWork(

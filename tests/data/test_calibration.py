@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,12 @@ from transformers import AutoTokenizer
 from tests.trials import RUN
 from tune_prune import embedded
 from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import Samples
 from tune_prune.core.errors import UserError
+from tune_prune.core.values.kinds import texts_of
 from tune_prune.data import calibration
 from tune_prune.data.calibration import calibration_fingerprint, load_text, resolve, tokenize, windows
-from tune_prune.data.sources import data_fingerprint
+from tune_prune.data.sources import data_fingerprint, hub_datasets
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.statistics import StatisticCache
 
@@ -46,6 +49,50 @@ def test_the_seed_decides():
     assert torch.equal(one, windows(TOKENS, 16, 20, seed=1))
     assert not torch.equal(one, windows(TOKENS, 16, 20, seed=2))
     assert torch.equal(state, torch.get_rng_state())  # no use of the global generator
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 30])
+def test_a_mixture_takes_its_texts_in_turn_each_in_its_own_order(count):
+    texts = (TOKENS, TOKENS + 1000, TOKENS[:160] + 2000)
+    found = calibration.samples(texts, 16, count, seed=3)
+    expected = [windows(texts[i % 3], 16, 10, seed=3)[i // 3] for i in range(count)]
+    assert torch.equal(found, torch.stack(expected))
+    assert torch.equal(calibration.samples(texts[:1], 16, 30, seed=3), windows(TOKENS, 16, 30, seed=3))
+
+
+def test_a_mixture_is_known_by_the_content_and_order_of_all(tmp_path):
+    one, two = tmp_path / "a.txt", tmp_path / "b.txt"
+    one.write_text("one")
+    two.write_text("two")
+    mixed = calibration_fingerprint(f"{one}+{two}")
+    others = [calibration_fingerprint(source) for source in (f"{two}+{one}", f"{one}+embedded", str(one), str(two))]
+    assert mixed not in others and len(set(others)) == 4
+    two.write_text("three")
+    assert calibration_fingerprint(f"{one}+{two}") != mixed
+    run = replace(RUN, calibration=f"wikitext2+{one}+c4")
+    assert hub_datasets(run) == ["Salesforce/wikitext", "allenai/c4"]
+
+
+def test_mixtures_are_resolved_text_by_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a+c4.txt"):
+        (tmp_path / name).write_text("text")
+    assert resolve("a.txt + c4", None, True) == f"{tmp_path}/a.txt+c4"
+    assert texts_of(f"{tmp_path}/a.txt+c4") == [f"{tmp_path}/a.txt", "c4"]
+    assert resolve("a+c4.txt", None, True) == f"{tmp_path}/a+c4.txt"  # a file, whatever its name
+    assert texts_of(f"{tmp_path}/a+c4.txt") == [f"{tmp_path}/a+c4.txt"]
+    (tmp_path / "b+").mkdir()
+    (tmp_path / "b+" / "c.txt").write_text("text")
+    for name, words in {
+        "c4+": "a mixture with an empty name",
+        "c4+c4": "c4 is twice",
+        "a.txt+./a.txt": "a.txt is twice",
+        "wikitext+c4": "'wikitext' is neither a file nor",
+        "b+/c.txt": "has +/ in its path",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(words)) as error:
+            resolve(name, None, True)
+        assert "\n" not in str(error.value)
 
 
 def test_a_text_that_is_too_short_is_refused():
@@ -111,10 +158,13 @@ def test_a_text_is_hashed_once_and_again_when_it_changes(tmp_path, monkeypatch):
     original = calibration.load_text
     monkeypatch.setattr(calibration, "load_text", lambda source: read.append(source) or original(source))
     run = replace(RUN, calibration=str(path))
-    before = data_fingerprint(run), StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(16, NEED)
+    before = data_fingerprint(run), StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(Samples(16), NEED)
     assert read == [str(path)]
     for _ in range(3):  # as every model of a plan, and every model that a worker opens
-        assert (data_fingerprint(run), StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(16, NEED)) == before
+        assert (
+            data_fingerprint(run),
+            StatisticCache(run, "m", "cpu", ArtifactStore(tmp_path)).key(Samples(16), NEED),
+        ) == before
     assert read == [str(path)]
     path.write_text("one two four\n" * 2000, encoding="utf-8")
     assert data_fingerprint(run) != before[0] and read == [str(path)] * 2

@@ -21,7 +21,7 @@ from tune_prune import embedded, search
 from tune_prune.analysis import rerun
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
-from tune_prune.core.config import ModelRun, PruningConfig, trial_key
+from tune_prune.core.config import ModelRun, PruningConfig, Samples, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, write_baselines
 from tune_prune.core.records import TrialRecord
@@ -119,7 +119,7 @@ def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Ca
     values = plan.space.values
     short = min(values["seq_len"])
     needs = needs_of(config for config, _ in model.trials if config.seq_len == short)
-    made = [report.stage for _, report in prepare(context, short, needs)]
+    made = [report.stage for _, report in prepare(context, Samples(short), needs)]
     assert made == ["importance", "removal"]
     tokens = sum(context.suite.tokens_in_slice(index) for index in range(context.suite.num_slices))
     config, key = model.trials[0]
@@ -171,6 +171,7 @@ def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> 
     ("change", "difference"),
     [
         (("--limit", "5"), "limit was None, is 5"),
+        (("--perplexity-tokens", "100"), "perplexity_tokens was None, is 100"),
         (("--seed", "1"), "seed was 0, is 1"),
         (("--tasks", "piqa,boolq"), "tasks was piqa, is piqa,boolq"),
         (("--pruning-ratio", "0.3"), "pruning_ratio was 0.2, is 0.3"),

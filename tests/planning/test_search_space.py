@@ -146,8 +146,8 @@ def test_bad_value(tmp_path: Path, name: str, value: str, expected: str) -> None
         ("shape", "64", "shape is 64; it must be free, "),
         ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
         ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'seq_len'?"),
-        ("[a, b]", "3", "unknown key '[...]'; known: method"),
-        ("<<", "{search: grid}", "unknown key '<<'; known: method"),
+        ("[a, b]", "3", "unknown key '[...]'; known: calibration, method"),
+        ("<<", "{search: grid}", "unknown key '<<'; known: calibration, method"),
     ],
 )
 def test_bad_extra_key(tmp_path: Path, name: str, value: str, expected: str) -> None:
@@ -166,6 +166,8 @@ def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
         "pruning_ratio": (0.1, 0.25),
         "removal_divisor": (5, 1),
         "shape": ("aligned", "aligned-128", "uniform", "free"),
+        "seed": (3, 0, 4294967295),
+        "calibration": ("c4", "wikitext2+c4"),
     }[name]
     for text, values in (
         (str(several[0]), several[:1]),
@@ -213,6 +215,15 @@ def test_methods_that_read_no_data_stand_once_where_an_old_grid_began(tmp_path: 
         (m, r): n for m, n in (("taylor", 4), ("random", 1), ("magnitude", 1), ("wanda_sp", 4)) for r in (0.1, 0.2)
     }
     assert PruningConfig("random", 64, 4, 0.1, 2) in found
+
+
+def test_draws_make_configurations_of_the_methods_that_draw(tmp_path: Path) -> None:
+    text = with_value(method="[taylor, random, magnitude]", seq_len=16, num_samples=4, seeds="[0, 2, 1]")
+    found = search_space.load(yaml_file(tmp_path, text)).configs()
+    drawn = {PruningConfig(method, 16, 4, seed=seed) for method in ("taylor", "random") for seed in (0, 1, 2)}
+    assert set(found) == {*drawn, PruningConfig("magnitude", 16, 4)} and len(found) == 7
+    [(_, problem)] = problems(tmp_path, with_value(seeds="[1, 2, 1]"))
+    assert problem == "seed lists 1 twice; keep one"
 
 
 @pytest.mark.parametrize("ratio", ["0.2", "2e-1", ".2", "0.5"])

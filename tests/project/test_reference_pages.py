@@ -25,7 +25,7 @@ SPACES = (ROOT / "docs" / "search_spaces.md").read_text(encoding="utf-8")
 
 
 def hyperparameter_row(row: Hyperparameter) -> str:
-    default = "required" if row.required else f"`{row.default}`"
+    default = "required" if row.required else f"that of `{row.flag}`" if row.of_run else f"`{row.default}`"
     return f"| `{row.name}` | {row.kind} | {default} | `{row.example}` | {row.help} |"
 
 

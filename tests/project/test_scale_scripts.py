@@ -22,11 +22,11 @@ def test_trials_wait_for_their_statistics_and_all_are_done(tmp_path: Path) -> No
     args = Namespace(seed=0, jitter=0.1, controller_ms=10.0, no_ledger=False)
     cluster = simulate_cluster.Cluster(costs, specs, 16, tmp_path, args)
     makespan = cluster.run()
-    jobs = {(work.run, work.seq_len): ended for work, ended in cluster.ended.items() if isinstance(work, PrepareJob)}
+    jobs = {(work.run, work.samples): ended for work, ended in cluster.ended.items() if isinstance(work, PrepareJob)}
     assert len(jobs) == 3 * (5 + 1)
     trials = [work for work in cluster.began if isinstance(work, TrialSpec)]
     assert sorted(work.key for work in trials) == sorted(spec.key for spec in specs)
-    assert all(cluster.began[work] >= jobs[work.run, work.config.seq_len] for work in trials)
+    assert all(cluster.began[work] >= jobs[work.run, work.config.samples] for work in trials)
     assert {record.key for record in cluster.settings.ledger.records()} == {spec.key for spec in specs}
     assert cluster.work_s / 16 <= cluster.bound() <= makespan
 

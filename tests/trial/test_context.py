@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import PruningConfig
+from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration
@@ -43,12 +44,12 @@ def removals(**num_samples: int) -> list[Need]:
     return [Need("block_removal", kind, n) for kind, n in num_samples.items()]
 
 
-def made(fresh: TrialContext, seq_len: int, needs: list[Need]) -> list[StageReport]:
-    return [report for _, report in prepare(fresh, seq_len, needs)]
+def made(fresh: TrialContext, samples: Samples, needs: list[Need]) -> list[StageReport]:
+    return [report for _, report in prepare(fresh, samples, needs)]
 
 
-def tokens_of(context: TrialContext, seq_len: int, needs: list[Need]) -> int:
-    return context.collect(seq_len, needs)[1]
+def tokens_of(context: TrialContext, samples: Samples, needs: list[Need]) -> int:
+    return context.collect(samples, needs)[1]
 
 
 def test_a_second_trial_finds_the_statistics_and_the_same_numbers(fresh):
@@ -65,14 +66,14 @@ def test_a_second_trial_finds_the_statistics_and_the_same_numbers(fresh):
 def test_a_shorter_removal_run_is_a_prefix_of_a_longer_one(fresh):
     def increase(num_samples: int) -> tuple[np.ndarray, int]:
         (need,) = removals(layer=num_samples)
-        found, tokens = fresh.collect(16, [need])
+        found, tokens = fresh.collect(Samples(16), [need])
         return load_statistic("block_removal").value(found[need], need), tokens
 
     longer, tokens = increase(4)
     assert tokens > 0
     shorter, tokens = increase(2)
     assert tokens == 0
-    alone = removal_losses(fresh.loaded.model, fresh.loaded.family, fresh.windows(16, 2), ("layer",))
+    alone = removal_losses(fresh.loaded.model, fresh.loaded.family, fresh.windows(Samples(16), 2), ("layer",))
     np.testing.assert_array_equal(shorter, alone.increase("layer", 2))
     assert increase(6)[1] > 0
     again, tokens = increase(4)
@@ -87,18 +88,18 @@ def test_statistics_of_another_run_are_not_taken(fresh, tmp_path, change):
         change = {"calibration": str(tmp_path / "text.txt")}
     other = TrialContext(replace(RUN, **change), fresh.loaded, fresh.artifacts)
     for needs in (gradients(4), removals(layer=1), [Need("input_norms", "", 4)]):
-        assert tokens_of(fresh, 16, needs) > 0 and tokens_of(other, 16, needs) > 0
-        assert tokens_of(fresh, 16, needs) == 0  # its own are still there
-    assert tokens_of(other, 8, gradients(4)) > 0 and tokens_of(other, 16, gradients(3)) > 0
+        assert tokens_of(fresh, Samples(16), needs) > 0 and tokens_of(other, Samples(16), needs) > 0
+        assert tokens_of(fresh, Samples(16), needs) == 0  # its own are still there
+    assert tokens_of(other, Samples(8), gradients(4)) > 0 and tokens_of(other, Samples(16), gradients(3)) > 0
 
 
 @pytest.mark.parametrize("changed", ["taylor", "block_removal", "input_norms"])
 def test_a_new_version_of_a_statistic_throws_no_others_away(fresh, monkeypatch, changed):
     every = {"taylor": gradients(4), "block_removal": removals(mlp=1), "input_norms": [Need("input_norms", "", 4)]}
-    assert all(tokens_of(fresh, 16, needs) > 0 for needs in every.values())
+    assert all(tokens_of(fresh, Samples(16), needs) > 0 for needs in every.values())
     statistic = load_statistic(changed)
     monkeypatch.setattr(type(statistic), "version", statistic.version + 1)
-    assert {name for name, needs in every.items() if tokens_of(fresh, 16, needs)} == {changed}
+    assert {name for name, needs in every.items() if tokens_of(fresh, Samples(16), needs)} == {changed}
 
 
 def test_artifacts_are_named_as_they_always_were(monkeypatch):
@@ -106,7 +107,7 @@ def test_artifacts_are_named_as_they_always_were(monkeypatch):
     monkeypatch.setattr(type(load_statistic("block_removal")), "version", 2)
     cache = StatisticCache(RUN, "0123456789abcdef", "cpu", ArtifactStore("folder"))
     names = [
-        cache.artifacts.path(load_statistic(need.statistic).stage, cache.key(16, need)).name
+        cache.artifacts.path(load_statistic(need.statistic).stage, cache.key(Samples(16), need)).name
         for need in (*gradients(10), *removals(layer=1, attention=2, mlp=3))
     ]
     assert names == [
@@ -120,8 +121,8 @@ def test_artifacts_are_named_as_they_always_were(monkeypatch):
 @pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[: len(raw) // 2]], ids=["empty", "half"])
 def test_a_damaged_artifact_is_computed_again(fresh, damage):
     (need,) = gradients(10)
-    found, tokens = fresh.collect(16, [need])
-    fresh.collect(16, removals(attention=2, mlp=2))
+    found, tokens = fresh.collect(Samples(16), [need])
+    fresh.collect(Samples(16), removals(attention=2, mlp=2))
     assert tokens == 160
     files = sorted(fresh.artifacts.folder.iterdir())
     assert len(files) == 3
@@ -130,31 +131,53 @@ def test_a_damaged_artifact_is_computed_again(fresh, damage):
     stages = Trial(BLOCKWISE, fresh).stages()
     assert next(stages).tokens == 160 and next(stages).tokens > 0
     next(stages)
-    again, tokens = fresh.collect(16, [need])
+    again, tokens = fresh.collect(Samples(16), [need])
     assert tokens == 0
     for name, array in found[need].items():
         np.testing.assert_array_equal(again[need][name], array)
 
 
 def test_prepare_makes_one_pass_for_all_sample_counts_and_one_for_all_removals(fresh):
-    reports = made(fresh, 16, [*removals(layer=2, mlp=1), *gradients(3, 6, 12)])
+    reports = made(fresh, Samples(16), [*removals(layer=2, mlp=1), *gradients(3, 6, 12)])
     layers = fresh.loaded.geometry.num_layers
     assert [(report.stage, report.tokens) for report in reports] == [
         ("importance", 16 * 12),
         ("removal", 16 * 2 * (1 + 2 * layers)),
     ]
     for need in gradients(3, 6, 12):
-        found, tokens = fresh.collect(16, [need])
-        windows = fresh.windows(16, need.num_samples)
+        found, tokens = fresh.collect(Samples(16), [need])
+        windows = fresh.windows(Samples(16), need.num_samples)
         direct = taylor(fresh.loaded.model, fresh.loaded.family, windows, [len(windows)])[len(windows)]
         assert tokens == 0
         for name, array in direct.arrays().items():
             np.testing.assert_array_equal(found[need][name], array)
         assert Importance.from_arrays(len(windows), found[need]).arrays().keys() == direct.arrays().keys()
-    assert made(fresh, 16, [*gradients(3, 6, 12), *removals(layer=2, mlp=1)]) == []
-    assert [report.tokens for report in made(fresh, 16, gradients(3, 9))] == [16 * 9]  # only what is missing
-    ((about, report),) = prepare(fresh, 16, removals(layer=2, attention=2))
+    assert made(fresh, Samples(16), [*gradients(3, 6, 12), *removals(layer=2, mlp=1)]) == []
+    assert [report.tokens for report in made(fresh, Samples(16), gradients(3, 9))] == [16 * 9]  # only what is missing
+    ((about, report),) = prepare(fresh, Samples(16), removals(layer=2, attention=2))
     assert about == {"model": "tiny-llama", "seq_len": 16, "attention": 2} and report.tokens == 16 * 2 * (1 + layers)
+
+
+def test_another_draw_is_the_trial_of_a_run_with_that_seed(fresh, tmp_path):
+    """Its samples, key, statistics and plan; and one of the cached statistics of the other serves it."""
+    run = replace(fresh.run, seed=3)
+    other = TrialContext(run, fresh.loaded, ArtifactStore(tmp_path / "other"))
+    config = PruningConfig("taylor", 16, 6, seed=3)
+    windows = fresh.windows(config.samples, 6)
+    assert torch.equal(windows, other.windows(Samples(16), 6))
+    assert not torch.equal(windows, fresh.windows(Samples(16), 6))
+    assert fresh.key(config) == other.key(replace(config, seed=None)) != fresh.key(replace(config, seed=None))
+    assert tokens_of(fresh, Samples(16), gradients(6)) == 16 * 6
+    ((about, report),) = prepare(fresh, config.samples, gradients(6))
+    assert about == {"model": "tiny-llama", "seq_len": 16, "seed": 3, "num_samples": 6} and report.tokens == 16 * 6
+    for method in ("taylor", "random"):
+        trials = [Trial(replace(config, method=method, seed=seed), at) for at, seed in ((fresh, 3), (other, None))]
+        for trial in trials:
+            for stage in trial.stages():
+                if stage.stage == "pruning":
+                    break
+        assert trials[0].plan == trials[1].plan
+    assert tokens_of(other, Samples(16), gradients(6)) == 0
 
 
 def test_the_first_trial_at_a_seq_len_computes_what_its_neighbours_need(fresh):
@@ -186,6 +209,19 @@ def test_removing_nothing_is_the_baseline(fresh):
     whole = prune(loaded.model, loaded.family, PruningPlan.keep_all(loaded.geometry))  # and it would measure the same
     tokens, window = fresh.perplexity_tokens, fresh.perplexity_window
     assert perplexity.perplexity(whole, tokens, window).ppl == dense.metrics["ppl"]
+
+
+def test_bounded_tokens_are_the_first_of_the_text_and_another_measurement(fresh):
+    run = replace(fresh.run, protocol=replace(fresh.run.protocol, perplexity_tokens=300))
+    bounded = TrialContext(run, fresh.loaded, fresh.artifacts)
+    plan = PruningPlan.keep_all(fresh.loaded.geometry)
+    whole = fresh.loaded.model
+    result, tokens = bounded.measure_perplexity(plan)
+    direct = perplexity.perplexity(whole, fresh.perplexity_tokens[:300], fresh.perplexity_window)
+    assert result == direct and tokens == 300 - 3  # windows of 128, 128 and 44
+    assert fresh.measure_perplexity(plan)[1] > 20_000 and bounded.measure_perplexity(plan) == (direct, 0)
+    assert bounded.key(BLOCKWISE) != fresh.key(BLOCKWISE)
+    assert bounded.item_scores(plan, 0)[1] > 0 and fresh.item_scores(plan, 0)[1] == 0  # the items are the same
 
 
 def test_configurations_that_keep_the_same_groups_are_measured_once(fresh, tmp_path):

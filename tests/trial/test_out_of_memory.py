@@ -73,7 +73,7 @@ def run_limited(context: TrialContext, stage: str, limit: int = 2**62) -> tuple[
     if stage in ("removal", "input_norms"):
         order.insert(len(order) - 4, stage)
     for name in order:
-        host = (context.calibration_tokens, context.perplexity_tokens)
+        host = (context.calibration_tokens(context.run.calibration)[0], context.perplexity_tokens)
         with LimitedMemory(limit if name == stage else 2**62, host) as memory:
             names.append(next(stages).stage)
         if name == stage:
@@ -160,7 +160,7 @@ def test_less_at_once_comes_first_then_leaner_ways_then_the_failure_with_its_fig
 
 def test_weights_leave_the_device_when_the_model_is_streamed(opened):
     context = opened("one")
-    with LimitedMemory(host=(context.calibration_tokens,)) as memory:
+    with LimitedMemory(host=(context.calibration_tokens(context.run.calibration)[0],)) as memory:
         next(Trial(config_for("input_norms"), context).stages())
         resident = memory.live
         context._hold(WAYS[-1])

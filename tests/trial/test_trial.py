@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
-from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import FolderStore
 from tune_prune.models.runner.residency import Residency
@@ -135,8 +135,8 @@ def test_the_files_of_a_trial(first, context):
 
 def test_the_plan_is_the_method_applied_by_hand(first, context):
     loaded = context.loaded
-    importance = taylor(loaded.model, loaded.family, context.windows(16, 10), [10])[10]
-    losses = removal_losses(loaded.model, loaded.family, context.windows(16, 2), ("attention", "mlp"))
+    importance = taylor(loaded.model, loaded.family, context.windows(Samples(16), 10), [10])[10]
+    losses = removal_losses(loaded.model, loaded.family, context.windows(Samples(16), 2), ("attention", "mlp"))
     a, m = (np.log1p(np.maximum(losses.increase(kind, 2), LOSS_FLOOR)) for kind in ("attention", "mlp"))
     scores = GroupScores(
         tuple(s / c * f for s, c, f in zip(importance.groups.attention, loaded.geometry.group_cost, a, strict=True)),
@@ -212,7 +212,7 @@ def test_a_removal_that_helps_is_clamped_and_reported(fresh, raw):
     layers = fresh.loaded.geometry.num_layers
     increases = np.array([raw[0]] + [raw[1]] * (layers - 1))
     losses = {"dense": np.zeros(2), "removed": np.tile(increases[:, None], 2)}
-    fresh.cache.put(16, Need("block_removal", "layer", 2), losses)
+    fresh.cache.put(Samples(16), Need("block_removal", "layer", 2), losses)
     stages = Trial(replace(BLOCKWISE, method="layerwise"), fresh).stages()
     next(stages)
     report = next(stages)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.trial_messages import stage_message
-from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, WORKER_START_S, CostEstimate, ModelCost
 from tune_prune.pruning.statistics import Need
@@ -22,10 +22,10 @@ from tune_prune.tuning.worker import TrialSpec
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
 CONFIGS = [PruningConfig("taylor", 16, n) for n in (8, 16, 32, 64)]
 SPECS = {f"k{i}": TrialSpec(RUN, config, f"k{i}") for i, config in enumerate(CONFIGS)}
-JOBS = [PrepareJob(RUN), PrepareJob(RUN, 16, tuple(Need("taylor", "", n) for n in (8, 16, 32, 64)))]
+JOBS = [PrepareJob(RUN), PrepareJob(RUN, Samples(16), tuple(Need("taylor", "", n) for n in (8, 16, 32, 64)))]
 BASELINE, PASS = {"perplexity": 10.0, "zero_shot": 20.0}, {"importance": 40.0}
 TRIAL = {"pruning": 1.0, "perplexity": 9.0, "zero_shot": 20.0}
-COST = CostEstimate((ModelCost("tiny-llama", (), {None: BASELINE, 16: PASS}, TRIAL, 4),), 1, 0.0, 0.0)
+COST = CostEstimate((ModelCost("tiny-llama", (), {None: BASELINE, Samples(16): PASS}, TRIAL, 4),), 1, 0.0, 0.0)
 
 
 def left(slots: int = 1, waiting: int = 2) -> TimeLeft:

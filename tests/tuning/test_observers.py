@@ -10,7 +10,7 @@ import pytest
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.trial_messages import stage_message
-from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
 from tune_prune.core.ledger import PassLog
 from tune_prune.core.records import StageReport
 from tune_prune.tuning.messages import JobMessage, TrialMessage
@@ -88,7 +88,7 @@ def test_what_an_attempt_had_done_before_it_died_is_kept(tmp_path: Path):
     assert settings.attempts.read([]) == [attempt]
     assert settings.attempts.read([message.progress.record("failed", search_id=settings.search_id)]) == []
 
-    job = PrepareJob(RUN, 16)
+    job = PrepareJob(RUN, Samples(16))
     lost.on_start(job)
     now += 10
     PassLog(settings.store).write({"model": RUN.label, "seq_len": 16}, StageReport("removal", 6.0, tokens=9))

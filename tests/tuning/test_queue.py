@@ -9,7 +9,7 @@ import pytest
 from ray.tune.search import Searcher
 
 from tests.trial_messages import stage_message
-from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
 from tune_prune.pruning.statistics import Need
 from tune_prune.tuning.messages import JobMessage
 from tune_prune.tuning.preparation import Work, prepare_jobs
@@ -48,12 +48,12 @@ def test_one_job_per_model_and_seq_len_and_one_per_baseline(specs):
     assert jobs[1].needs == (*gradients, *(Need("block_removal", kind, 8) for kind in ("attention", "layer", "mlp")))
     assert prepare_jobs([], [specs[0].run]) == jobs[:1]
     both = prepare_jobs([*specs, *specs_of("two")], [run_of("two")])
-    assert [(job.run.label, job.seq_len) for job in both] == [
-        ("one", 32),
-        ("one", 16),
+    assert [(job.run.label, job.samples) for job in both] == [
+        ("one", Samples(32)),
+        ("one", Samples(16)),
         ("two", None),
-        ("two", 32),
-        ("two", 16),
+        ("two", Samples(32)),
+        ("two", Samples(16)),
     ]
 
 

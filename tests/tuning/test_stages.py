@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.trials import BLOCKWISE, RUN, open_context
+from tune_prune.core.config import Samples
 from tune_prune.core.errors import Infeasible, MachineError, NotFinite, UserError
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import TRIALS
@@ -207,5 +208,5 @@ def test_jobs_answer_with_their_result_or_why_they_cannot_be_done(context, setti
     assert done.baseline.status == "complete" and "acc " in str(done)
     assert done.baseline.search_id == settings.search_id
     nowhere = replace(RUN, calibration="/no/such/text")
-    refused = worker(settings, PrepareJob(nowhere, 16, (Need("taylor", "", 4),))).step()
+    refused = worker(settings, PrepareJob(nowhere, Samples(16), (Need("taylor", "", 4),))).step()
     assert refused.baseline is None and "/no/such/text" in refused.refused

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def best_entry(found: ModelFindings, folder: Location) -> dict[str, Any]:
     """The best configuration of a model as one that can be run again, with the evidence for it, in a file of `folder`."""
     best, dense = found.best, found.model.baseline
     return {
-        **asdict(config_of(best)),
+        **config_of(best).to_dict(),
         "source": None if found.model.source is None else dict(found.model.source),
         **plain_values(best, "name", "removed_fraction", "params_count", "acc_mean", "acc_mean_stderr", "ppl", "key"),
         "output_dir": relative(plain_value(best["output_dir"]), folder),

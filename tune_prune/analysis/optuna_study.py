@@ -21,11 +21,12 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import plain_value
 from tune_prune.analysis.input.study import Model, Study, tasks_of
-from tune_prune.core.config import HYPERPARAMETERS, Whole
+from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import location, open_store
 from tune_prune.core.terminal import progress
+from tune_prune.core.values.kinds import Whole
 
 if TYPE_CHECKING:
     import optuna
@@ -113,7 +114,7 @@ def _distributions(rows: pd.DataFrame) -> dict[str, BaseDistribution]:
         if hyperparameter.kind.is_text:
             found[name] = CategoricalDistribution(levels)
         elif isinstance(hyperparameter.kind, Whole):
-            found[name] = IntDistribution(low, high, log=high >= _LOG_SCALE * low)
+            found[name] = IntDistribution(low, high, log=0 < _LOG_SCALE * low <= high)
         else:
             found[name] = FloatDistribution(low, high)
     return found

@@ -26,9 +26,10 @@ def command(model: Model, row: Mapping[str, Any]) -> str | None:
     values = {**protocol, **source, "search_space": f"{config.name}.yaml", "tasks": ",".join(protocol["tasks"])}
     names = (
         *("model", "revision", "search_space", "calibration", "data_dir", "tasks", "limit", "perplexity_window"),
+        "perplexity_tokens",
         *("dtype", "seed"),
     )
     flags = " ".join(
-        f"--{name.replace('_', '-')} {shlex.quote(str(values[name]))}" for name in names if values[name] is not None
+        f"--{name.replace('_', '-')} {shlex.quote(str(values[name]))}" for name in names if values.get(name) is not None
     )
     return f"printf '%s\\n' {lines} > {file}\npython -m tune_prune.search {flags}"

@@ -76,7 +76,7 @@ class Manifest:
 
     format: Format  # hf: the pruned layers as they are; hf-padded: widened with zeros to one width; gguf: for llama.cpp
     base: Base
-    config: Annotated[PruningConfig, BeforeValidator(renamed)]
+    config: Annotated[PruningConfig, BeforeValidator(renamed), PlainSerializer(PruningConfig.to_dict)]
     plan: Annotated[PruningPlan, PlainValidator(PruningPlan.from_dict), PlainSerializer(PruningPlan.to_dict)]
     structure: Text  # the plan's digest: a plan that was changed by hand is noticed by it
     dropped_layers: Indices  # that lost both parts and are not in the checkpoint

@@ -45,11 +45,19 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
             f"the recorded perplexity is not compared: its windows have {windows[0]:,} tokens, these {windows[1]:,}; measure with "
             f"--perplexity-window {windows[0]} to compare"
         )
+    bounds = then.protocol.perplexity_tokens, run.protocol.perplexity_tokens
+    if ppl is not None and bounds[0] != bounds[1]:
+        ppl = None
+        again = _again("--perplexity-tokens", bounds[0])
+        notes.append(
+            f"the recorded perplexity is not compared: it was measured on {_tokens(bounds[0])}, this on {_tokens(bounds[1])}; "
+            f"measure {again} to compare"
+        )
 
     accuracies: dict[str, float] = {}
     limits = then.protocol.limit, run.protocol.limit
     if limits[0] != limits[1]:
-        again = "without --limit" if limits[0] is None else f"with --limit {limits[0]}"
+        again = _again("--limit", limits[0])
         notes.append(
             f"the recorded accuracies are not compared: they are over {_items(limits[0])}, these over {_items(limits[1])}; measure "
             f"{again} to compare"
@@ -75,6 +83,14 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
 
 def _nothing(reason: str) -> Recorded:
     return Recorded(None, {}, None, (f"nothing is compared with recorded numbers: {reason}",))
+
+
+def _again(flag: str, value: int | None) -> str:
+    return f"without {flag}" if value is None else f"with {flag} {value}"
+
+
+def _tokens(bound: int | None) -> str:
+    return "the whole text" if bound is None else f"its first {bound:,} tokens"
 
 
 def _items(limit: int | None) -> str:

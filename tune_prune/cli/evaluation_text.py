@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.checkpoint.recorded import Recorded
 from tune_prune.checkpoint.sizes import aligned
+from tune_prune.cli.plan_text import perplexity_text_of
 from tune_prune.core.records import StageReport
-from tune_prune.data.sources import uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
 
 
@@ -56,8 +56,7 @@ def result_text(found: Evaluation, earlier: Recorded | None) -> str:
         stages = [stage for stage in found.record.stages if stage["stage"] == name]
         tokens, seconds = (sum(stage[cost] for stage in stages) for cost in ("tokens", "duration_s"))
         costs.append((name.replace("_", "-"), f"{tokens:,}", f"{seconds:.1f}"))
-    text = "the embedded text" if uses_embedded_data(found.run) else "WikiText-2 test"
-    compared = ""
+    text, compared = perplexity_text_of(found.run), ""
     if earlier is not None and earlier.ppl is not None:
         compared = f"; recorded {_perplexity(earlier.ppl)}, difference {_difference(found.ppl, earlier.ppl)}"
     return "\n".join(

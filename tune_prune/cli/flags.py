@@ -15,7 +15,7 @@ from typing import Any
 
 import wrapt
 
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, Hyperparameter
+from tune_prune.core.config import HYPERPARAMETERS, PERPLEXITY_TOKENS, ZERO_SHOT_TASKS, Hyperparameter
 from tune_prune.core.errors import whole_number
 from tune_prune.core.process.ending import exit_code
 from tune_prune.cost_model import machine
@@ -24,15 +24,19 @@ from tune_prune.pruning.methods import method_names
 _LIBRARIES = "transformers.modeling_utils"  # the last import that every model needs
 MODEL_HELP = "alias (llama, qwen2.5, mistral, smollm2, tiny-llama, ...), hub id, local folder or GGUF file"
 REVISION_HELP = "branch, tag or commit of a hub model (default: main)"
+RUN_DEFAULTS = {
+    "seed": "0",
+    "calibration": "embedded for embedded models, else the text of --data-dir, else wikitext2",
+}
 CALIBRATION_HELP = (
-    "text that methods are calibrated on: embedded, wikitext2, c4 or a text file (default: embedded for embedded models, else "
-    "the text of --data-dir, else wikitext2)"
+    "text that methods are calibrated on: embedded, wikitext2, c4 or a text file, or several with + between them, in equal parts "
+    f"(default: {RUN_DEFAULTS['calibration']})"
 )
 
 
 def add_measurement_flags(group: argparse._ActionsContainer) -> None:
-    """--data-dir, --trust-tasks, --tasks, --limit, --perplexity-window and --dtype: what a model is measured on, the same for
-    every command that measures."""
+    """--data-dir, --trust-tasks, --tasks, --limit, --perplexity-window, --perplexity-tokens and --dtype: what a model is measured
+    on, the same for every command that measures."""
     group.add_argument(
         "--data-dir",
         type=text,
@@ -63,6 +67,12 @@ def add_measurement_flags(group: argparse._ActionsContainer) -> None:
         metavar="TOKENS",
         help="length of the windows that the perplexity text is cut into, shortened to the model's limit (default: 2048; for an "
         "embedded model 128, the length it was trained on; for a pruned checkpoint as recorded)",
+    )
+    group.add_argument(
+        "--perplexity-tokens",
+        type=whole_number(PERPLEXITY_TOKENS.low, PERPLEXITY_TOKENS.high),
+        metavar="N",
+        help="measure perplexity on the first N tokens of its text only (default: all)",
     )
     group.add_argument(
         "--dtype",
@@ -97,7 +107,7 @@ def add_hyperparameter_flags(
 ) -> None:
     """A flag for each of these rows of the table, and --align with the shape; `default` in words, else the row's."""
     for row in (HYPERPARAMETERS[name] for name in names):
-        usual = "" if row.required else f" (default: {default or row.default})"
+        usual = "" if row.required else f" (default: {default or RUN_DEFAULTS.get(row.name, row.default)})"
         metavar = row.name.rpartition("_")[2].upper()
         choices = f": {', '.join(method_names())}" if row.name == "method" else ""
         group.add_argument(row.flag, type=_hyperparameter(row), metavar=metavar, help=f"{row.help}{choices}{usual}")

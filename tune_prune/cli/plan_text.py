@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from tune_prune.analysis.cost import between, duration
-from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, alignment, group_labels
+from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, ModelRun, alignment, group_labels
 from tune_prune.core.records import in_order
 from tune_prune.core.store import Location, ObjectPath
+from tune_prune.core.values.kinds import texts_of
 from tune_prune.cost_model import machine
 from tune_prune.cost_model.machine import size
 from tune_prune.data.sources import uses_embedded_data
@@ -28,15 +29,19 @@ def describe(plan: Plan) -> str:
     total, done = plan.trials_per_model * len(plan.models), plan.recorded
     protocol = first.run.protocol
     items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
-    methods, lengths = space.values["method"], len(space.values["seq_len"])
+    methods = space.values["method"]
+    groups = [len(space.values[name]) for name in ("seq_len", "seed", "calibration")]
     used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
     statistics = [load_statistic(name) for name in used]
-    passes = _list([f"{lengths} {statistic.label} passes" for statistic in statistics])
+    passes = _list([f"{prod(groups)} {statistic.label} passes" for statistic in statistics])
     if passes:
-        each = "of each " if len(statistics) > 1 else ""
-        passes += (
-            f" a model{f', one {each}per seq_len' if space.search == 'grid' else ' at most, as seq_len are visited'}; "
-        )
+        per = [
+            name
+            for name, count in zip(("seq_len", "draw", "text"), groups, strict=True)
+            if count > 1 or name == "seq_len"
+        ]
+        each = f"one {'of each ' if len(statistics) > 1 else ''}per {_list(per)}"
+        passes += f" a model, {each}; " if space.search == "grid" else " a model at most, as seq_len are visited; "
     rows = [
         (
             "experiment",
@@ -46,11 +51,10 @@ def describe(plan: Plan) -> str:
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
         *(("weights", f"{model.run.label}: {model.found_as}") for model in plan.models if model.found_as),
-        ("calibration", f"{shown_path(first.run.calibration)}, seed {first.run.seed}"),
+        *(("" if index else "calibration", line) for index, line in enumerate(_calibration(plan))),
         (
             "evaluation",
-            f"perplexity on {'the embedded text' if uses_embedded_data(first.run) else 'WikiText-2 test'}; "
-            f"{len(protocol.tasks)} zero-shot tasks, {items}",
+            f"perplexity on {perplexity_text_of(first.run)}; {len(protocol.tasks)} zero-shot tasks, {items}",
         ),
         ("", ", ".join(protocol.tasks)),
         (
@@ -91,6 +95,35 @@ def _search(plan: Plan) -> str:
     product = prod(len(values) for values in space.values.values())
     found = str(points) if product == points else f"{product} points, {points} distinct"
     return f"grid over {space.name}: {' x '.join(lists)} = {found} configurations a model"
+
+
+def perplexity_text_of(run: ModelRun) -> str:
+    """What perplexity is measured on, in words."""
+    text = "the embedded text" if uses_embedded_data(run) else "WikiText-2 test"
+    return text if (most := run.protocol.perplexity_tokens) is None else f"the first {most:,} tokens of {text}"
+
+
+def _calibration(plan: Plan) -> list[str]:
+    """The texts, and how many draws of samples there are of each."""
+    run, kind = plan.models[0].run, HYPERPARAMETERS["calibration"].kind
+    texts = list(dict.fromkeys(run.of(config).calibration for config, _ in plan.models[0].trials))
+    shown = []
+    for text in texts:
+        parts = texts_of(text)
+        each = f" (equal parts of {len(parts)} texts, in turn)" if len(parts) > 1 else ""
+        shown.append("+".join(str(shown_path(part)) for part in parts) + each)
+    if len(texts) == 1:
+        return [f"{shown[0]}, {_draws(plan)}"]
+    return [
+        f"{len(texts)} texts, each with {_draws(plan)}",
+        *(f"{kind.short(t)}: {s}" for t, s in zip(texts, shown, strict=True)),
+    ]
+
+
+def _draws(plan: Plan) -> str:
+    """How many draws of calibration samples there are, and their seeds."""
+    seeds = [plan.settings.seed if seed is None else seed for seed in plan.space.values["seed"]]
+    return f"seed {_list(seeds)}" if len(seeds) == 1 else f"{len(seeds)} draws, seeds {_list(seeds)}"
 
 
 def _models(plan: Plan) -> list[tuple[str, ...]]:

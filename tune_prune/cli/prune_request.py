@@ -204,9 +204,11 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         )
     full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | given
     (shape,) = resolve.aligned((full["shape"],), align)
-    config = PruningConfig(**full | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)})
+    config = PruningConfig(**full | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)}).within(
+        dense.run
+    )
     selection.target_params(dense.geometry, config.pruning_ratio, config.shape)
-    if method.reads:
+    if method.statistics:
         lengths, count = (config.seq_len,), config.num_samples
         checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
     shared = Path("ray_results") / artifact_cache.FOLDER

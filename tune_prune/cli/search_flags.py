@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
+from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import did_you_mean
 from tune_prune.core.terminal.parser import Parser
 
@@ -52,6 +53,13 @@ def parser() -> Parser:
     )
     flags.add_hyperparameter_flags(what, ["pruning_ratio"], "as the space says, else 0.2")
     flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free")
+    what.add_argument(
+        "--seeds",
+        type=_seeds,
+        metavar="A,B",
+        help="measure every configuration on these draws of calibration samples, e.g. 0,1,2 (default: as the space says, else the "
+        "one of --seed)",
+    )
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
         "--calibration", type=flags.text, metavar="TEXT",
@@ -63,7 +71,8 @@ def parser() -> Parser:
         type=flags.whole_number(0, 2**32 - 1),
         default=0,
         metavar="S",
-        help="seed of the calibration samples, the order of test items and Optuna's sampler (default: 0)",
+        help="seed of the calibration samples (unless --seeds names others), the order of test items and Optuna's sampler "
+        "(default: 0)",
     )
     how = p.add_argument_group("how it runs")
     how.add_argument(
@@ -151,6 +160,17 @@ def parser() -> Parser:
     return p
 
 
+def _seeds(text: str) -> tuple[int, ...]:
+    kind = HYPERPARAMETERS["seed"].kind
+    try:
+        seeds = tuple(kind.read(part.strip()) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds, e.g. 0,1,2: each must be {kind}") from None
+    if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
+        raise argparse.ArgumentTypeError(f"{text!r} has the seed {twice[0]} twice; keep one")
+    return seeds
+
+
 def _trackers(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -191,7 +211,9 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         tasks=args.tasks,
         limit=args.limit,
         perplexity_window=args.perplexity_window,
+        perplexity_tokens=args.perplexity_tokens,
         seed=args.seed,
+        seeds=args.seeds,
         dtype=args.dtype,
         scheduler=args.scheduler,
         memory=args.memory,
@@ -210,8 +232,8 @@ def arguments(keywords: Mapping[str, Any]) -> list[str]:
     argv, usual = [], parser()
     for name, value in keywords.items():
         several = name == "model" and isinstance(value, (list, tuple))
-        if name in ("tasks", "track") and isinstance(value, (list, tuple)):
-            value = ",".join(value)
+        if name in ("tasks", "track", "seeds") and isinstance(value, (list, tuple)):
+            value = ",".join(map(str, value))
         if value != usual.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             argv += [flag] if value is True else [f"{flag}={one}" for one in (value if several else [value])]

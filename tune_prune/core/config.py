@@ -6,13 +6,13 @@ identity gives an equal key (docs/architecture.md, "Keys").
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
+from tune_prune.core.values.kinds import SHAPE, Fraction, Kind, MethodName, ShapeName, TextNames, Whole
 
 # The seven zero-shot tasks and the metric each is reported by, as in the published search.
 ZERO_SHOT_METRIC = {
@@ -26,97 +26,11 @@ ZERO_SHOT_METRIC = {
 }
 ZERO_SHOT_TASKS = tuple(ZERO_SHOT_METRIC)
 
-# What a pruned model's layers may look like (docs/methods.md, "Shapes"); in a configuration `aligned` has its number.
-SHAPES = ("free", "aligned", "uniform")
-_SHAPE = re.compile(r"free|aligned-([1-9][0-9]{0,6})|uniform")
-_DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
-
+PERPLEXITY_TOKENS = Whole(2, 10**9)
 MAX_LABEL = 100  # letters; folders and files are named by labels, with more behind
 
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
 PROTOCOL_VERSION = 2
-
-
-class Kind(Protocol):
-    """What values a hyperparameter takes. As text it finishes the sentence "it must be ..."."""
-
-    is_text: bool  # its values are text, so a file may quote them
-
-    def read(self, text: str) -> Any:
-        """The value that a file or a flag asks for; ValueError where it is none."""
-
-    def holds(self, value: Any) -> bool:
-        """Whether a configuration may have that value."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Whole numbers within bounds, both included."""
-
-    low: int
-    high: int
-    is_text = False
-
-    def __str__(self) -> str:
-        return f"a whole number from {self.low} to {self.high}, in plain decimal digits"
-
-    def read(self, text: str) -> int:
-        # Not what else int or YAML take: 1_000, 010 (eight), 0x10, 1:30 (ninety).
-        if not _DECIMAL.fullmatch(text) or not self.holds(int(text)):
-            raise ValueError(text)
-        return int(text)
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
-
-
-class Fraction:
-    """A part of a whole: above 0 where it is asked for, also 0 (nothing is removed) in a configuration."""
-
-    is_text = False
-
-    def __str__(self) -> str:
-        return "a number above 0 and below 1, e.g. 0.2 for 20% smaller"
-
-    def read(self, text: str) -> float:
-        if not 0 < (value := float(text)) < 1:
-            raise ValueError(text)
-        return value
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
-
-
-class ShapeName:
-    """free, uniform or aligned-N; asked for also as aligned, which gets its N by the model's size."""
-
-    is_text = True
-
-    def __str__(self) -> str:
-        return "free, uniform, aligned or aligned-N with a whole number N from 1, e.g. aligned-64"
-
-    def read(self, text: str) -> str:
-        if text not in SHAPES and not self.holds(text):
-            raise ValueError(text)
-        return text
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, str) and _SHAPE.fullmatch(value) is not None
-
-
-class MethodName:
-    """A module of tune_prune/pruning/methods; which ones there are is not known here."""
-
-    is_text = True
-
-    def __str__(self) -> str:
-        return "the name of a pruning method"
-
-    def read(self, text: str) -> str:
-        return text
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, str)
 
 
 @dataclass(frozen=True)
@@ -129,19 +43,25 @@ class Hyperparameter:
     example: str  # a value, as a search space has it
     help: str  # of its flag
     read_by: Literal["scores", "statistics", "selection"]  # the step; statistics say which of theirs they read
-    default: Any = None  # None: a search space must say it
+    default: Any = None  # None: unless it is required, that of the run (ModelRun has a field of its name)
     name_prefix: str | None = ""  # before its value in a configuration's name; None: names do not show it
     always_in_key: bool = False  # also at its default: the hyperparameters that the first keys had
+    required: bool = False  # a search space must say it
     older: str = ""  # its name in the published search and in files of version 0.1, which are read; keys still hash it
 
     @property
-    def required(self) -> bool:
-        return self.default is None
+    def of_run(self) -> bool:
+        """Whether a configuration that does not say it has the run's."""
+        return self.default is None and not self.required
 
     @property
     def usual(self) -> Any:
         """The default; where there is none, the example: what a configuration holds whose method does not read it."""
         return self.kind.read(self.example) if self.required else self.default
+
+    def in_name(self, value: Any) -> str:
+        """A value in a configuration's name."""
+        return f"{self.name_prefix}{self.kind.short(value)}"
 
     @property
     def flag(self) -> str:
@@ -152,15 +72,15 @@ HYPERPARAMETERS = {
     row.name: row
     for row in (
         Hyperparameter(
-            "method", "Method", MethodName(), "blockwise", "how KV groups and MLP channels are scored", "scores"
+            "method", "Method", MethodName(), "blockwise", "how KV groups and MLP channels are scored", "scores", required=True
         ),
         Hyperparameter(
             "seq_len", "Tokens per sample", Whole(2, 131_072), "64",
-            "tokens per calibration sample", "statistics", name_prefix="s", older="taylor_seq_len",
+            "tokens per calibration sample", "statistics", name_prefix="s", older="taylor_seq_len", required=True,
         ),
         Hyperparameter(
             "num_samples", "Calibration samples", Whole(1, 1_000_000), "128",
-            "number of calibration samples", "statistics", name_prefix="n", older="taylor_num_samples",
+            "number of calibration samples", "statistics", name_prefix="n", older="taylor_num_samples", required=True,
         ),
         Hyperparameter(
             "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
@@ -175,12 +95,24 @@ HYPERPARAMETERS = {
             "widths of the pruned layers: free, any; aligned, MLP widths in multiples of --align (or aligned-N) and a KV group in "
             "every layer; uniform, the same in every layer, which makes a plain checkpoint of the family", "selection", "free",
         ),
+        Hyperparameter(
+            "seed", "Seed", Whole(0, 2**32 - 1), "1",
+            "seed of the draw of calibration samples and of random scores", "statistics", name_prefix="r",
+        ),
+        Hyperparameter(
+            "calibration", "Calibration text", TextNames(), "wikitext2+c4",
+            "text that methods are calibrated on, or several with a plus sign between them, in equal parts", "statistics",
+            name_prefix="c",
+        ),
     )
 }  # fmt: skip
 
 
-# Older name -> name. `method` is pruning_method in results tables only.
-OLDER_NAMES = {row.older: row.name for row in HYPERPARAMETERS.values() if row.older} | {"pruning_method": "method"}
+OF_RUN = tuple(name for name, row in HYPERPARAMETERS.items() if row.of_run)
+
+# Older name, or other name in a search space -> name. `method` is pruning_method in results tables only.
+OLDER_NAMES = {row.older: row.name for row in HYPERPARAMETERS.values() if row.older}
+OLDER_NAMES |= {"pruning_method": "method", "seeds": "seed"}
 
 
 def renamed(values: Any) -> Any:
@@ -190,15 +122,36 @@ def renamed(values: Any) -> Any:
 
 def alignment(shape: str) -> int | None:
     """The N of shape "aligned-N"; None for "free" and "uniform"."""
-    match = _SHAPE.fullmatch(shape)
+    match = SHAPE.fullmatch(shape)
     if match is None:
         raise UserError(f"shape is {shape!r}; it must be free, uniform or aligned-N, e.g. aligned-64")
     return int(match[1]) if match[1] else None
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
+class Samples:
+    """Which calibration samples: what every pass over them is made for. None: as the run says."""
+
+    seq_len: int
+    seed: int | None = None
+    calibration: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """By name, without what is the run's."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def name(self) -> str:
+        """As in the names of configurations, e.g. `s64` or `s64-r1`."""
+        return "-".join(HYPERPARAMETERS[name].in_name(value) for name, value in self.to_dict().items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.to_dict().items())
+
+
+@dataclass(frozen=True)
 class PruningConfig:
-    """One point of the search: how a model is pruned. A field is a row of HYPERPARAMETERS."""
+    """One point of the search: how a model is pruned. A field is a row of HYPERPARAMETERS; None: as the run says."""
 
     method: str
     seq_len: int
@@ -206,12 +159,36 @@ class PruningConfig:
     pruning_ratio: float = HYPERPARAMETERS["pruning_ratio"].default
     removal_divisor: int = HYPERPARAMETERS["removal_divisor"].default
     shape: str = HYPERPARAMETERS["shape"].default
+    seed: int | None = None
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         for name, row in HYPERPARAMETERS.items():
             value = getattr(self, name)
-            if not row.kind.holds(value):
+            if not (row.kind.holds(value) or (row.of_run and value is None)):
                 raise UserError(f"{name} is {value!r}; it must be {row.kind}")
+
+    def __lt__(self, other: PruningConfig) -> bool:
+        """By the values in their order; the run's are before others."""
+        mine, others = ([(v is not None, v) for v in asdict(config).values()] for config in (self, other))
+        return mine < others
+
+    @property
+    def samples(self) -> Samples:
+        return Samples(self.seq_len, *(getattr(self, name) for name in OF_RUN))
+
+    def within(self, run: ModelRun) -> PruningConfig:
+        """The same of that run: with None for what says as the run does, so that equal trials are one."""
+        same: dict[str, Any] = {name: None for name in OF_RUN if getattr(self, name) == getattr(run, name)}
+        return replace(self, **same)
+
+    def values(self, run: ModelRun) -> dict[str, Any]:
+        """Every hyperparameter by name, the run's where it is as the run says."""
+        return asdict(self) | {name: getattr(run.of(self), name) for name in OF_RUN}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For records: all values by name, without those of the run."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def num_removal_samples(self) -> int:
@@ -223,7 +200,7 @@ class PruningConfig:
         """Short and readable, e.g. `blockwise-s64-n128` or, off the defaults, `blockwise-s64-n128-d3-aligned-64`; unique
         within one pruning ratio."""
         return "-".join(
-            f"{row.name_prefix}{value}"
+            row.in_name(value)
             for name, row in HYPERPARAMETERS.items()
             if (value := getattr(self, name)) != row.default and row.name_prefix is not None
         )
@@ -235,8 +212,9 @@ class PruningConfig:
         return {n: v for n, v in asdict(self).items() if rows[n].always_in_key or v != rows[n].default}
 
     def identity(self) -> dict[str, Any]:
-        """What a key hashes: the settings by their older names, so that older keys stay what they were."""
-        return {HYPERPARAMETERS[name].older or name: value for name, value in self.settings().items()}
+        """What a key hashes: the settings by their older names, so that older keys stay what they were; seed and text are hashed
+        beside them."""
+        return {HYPERPARAMETERS[n].older or n: value for n, value in self.settings().items() if n not in OF_RUN}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PruningConfig:
@@ -276,6 +254,7 @@ class EvaluationProtocol:
     slices: tuple[float, ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # growing fractions of all items; the last is 1.0
     perplexity_window: int = 2048  # tokens; shortened to the model's limit
     seed: int = 0  # order in which items enter the slices
+    perplexity_tokens: int | None = None  # of the perplexity text the first; None: all
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -284,8 +263,20 @@ class EvaluationProtocol:
             raise UserError(
                 f"limit is {self.limit!r}; it must be at least 1 item per task, or be left out for all items"
             )
+        if self.perplexity_tokens is not None and not PERPLEXITY_TOKENS.holds(self.perplexity_tokens):
+            found, allowed = self.perplexity_tokens, PERPLEXITY_TOKENS
+            raise UserError(f"perplexity_tokens is {found!r}; it must be {allowed}, or be left out for the whole text")
         if list(self.slices) != sorted(set(self.slices)) or self.slices[-1] != 1.0 or self.slices[0] <= 0:
             raise UserError(f"slices are {self.slices}; they must grow, be above 0 and end with 1.0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """By name, as records and keys have it: tokens only where they are bounded, as before there was a bound."""
+        bound = {} if self.perplexity_tokens is None else {"perplexity_tokens": self.perplexity_tokens}
+        return {name: value for name, value in asdict(self).items() if name != "perplexity_tokens"} | bound
+
+    def of_items(self) -> dict[str, Any]:
+        """The part that the zero-shot tasks depend on."""
+        return replace(self, perplexity_tokens=None).to_dict() | {"perplexity_window": None}
 
 
 @dataclass(frozen=True)
@@ -295,10 +286,10 @@ class ModelRun:
     model: str  # alias, hub id or absolute folder
     label: str  # name in tables and file names, e.g. "tiny-llama"
     revision: str | None  # commit asked for (hub models)
-    calibration: str  # "embedded", "wikitext2", "c4" or an absolute text file
+    calibration: str  # "embedded", "wikitext2", "c4" or an absolute text file, or several with "+" between them
     data_dir: str | None  # task and text files as in docs/data.md; None: the hub (or embedded); "embedded": those
     protocol: EvaluationProtocol
-    seed: int
+    seed: int  # of items in slices and, unless a configuration has its own, of its draw
     dtype: str  # "float32" or "bfloat16"
 
     @property
@@ -307,7 +298,12 @@ class ModelRun:
         return False
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"protocol": self.protocol.to_dict()}
+
+    def of(self, config: PruningConfig | Samples | None) -> ModelRun:
+        """The run as the trials of `config`, or passes over those samples, see it: with what they say themselves."""
+        own = {} if config is None else {name: value for name in OF_RUN if (value := getattr(config, name)) is not None}
+        return replace(self, **own) if own else self
 
 
 class TrustingRun(ModelRun):
@@ -320,14 +316,15 @@ class TrustingRun(ModelRun):
 
 
 def trial_key(config: PruningConfig | None, model_fingerprint: str, data_fingerprint: str, run: ModelRun) -> str:
-    """A trial is its identity: configuration (None: the dense model), model, data and protocol. Two identical ones are one."""
+    """A trial is its identity: configuration (None: the dense model), model, data and protocol. Two identical ones are one. The
+    `data_fingerprint` is that of the configuration's calibration text."""
     return digest(
         {
             "config": config.identity() if config else {},
             "model": model_fingerprint,
             "data": data_fingerprint,
-            "protocol": asdict(run.protocol) | {"version": PROTOCOL_VERSION},
-            "seed": run.seed,
+            "protocol": run.protocol.to_dict() | {"version": PROTOCOL_VERSION},
+            "seed": run.of(config).seed,
             "dtype": run.dtype,
         }
     )

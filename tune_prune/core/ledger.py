@@ -182,7 +182,12 @@ def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
     meaning = entry.get("meaning", {})
     config = PruningConfig.from_dict(record.config) if record.config else None
     if "run" in entry and {"model", "data"} <= set(meaning):
-        key = trial_key(config, meaning["model"], meaning["data"], validated(ModelRun, entry["run"]))
+        data = meaning["data"]
+        if config is not None and config.calibration is not None:
+            data = meaning.get("texts", {}).get(config.calibration)
+        if data is None:
+            return f"of another search: {EXPERIMENT} does not name its calibration text"
+        key = trial_key(config, meaning["model"], data, validated(ModelRun, entry["run"]))
         if record.key != key:
             return f"of another search: its key would be {key} by the model, data and settings in {EXPERIMENT}"
     for name in ("pruning_ratio", "shape") if config is not None else ():

@@ -149,6 +149,7 @@ class _Meaning:
     model: str = ""  # fingerprint
     data: str = ""  # likewise
     calibration: str = ""
+    texts: dict[str, str] = field(default_factory=dict)  # data fingerprints with other calibration texts
     protocol: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     dtype: str = ""

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from tune_prune.core.config import Samples
 from tune_prune.core.records import MODEL_STAGES, in_order
 from tune_prune.cost_model.device_speed import DeviceSpeed
 from tune_prune.cost_model.flops import Arithmetic
@@ -58,7 +59,7 @@ class ModelWork:
     device: str  # cpu or cuda
     weight_bytes: int
     speed: DeviceSpeed
-    passes: Mapping[int, Sequence[Need]]  # by seq_len, what is not cached
+    passes: Mapping[Samples, Sequence[Need]]  # what is not cached
     baseline: bool  # whether the dense model is still to be measured
     trials: int
     removed_params: int
@@ -87,7 +88,7 @@ class ModelCost:
 
     label: str
     stages: tuple[StageCost, ...]
-    jobs: Mapping[int | None, Seconds]  # by seq_len; None: the baseline
+    jobs: Mapping[Samples | None, Seconds]  # None: the baseline
     trial: Seconds
     trials: int
 
@@ -196,13 +197,13 @@ def _dealt_out(durations: Iterable[float], slots: int) -> float:
 
 
 def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
-    passes = {seq_len: _passes(work, seq_len, shared) for seq_len, shared in work.passes.items()}
+    passes = {samples: _passes(work, samples.seq_len, shared) for samples, shared in work.passes.items()}
     dense = {stage.stage: stage for stage in _evaluation(work, 0)}
     pruned = {stage.stage: stage for stage in _evaluation(work, work.removed_params)}
     loading = 0.0 if work.way.streamed else work.weight_bytes / DISK_BYTES_PER_S
     # Requests that have been counted are in the cache.
     suite = 0.0 if work.zero_shot.exact else SUITE_S + SUITE_S_PER_ITEM * work.zero_shot.items
-    jobs: dict[int | None, Seconds] = {}
+    jobs: dict[Samples | None, Seconds] = {}
     if work.baseline:
         jobs[None] = {name: stage.seconds for name, stage in dense.items()}
         jobs[None]["zero_shot"] += suite + loading
@@ -212,9 +213,9 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
         trial["pruning"] += work.weight_bytes / DISK_BYTES_PER_S
     elif not work.way.streamed:
         trial["pruning"] += work.weight_bytes / PRUNING_BYTES_PER_S[work.device]
-    for seq_len, parts in passes.items():
+    for samples, parts in passes.items():
         if not statistics_in_trials:
-            jobs[seq_len] = {stage.stage: stage.seconds for stage in parts}
+            jobs[samples] = {stage.stage: stage.seconds for stage in parts}
         elif work.trials:
             for stage in parts:
                 trial[stage.stage] = trial.get(stage.stage, 0.0) + stage.seconds / work.trials

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.config import ModelRun, PruningConfig, Samples
 from tune_prune.cost_model.memory import MemoryPlan, Shapes
 from tune_prune.cost_model.tokens import (
     HUB_PERPLEXITY_TOKENS,
@@ -24,7 +24,7 @@ from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 from tune_prune.trial.context import suite_key
-from tune_prune.trial.statistics import StatisticCache, by_seq_len
+from tune_prune.trial.statistics import StatisticCache, by_samples
 
 LONGEST_ROW = 1024  # tokens of a zero-shot item, where none was read
 
@@ -60,6 +60,7 @@ def workload(
         tokens = round(HUB_PERPLEXITY_TOKENS * tokens_per_gpt2_token(tokenizer))
     else:
         tokens = len(calibration.tokenize(tokenizer, perplexity_text.load_text(run.data_dir, embedded)))
+    tokens = min(tokens, run.protocol.perplexity_tokens or tokens)
     key = suite_key(run, model_fingerprint, config.max_position_embeddings)
     suite = store.get("suite", key, lambda arrays: ZeroShotSuite.from_arrays(arrays, run.protocol))
     counted = None if suite is None else sum(suite.tokens_in_slice(index) for index in range(suite.num_slices))
@@ -92,16 +93,16 @@ def memory_of(
 def passes_of(configs: Iterable[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
     """What the statistics of `configs` take: stage and work of each pass."""
     return [
-        (load_statistic(name).stage, load_statistic(name).work(needs, seq_len, num_layers, device))
-        for seq_len, shared in by_seq_len(configs).items()
+        (load_statistic(name).stage, load_statistic(name).work(needs, samples.seq_len, num_layers, device))
+        for samples, shared in by_samples(configs).items()
         for name, needs in by_statistic(shared).items()
     ]
 
 
 def passes_to_make(
     configs: Iterable[PruningConfig], run: ModelRun, model_fingerprint: str, device: str, store: ArtifactStore
-) -> dict[int, tuple[Need, ...]]:
-    """By seq_len, what the statistics of `configs` lack in the cache of that kind of device (`models.loading.device_key`)."""
+) -> dict[Samples, tuple[Need, ...]]:
+    """What the statistics of `configs` lack in the cache of that kind of device (`models.loading.device_key`)."""
     cache = StatisticCache(run, model_fingerprint, device, store)
-    missing = {seq_len: cache.missing(seq_len, needs) for seq_len, needs in by_seq_len(configs).items()}
-    return {seq_len: needs for seq_len, needs in missing.items() if needs}
+    missing = {samples: cache.missing(samples, needs) for samples, needs in by_samples(configs).items()}
+    return {samples: needs for samples, needs in missing.items() if needs}

@@ -2,18 +2,23 @@
 
 A sample is a window of exactly seq_len real tokens: no padding, no overlap with another sample, in an order fixed by the
 seed, so that the first n samples are the same whatever n is asked for. Never the text that perplexity is reported on.
+
+A mixture of k texts (`wikitext2+c4`) is interleaved in equal parts: sample i comes from text i mod k, each text's own in the
+order that they have alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tune_prune import embedded
 from tune_prune.core.errors import UserError, did_you_mean
-from tune_prune.core.hashing import seed_for
+from tune_prune.core.hashing import digest, seed_for
+from tune_prune.core.values.kinds import KNOWN_TEXTS, texts_of
 from tune_prune.models import hub
 
 if TYPE_CHECKING:
@@ -25,7 +30,8 @@ C4_DOCUMENTS = 4000  # first documents of C4's train split: about 2M tokens, eno
 
 
 def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> str:
-    """The source that a `--calibration` value means: "embedded", "wikitext2", "c4" or an absolute text file.
+    """The source that a `--calibration` value means: "embedded", "wikitext2", "c4" or an absolute text file, or a mixture of them.
+    A name with a plus sign that is a file is that file.
 
     Without a value: the embedded text for embedded models, else the training text (or, where that is missing, the
     validation text) of `data_dir`/text, else WikiText-2 train from the hub. Raises UserError.
@@ -44,18 +50,43 @@ def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> 
             f"no calibration text in {folder} (a *train*.txt or *valid*.txt file); put one there or name a text file: "
             "--calibration FILE"
         )
-    if name in ("embedded", *HUB_TEXTS):
+    if "+" not in name or Path(name).expanduser().is_file():
+        source = _resolve_one(name)
+        if texts_of(source) != [source]:
+            raise UserError(
+                f"calibration text {source} has +/ in its path, which reads as a mixture; rename the folder"
+            )
+        return source
+    names = [part.strip() for part in name.split("+")]
+    if not all(names):
+        raise UserError(
+            f"calibration text {name!r} is a mixture with an empty name; write names with one + between them, e.g. wikitext2+c4"
+        )
+    sources = [_resolve_one(part) for part in names]
+    for source in sources:
+        if "+" in source:
+            raise UserError(
+                f"calibration text {source} has a plus sign in its path, which separates the texts of a mixture; rename it, or "
+                "give it alone"
+            )
+        if sources.count(source) > 1:
+            raise UserError(f"calibration text {source} is twice in the mixture {name!r}; name each text once")
+    return "+".join(sources)
+
+
+def _resolve_one(name: str) -> str:
+    if name in KNOWN_TEXTS:
         return name
     path = Path(name).expanduser()
     if path.is_file():
         return str(path.resolve())
     raise UserError(
-        f"calibration text {name!r} is neither a file nor a known source; {did_you_mean(name, ('embedded', *HUB_TEXTS))}"
+        f"calibration text {name!r} is neither a file nor a known source; {did_you_mean(name, KNOWN_TEXTS)}"
     )
 
 
 def load_text(source: str) -> str:
-    """The text of a resolved source. Raises UserError where it is not available."""
+    """The text of a resolved source that is no mixture. Raises UserError where it is not available."""
     if source == "embedded":
         return embedded.calibration_text()
     if source not in HUB_TEXTS:
@@ -84,7 +115,9 @@ def load_text(source: str) -> str:
 
 def calibration_fingerprint(source: str) -> str:
     """What the calibration text is, by content; for hub texts by name and commit. A text is read for it once per process,
-    unless its file changes."""
+    unless its file changes. Of a mixture by those of its texts, in their order."""
+    if len(parts := texts_of(source)) > 1:
+        return digest({"mixture": [calibration_fingerprint(part) for part in parts]})
     if source in HUB_TEXTS:
         return hub.dataset_identity(f"hub:{source}", HUB_TEXTS[source])
     path = Path(source)
@@ -103,6 +136,20 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 
     ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[torch.Tensor, ...]:
+    """The tokens of each text of a resolved source. Raises UserError."""
+    return tuple(tokenize(tokenizer, load_text(part)) for part in texts_of(source))
+
+
+def samples(texts: Sequence[torch.Tensor], seq_len: int, count: int, seed: int) -> torch.Tensor:
+    """The first `count` calibration samples, LongTensor [count, seq_len]: sample i is one of text i mod k. Raises UserError where
+    a text is too short."""
+    found = texts[0].new_empty(count, seq_len)
+    for index, tokens in enumerate(texts):
+        found[index :: len(texts)] = windows(tokens, seq_len, len(range(index, count, len(texts))), seed)
+    return found
 
 
 def windows(tokens: torch.Tensor, seq_len: int, count: int, seed: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
+from tune_prune.core.values.kinds import texts_of
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.data.sources import hub_datasets, task_source, uses_embedded_data
 from tune_prune.data.task_definition import check_scored, followed, read_definition
@@ -72,21 +73,29 @@ def check_calibration(
             f"seq_len {longest} is longer than the {config.max_position_embeddings} tokens that {source.label} accepts; use "
             "shorter samples"
         )
-    if run.calibration in calibration.HUB_TEXTS:
-        return
-    text = calibration.load_text(run.calibration)
-    if run.data_dir is not None or uses_embedded_data(run):
-        reported = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
-        if text.split() == reported.split():
+    parts = texts_of(run.calibration)
+    contents = {text: calibration.load_text(text) for text in parts if text not in calibration.HUB_TEXTS}
+    reported = None
+    if contents and (run.data_dir is not None or uses_embedded_data(run)):
+        reported = perplexity_text.load_text(run.data_dir, uses_embedded_data(run)).split()
+    seen: list[list[str]] = []
+    for text, content in contents.items():
+        if (words := content.split()) == reported:
             raise UserError(
-                f"calibration text {run.calibration} is the text that perplexity is reported on; pruning by it would make the "
+                f"calibration text {text} is the text that perplexity is reported on; pruning by it would make the "
                 "perplexity look better than it is: name another text with --calibration"
             )
-    tokens = calibration.tokenize(tokenizer, text)
-    for seq_len in seq_lens:
-        calibration.windows(tokens, seq_len, num_samples, run.seed)
-    if int(tokens.max()) >= config.vocab_size:
-        raise UserError(
-            f"the tokenizer of {source.label} gives the token id {int(tokens.max())}, but vocab_size in its config.json is "
-            f"{config.vocab_size}; use the model's own tokenizer files"
-        )
+        if words in seen:
+            raise UserError(f"calibration text {text} is twice in {run.calibration}, by two names; name it once")
+        seen.append(words)
+        tokens, index = calibration.tokenize(tokenizer, content), parts.index(text)
+        for seq_len in seq_lens:
+            try:
+                calibration.windows(tokens, seq_len, len(range(index, num_samples, len(parts))), run.seed)
+            except UserError as error:
+                raise UserError(f"{text}, of {run.calibration}: {error}" if len(parts) > 1 else str(error)) from error
+        if int(tokens.max()) >= config.vocab_size:
+            raise UserError(
+                f"the tokenizer of {source.label} gives the token id {int(tokens.max())}, but vocab_size in its config.json is "
+                f"{config.vocab_size}; use the model's own tokenizer files"
+            )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tune_prune import embedded
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun
 from tune_prune.core.hashing import digest
+from tune_prune.core.values.kinds import texts_of
 from tune_prune.data import calibration, perplexity_text, task_files
 
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
@@ -26,7 +27,7 @@ def task_source(run: ModelRun) -> task_files.TaskSource:
 
 def hub_datasets(run: ModelRun) -> list[str]:
     """The repositories of the hub that the texts and tasks of `run` come from, as far as they are known without asking it."""
-    repos = [calibration.HUB_TEXTS[run.calibration]] if run.calibration in calibration.HUB_TEXTS else []
+    repos = [calibration.HUB_TEXTS[text] for text in texts_of(run.calibration) if text in calibration.HUB_TEXTS]
     if task_source(run).kind == "hub":
         repos += [perplexity_text.HUB_TEXT, *(filter(None, map(task_files.hub_dataset, run.protocol.tasks)))]
     return list(dict.fromkeys(repos))

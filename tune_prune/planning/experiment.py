@@ -76,7 +76,9 @@ def check_same_identity(store: Store, identities: Mapping[str, Mapping[str, Any]
     for label, new in identities.items():
         old = models.get(label, {}).get("meaning")
         if old is not None:
-            changes += [f"{label}: {change}" for change in _changes(_flat(old), _flat(new))]
+            kept = old.get("texts", {})
+            texts = {name: kept.get(name, data) for name, data in new.get("texts", {}).items()}
+            changes += [f"{label}: {change}" for change in _changes(_flat(old | {"texts": texts}), _flat(new))]
     if changes:
         raise UserError(
             f"experiment {store.folder} was made with other settings ({'; '.join(changes)}); use them again, or start another "
@@ -100,8 +102,15 @@ def _check_own(
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    # An experiment from before there were shapes is of the free one.
-    return {"shape": "free", **identity, **identity["protocol"], "protocol": None}
+    # An experiment from before there were shapes is of the free one; a bound of tokens is named only where there is one.
+    return {
+        "shape": "free",
+        "perplexity_tokens": None,
+        "texts": {},
+        **identity,
+        **identity["protocol"],
+        "protocol": None,
+    }
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -112,6 +121,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     contents = {
         "model": "the model's files have changed, or are over 256 MiB and version 0.2.0 identified them, which read less",
         "data": "the files of texts or tasks have changed",
+        "texts": "the files of calibration texts have changed",
     }
     return [contents.get(name) or f"{name} was {_shown(old.get(name))}, is {_shown(new[name])}" for name in changed]
 
@@ -140,9 +150,11 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
         _seal(store)
     models = _models(store, about)
     for model in plan.models:
+        earlier = models.get(model.run.label, {}).get("meaning", {}).get("texts", {})
+        texts = {"texts": earlier | dict(model.texts)} if earlier or model.texts else {}
         models[model.run.label] = {
             "run": model.run.to_dict(),
-            "meaning": model.identity(),
+            "meaning": model.identity() | texts,
             "geometry": asdict(model.geometry),
             "perplexity_window": model.workload.perplexity_window,
             "target_params": one_or_list(model.targets.values()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
@@ -36,7 +36,9 @@ class SearchSettings:
     tasks: tuple[str, ...] | None = None
     limit: int | None = None
     perplexity_window: int | None = None  # tokens; None: as suits the model
+    perplexity_tokens: int | None = None  # of the perplexity text the first; None: all
     seed: int = 0
+    seeds: tuple[int, ...] | None = None  # draws of calibration samples; None: the search space's, else `seed`
     dtype: str | None = None
     scheduler: Literal["none", "race", "asha"] = "none"
     memory: int | None = None  # bytes that a trial may take; None: what is free
@@ -57,6 +59,7 @@ class ModelPlan:
     geometry: Geometry
     model_fingerprint: str
     data_fingerprint: str
+    texts: Mapping[str, str]  # the other calibration texts of its trials -> data fingerprints with those
     targets: Mapping[float, int]  # pruning ratio -> parameters to remove
     trials: tuple[tuple[PruningConfig, str], ...]  # configuration and trial key
     workload: Workload
@@ -77,11 +80,13 @@ class ModelPlan:
             "model": self.model_fingerprint,
             "data": self.data_fingerprint,
             "calibration": run.calibration,
-            "protocol": asdict(run.protocol) | {"tasks": list(run.protocol.tasks), "slices": list(run.protocol.slices)},
+            "protocol": run.protocol.to_dict()
+            | {"tasks": list(run.protocol.tasks), "slices": list(run.protocol.slices)},
             "seed": run.seed,
             "dtype": run.dtype,
             "pruning_ratio": one_or_list(self.targets),
             "shape": one_or_list(self.shapes),
+            **({"texts": dict(self.texts)} if self.texts else {}),
         }
 
 
@@ -108,11 +113,13 @@ class Plan:
         return (self.space.num_trials or self.space.size) * len(self.space.values["pruning_ratio"])
 
     def searched(self) -> dict[str, Any]:
-        """Every hyperparameter's values for experiment.json, those of optional ones by themselves where there is one."""
+        """Every hyperparameter's values for experiment.json, those of optional ones by themselves where there is one; none where it
+        is the run's."""
         values = self.space.values | {"shape": shapes_of(self.space, self.models)}
         return {
             name: list(found) if HYPERPARAMETERS[name].required else one_or_list(found)
             for name, found in values.items()
+            if found != (None,)
         }
 
     @property

@@ -17,15 +17,16 @@ from pathlib import Path
 import torch
 
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import PruningConfig, trial_key
+from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import Location, ObjectPath, location, open_store
 from tune_prune.cost_model import machine, own_process
 from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within, on_this_machine
 from tune_prune.cost_model.workload import memory_of, workload
-from tune_prune.data import checks
+from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
+from tune_prune.models.catalog import ModelSource
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.runner.residency import Place, Residency
 from tune_prune.planning import experiment, plan_cost, resolve
@@ -63,7 +64,9 @@ def make_plan(settings: SearchSettings) -> Plan:
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
         dtype = settings.dtype or ("bfloat16" if on_gpu and all(gpu.bfloat16 for gpu in gpus) else "float32")
-        models = tuple(_plan_model(settings, space, name, device, dtype, store) for name in settings.models)
+        # The run's text is the one of the flag or, where only the space names some, the first of those.
+        asked = replace(settings, calibration=settings.calibration or space.values["calibration"][0])
+        models = tuple(_plan_model(asked, space, name, device, dtype, store) for name in settings.models)
         _check_distinct(models)
         # Inline, the trial of the moment has a GPU to itself, or several.
         share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
@@ -110,7 +113,7 @@ def _check_inline(settings: SearchSettings) -> None:
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
-    """Of an experiment without --name: models, percentages, search space; shapes and limit where they are not the usual ones."""
+    """Of an experiment without --name: models, percentages, search space; shapes, limit and tokens where they are not the usual."""
     shapes = shapes_of(space, models)
     parts = [
         "+".join(model.run.label for model in models),
@@ -118,6 +121,7 @@ def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[Mo
         space.name,
         *(["+".join(shapes)] if shapes != ("free",) else []),
         *([f"limit{settings.limit}"] if settings.limit else []),
+        *([f"tokens{settings.perplexity_tokens}"] if settings.perplexity_tokens else []),
     ]
     return "-".join(parts)
 
@@ -148,13 +152,16 @@ def _plan_model(
     try:
         model = resolve.dense_model(settings, name, dtype)
         source, run, config, geometry = model.source, model.run, model.config, model.geometry
-        configs = _configs(space, geometry)
+        configs = _configs(space, geometry, run, source)
         sizes = dict.fromkeys((config.pruning_ratio, config.shape) for config in configs)
         targets = {ratio: target_params(geometry, ratio, shape) for ratio, shape in sizes}
         checks.check_data(run)
         seq_lens = dict.fromkeys(config.seq_len for config in configs)
         most = max(config.num_samples for config in configs)
-        checks.check_calibration(run, source, config, model.tokenizer, seq_lens, most)
+        texts = dict.fromkeys([run.calibration, *(run.of(config).calibration for config in configs)])
+        for text in texts:
+            used = replace(run, calibration=text)
+            checks.check_calibration(used, source, config, model.tokenizer, seq_lens, most)
         if source.kind != "hub":
             weight_files.check_weights(Path(source.location), loading.meta_model(config))
     except UserError as error:
@@ -164,8 +171,9 @@ def _plan_model(
     commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
     if commit:  # workers load what was planned, whatever the branch says by then
         run = replace(run, revision=commit)
-    fingerprints = loading.model_fingerprint(source, config), data_fingerprint(run)
-    work = workload(run, config, model.tokenizer, store, fingerprints[0])
+    model_fingerprint = loading.model_fingerprint(source, config)
+    data = {text: data_fingerprint(replace(run, calibration=text)) for text in texts}
+    work = workload(run, config, model.tokenizer, store, model_fingerprint)
     itemsize = getattr(torch, run.dtype).itemsize
     # Of a hub's model it is not known before it is downloaded, and hardly any has pickled weights alone.
     from_files = source.kind == "hub" or bool(weight_files.files(Path(source.location)))
@@ -176,10 +184,11 @@ def _plan_model(
     return ModelPlan(
         run=run,
         geometry=geometry,
-        model_fingerprint=fingerprints[0],
-        data_fingerprint=fingerprints[1],
+        model_fingerprint=model_fingerprint,
+        data_fingerprint=data[run.calibration],
+        texts={text: fingerprint for text, fingerprint in data.items() if text != run.calibration},
         targets=targets,
-        trials=tuple((config, trial_key(config, *fingerprints, run)) for config in configs),
+        trials=tuple((one, trial_key(one, model_fingerprint, data[run.of(one).calibration], run)) for one in configs),
         workload=work,
         ways=tuple(ways),
         memory=ways[0],
@@ -188,14 +197,26 @@ def _plan_model(
     )
 
 
-def _configs(space: SearchSpace, geometry: Geometry) -> tuple[PruningConfig, ...]:
+def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun, source: ModelSource) -> tuple[PruningConfig, ...]:
     """Of a model; "aligned" gets the N that suits its size."""
     named = {shape: shapes.resolve(shape, None, geometry.total_params) for shape in space.values["shape"]}
     if len(set(named.values())) < len(named):
         raise UserError(
             f"shape lists {', '.join(named)}, of which two are the same here ({', '.join(named.values())}); keep one of them"
         )
-    return replace(space, values=space.values | {"shape": tuple(named.values())}).configs()
+    embedded, kind = source.kind == "embedded", HYPERPARAMETERS["calibration"].kind
+    texts = {
+        name: name if name is None else calibration.resolve(name, run.data_dir, embedded)
+        for name in space.values["calibration"]
+    }
+    if len({text and kind.short(text) for text in texts.values()}) < len(texts):
+        raise UserError(
+            f"calibration lists {', '.join(texts)}, of which two are the same text or have the same name; keep one of them, or "
+            "rename a file"
+        )
+    values = {"shape": tuple(named.values()), "calibration": tuple(texts.values())}
+    configs = replace(space, values=space.values | values).configs()
+    return tuple(config.within(run) for config in configs)
 
 
 def _slots(settings: SearchSettings, resources: TrialResources, nodes: Sequence[Mapping[str, float]]) -> int:
@@ -289,7 +310,12 @@ def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelP
     """Raise UserError for nodes that do not share `folder`, or lack a model or its data."""
     from tune_prune.tuning.ray_cluster import nodes
 
-    nodes.check_reach(told, folder, [(model.run, model.model_fingerprint, model.data_fingerprint) for model in models])
+    data = [
+        (replace(model.run, calibration=text), model.model_fingerprint, fingerprint)
+        for model in models
+        for text, fingerprint in {model.run.calibration: model.data_fingerprint, **model.texts}.items()
+    ]
+    nodes.check_reach(told, folder, data)
 
 
 def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[machine.Gpu]]:

@@ -9,7 +9,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import embedded
 from tune_prune.checkpoint import origin
-from tune_prune.core.config import HYPERPARAMETERS, EvaluationProtocol, ModelRun, TrustingRun
+from tune_prune.core.config import EvaluationProtocol, ModelRun, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration, checks
 from tune_prune.models import catalog, loading
@@ -23,13 +23,25 @@ def space(settings: SearchSettings) -> SearchSpace:
     """The search space with the values of the flags. Raises UserError where they do not fit together."""
     loaded = search_space.load(settings.search_space)
     values = dict(loaded.values)
-    for name, asked in (("pruning_ratio", settings.pruning_ratio), ("shape", settings.shape)):
+    ratio, shape, seeds = settings.pruning_ratio, settings.shape, settings.seeds
+    flags = {
+        "--pruning-ratio": ("pruning_ratio", None if ratio is None else (ratio,)),
+        "--shape": ("shape", None if shape is None else (shape,)),
+        "--seeds": ("seed", seeds),
+    }
+    for flag, (name, asked) in flags.items():
         if asked is None:
             continue
-        if name in loaded.given and values[name] != (asked,):
-            flag, says = HYPERPARAMETERS[name].flag, ", ".join(map(str, values[name]))
-            raise UserError(f"{flag} is {asked}, but {loaded.path} says {says}; leave one of them out")
-        values[name] = (asked,)
+        if name in loaded.given and values[name] != asked:
+            mine, says = (", ".join(map(str, found)) for found in (asked, values[name]))
+            raise UserError(f"{flag} is {mine}, but {loaded.path} says {says}; leave one of them out")
+        values[name] = asked
+    texts = values["calibration"]
+    if settings.calibration is not None and "calibration" in loaded.given and settings.calibration not in texts:
+        raise UserError(
+            f"--calibration is {settings.calibration}, but {loaded.path} says {', '.join(texts)}; leave one of them out, or list "
+            "it there, too"
+        )
     values["shape"] = aligned(values["shape"], settings.align)
     loaded = replace(loaded, search=settings.search or loaded.search, values=values)
     return replace(loaded, num_trials=_num_trials(settings, loaded))
@@ -99,7 +111,9 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
             f"--revision {settings.revision} is for models of the hub, but {name} is {_KINDS[source.kind]}; leave it out"
         )
     data_dir = checks.data_dir(settings.data_dir)
-    protocol = EvaluationProtocol(limit=settings.limit, seed=settings.seed)
+    protocol = EvaluationProtocol(
+        limit=settings.limit, seed=settings.seed, perplexity_tokens=settings.perplexity_tokens
+    )
     if settings.tasks is not None:
         protocol = replace(protocol, tasks=settings.tasks)
     window = settings.perplexity_window or (embedded.TRAINED_TOKENS if source.kind == "embedded" else None)

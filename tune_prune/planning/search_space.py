@@ -7,6 +7,7 @@
     pruning_ratio: [0.1, 0.2]                 # optional; fractions of all parameters, each searched by itself
     removal_divisor: 5                        # optional; removal losses use the first num_samples // 5 samples
     shape: [free, aligned]                    # optional; free, aligned, aligned-N (e.g. aligned-128) or uniform
+    seeds: [0, 1, 2]                          # optional; draws of calibration samples, else that of --seed
     num_trials: 6                             # search: optuna only; per model and pruning ratio
 
 A key is a row of core.config.HYPERPARAMETERS, with one value (it is fixed) or a list (it is searched). The reader is strict
@@ -25,8 +26,9 @@ from typing import Any
 import yaml
 
 import tune_prune
-from tune_prune.core.config import HYPERPARAMETERS, OLDER_NAMES, Kind, PruningConfig, Whole
+from tune_prune.core.config import HYPERPARAMETERS, OLDER_NAMES, PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.values.kinds import Kind, Whole
 from tune_prune.pruning.methods import load_method, method_names
 
 SEARCHES = ("grid", "optuna")
@@ -53,15 +55,17 @@ class SearchSpace:
     def points(self) -> list[dict[str, Any]]:
         """Every distinct configuration as its values, methods innermost: neighbours share their passes.
 
-        Configurations that differ only in what their method does not read are one: it has the first value of each such list.
+        Configurations that differ only in what their method does not read are one: it has the first value of each such list, and
+        the run's seed.
         """
         others = [name for name in HYPERPARAMETERS if name != "method"]
         points = {}
         for *point, method in product(*(self.values[name] for name in others), self.values["method"]):
             values = {"method": method} | dict(zip(others, point, strict=True))
             for name in others:
-                if HYPERPARAMETERS[name].read_by == "statistics" and name not in self.reads[method]:
-                    values[name] = self.values[name][0]
+                row = HYPERPARAMETERS[name]
+                if row.read_by == "statistics" and name not in self.reads[method]:
+                    values[name] = None if row.of_run else self.values[name][0]
             points[tuple(values.values())] = values
         return list(points.values())
 

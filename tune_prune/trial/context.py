@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, trial_key
+from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, Samples, trial_key
 from tune_prune.core.store import Location
 from tune_prune.data import calibration, perplexity_text, task_files
 from tune_prune.data.sources import data_fingerprint, task_source, uses_embedded_data
@@ -65,6 +65,8 @@ class TrialContext:
         self.artifacts = artifacts
         self.fallback = fallback or Fallback(replace(loaded.residency, weights=None, device=None))
         self._let_go = let_go
+        self._data_fingerprint = cache(data_fingerprint)  # by run
+        self.calibration_tokens = cache(partial(calibration.tokens_of, loaded.tokenizer))  # by source
         self._copy: tuple[PruningPlan, PreTrainedModel, int] | None = None  # the pruned one, and its parameters
 
     @classmethod
@@ -85,24 +87,16 @@ class TrialContext:
         return cls(run, loaded, ArtifactStore(artifact_dir), fallback)
 
     def key(self, config: PruningConfig | None) -> str:
-        return trial_key(config, self.model_fingerprint, self.data_fingerprint, self.run)
+        return trial_key(config, self.model_fingerprint, self._data_fingerprint(self.run.of(config)), self.run)
 
     @cached_property
     def model_fingerprint(self) -> str:
         return loading.model_fingerprint(self.loaded.source, self.loaded.model.config)
 
     @cached_property
-    def data_fingerprint(self) -> str:
-        return data_fingerprint(self.run)
-
-    @cached_property
-    def calibration_tokens(self) -> torch.Tensor:
-        return calibration.tokenize(self.loaded.tokenizer, calibration.load_text(self.run.calibration))
-
-    @cached_property
     def perplexity_tokens(self) -> torch.Tensor:
         text = perplexity_text.load_text(self.run.data_dir, uses_embedded_data(self.run))
-        return calibration.tokenize(self.loaded.tokenizer, text)
+        return calibration.tokenize(self.loaded.tokenizer, text)[: self.run.protocol.perplexity_tokens]
 
     @property
     def perplexity_window(self) -> int:
@@ -150,7 +144,9 @@ class TrialContext:
 
     def measure_perplexity(self, plan: PruningPlan) -> tuple[PerplexityResult, int]:
         """The perplexity of the model that keeps what `plan` says, and the tokens forwarded to get it (0: it was cached)."""
-        key = self._measurement(plan.structure, text=self._text_fingerprint, window=self.perplexity_window)
+        most = self.run.protocol.perplexity_tokens
+        bound = {} if most is None else {"tokens": most}
+        key = self._measurement(plan.structure, text=self._text_fingerprint, window=self.perplexity_window, **bound)
         stored = self.artifacts.get("perplexity", key, PerplexityResult.from_arrays)
         if stored is not None:
             return stored, 0
@@ -169,7 +165,7 @@ class TrialContext:
 
     def item_scores(self, plan: PruningPlan, index: int) -> tuple[list[ItemScore], int]:
         """The scores of the items that slice `index` adds, and the tokens forwarded to get them (0: they were cached)."""
-        protocol = asdict(self.run.protocol) | {"perplexity_window": None}
+        protocol = self.run.protocol.of_items()
         key = self._measurement(plan.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
         scores = self.suite.blank_scores(index)
         stored = self.artifacts.get("zero_shot", key, lambda arrays: self.suite.judge(index, scores.stored(arrays)))
@@ -237,30 +233,31 @@ class TrialContext:
         weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
         return padding.padded_weights(model, weights)
 
-    def windows(self, seq_len: int, count: int) -> torch.Tensor:
-        return calibration.windows(self.calibration_tokens, seq_len, count, self.run.seed)
+    def windows(self, samples: Samples, count: int) -> torch.Tensor:
+        run = self.run.of(samples)
+        return calibration.samples(self.calibration_tokens(run.calibration), samples.seq_len, count, run.seed)
 
     @cached_property
     def cache(self) -> StatisticCache:
         return StatisticCache(self.run, self.model_fingerprint, loading.device_key(self.loaded.device), self.artifacts)
 
     def collect(
-        self, seq_len: int, needs: Sequence[Need], shared: Sequence[Need] = ()
+        self, samples: Samples, needs: Sequence[Need], shared: Sequence[Need] = ()
     ) -> tuple[dict[Need, Arrays], int]:
         """The arrays of `needs`, all of one statistic, and the tokens forwarded to get them (0: they were cached).
 
         Where they have to be computed, the same pass serves those of `shared`, of that statistic and the same kinds.
         """
-        found = {need: arrays for need in needs if (arrays := self.cache.get(seq_len, need)) is not None}
+        found = {need: arrays for need in needs if (arrays := self.cache.get(samples, need)) is not None}
         missing = [need for need in needs if need not in found]
         if not missing:
             return found, 0
         kinds = {need.kind for need in missing}
-        also = self.cache.missing(seq_len, [need for need in shared if need.kind in kinds])
+        also = self.cache.missing(samples, [need for need in shared if need.kind in kinds])
         ((name, wanted),) = by_statistic((*missing, *also)).items()
         statistic, num_layers = load_statistic(name), self.loaded.geometry.num_layers
-        windows = self.windows(seq_len, max(need.num_samples for need in wanted))
-        work = statistic.work(wanted, seq_len, num_layers, self.loaded.device.type)
+        windows = self.windows(samples, max(need.num_samples for need in wanted))
+        work = statistic.work(wanted, samples.seq_len, num_layers, self.loaded.device.type)
         made = self._fitted(
             statistic.stage,
             "gradients" if statistic.backward else "forward",
@@ -280,7 +277,7 @@ class TrialContext:
             ),
         )
         for need, arrays in made.items():
-            self.cache.put(seq_len, need, arrays)
+            self.cache.put(samples, need, arrays)
             found |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}
         return found, work.tokens
 
@@ -353,6 +350,6 @@ def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[st
         "version": SUITE_VERSION,
         "tokenizer": model_fingerprint,
         "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
-        "protocol": asdict(run.protocol) | {"perplexity_window": None},
+        "protocol": run.protocol.of_items(),
         "max_length": max_length,
     }

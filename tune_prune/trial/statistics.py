@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import ModelRun, PruningConfig
+from tune_prune.core.config import ModelRun, PruningConfig, Samples
 from tune_prune.data import calibration
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 
 
 def needs_of(configs: Iterable[PruningConfig]) -> tuple[Need, ...]:
-    """The needs that the trials of `configs`, all of one seq_len, share: computed for all of them when the first one asks."""
+    """The needs that the trials of `configs`, all on the same samples, share: computed for all of them when the first asks."""
     configs = list(configs)
     methods = {name: load_method(name) for name in {config.method for config in configs}}
     needs = {need for config in configs for need in methods[config.method].needs(config).values()}
     return tuple(need for found in by_statistic(needs).values() for need in found)
 
 
-def by_seq_len(configs: Iterable[PruningConfig]) -> dict[int, tuple[Need, ...]]:
-    """What the configurations of each seq_len share, the longest first; no entry where they share nothing."""
-    configs = list(configs)
-    lengths = sorted({config.seq_len for config in configs}, reverse=True)
-    found = {length: needs_of(config for config in configs if config.seq_len == length) for length in lengths}
-    return {length: needs for length, needs in found.items() if needs}
+def by_samples(configs: Iterable[PruningConfig]) -> dict[Samples, tuple[Need, ...]]:
+    """What the configurations of each seq_len and draw share, the longest first; no entry where they share nothing."""
+    groups: dict[Samples, list[PruningConfig]] = {}
+    for config in configs:
+        groups.setdefault(config.samples, []).append(config)
+    found = {samples: needs_of(groups[samples]) for samples in sorted(groups, key=lambda one: -one.seq_len)}
+    return {samples: needs for samples, needs in found.items() if needs}
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,20 @@ class StatisticCache:
     device: str
     artifacts: ArtifactStore
 
-    @cached_property
-    def _calibration(self) -> str:
-        return calibration.calibration_fingerprint(self.run.calibration)
-
-    def key(self, seq_len: int, need: Need) -> dict[str, Any]:
-        statistic = load_statistic(need.statistic)
+    def key(self, samples: Samples, need: Need) -> dict[str, Any]:
+        statistic, run = load_statistic(need.statistic), self.run.of(samples)
         return {
             "version": statistic.version,
             "model": self.model_fingerprint,
-            "calibration": self._calibration,
-            "seed": self.run.seed,
-            "dtype": self.run.dtype,
+            "calibration": calibration.calibration_fingerprint(run.calibration),
+            "seed": run.seed,
+            "dtype": run.dtype,
             "device": self.device,
-            "seq_len": seq_len,
+            "seq_len": samples.seq_len,
             **statistic.key(need),
         }
 
-    def get(self, seq_len: int, need: Need) -> Arrays | None:
+    def get(self, samples: Samples, need: Need) -> Arrays | None:
         """What is stored for the need; None where that is nothing, or of too few samples."""
         statistic = load_statistic(need.statistic)
 
@@ -69,10 +65,10 @@ class StatisticCache:
             statistic.metrics({need: arrays})
             return arrays
 
-        return self.artifacts.get(statistic.stage, self.key(seq_len, need), read)
+        return self.artifacts.get(statistic.stage, self.key(samples, need), read)
 
-    def put(self, seq_len: int, need: Need, arrays: dict[str, np.ndarray]) -> None:
-        self.artifacts.put(load_statistic(need.statistic).stage, self.key(seq_len, need), arrays)
+    def put(self, samples: Samples, need: Need, arrays: dict[str, np.ndarray]) -> None:
+        self.artifacts.put(load_statistic(need.statistic).stage, self.key(samples, need), arrays)
 
-    def missing(self, seq_len: int, needs: Iterable[Need]) -> tuple[Need, ...]:
-        return tuple(need for need in needs if self.get(seq_len, need) is None)
+    def missing(self, samples: Samples, needs: Iterable[Need]) -> tuple[Need, ...]:
+        return tuple(need for need in needs if self.get(samples, need) is None)

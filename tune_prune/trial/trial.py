@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tune_prune.core.config import PruningConfig
+from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.errors import NotFinite
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import file_checksum
@@ -80,7 +80,7 @@ class TrialProgress:
         return TrialRecord(
             key=self.key,
             model=self.model,
-            config=asdict(self.config) if self.config else {},
+            config=self.config.to_dict() if self.config else {},
             status=status,
             reason=reason,
             failure=failure or "",
@@ -148,7 +148,7 @@ class Trial:
             statistic = load_statistic(name)
             with self._stage(statistic.stage) as report:
                 shared = [need for need in self._shared if need.statistic == name]
-                arrays, report.tokens = context.collect(config.seq_len, wanted, shared)
+                arrays, report.tokens = context.collect(config.samples, wanted, shared)
                 report.way = context.way(statistic) if report.tokens else ""
                 found |= arrays
                 report.metrics = statistic.metrics(arrays)
@@ -160,7 +160,7 @@ class Trial:
 
             def choose() -> PruningPlan:
                 held = context.loaded
-                dense = Dense(held.model, held.family, geometry, context.run.seed, values, held.residency)
+                dense = Dense(held.model, held.family, geometry, context.run.of(config).seed, values, held.residency)
                 return select(method.scores(dense), geometry, config.pruning_ratio, config.shape)
 
             self.plan, params = context.cut(choose)
@@ -259,13 +259,15 @@ def run_trial(
     return trial.progress.record("complete", files={} if store is None else trial.write_files(store))
 
 
-def prepare(context: TrialContext, seq_len: int, needs: Sequence[Need]) -> Iterator[tuple[dict[str, Any], StageReport]]:
-    """Compute, or find in the cache, what the trials at one seq_len share: one pass for each statistic at most. Gives every
+def prepare(
+    context: TrialContext, samples: Samples, needs: Sequence[Need]
+) -> Iterator[tuple[dict[str, Any], StageReport]]:
+    """Compute, or find in the cache, what the trials on the same samples share: one pass for each statistic at most. Gives every
     pass that was really made, when it is made: what for, and its cost."""
-    for name, missing in by_statistic(context.cache.missing(seq_len, needs)).items():
+    for name, missing in by_statistic(context.cache.missing(samples, needs)).items():
         started = time.perf_counter()
-        _, tokens = context.collect(seq_len, missing)
-        about = {"model": context.run.label, "seq_len": seq_len}
+        _, tokens = context.collect(samples, missing)
+        about = {"model": context.run.label, **samples.to_dict()}
         about |= {need.kind or "num_samples": need.num_samples for need in missing}
         statistic, duration_s = load_statistic(name), time.perf_counter() - started
         yield about, StageReport(statistic.stage, duration_s, tokens=tokens, way=context.way(statistic))

@@ -1,31 +1,36 @@
-"""What trials share, as jobs: the statistics of a model at one seq_len, computed once, and the dense model's baseline."""
+"""What trials share, as jobs: the statistics of a model on the samples of one seq_len and draw, made once, and its baseline."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tune_prune.core.config import ModelRun
+from tune_prune.core.config import ModelRun, Samples
 from tune_prune.core.ledger import PassLog
 from tune_prune.core.store import TRIALS
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial import trial
 from tune_prune.trial.context import TrialContext
-from tune_prune.trial.statistics import by_seq_len
+from tune_prune.trial.statistics import by_samples
 from tune_prune.tuning.messages import JobMessage
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """The statistics of one model at one seq_len or, without a seq_len, its baseline."""
+    """The statistics of one model on some samples or, without samples, its baseline."""
 
     run: ModelRun
-    seq_len: int | None = None
+    samples: Samples | None = None
     needs: tuple[Need, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Short, and one of those of its model."""
+        return self.samples.name if self.samples is not None else "baseline"
+
     def __str__(self) -> str:
-        what = "baseline" if self.seq_len is None else f"statistics at seq_len {self.seq_len}"
+        what = "baseline" if self.samples is None else f"statistics at {self.samples}"
         return f"{what} of {self.run.label}"
 
 
@@ -33,7 +38,7 @@ Work = TrialSpec | PrepareJob  # one piece of work: what one worker has at a tim
 
 
 def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) -> list[PrepareJob]:
-    """The jobs that `pending` trials need, one per model and seq_len, and one per model without a baseline.
+    """The jobs that `pending` trials need, one per model, seq_len and draw, and one per model without a baseline.
 
     Models stay together, and the longest job of a model comes first, so that workers end at about the same time.
     """
@@ -44,16 +49,16 @@ def prepare_jobs(pending: Iterable[TrialSpec], baselines: Iterable[ModelRun]) ->
         configs = [spec.config for spec in specs if spec.run == run]
         if run in baselines:
             jobs.append(PrepareJob(run))
-        jobs += [PrepareJob(run, seq_len, needs) for seq_len, needs in by_seq_len(configs).items()]
+        jobs += [PrepareJob(run, samples, needs) for samples, needs in by_samples(configs).items()]
     return jobs
 
 
 def run_job(job: PrepareJob, context: TrialContext, settings: WorkerSettings) -> JobMessage:
     """Do a job in the worker that has its model open; every pass is noted as soon as it is made."""
-    if job.seq_len is not None:
+    if job.samples is not None:
         passes = PassLog(settings.store)
         reports = []
-        for what, report in trial.prepare(context, job.seq_len, job.needs):
+        for what, report in trial.prepare(context, job.samples, job.needs):
             passes.write(what, report)
             reports.append(report)
         return JobMessage(tuple(reports))

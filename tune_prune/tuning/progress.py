@@ -95,7 +95,7 @@ class TimeLeft:
 
 def _kind(work: Work) -> Hashable:
     """What pieces of work of equal cost have in common, for `TimeLeft`."""
-    return (work.run.label, work.seq_len) if isinstance(work, PrepareJob) else work.run.label
+    return (work.run.label, work.samples) if isinstance(work, PrepareJob) else work.run.label
 
 
 class LiveLine(Observer):
@@ -150,8 +150,8 @@ class LiveLine(Observer):
             waiting[model.label] = self._total // max(1, len(labels)) - sum(r.model == model.label for r in recorded)
             for job in self._jobs:
                 if job.run.label == model.label:
-                    pieces[model.label, job.seq_len] = model.jobs.get(job.seq_len, {})
-                    waiting[model.label, job.seq_len] = 1
+                    pieces[model.label, job.samples] = model.jobs.get(job.samples, {})
+                    waiting[model.label, job.samples] = 1
         return TimeLeft(pieces, waiting, slots)
 
     @property

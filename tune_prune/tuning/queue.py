@@ -23,7 +23,7 @@ class WorkQueue:
         self, jobs: Sequence[PrepareJob], specs: Sequence[TrialSpec], adaptive: OptunaSearcher | None = None
     ) -> None:
         self._jobs = list(jobs)
-        self._unprepared = {(job.run, job.seq_len) for job in jobs}
+        self._unprepared = {(job.run, job.samples) for job in jobs}
         self._waiting = [] if adaptive is not None else list(specs)
         methods = dict.fromkeys(spec.config.method for spec in self._waiting)
         self._needing = {method for method in methods if load_method(method).statistics}
@@ -46,7 +46,7 @@ class WorkQueue:
             return self._adaptive.ask()
         for spec in self._waiting:
             waits = spec.config.method in self._needing
-            if not waits or (spec.run, spec.config.seq_len) not in self._unprepared:
+            if not waits or (spec.run, spec.config.samples) not in self._unprepared:
                 self._waiting.remove(spec)
                 return spec
         return None
@@ -59,7 +59,7 @@ class WorkQueue:
     def end(self, work: Work, last: Message | None, error: bool = False) -> None:
         """A job or trial is done, was stopped or has failed after the message `last`."""
         if isinstance(work, PrepareJob):
-            self._unprepared.discard((work.run, work.seq_len))
+            self._unprepared.discard((work.run, work.samples))
             self.failed = self.failed or error or (isinstance(last, JobMessage) and bool(last.refused))
         elif self._adaptive is not None:
             self._adaptive.tell(work, last if isinstance(last, TrialMessage) else None, error)

@@ -164,4 +164,4 @@ def _is_text(name: str) -> bool:
 def _levels(configs: Iterable[PruningConfig]) -> dict[str, list[Any]]:
     """The values that each hyperparameter takes, sorted, by its name."""
     rows = [asdict(config) for config in configs]
-    return {name: sorted({row[name] for row in rows}) for name in rows[0]}
+    return {name: sorted({row[name] for row in rows}, key=lambda value: (value is not None, value)) for name in rows[0]}

@@ -102,12 +102,12 @@ class StageRunner:
         return report
 
     def _shared(self) -> tuple[Need, ...]:
-        """For all trials of this search at the seq_len of this one."""
-        seq_len = self._spec.config.seq_len
+        """For all trials of this search on the samples of this one."""
+        samples = self._spec.config.samples
         return needs_of(
             spec.config
             for spec in self._specs.values()
-            if spec.run == self._spec.run and spec.config.seq_len == seq_len
+            if spec.run == self._spec.run and spec.config.samples == samples
         )
 
     def _message(self, report: StageReport) -> TrialMessage:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig, Whole, renamed
+from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig, renamed
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS, Location
+from tune_prune.core.values.kinds import Whole
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
 
@@ -106,7 +107,7 @@ def typed(rows: pd.DataFrame) -> pd.DataFrame:
     column in its one type."""
     rows = rows.reindex(columns=[*COLUMNS, *sorted(set(rows.columns) - set(COLUMNS))])
     types = dict.fromkeys(COLUMNS, "float64") | dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(TEXTS, "str")
-    missing = dict.fromkeys(TEXTS, "") | {name: HYPERPARAMETERS[name].default for name in _OWN_TEXTS}
+    missing = dict.fromkeys(TEXTS, "") | {name: HYPERPARAMETERS[name].default or "" for name in _OWN_TEXTS}
     return rows.astype(types | {"success": "bool"}).fillna(missing)
 
 
@@ -123,7 +124,7 @@ def ranked(rows: pd.DataFrame) -> pd.DataFrame:
 def config_of(row: Mapping[str, Any]) -> PruningConfig:
     """The configuration of a row; what a published file does not tell has its default."""
     values = {name: plain_value(row[name]) for name in HYPERPARAMETERS}
-    return PruningConfig.from_dict({name: value for name, value in values.items() if value is not None})
+    return PruningConfig.from_dict({name: value for name, value in values.items() if value not in (None, "")})
 
 
 def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:

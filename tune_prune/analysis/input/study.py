@@ -55,6 +55,12 @@ class Model:
         return tasks_of(self.rows)
 
     @property
+    def tokens(self) -> int | None:
+        """Of the perplexity text that were read, the first; None: all, or not recorded."""
+        bound: int | None = (self.source or {}).get("protocol", {}).get("perplexity_tokens")
+        return bound
+
+    @property
     def ratio(self) -> float:
         """The pruning ratio asked for, of most rows; NaN where there are none."""
         return float(self.rows["pruning_ratio"].mode().get(0, math.nan))

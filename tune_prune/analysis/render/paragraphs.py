@@ -20,6 +20,7 @@ from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.tables.trial_tables import statistics
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.terminal.escapes import markdown
+from tune_prune.core.values.kinds import texts_of
 
 _METHODS = {  # with keys of templates/references.bib, as pandoc reads them
     "taylor": "taylor (first-order Taylor importance [@molchanov2019importance; @ma2023llmpruner])",
@@ -88,10 +89,13 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "seq_lens": sorted(eligible["seq_len"].unique()),
         "num_samples": sorted(eligible["num_samples"].unique()),
         "tasks": dict(pd.concat([found.tasks["items"].drop("mean") for found in findings.models.values()]).items()),
-        "calibration": sorted({Path(source["calibration"]).name for source in sources}),
+        "calibration": sorted(
+            {"+".join(Path(text).name for text in texts_of(source["calibration"])) for source in sources}
+        ),
         "dtype": sorted({source["dtype"] for source in sources}),
         "seed": sorted({str(source["seed"]) for source in sources}),
         "windows": sorted({model.window for model in models if model.window}),
+        "bounds": sorted({tokens for model in models if (tokens := model.tokens)}),
         "most_windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),
     }
 

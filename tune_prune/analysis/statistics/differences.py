@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -107,7 +107,7 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
         losses,
         {
             "config": config.name,
-            **asdict(config),
+            **config.to_dict(),
             "pruning_ratio": ratios.pop() if len(ratios) == 1 else None,
             "num_candidates": len(shared),
             "acc_mean": math.fsum(entry["acc_mean"] for entry in models.values()) / len(models),

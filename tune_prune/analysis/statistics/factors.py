@@ -5,11 +5,12 @@ from __future__ import annotations
 import pandas as pd
 
 from tune_prune.analysis.input.rows import CALIBRATION
-from tune_prune.core.config import HYPERPARAMETERS, Whole
+from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.records import MODEL_STAGES
+from tune_prune.core.values.kinds import Whole
 
-# Columns of the rows. The pruning ratio is none: each is compared in itself.
-FACTORS = tuple(name for name in HYPERPARAMETERS if name != "pruning_ratio")
+# Columns of the rows. The pruning ratio is none: each is compared in itself; nor is the seed, which repeats a configuration.
+FACTORS = tuple(name for name in HYPERPARAMETERS if name not in ("pruning_ratio", "seed"))
 NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, Whole))
 
 

@@ -237,11 +237,17 @@ def accuracy_notes(findings: Findings) -> list[Message]:
 
 
 def window_notes(findings: Findings) -> list[Message]:
-    """In what windows perplexity was measured, where that is recorded."""
-    windows = {label: model.window for label, model in findings.study.models.items() if model.window}
-    if len(set(windows.values())) == 1 and len(windows) == len(findings.study.models):
-        return [Message("note_window_all", {"window": window}) for window in set(windows.values())]
-    return [Message("note_window", {"model": label, "window": window}) for label, window in windows.items()]
+    """In what windows perplexity was measured, where that is recorded, and on how much of its text, where that is bounded."""
+    models = findings.study.models
+    windows = {label: model.window for label, model in models.items() if model.window}
+    notes = [Message("note_window", {"model": label, "window": window}) for label, window in windows.items()]
+    if len(set(windows.values())) == 1 and len(windows) == len(models):
+        notes = [Message("note_window_all", {"window": window}) for window in set(windows.values())]
+    return notes + [
+        Message("note_tokens", {"model": label, "tokens": model.tokens})
+        for label, model in models.items()
+        if model.tokens
+    ]
 
 
 def _geometry(findings: Findings, found: ModelFindings) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text
 from tune_prune.core.terminal.escapes import markdown, markdown_code, printable
+from tune_prune.core.values.kinds import texts_of
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.gguf.files import GgufOrigin
 from tune_prune.pruning.methods import load_method
@@ -122,8 +123,8 @@ def command_line(folder: Path, manifest: Manifest) -> str:
     }
     flags |= {HYPERPARAMETERS[name].flag: getattr(config, name) for name in load_method(config.method).hyperparameters}
     flags |= {
-        "--calibration": _public(source.calibration) if source else None,
-        "--seed": source.seed if source else None,
+        "--calibration": "+".join(map(_public, texts_of(source.of(config).calibration))) if source else None,
+        "--seed": source.of(config).seed if source else None,
         "--dtype": _saved_config(folder).get("dtype"),
         "--format": manifest.format if manifest.format != "hf" else None,
         "--output": "DIR",
@@ -179,6 +180,8 @@ def _measured_on(manifest: Manifest) -> str:
     protocol = source.protocol
     own_data = source.data_dir is None and source.model in embedded.MODEL_NAMES
     text = "the perplexity text embedded in tune_prune" if own_data else "the raw WikiText-2 test split"
+    if protocol.perplexity_tokens is not None:
+        text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
     count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"
     tasks = "the tasks embedded in tune_prune" if own_data else "lm-eval's zero-shot tasks"
     chance = metric(manifest.metrics or {}, "chance_acc_mean")
@@ -257,12 +260,14 @@ def _license(manifest: Manifest) -> str:
 
 def _calibration(manifest: Manifest) -> str:
     config, source = manifest.config, manifest.source
-    if not load_method(config.method).reads:
+    if not load_method(config.method).statistics:
         return "none: the method reads no data"
     samples = f"{config.num_samples:,} samples of {config.seq_len:,} tokens"
     if "removal_divisor" in load_method(config.method).reads:
         samples += f" (removal losses: the first {config.num_removal_samples:,}, divisor {config.removal_divisor:,})"
-    return samples + (f" of {_calibration_text(source.calibration)}, seed {source.seed}" if source else "")
+    return samples + (
+        f" of {_calibration_text(source.of(config).calibration)}, seed {source.of(config).seed}" if source else ""
+    )
 
 
 def _calibration_text(calibration: str) -> str:
@@ -271,7 +276,8 @@ def _calibration_text(calibration: str) -> str:
         "wikitext2": "WikiText-2 train",
         "c4": "C4 train",
     }
-    return sources.get(calibration) or markdown_code(_public(calibration))
+    texts = [sources.get(text) or markdown_code(_public(text)) for text in texts_of(calibration)]
+    return texts[0] if len(texts) == 1 else f"{' and '.join(texts)} in equal parts, in turn"
 
 
 def _public(name: str) -> str:

@@ -39,7 +39,7 @@ class Dense:
     model: PreTrainedModel  # its weights are elsewhere where `residency` says so: take those of `layers()`
     family: Family
     geometry: Geometry
-    seed: int  # of the search
+    seed: int  # of the configuration or, where it has none, of the search
     statistics: Mapping[str, Any]  # by the names in STATISTICS; what each is, its module says
     residency: Residency = RESIDENT
 
@@ -56,11 +56,13 @@ class Method:
     statistics: tuple[str, ...]
     scores: Callable[[Dense], GroupScores]
     description: str  # first line of the module's docstring
+    own_reads: tuple[str, ...] = ()  # READS of its module: hyperparameters that it reads without a statistic
 
     @property
     def reads(self) -> frozenset[str]:
-        """Hyperparameters of the calibration samples that its scores depend on."""
-        return frozenset(name for text in self.statistics for name in load_statistic(parse(text)[0]).reads)
+        """Hyperparameters that its scores depend on, of those that only some methods read."""
+        statistics = (load_statistic(parse(text)[0]) for text in self.statistics)
+        return frozenset(self.own_reads).union(*(statistic.reads for statistic in statistics))
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
@@ -86,4 +88,5 @@ def load_method(name: str) -> Method:
     if name not in method_names():
         raise UserError(f"unknown pruning method {name!r}; {did_you_mean(name, method_names())}")
     module = importlib.import_module(f"{__name__}.{name}")
-    return Method(name, tuple(module.STATISTICS), module.scores, (module.__doc__ or "").strip().splitlines()[0])
+    description = (module.__doc__ or "").strip().splitlines()[0]
+    return Method(name, tuple(module.STATISTICS), module.scores, description, getattr(module, "READS", ()))

@@ -1,4 +1,4 @@
-"""Control: uniformly random scores from the search's seed. A method that does not beat it has learnt nothing."""
+"""Control: uniformly random scores from the configuration's seed. A method that does not beat it has learnt nothing."""
 
 import numpy as np
 
@@ -7,6 +7,7 @@ from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense
 
 STATISTICS = ()
+READS = ("seed",)
 
 
 def scores(dense: Dense) -> GroupScores:

@@ -57,6 +57,9 @@ class PassWork:
     weight_sums: int = 0  # float32 numbers per weight of the projections that are kept while it runs
 
 
+CALIBRATION = ("seq_len", "num_samples", "seed", "calibration")  # hyperparameters that say which samples there are
+
+
 class Statistic(ABC):
     """Base class: a subclass sets version, stage and label, and implements collect, work and value; the rest has defaults.
     CONTRIBUTING.md has a recipe, tests/pruning/test_statistics.py the contract."""
@@ -66,7 +69,7 @@ class Statistic(ABC):
     label: str  # of its pass, in text: "gradient"
     backward: bool = False  # whether its pass computes gradients; else it runs forward only
     kinds: tuple[str, ...] = ("",)
-    reads: tuple[str, ...] = ("seq_len", "num_samples")  # hyperparameters that it depends on
+    reads: tuple[str, ...] = CALIBRATION  # hyperparameters that it depends on
 
     def num_samples(self, config: PruningConfig) -> int:
         """Calibration samples that a configuration has it take."""

@@ -28,7 +28,7 @@ from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 from tune_prune.models.runner.layer_runner import Carried, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.batches import batch_size, growing_batches
-from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
+from tune_prune.pruning.statistics import CALIBRATION, Arrays, Need, PassWork, Statistic
 
 KINDS = ("layer", "attention", "mlp")
 # Below this an increase counts as this: ln(1 + D) of a block that helps nothing must not become 0 or negative, which would tie
@@ -53,7 +53,7 @@ class BlockRemoval(Statistic):
     stage = "removal"
     label = "removal"
     kinds = KINDS
-    reads = ("seq_len", "num_samples", "removal_divisor")
+    reads = (*CALIBRATION, "removal_divisor")
 
     def num_samples(self, config: PruningConfig) -> int:
         return config.num_removal_samples

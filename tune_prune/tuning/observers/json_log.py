@@ -64,7 +64,7 @@ class JsonLog(Observer):
 def _named(work: Work) -> dict[str, Any]:
     if isinstance(work, PrepareJob):
         return {"model": work.run.label, "job": str(work)}
-    return {"model": work.run.label, "key": work.key, "name": work.config.name, "config": asdict(work.config)}
+    return {"model": work.run.label, "key": work.key, "name": work.config.name, "config": work.config.to_dict()}
 
 
 def _stage(report: StageReport) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from tune_prune.core.ledger import PassLog
 from tune_prune.trial.trial import TrialProgress
@@ -31,9 +31,7 @@ class LostWork(Observer):
 
     def on_start(self, work: Work) -> None:
         self._note(work)  # once more: its process died
-        key, config = (
-            (f"job-{work.seq_len or 'baseline'}", None) if isinstance(work, PrepareJob) else (work.key, work.config)
-        )
+        key, config = (f"job-{work.name}", None) if isinstance(work, PrepareJob) else (work.key, work.config)
         progress = TrialProgress(key, work.run.label, config)
         self._running[work] = _Running(progress, self._clock(), self._noted_s(work))
 
@@ -61,11 +59,12 @@ class LostWork(Observer):
         """Seconds of what a job's attempts have noted themselves; of a trial, messages tell."""
         if not isinstance(work, PrepareJob):
             return 0.0
-        if work.seq_len is None:
+        if work.samples is None:
             settings = self._settings
             own = [attempt for attempt in settings.attempts.read([]) if attempt.search_id == settings.search_id]
             return sum(
                 stage["duration_s"] for attempt in own if attempt.model == work.run.label for stage in attempt.stages
             )
         made = [entry for entry in PassLog(self._settings.store).read() if entry["model"] == work.run.label]
-        return sum(entry["duration_s"] for entry in made if entry.get("seq_len") == work.seq_len)
+        samples = asdict(work.samples).items()
+        return sum(entry["duration_s"] for entry in made if all(entry.get(name) == value for name, value in samples))

@@ -12,7 +12,6 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.process import temporary
 from tune_prune.core.store import Location, open_store
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
@@ -73,7 +72,7 @@ class TensorBoardObserver(Observer):
     def _finish(self, spec: TrialSpec, last: TrialMessage) -> None:
         status, failure = ("stopped_early", "") if last.record is None else (last.record.status, last.record.failure)
         row = {"status": status, "failure": failure or "none"}
-        row |= {row.name: getattr(spec.config, name) for name, row in HYPERPARAMETERS.items()}
+        row |= spec.config.values(spec.run)
         values = _curves(last.progress.metrics)
         first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns
         rest = [name for name in values if name not in first and not name.startswith("grad_")]

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
@@ -125,7 +124,7 @@ class TrackingObserver(Observer):
             TrackedTrial(
                 name=f"{spec.config.name}-{spec.key[:6]}",
                 model=spec.run.label,
-                params={name: getattr(spec.config, name) for name in HYPERPARAMETERS},
+                params=spec.config.values(spec.run),
                 tags={name: value for name, value in tags.items() if value},
                 curves=seen.curves,
                 metrics=_finite(metrics),

@@ -55,7 +55,7 @@ def run(
     def name(trial: RayTrial) -> str:
         work = work_of(trial.config, specs, jobs)
         if isinstance(work, PrepareJob):
-            return f"prepare-{work.run.label}-{'baseline' if work.seq_len is None else f's{work.seq_len}'}"
+            return f"prepare-{work.run.label}-{work.name}"
         return f"{work.run.label}-{work.config.name}-{work.key[:6]}"
 
     folder = settings.experiment_dir

@@ -1,0 +1,127 @@
+"""What values hyperparameters take, and how files and flags write them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Protocol
+
+# What a pruned model's layers may look like (docs/methods.md, "Shapes"); in a configuration `aligned` has its number.
+SHAPES = ("free", "aligned", "uniform")
+SHAPE = re.compile(r"free|aligned-([1-9][0-9]{0,6})|uniform")
+KNOWN_TEXTS = ("embedded", "wikitext2", "c4")  # calibration texts that need no file
+MAX_STEM = 20  # letters of a file's name in the name of a configuration
+_DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+
+
+class Kind(Protocol):
+    """What values a hyperparameter takes. As text it finishes the sentence "it must be ..."."""
+
+    is_text: bool  # its values are text, so a file may quote them
+
+    def read(self, text: str) -> Any:
+        """The value that a file or a flag asks for; ValueError where it is none."""
+
+    def holds(self, value: Any) -> bool:
+        """Whether a configuration may have that value."""
+
+    def short(self, value: Any) -> str:
+        """The value in names, also of files."""
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Whole(Kind):
+    """Whole numbers within bounds, both included."""
+
+    low: int
+    high: int
+    is_text = False
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.low} to {self.high}, in plain decimal digits"
+
+    def read(self, text: str) -> int:
+        # Not what else int or YAML take: 1_000, 010 (eight), 0x10, 1:30 (ninety).
+        if not _DECIMAL.fullmatch(text) or not self.holds(int(text)):
+            raise ValueError(text)
+        return int(text)
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
+
+
+class Fraction(Kind):
+    """A part of a whole: above 0 where it is asked for, also 0 (nothing is removed) in a configuration."""
+
+    is_text = False
+
+    def __str__(self) -> str:
+        return "a number above 0 and below 1, e.g. 0.2 for 20% smaller"
+
+    def read(self, text: str) -> float:
+        if not 0 < (value := float(text)) < 1:
+            raise ValueError(text)
+        return value
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+
+
+class ShapeName(Kind):
+    """free, uniform or aligned-N; asked for also as aligned, which gets its N by the model's size."""
+
+    is_text = True
+
+    def __str__(self) -> str:
+        return "free, uniform, aligned or aligned-N with a whole number N from 1, e.g. aligned-64"
+
+    def read(self, text: str) -> str:
+        if text not in SHAPES and not self.holds(text):
+            raise ValueError(text)
+        return text
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str) and SHAPE.fullmatch(value) is not None
+
+
+class MethodName(Kind):
+    """A module of tune_prune/pruning/methods; which ones there are is not known here."""
+
+    is_text = True
+
+    def __str__(self) -> str:
+        return "the name of a pruning method"
+
+    def read(self, text: str) -> str:
+        return text
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str)
+
+
+class TextNames(Kind):
+    """Calibration texts: a known name or a text file, or a mixture of several."""
+
+    is_text = True
+
+    def __str__(self) -> str:
+        return f"{', '.join(KNOWN_TEXTS)}, a text file, or several of them with a plus sign between them, e.g. wikitext2+c4"
+
+    def read(self, text: str) -> str:
+        if not self.holds(text):
+            raise ValueError(text)
+        return text
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str) and value.strip() == value != "" and value.isprintable()
+
+    def short(self, value: str) -> str:
+        return "+".join(re.sub(r"[^\w.]", "_", PurePath(part).stem)[:MAX_STEM] for part in texts_of(value))
+
+
+def texts_of(source: str) -> list[str]:
+    """The texts of a mixture, known names or absolute paths without a plus sign; of any other source itself alone."""
+    parts = source.split("+")
+    return parts if all(part in KNOWN_TEXTS or part.startswith("/") for part in parts) else [source]
