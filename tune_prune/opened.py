@@ -88,9 +88,8 @@ class Model:
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
         if self._source.kind != "hub":
             weight_files.check_weights(Path(self._source.location), loading.meta_model(self._config))
-        self._calibration = calibration
+        self._calibration, self._memory = calibration, memory
         self._loaded: LoadedModel | None = None
-        self._memory = memory
         self._fallback = Fallback()
         # What was computed for this model, and is found again; what a search has measured is not asked for.
         self._folder = temporary.make()
