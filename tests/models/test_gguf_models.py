@@ -35,7 +35,7 @@ from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import make_plan
 
 SIZES = {"vocab_size": 272, "head_dim": 4, "max_position_embeddings": 128}  # heads fill the hidden size of 32
-TEXT = "The 2024 thing, it's\n naïve  東京 <|end|> the"
+TEXT = "The 2024 thing, it's\n naïve  東京 <|endoftext|> the"
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 
 
@@ -53,10 +53,10 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokenizer(folder: Path, pre: pre_tokenizers.PreTokenizer) -> Path:
     merges = [("t", "h"), ("th", "e"), ("Ġ", "t"), ("Ġt", "h"), ("2", "0")]
-    texts = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), "<|end|>"]
+    texts = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), "<|endoftext|>"]
     made = Tokenizer(BPE({text: i for i, text in enumerate(texts)}, merges))
     made.pre_tokenizer, made.decoder = pre, decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(folder)
     return folder
 
 
@@ -97,7 +97,7 @@ def test_what_is_read_is_what_was_written_and_what_transformers_reads(variant: s
     transformers_s = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     written = PreTrainedTokenizerFast.from_pretrained(words)
     assert read.tokenizer(TEXT)["input_ids"] == transformers_s(TEXT)["input_ids"] == written(TEXT)["input_ids"]
-    assert read.tokenizer.eos_token == "<|end|>"
+    assert read.tokenizer.eos_token == "<|endoftext|>"
     again = AutoTokenizer.from_pretrained(read.source.location)
     assert again(TEXT)["input_ids"] == read.tokenizer(TEXT)["input_ids"]
 

@@ -28,6 +28,7 @@ from tune_prune import embedded
 from tune_prune.checkpoint.card.card_numbers import (
     UNKNOWN,
     accuracy,
+    dequantised,
     format_perplexity,
     fraction,
     kept,
@@ -42,7 +43,6 @@ from tune_prune.core.files import atomic_write_bytes, atomic_write_text
 from tune_prune.core.terminal.escapes import markdown, markdown_code, printable
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.models.geometry import Geometry
-from tune_prune.models.gguf.files import GgufOrigin
 from tune_prune.pruning.methods import load_method
 
 CARD, PICTURE = "README.md", "layers.png"
@@ -228,7 +228,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
     rows = [
         ("Base model", f"{markdown_code(name)}{revision}, fingerprint {markdown_code(base.fingerprint)}"),
-        *([] if base.gguf is None else [("Base weights", _dequantised(base.gguf))]),
+        *([] if base.gguf is None else [("Base weights", dequantised(base.gguf))]),
         ("Licence", _license(manifest)),
         ("Method", f"`{config.method}`"),
         ("Calibration", _calibration(manifest)),
@@ -241,11 +241,6 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         ("Layers", layers),
     ]
     return rows
-
-
-def _dequantised(file: GgufOrigin) -> str:
-    what = f"{markdown_code(file.file)}, a GGUF file in {markdown_code(file.quantization)} (SHA-256 {markdown_code(file.sha256)})"
-    return f"read from {what} and made floating-point: that is the dense model of all comparisons here"
 
 
 def _license(manifest: Manifest) -> str:
