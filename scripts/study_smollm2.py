@@ -7,11 +7,10 @@
 Each step is a command of tune_prune, printed before it runs, so that any of them can be run by hand or on another machine that
 shares --storage-path. The same command again goes on where it was interrupted: finished trials are never run again.
 
-1 grid        the 45 configurations of paper_grid at 20%
+1 grid        the 45 configurations of paper_grid at 20%; those that may still be the best on two more draws of calibration samples
 2 control     random removal of 20%, three draws
-3 draws       the configurations that are statistically tied with the grid's best, on two draws of calibration samples more
-4 ratios      the best over its draws at 10%, 20% and 30%, three draws each
-5 analysis    of all of them: CSV, report.html and figures to --output
+3 ratios      the best of the grid at 10%, 20% and 30%, three draws each
+4 analysis    of all of them: CSV, report.html and figures to --output
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tune_prune.core.files import atomic_write_text
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = [0, 1, 2]  # seeds of calibration samples
 RATIOS = [0.1, 0.2, 0.3]
-STEPS = ("grid", "control", "draws", "ratios")
+STEPS = ("grid", "control", "ratios")
 
 
 class Study:
@@ -56,17 +55,15 @@ class Study:
         return f"{self.args.name}-{step}"
 
     def run(self) -> None:
-        self.search("grid", self.args.search_space)
+        self.search("grid", self.args.search_space, "--draws", str(len(DRAWS)))
         if "--dry-run" in self.flags:
             return
         self.search("control", self.space("control", {"method": ["random"], "seed": DRAWS}))
-        for number, config in enumerate(self.contenders()):
-            self.search("draws", self.space(f"contender-{number}", config | {"seed": DRAWS}))
         self.search("ratios", self.space("ratios", self.best() | {"seed": DRAWS, "pruning_ratio": RATIOS}))
         self.analyse()
 
-    def search(self, step: str, space: str | Path) -> None:
-        command("search", *self.flags, "--search-space", str(space), "--name", self.name(step))
+    def search(self, step: str, space: str | Path, *flags: str) -> None:
+        command("search", *self.flags, *flags, "--search-space", str(space), "--name", self.name(step))
 
     def space(self, name: str, values: dict[str, Any]) -> Path:
         """A search space of these values alone, as a file."""
@@ -76,24 +73,10 @@ class Study:
         atomic_write_text(path, yaml.safe_dump(listed, sort_keys=False))
         return path
 
-    def contenders(self) -> list[dict[str, Any]]:
-        """The configurations that the grid cannot tell from its best, the most accurate first; at most --contenders."""
-        (found,) = load_results(self.folder("grid")).findings.models.values()
-        rows = found.rows[found.rows["name"].isin(found.tied)].sort_values("acc_mean", ascending=False)
-        print(f"{len(rows)} configurations are statistically tied with the best of the grid", flush=True)
-        return [self.settings(row) for row in rows.head(self.args.contenders).to_dict("records")]
-
     def best(self) -> dict[str, Any]:
-        """The contender with the highest mean accuracy over its draws."""
-        rows = load_results(self.folder("draws")).trials
-        rows = rows[rows["success"]]
-        names = [name for name, row in HYPERPARAMETERS.items() if row.required]
-        means = rows.groupby(names)["acc_mean"].mean().reset_index().sort_values("acc_mean", kind="stable")
-        return self.settings(means.to_dict("records")[-1])
-
-    @staticmethod
-    def settings(row: dict[str, Any]) -> dict[str, Any]:
-        return {name: row[name] for name, kind in HYPERPARAMETERS.items() if kind.required}
+        """The configuration that the search of the grid has decided for."""
+        found = load_results(self.folder("grid")).best.to_dict("records")[0]
+        return {name: found[name] for name, row in HYPERPARAMETERS.items() if row.required}
 
     def analyse(self) -> None:
         output = Path(self.args.output)
@@ -125,7 +108,6 @@ def parser() -> argparse.ArgumentParser:
         "--perplexity-tokens", type=int, default=0, metavar="N", help="of the perplexity text, so many (default: all)"
     )
     p.add_argument("--search-space", default="paper_grid", metavar="NAME", help="of step 1 (default: %(default)s)")
-    p.add_argument("--contenders", type=int, default=5, metavar="N", help="most in step 3 (default: %(default)s)")
     p.add_argument("--storage-path", default="ray_results", metavar="DIR", help="default: %(default)s")
     p.add_argument("--name", default="study-smollm2", metavar="NAME", help="first part of the experiments' names")
     p.add_argument("--output", default="results/smollm2-135m", metavar="DIR", help="default: %(default)s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -14,34 +15,19 @@ from tune_prune.analysis.command import parser as analysis_parser
 from tune_prune.cli import search_flags
 from tune_prune.planning import search_space
 
-GRID = pd.DataFrame(
-    {
-        "name": ["a", "b", "c"],
-        "method": ["taylor", "layerwise", "taylor"],
-        "seq_len": [16, 32, 64],
-        "num_samples": [8, 8, 16],
-        "acc_mean": [0.41, 0.43, 0.30],
-        "success": [True, True, True],
-    }
-)
-DRAWS = pd.concat(
-    [GRID.assign(acc_mean=[0.44, 0.40, 0.2]), GRID.assign(acc_mean=[0.42, 0.41, 0.9], success=[True, True, False])]
-)
+BEST = {"method": "layerwise", "seq_len": 32, "num_samples": 8, "pruning_ratio": 0.2, "acc_mean": 0.43, "seed": 2}
 
 
-class Found:
-    """Results as `load_results` gives them: c is not tied with the best; of a and b, a is better over its draws."""
-
-    def __init__(self, folder: Path) -> None:
-        self.trials = DRAWS if folder.name.endswith("draws") else GRID
-        model = type("Model", (), {"rows": GRID, "tied": ["a", "b"]})
-        self.findings = type("Findings", (), {"models": {"smollm2": model}})
+def found(folder: Path) -> SimpleNamespace:
+    """Results as `load_results` gives them."""
+    assert folder.name == "study-smollm2-grid"
+    return SimpleNamespace(best=pd.DataFrame([BEST], index=["smollm2"]))
 
 
 def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(study_smollm2, "command", lambda *words: commands.append(words))
-    monkeypatch.setattr(study_smollm2, "load_results", Found)
+    monkeypatch.setattr(study_smollm2, "load_results", found)
     monkeypatch.setattr(study_smollm2.shutil, "copyfile", lambda *paths: None)
     flags = [
         "--data-dir",
@@ -69,13 +55,11 @@ def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     spaces: list[dict[str, Any]] = [search_space.load(args.search_space).values for args in asked]
     assert len(spaces[0]["method"]) * len(spaces[0]["seq_len"]) * len(spaces[0]["num_samples"]) == 45
     assert spaces[1]["method"] == ("random",) and spaces[1]["seed"] == (0, 1, 2)
-    assert [(space["method"], space["seq_len"]) for space in spaces[2:4]] == [
-        (("layerwise",), (32,)),
-        (("taylor",), (16,)),
-    ]
-    assert spaces[4]["method"] == ("taylor",) and spaces[4]["pruning_ratio"] == (0.1, 0.2, 0.3)
+    assert asked[0].draws == 3 and asked[1].draws is asked[2].draws is None
+    assert (spaces[2]["method"], spaces[2]["seq_len"], spaces[2]["num_samples"]) == (("layerwise",), (32,), (8,))
+    assert spaces[2]["pruning_ratio"] == (0.1, 0.2, 0.3)
     assert all(space["seed"] == (0, 1, 2) for space in spaces[1:])
-    assert yaml.safe_load((tmp_path / "study-smollm2-ratios.yaml").read_text())["seq_len"] == [16]
+    assert yaml.safe_load((tmp_path / "study-smollm2-ratios.yaml").read_text())["seq_len"] == [32]
     folders = analysis_parser().parse_args(analysis[1:]).folders
     assert [Path(folder).name for folder in folders] == [f"study-smollm2-{step}" for step in study_smollm2.STEPS]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from tune_prune.core.ledger import (
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
 from tune_prune.evaluation.item_scores import accuracies
-from tune_prune.planning.plan import Plan, one_or_list
+from tune_prune.planning.draws import Draws
+from tune_prune.planning.plan import ModelPlan, Plan, one_or_list
 
 _ROUNDING = 1e-9  # of an accuracy
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
@@ -158,7 +159,7 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
             "geometry": asdict(model.geometry),
             "perplexity_window": model.workload.perplexity_window,
             "target_params": one_or_list(model.targets.values()),
-            "trial_keys": {key: config.name for config, key in model.trials},
+            "trial_keys": _trial_keys(plan, model),
         } | ({} if model.gguf is None else {"gguf": asdict(model.gguf)})
     write_about(
         store,
@@ -176,6 +177,22 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
         },
     )
     return models
+
+
+def _trial_keys(plan: Plan, model: ModelPlan, given: Collection[str] | None = None) -> dict[str, str]:
+    """By key, the names of a model's trials; with --draws of those of the first draw or, once they are known, those `given`."""
+    first = model.run.seed
+    if given is None and plan.settings.draws is not None:
+        given = {key for config, key in model.trials if config.seed in (None, first)}
+    return {key: config.name for config, key in model.trials if given is None or key in given}
+
+
+def write_draws(store: Store, plan: Plan, draws: Draws) -> None:
+    """Add to experiment.json which draws were given to which configurations so far, and why."""
+    about = read_about(store) or {}
+    for model in plan.models:
+        about["models"][model.run.label]["trial_keys"] = _trial_keys(plan, model, draws.given)
+    write_about(store, about | {"draws": [one.to_dict() for one in draws.rounds]})
 
 
 def _seal(store: Store) -> None:
