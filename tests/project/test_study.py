@@ -43,13 +43,7 @@ def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     study_smollm2.Study(*study_smollm2.parser().parse_known_args(flags)).run()
     *searches, analysis = commands
     asked = [search_flags.parser().parse_args(words[1:]) for words in searches]
-    assert [args.name.removeprefix("study-smollm2-") for args in asked] == [
-        "grid",
-        "control",
-        "draws",
-        "draws",
-        "ratios",
-    ]
+    assert [args.name.removeprefix("study-smollm2-") for args in asked] == ["grid", "control", "ratios"]
     for args in asked:
         assert (args.limit, args.perplexity_tokens, args.inline, args.data_dir) == (100, 16384, True, "DATA")
     spaces: list[dict[str, Any]] = [search_space.load(args.search_space).values for args in asked]
