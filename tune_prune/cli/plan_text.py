@@ -50,6 +50,7 @@ def describe(plan: Plan) -> str:
         ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws else ''}{total} trials"),
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
+        *(("weights", f"{model.run.label}: {model.found_as}") for model in plan.models if model.found_as),
         *(("" if index else "calibration", line) for index, line in enumerate(_calibration(plan))),
         (
             "evaluation",
@@ -58,7 +59,7 @@ def describe(plan: Plan) -> str:
         ("", ", ".join(protocol.tasks)),
         (
             "stages",
-            ", ".join([*(statistic.stage for statistic in statistics), "pruning", "perplexity", "zero-shot "])
+            ", ".join([*(statistic.stage for statistic in statistics), "pruning", "kl", "perplexity", "zero-shot "])
             + " / ".join(f"{100 * f:.4g}%" for f in protocol.slices),
         ),
         ("shared", f"{passes}1 dense baseline a model"),
