@@ -205,8 +205,8 @@ def package_of_contributor(folder: Path) -> Path:
         ),
         "(\n    Hyperparameter(": (
             "core/config.py",
-            "\n# Older name -> name.",
-            "HYPERPARAMETERS |= {{row.name: row for row in {code}}}\n\n# Older name -> name.",
+            "\n# Older name, or other name",
+            "HYPERPARAMETERS |= {{row.name: row for row in {code}}}\n\n# Older name, or other name",
         ),
         "attention_weight: int": (
             "core/config.py",
