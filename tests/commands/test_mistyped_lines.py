@@ -85,7 +85,7 @@ MISTYPED = {
     ),
     "analysis ray_results/x --model llama": f"unknown flag --model{SEE}",
     "analysis ray_results/x --rule best": (
-        f"--rule: unknown value 'best'; known: accuracy, one-standard-error, pareto, perplexity{SEE}"
+        f"--rule: unknown value 'best'; known: accuracy, gold_logprob, kl, one-standard-error, pareto, perplexity{SEE}"
     ),
     "serch --model tiny-llama": (
         "unknown command 'serch'; did you mean 'search'? known: analysis, evaluate, prune, search"
