@@ -435,7 +435,7 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     assert "2 gradient passes" not in out and "4 gradient passes a model, one per seq_len, draw, text" in out
     assert "2 texts, each with 2 draws, seeds 0, 2" in out and "(equal parts of 2 texts, in turn)" in out
     sentence = refusal("--model", "tiny-llama", "--search-space", space, "--calibration", "c4")
-    assert sentence.startswith("--calibration is c4, but ") and "list it there, too" in sentence
+    assert "--calibration is c4, but " in sentence and "list it there, too" in sentence
     assert "--seeds is 0, 1, but" in refusal("--model", "tiny-llama", "--search-space", space, "--seeds", "0,1")
     other.write_text(embedded.calibration_text())
     space.write_text("\n".join([*lines, f"calibration: [embedded, {other}]"]))
