@@ -174,7 +174,8 @@ def test_it_runs_what_is_missing_from_its_cache(storage: Path) -> None:
     assert {name: as_then(record) for name, record in again.items() if name != key} == {
         name: record for name, record in RECORDED.items() if name != key
     }
-    assert again[key]["metrics"] == RECORDED[key]["metrics"]
+    metrics = again[key]["metrics"]  # there are more since
+    assert {name: metrics[name] for name in RECORDED[key]["metrics"]} == RECORDED[key]["metrics"]
     assert [stage["tokens"] for stage in again[key]["stages"]] == [0] * len(RECORDED[key]["stages"])
     # Removal losses have another version since: they were measured again, before the trial, and lead to the same plan.
     passes = [len(list((folder / NAME / "passes").glob("removal-*.json"))) for folder in (HERE / "storage", storage)]
