@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +95,26 @@ def simulated_study(
     failed: Collection[str] = (),
     stopped: Collection[str] = (),
     with_items: bool = True,
+    draws: Mapping[str, int] | None = None,
+    draw_sd: float = 0.02,
 ) -> Path:
     """Writes an experiment of 3 methods x 3 seq_len x 2 num_samples for each of `models` below `folder`, and returns its path.
 
     `items`: per task. `failed` and `stopped` (early) name configurations, e.g. taylor-s16-n128, of every model.
+    `draws`: of how many draws of calibration samples a configuration is (others: one), each of an accuracy of its own.
     """
     experiment = folder / "simulated"
     experiment.mkdir(parents=True)
     configs = [PruningConfig(*levels) for levels in itertools.product(METHODS, SEQ_LENS, SAMPLES)]
+    configs += [replace(config, seed=s) for config in configs for s in range(1, (draws or {}).get(config.name, 1))]
     states = dict.fromkeys(failed, "failed") | dict.fromkeys(stopped, "stopped_early")
     protocol = EvaluationProtocol(slices=(0.5, 1.0))
     baselines, sources, passes = {}, {}, []
     for number, model in enumerate(models):
         generator = np.random.default_rng([seed, number])
         truths = np.array([true_accuracy(config, model) for config in configs] + [0.72])  # the dense model is the last
+        if draws:
+            truths[:-1] += draw_sd * generator.standard_normal(len(configs))
         scores = {task: simulated_scores(generator, truths + TASK_LEVELS[task], items) for task in ZERO_SHOT_TASKS}
         gradients = {s: _gradient_metrics(generator) for s in itertools.product(SEQ_LENS, SAMPLES)}
         for index, config in enumerate(configs):
@@ -141,7 +147,11 @@ def simulated_study(
 
 
 def _key(config: PruningConfig | None, model: str) -> str:
-    return digest([asdict(config) if config else {}, model])
+    return digest([_values(config), model])
+
+
+def _values(config: PruningConfig | None) -> dict[str, Any]:
+    return {} if config is None else config.to_dict()
 
 
 def _record(config: PruningConfig | None, model: str, state: Any, outcomes: Mapping[str, np.ndarray]) -> TrialRecord:
@@ -157,7 +167,7 @@ def _record(config: PruningConfig | None, model: str, state: Any, outcomes: Mapp
     return TrialRecord(
         key=_key(config, model),
         model=model,
-        config=asdict(config) if config else {},
+        config=_values(config),
         status=state,
         reason={"failed": "out of memory", "stopped_early": "well below the best"}.get(state, ""),
         metrics=metrics if state == "complete" else {},

@@ -119,6 +119,7 @@ def search(
     perplexity_tokens: int | None = None,
     seed: int = 0,
     seeds: Sequence[int] | None = None,
+    draws: int | None = None,
     dtype: str | None = None,
     scheduler: str = "none",
     memory: str | None = None,
@@ -144,6 +145,8 @@ def search(
                     the sampler's, too
     seeds           draws of calibration samples, on each of which every configuration is measured; None: as the space says, else
                     that of `seed`
+    draws           up to so many draws for the configurations that may still be the best, one for the others; None: no more than
+                    `seeds` says
     tasks, limit    as for `Model.evaluate`
     scheduler       which trials are stopped early: none; race, what cannot be the best any more (95% confidence); asha, the weaker
                     half at a quarter and at half of the items

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -13,6 +14,7 @@ from tune_prune.analysis.command import why_nothing, write_analysis
 from tune_prune.analysis.cost import totals, write_cost
 from tune_prune.analysis.export import write_views
 from tune_prune.analysis.input.reading import read_study, study_of_search
+from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.final_table import final_table
@@ -21,12 +23,17 @@ from tune_prune.core.config import HYPERPARAMETERS, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
 from tune_prune.core.process import temporary
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import COST, Location, Store, open_store
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
+from tune_prune.planning.draws import Draws
 from tune_prune.planning.plan import Plan
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.ray_cluster.local import LocalRay
+
+if TYPE_CHECKING:
+    from tune_prune.tuning.driver import TrialSpec, TuneOptions
 
 
 class Results:
@@ -155,22 +162,46 @@ def _run(
         cost=plan.cost,
         observers=observers,
     )
-    result = run_search(jobs, options)
-    records = ledger.records()
-    findings = find(study_of_search(folder, {"models": models}, result.baselines, records))
+    if settings.draws is None:
+        run_search(jobs, options)
+    else:
+        _run_draws(plan, store, jobs, options, models)
+    records, baselines = ledger.records(), read_baselines(store)
+    findings = find(study_of_search(folder, {"models": models}, baselines, records))
     cost, unwritten = {}, None
     try:
         write_views(store, records, findings)
         cost = write_cost(
             folder / COST,
             records,
-            result.baselines,
+            baselines,
             passes.read(),
             plan.cost.to_dict() if plan.cost is not None else None,
             before,
             time.monotonic() - started,
-            attempts.read([*records, *result.baselines.values()]),
+            attempts.read([*records, *baselines.values()]),
         )
     except Exception as error:  # noqa: BLE001  # raised when what was found has been shown
         unwritten = error
     return Results(folder, findings, cost), unwritten
+
+
+def _run_draws(
+    plan: Plan, store: Store, jobs: Sequence[TrialSpec], options: TuneOptions, models: Mapping[str, Any]
+) -> None:
+    """One draw of every configuration, then draw by draw those that may still be the best (`planning.draws`). No later draw is
+    stopped early, as a mean over draws needs all of them."""
+    from tune_prune.tuning.driver import run_search
+
+    def study(records: Sequence[TrialRecord]) -> Study:
+        return study_of_search(plan.experiment_dir, {"models": models}, read_baselines(store), records)
+
+    draws, before = Draws(plan, study), set[str]()
+    while draws.given > before:
+        run_search(jobs, replace(options, only=frozenset(draws.given - before)))
+        options = replace(options, scheduler="none", local_ray=None)
+        before, told = set(draws.given), len(draws.rounds)
+        draws.decide(Ledger(store).records())
+        experiment.write_draws(store, plan, draws)
+        for one in draws.rounds[told:]:
+            print(f"{'draws':<12} {one}", flush=True)

@@ -47,7 +47,7 @@ def describe(plan: Plan) -> str:
             "experiment",
             f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
         ),
-        ("search", f"{_search(plan)}, {total} trials"),
+        ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws else ''}{total} trials"),
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
         *(("" if index else "calibration", line) for index, line in enumerate(_calibration(plan))),
@@ -122,6 +122,8 @@ def _calibration(plan: Plan) -> list[str]:
 def _draws(plan: Plan) -> str:
     """How many draws of calibration samples there are, and their seeds."""
     seeds = [plan.settings.seed if seed is None else seed for seed in plan.space.values["seed"]]
+    if plan.settings.draws is not None:
+        return f"seed {seeds[0]}; up to {len(seeds)} draws (seeds {_list(seeds)}) of what may still be the best"
     return f"seed {_list(seeds)}" if len(seeds) == 1 else f"{len(seeds)} draws, seeds {_list(seeds)}"
 
 

@@ -60,6 +60,13 @@ def parser() -> Parser:
         help="measure every configuration on these draws of calibration samples, e.g. 0,1,2 (default: as the space says, else the "
         "one of --seed)",
     )
+    what.add_argument(
+        "--draws",
+        type=flags.whole_number(2, 100),
+        metavar="N",
+        help="one draw of calibration samples for every configuration, that of --seed, and up to N for those that may still be the "
+        "best: seeds --seed + 1, ... (default: no more than --seeds says)",
+    )
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
         "--calibration", type=flags.text, metavar="TEXT",
@@ -214,6 +221,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         perplexity_tokens=args.perplexity_tokens,
         seed=args.seed,
         seeds=args.seeds,
+        draws=args.draws,
         dtype=args.dtype,
         scheduler=args.scheduler,
         memory=args.memory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.evaluation.item_scores import accuracies
-from tune_prune.planning.plan import Plan, one_or_list
+from tune_prune.planning.draws import Draws
+from tune_prune.planning.plan import ModelPlan, Plan, one_or_list
 
 _ROUNDING = 1e-9  # of an accuracy
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
@@ -160,7 +161,7 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
             "geometry": asdict(model.geometry),
             "perplexity_window": model.workload.perplexity_window,
             "target_params": one_or_list(model.targets.values()),
-            "trial_keys": {key: config.name for config, key in model.trials},
+            "trial_keys": _trial_keys(plan, model),
             **({"mixtures": mixtures} if mixtures else {}),
         }
     write_about(
@@ -185,6 +186,22 @@ def _mixtures(texts: Iterable[str]) -> dict[str, dict[str, float]]:
     """Of each calibration text that is a mixture, the share of the samples that each of its texts gives."""
     parts = {text: texts_of(text) for text in texts}
     return {text: dict.fromkeys(found, 1 / len(found)) for text, found in parts.items() if len(found) > 1}
+
+
+def _trial_keys(plan: Plan, model: ModelPlan, given: Collection[str] | None = None) -> dict[str, str]:
+    """By key, the names of a model's trials; with --draws of those of the first draw or, once they are known, those `given`."""
+    first = model.run.seed
+    if given is None and plan.settings.draws is not None:
+        given = {key for config, key in model.trials if config.seed in (None, first)}
+    return {key: config.name for config, key in model.trials if given is None or key in given}
+
+
+def write_draws(store: Store, plan: Plan, draws: Draws) -> None:
+    """Add to experiment.json which draws were given to which configurations so far, and why."""
+    about = read_about(store) or {}
+    for model in plan.models:
+        about["models"][model.run.label]["trial_keys"] = _trial_keys(plan, model, draws.given)
+    write_about(store, about | {"draws": [one.to_dict() for one in draws.rounds]})
 
 
 def _seal(store: Store) -> None:

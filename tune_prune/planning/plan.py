@@ -38,6 +38,9 @@ class SearchSettings:
     perplexity_tokens: int | None = None  # of the perplexity text the first; None: all
     seed: int = 0
     seeds: tuple[int, ...] | None = None  # draws of calibration samples; None: the search space's, else `seed`
+    draws: int | None = (
+        None  # at most, of each configuration: more than one for those that may be the best; None: as `seeds` says
+    )
     dtype: str | None = None
     scheduler: Literal["none", "race", "asha"] = "none"
     memory: int | None = None  # bytes that a trial may take; None: what is free

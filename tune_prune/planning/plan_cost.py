@@ -69,6 +69,8 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
         notes.append(f"an upper bound: {settings.scheduler} stops trials early")
     elif plan.space.search == "optuna":
         notes.append("an upper bound: trials at the same seq_len share their passes")
+    if settings.draws is not None:
+        notes.append("an upper bound: draws beyond the first are for configurations that may still be the best")
     adaptive = plan.space.search == "optuna"
     start_s = INLINE_START_S if settings.inline else WORKER_START_S
     return estimate(works, plan.slots, plan.resources.gpus, adaptive, notes, plan.resources.cpus, start_s)

@@ -9,7 +9,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import embedded
 from tune_prune.checkpoint import origin
-from tune_prune.core.config import EvaluationProtocol, ModelRun, TrustingRun
+from tune_prune.core.config import HYPERPARAMETERS, EvaluationProtocol, ModelRun, TrustingRun
 from tune_prune.core.errors import UserError
 from tune_prune.data import calibration, checks
 from tune_prune.models import catalog, loading
@@ -23,7 +23,11 @@ def space(settings: SearchSettings) -> SearchSpace:
     """The search space with the values of the flags. Raises UserError where they do not fit together."""
     loaded = search_space.load(settings.search_space)
     values = dict(loaded.values)
-    ratio, shape, seeds = settings.pruning_ratio, settings.shape, settings.seeds
+    if settings.draws is not None and settings.seeds is not None:
+        raise UserError(
+            f"--draws {settings.draws} takes the seeds that follow --seed, but --seeds names others; leave one of them out"
+        )
+    ratio, shape, seeds = settings.pruning_ratio, settings.shape, settings.seeds or _draws(settings, loaded)
     flags = {
         "--pruning-ratio": ("pruning_ratio", None if ratio is None else (ratio,)),
         "--shape": ("shape", None if shape is None else (shape,)),
@@ -60,6 +64,28 @@ def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
             f"--align {align} is for --shape aligned, but the shape is {', '.join(names)}; leave it out or add --shape aligned"
         )
     return tuple(dict.fromkeys(number if shape == "aligned" else shape for shape in names))
+
+
+def _draws(settings: SearchSettings, loaded: SearchSpace) -> tuple[int, ...] | None:
+    """The seeds of --draws: the run's and those that follow it. Raises UserError where it does not fit the rest."""
+    if settings.draws is None:
+        return None
+    if "seed" in loaded.given:
+        raise UserError(
+            f"--draws {settings.draws} gives draws to those that need them, but {loaded.path} says on which seeds every "
+            "configuration is measured; leave one of them out"
+        )
+    if (settings.search or loaded.search) == "optuna":
+        raise UserError(
+            f"--draws {settings.draws} is for a grid, of which it compares all configurations on one draw first; leave it out, or "
+            "use --search grid"
+        )
+    seeds = tuple(range(settings.seed, settings.seed + settings.draws))
+    if not HYPERPARAMETERS["seed"].kind.holds(seeds[-1]):
+        raise UserError(
+            f"--draws {settings.draws} needs seeds up to {seeds[-1]}, above the largest; use a smaller --seed"
+        )
+    return seeds
 
 
 def _num_trials(settings: SearchSettings, searched: SearchSpace) -> int | None:

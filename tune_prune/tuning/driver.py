@@ -52,6 +52,7 @@ class TuneOptions:
         None  # per model and pruning ratio, for optuna, counting those in the ledger; None: the whole space
     )
     seed: int = 0  # of the sampler
+    only: frozenset[str] | None = None  # keys of the jobs that are run now; None: all
     scheduler: Literal["none", "asha", "race"] = "none"
     inline: bool = False  # one trial after the other in this process, without Ray
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
@@ -84,7 +85,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     for a model whose preparation fails; RuntimeError for any other failure of the preparation; MachineError for what lets no
     trial go on, such as a full disk; KeyboardInterrupt as it comes; each with the ledger whole.
     """
-    specs = {spec.key: spec for spec in jobs}
+    specs = {spec.key: spec for spec in jobs if options.only is None or spec.key in options.only}
     folder = options.experiment_dir
     if isinstance(folder, Path):
         if not folder.is_absolute():

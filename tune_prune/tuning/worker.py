@@ -36,6 +36,14 @@ def labels_of_groups(specs: Iterable[TrialSpec]) -> dict[str, str]:
     return {spec.key: labels[spec.run.label, spec.config.pruning_ratio] for spec in specs}
 
 
+def groups_of_draws(specs: Iterable[TrialSpec]) -> dict[str, str]:
+    """By trial key, the group in which the trial may be stopped: that in which it is compared, and its draw of calibration samples.
+    Configurations race on one draw, where luck with the samples is no lead over another draw of the same configuration."""
+    specs = list(specs)
+    labels = labels_of_groups(specs)
+    return {spec.key: f"{labels[spec.key]} {spec.config.samples.seed or ''}".strip() for spec in specs}
+
+
 @dataclass(frozen=True)
 class WorkerSettings:
     """What every worker of one search must know."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import trial_file
-from tune_prune.core.store import ITEMS, location
+from tune_prune.core.store import ITEMS, LEDGER, location
 
 _TWO_CHOICES = ("boolq", "piqa", "winogrande")  # of the seven tasks; the others have four
 # Tasks whose items all have the same choices, so that always giving the more frequent answer needs no model: its part of the
@@ -62,6 +63,20 @@ def read_items(output_dir: str) -> pd.Series | None:
     """The score of every zero-shot item of a trial (int8 where all are 0 or 1), indexed by (task, doc_id), in order; None if none
     were kept."""
     return ItemReader()(output_dir)
+
+
+def check_items(folder: str, recorded: float, measured: float) -> None:
+    """Raise UserError where a trial's items do not have the accuracy of its row: either may be wrong, and a trial makes both."""
+    if abs(measured - recorded) < 1e-6:
+        return
+    trial = Path(folder)
+    record = trial.parent.parent / LEDGER / f"{trial.name}.json"
+    both = f"delete {record} to have that trial run again, or restore both from a copy"
+    alone = "restore its items.parquet from a copy, or move it away"
+    raise UserError(
+        f"the items of trial {trial} have acc_mean {measured:.6f}, but its record says {recorded:.6f}; "
+        f"{both if record.is_file() else alone}"
+    )
 
 
 def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None, published: bool) -> pd.DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,11 @@ def ranked(rows: pd.DataFrame) -> pd.DataFrame:
     Selection rule "accuracy": highest acc_mean; then lower perplexity (unknown: last), then fewer tokens, then the name.
     """
     rows = rows[rows["success"] & np.isfinite(rows["acc_mean"])]
-    rows = rows.assign(tokens=rows["seq_len"] * rows["num_samples"])
+    return best_first(rows.assign(tokens=rows["seq_len"] * rows["num_samples"]))
+
+
+def best_first(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows by selection rule "accuracy" (`ranked`)."""
     return rows.sort_values(["acc_mean", "ppl", "tokens", "name"], ascending=[False, True, True, True])
 
 
@@ -125,6 +130,11 @@ def config_of(row: Mapping[str, Any]) -> PruningConfig:
     """The configuration of a row; what a published file does not tell has its default."""
     values = {name: plain_value(row[name]) for name in HYPERPARAMETERS}
     return PruningConfig.from_dict({name: value for name, value in values.items() if value not in (None, "")})
+
+
+def configuration_of(row: Mapping[str, Any]) -> PruningConfig:
+    """The configuration of a row without its draw: rows that differ in their seed alone have the same."""
+    return replace(config_of(row), seed=None)
 
 
 def plain_values(row: Mapping[str, Any] | pd.Series, *names: str) -> dict[str, Any]:

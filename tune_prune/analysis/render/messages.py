@@ -72,6 +72,8 @@ def note_sentences(
         notes.append(Message("mark_best", {"mark": best, "meaning": Message(table.best)}))
     if any(column.at_chance(row) for column, row in cells):
         notes.append(Message("mark_at_chance"))
+    if any(column.of_one_draw(row) for column, row in cells):
+        notes.append(Message("mark_one_draw"))
     if any(_interval(column, row) for column, row in cells):
         notes.append(Message("mark_interval"))
     if in_percent() and any(row.get("_format", column.format) in _ACCURACIES for column, row in cells):
@@ -96,7 +98,8 @@ def in_percent() -> bool:
 
 def cell_text(column: Column, row: Row, language: str = "en") -> str:
     """What a table shows of a row in a column: `value`, `value ± stderr` or `[lower, upper]`, with a dagger behind an accuracy that
-    is not distinguishable from guessing; an en dash for a number that is not known, nothing for such a text."""
+    is not distinguishable from guessing, a double one behind one of a single draw; an en dash for a number that is not known,
+    nothing for such a text."""
     value = row.get(column.key)
     if isinstance(value, Message):
         return format_message(value, language)
@@ -108,7 +111,7 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
     text = pm(value, row.get(column.stderr), form)
     if (interval := _interval(column, row)) is not None:
         text += f" [{printed(interval[0], form)}, {printed(interval[1], form)}]"
-    return text + ("†" if column.at_chance(row) else "")
+    return text + "†" * column.at_chance(row) + "‡" * column.of_one_draw(row)
 
 
 def _text(key: str, value: str) -> str:

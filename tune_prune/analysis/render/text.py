@@ -51,7 +51,7 @@ def text_table(table: Table, language: str = "en") -> str:
     shown = table.shown
     rows = [[cell_text(column, row, language) for column in shown] for row in table.rows]
     for index, column in enumerate(shown):
-        marks = [column.is_best(row) + column.at_chance(row) for row in table.rows]
+        marks = [column.is_best(row) + column.at_chance(row) + column.of_one_draw(row) for row in table.rows]
         for cells, row, count in zip(rows, table.rows, marks, strict=True):  # digits stay below each other
             cells[index] += "*" * column.is_best(row) + " " * (max(marks) - count)
     align = "".join("r" if column.format else "l" for column in shown)

@@ -4,7 +4,8 @@ K configurations, T tasks of n_t items; acc_mean is the mean over tasks of the m
 what a task asks for, tasks and configurations are fixed. Configurations on the same items share its luck, so differences
 are taken item by item. All of it is computed on arrays, whatever files they came from.
 
-Where a configuration has no items, or other ones, its error is an independent normal one of its own standard error.
+Where a configuration has no items, or other ones, its error is an independent normal one of its own standard error. Where
+configurations were measured on several draws of calibration samples, each one's error has a part of its own for them (`draws`).
 
 Nothing of K x K numbers is held at once, and no draw of the bootstrap is compared with all configurations where a bound says
 that it need not be (`_reaching`): 5,000 configurations take seconds (docs/scale.md).
@@ -16,15 +17,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.items import check_items
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.statistics.differences import Items
-from tune_prune.core.errors import UserError
-from tune_prune.core.store import LEDGER
+from tune_prune.analysis.statistics.draws import DrawVariance
 
 DRAWS = 4000  # of the bootstrap
 _CHUNK = 2_000_000  # item draws, and errors of them, computed at a time
@@ -100,21 +100,9 @@ def paired_scores(eligible: pd.DataFrame, items: Items) -> tuple[PairedScores | 
     paired = PairedScores({str(task): table[tasks == task] for task in tasks.unique()}, np.array(rows))
     named = eligible.iloc[rows]
     for trial, recorded, measured in zip(named["output_dir"], named["acc_mean"], paired.accuracies, strict=True):
-        if not abs(measured - recorded) < 1e-6:
-            raise UserError(_contradiction(Path(trial), recorded, measured))
+        check_items(trial, recorded, measured)
     left_out = eligible["name"].drop(eligible.index[rows]).tolist()
     return paired, Message("partly_unpaired", {"names": left_out}) if left_out else None
-
-
-def _contradiction(trial: Path, recorded: float, measured: float) -> str:
-    """What to do where a trial's items do not have the accuracy of its row: either may be wrong, and a trial makes both."""
-    record = trial.parent.parent / LEDGER / f"{trial.name}.json"
-    both = f"delete {record} to have that trial run again, or restore both from a copy"
-    alone = "restore its items.parquet from a copy, or move it away"
-    return (
-        f"the items of trial {trial} have acc_mean {measured:.6f}, but its record says {recorded:.6f}; "
-        f"{both if record.is_file() else alone}"
-    )
 
 
 def _same_items(first: pd.Series, second: pd.Series) -> bool:
@@ -128,13 +116,21 @@ class Comparison:
     basis: str  # "paired" (all on the same items), "unpaired", "unknown" (no standard errors)
     p_value: np.ndarray  # [K] see `compare`; NaN where unknown
     variances: np.ndarray  # [K] of the acc_mean; NaN where unknown
-    errors: np.ndarray  # [draws, K] of the acc_mean: what other items would add
+    errors: np.ndarray  # [draws, K] of the acc_mean: what other items, and other calibration samples, would add
     outcomes: PairedScores | None  # of the rows that have the same items
+    draw_variances: (
+        np.ndarray
+    )  # [K] the part of `variances` that draws of calibration samples make; 0 where it is unknown
 
     @property
     def in_confidence_set(self) -> np.ndarray:
         """Which are statistically tied with the best, at 95% for all together; one of unknown error always is."""
         return ~(self.p_value <= 0.05)
+
+    def half_width(self, row: int, other: int | None = None) -> float:
+        """Of the 95% interval around the acc_mean of a row, or around its difference to that of another."""
+        errors = self.errors[:, row] - (0.0 if other is None else self.errors[:, other])
+        return float(np.quantile(np.abs(errors), 0.95))
 
     def covariance(self, rows: Rows = slice(None)) -> np.ndarray:
         """[rows, K] of the acc_mean; NaN where unknown."""
@@ -184,6 +180,8 @@ def compare(
     outcomes: PairedScores | None,
     generator: np.random.Generator,
     draws: int = DRAWS,
+    between: DrawVariance | None = None,
+    counts: np.ndarray | None = None,
 ) -> Comparison:
     """Tests for each configuration k that none is better, by the largest studentised difference max_j (acc_j - acc_k) / se_jk.
 
@@ -191,7 +189,9 @@ def compare(
     or of normal errors, (1 + draws that reach it) / (1 + draws). Those above 0.05 are a confidence set that contains the truly
     best with 95%, however many configurations there are: comparisons with the best (Hsu, Annals of Statistics 1984) in the
     studentised-maximum form of Mogstad, Romano, Shaikh and Wilhelm (Review of Economic Studies 2024). Where se_jk is 0 two
-    configurations of the same accuracy are equal and others differ. `accuracies`, `stderrs`: [K]; a NaN is unknown.
+    configurations of the same accuracy are equal and others differ. `accuracies`, `stderrs`: [K], over items; a NaN is unknown.
+    `between` and `counts` [K]: how far draws of calibration samples lie apart, and how many each accuracy is the mean of; each
+    has an independent normal error for them, of a variance that is drawn anew with every bootstrap draw.
 
     The 95% are for many items: in simulated grids of 45 equal configurations, the hardest case, the set holds a given one in 92%
     with 100 items in all, 93 to 95% with 200 and 95% with 1,700. It speaks of the rows it is given, not of trials stopped early.
@@ -208,6 +208,14 @@ def compare(
         errors[part] = generator.standard_normal((part.stop - part.start, len(variances))) * np.sqrt(variances)
     if outcomes is not None:
         _bootstrap(errors, outcomes, generator)
+    draw_variances = np.zeros(len(variances))
+    if between is not None and counts is not None:
+        draw_variances = between.variance / counts
+        variances = variances + draw_variances
+        spreads = np.sqrt(between.sampled(generator, draws))
+        for part in _parts(draws, len(variances)):
+            own = generator.standard_normal((part.stop - part.start, len(variances)))
+            errors[part] += spreads[part, None] * own / np.sqrt(counts)
     p_value = np.full(len(variances), np.nan)
     p_value[finite] = _p_values(
         accuracies[finite],
@@ -216,7 +224,7 @@ def compare(
     )
     all_paired = outcomes is not None and len(outcomes.rows) == len(variances)
     basis = "paired" if all_paired else "unpaired" if len(finite) else "unknown"
-    return Comparison(basis, p_value, variances, errors, outcomes)
+    return Comparison(basis, p_value, variances, errors, outcomes, draw_variances)
 
 
 def _parts(draws: int, *sizes: int) -> Iterator[slice]:

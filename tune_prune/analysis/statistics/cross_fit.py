@@ -1,8 +1,9 @@
-"""The best configuration's accuracy without selection bias: chosen on one part of the items, scored on the other."""
+"""The best configuration's accuracy without selection bias: chosen on one part of the items, scored on the other. Of a
+configuration with several draws of calibration samples one draw, too, is left out of the choice and scored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,11 +12,13 @@ import pandas as pd
 
 from tune_prune.analysis.statistics import rules
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores
+from tune_prune.analysis.statistics.draws import DrawItems, left_out
 
 FOLDS, REPEATS = 5, 20
 _BOOTSTRAP_DRAWS, _BOOTSTRAP_REPEATS = 100, 5  # for the standard error, which is then known to 7%
 
 Pick = Callable[[np.ndarray], int]  # accuracies [columns] -> column
+Scores = list[np.ndarray]  # by task, [n, columns]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ def cross_fit_rule(
     comparison: Comparison,
     rule: str,
     generator: np.random.Generator,
+    items: DrawItems,
 ) -> CrossFit | None:
     """`cross_fit` of the rule that chose `best`, among the rows with items; None if these alone would not have led to `best`."""
     if scores is None or best not in (names := eligible["name"].iloc[scores.rows].tolist()):
@@ -64,10 +68,37 @@ def cross_fit_rule(
     pick = {"perplexity": lambda accuracies: fixed, "one-standard-error": cheapest}.get(rule, most_accurate)
     if abs(scores.accuracies[pick(scores.accuracies)] - rows["acc_mean"].iloc[fixed]) > 1e-6:
         return None  # `best` was chosen with the help of rows without items
-    return cross_fit(scores, names, pick, generator)
+    draws = by_draw(scores, rows["draws"].tolist(), [items.draws(folder) for folder in rows["output_dir"]])
+    return cross_fit(scores, names, pick, generator, draws, comparison.draw_variances[scores.rows])
 
 
-def cross_fit(scores: PairedScores, names: list[str], pick: Pick, generator: np.random.Generator) -> CrossFit | None:
+def by_draw(
+    scores: PairedScores, counts: Sequence[int], draws: Sequence[Sequence[pd.Series]]
+) -> list[tuple[Scores, Scores]]:
+    """For each number of a draw what the others choose by, and what that draw scores: a column of several draws without it and
+    with it alone, any other column as it is in both. `draws`: of each column its draws' item scores. Empty where no column has
+    several."""
+    tables = []
+    for number in range(max(counts)) if max(counts) > 1 else ():
+        train, held = ([values.astype(np.float32) for values in scores.by_task.values()] for _ in range(2))
+        for column, series in enumerate(draws):
+            if len(series) > 1:
+                rest, own = left_out([one.to_numpy(np.float32) for one in series], number)
+                tasks = series[0].index.get_level_values("task")
+                for place, task in enumerate(scores.by_task):
+                    train[place][:, column], held[place][:, column] = rest[tasks == task], own[tasks == task]
+        tables.append((train, held))
+    return tables
+
+
+def cross_fit(
+    scores: PairedScores,
+    names: list[str],
+    pick: Pick,
+    generator: np.random.Generator,
+    draws: Sequence[tuple[Scores, Scores]] = (),
+    draw_variances: np.ndarray | float = 0.0,
+) -> CrossFit | None:
     """What `pick` (accuracies [columns] -> column) chooses on all folds but one, scored on that one; None if a task has one item.
 
     Each repeat deals every task's items into FOLDS parts anew; its score is the mean over tasks of the mean over items, each
@@ -77,27 +108,31 @@ def cross_fit(scores: PairedScores, names: list[str], pick: Pick, generator: np.
     `stderr` is of a bootstrap over items within tasks with all copies of an item in one fold: apart they would bring the bias
     back. The plain item variance of the scores leaves out that other items would have led to other choices: two of its standard
     errors cover 90 to 92% in simulated grids of 45 equal or close configurations. The bootstrap's cover 98 to 99%.
+    `draw_variances` [columns], what draws add to the variance of each, is added as often as each is chosen.
     """
     tasks = list(scores.by_task.values())
     if min(map(len, tasks)) < 2:
         return None
     members = [_deal(len(values), generator) for values in tasks]
-    corrected, chosen = _held_out(tasks, members, [np.ones(len(values)) for values in tasks], pick)
+    tables = list(draws) or [(tasks, tasks)]
+    corrected, chosen = _over_draws(tables, members, [np.ones(len(values)) for values in tasks], pick)
     tasks = [values.astype(np.float32) for values in tasks]
+    tables = list(draws) or [(tasks, tasks)]
     members = [member[: FOLDS * _BOOTSTRAP_REPEATS].astype(np.float32) for member in members]
     again = []
     for _ in range(_BOOTSTRAP_DRAWS):
         weights = [
             np.bincount(generator.integers(0, len(s), len(s)), minlength=len(s)).astype(np.float32) for s in tasks
         ]
-        again.append(_held_out(tasks, members, weights, pick)[0])
+        again.append(_over_draws(tables, members, weights, pick)[0])
     columns, counts = np.unique(chosen, return_counts=True)
     by_share = sorted(zip(columns, counts, strict=True), key=lambda pair: (-pair[1], pair[0]))
     full = scores.accuracies
+    of_draws = np.broadcast_to(draw_variances, full.shape)[columns] @ counts / len(chosen)
     return CrossFit(
         naive=float(full[pick(full)]),
         corrected=corrected,
-        stderr=float(np.std(again, ddof=1)),
+        stderr=float(np.hypot(np.std(again, ddof=1), np.sqrt(of_draws))),
         folds=FOLDS,
         repeats=REPEATS,
         chosen={names[column]: float(count / len(chosen)) for column, count in by_share},
@@ -110,22 +145,39 @@ def _deal(n: int, generator: np.random.Generator) -> np.ndarray:
     return (fold[:, None, :] == np.arange(FOLDS)[:, None]).reshape(-1, n).astype(np.float64)
 
 
+def _over_draws(
+    tables: Sequence[tuple[Scores, Scores]], members: list[np.ndarray], weights: list[np.ndarray], pick: Pick
+) -> tuple[float, np.ndarray]:
+    """`_held_out` of all repeats, which take the `tables` in turn."""
+    repeat = np.arange(len(members[0])) // FOLDS
+    scores, chosen, repeats = [], [], []
+    for number, (train, held) in enumerate(tables):
+        own = repeat % len(tables) == number
+        if own.any():
+            score, choices = _held_out(train, held, [member[own] for member in members], weights, pick)
+            scores.append(score)
+            chosen.append(choices)
+            repeats.append(np.count_nonzero(own))
+    return float(np.average(scores, weights=repeats)) if len(scores) > 1 else scores[0], np.concatenate(chosen)
+
+
 def _held_out(
-    tasks: list[np.ndarray], members: list[np.ndarray], weights: list[np.ndarray], pick: Pick
+    train_scores: Scores, held_scores: Scores, members: list[np.ndarray], weights: list[np.ndarray], pick: Pick
 ) -> tuple[float, np.ndarray]:
     """The score of every item under what is chosen without its fold, averaged over items, tasks and repeats; the choices.
 
-    Per task: scores [n, columns], folds [splits, n], and how often each item counts [n].
+    Per task: scores [n, columns] to choose by and to be scored by, folds [splits, n], and how often each item counts [n].
     """
-    held_sums, train = [], np.zeros((len(members[0]), tasks[0].shape[1]))
-    for scores, member, weight in zip(tasks, members, weights, strict=True):
+    held_sums, train = [], np.zeros((len(members[0]), held_scores[0].shape[1]))
+    for scores, own, member, weight in zip(train_scores, held_scores, members, weights, strict=True):
         weighted = member * weight
-        held = weighted @ scores
+        held = weighted @ own
         held_sums.append(held)
         left = weight.sum() - weighted.sum(axis=1)  # 0 where a draw has copies of few items only: no say in the choice
-        train += (weight @ scores - held) / np.maximum(left, 1)[:, None] / len(tasks)
+        fold = held if scores is own else weighted @ scores
+        train += (weight @ scores - fold) / np.maximum(left, 1)[:, None] / len(members)
     chosen = np.array([pick(accuracies) for accuracies in train])
     splits = np.arange(len(chosen))
-    repeats = members[0].sum() / tasks[0].shape[0]  # every item is in one fold of each
+    repeats = members[0].sum() / held_scores[0].shape[0]  # every item is in one fold of each
     scored = [float(held[splits, chosen].sum() / weight.sum()) for held, weight in zip(held_sums, weights, strict=True)]
     return float(np.mean(scored) / repeats), chosen

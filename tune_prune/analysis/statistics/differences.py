@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import read_items
-from tune_prune.analysis.input.rows import config_of, plain_value, plain_values
+from tune_prune.analysis.input.rows import config_of, configuration_of, plain_value, plain_values
 from tune_prune.core.config import PruningConfig
 
 Items = Callable[[str], "pd.Series | None"]  # `read_items`, or an ItemReader
@@ -40,16 +41,18 @@ class Difference:
 
 
 def difference(first: Mapping[str, Any], second: Mapping[str, Any], items: Items = read_items) -> Difference:
-    """How far the trial of row `first` is above that of row `second`, which must be of the same model."""
+    """How far the trial of row `first` is above that of row `second`, which must be of the same model; rows of configurations
+    (`draws`) have the errors of their draws beside those of the items, which both share."""
     folder = first["output_dir"]
     # The same trial. Not by its folder alone: a foreign file may name one folder for all.
     if folder and folder == second["output_dir"] and config_of(first) == config_of(second):
         return Difference(0.0, 0.0, "paired")
+    of_draws = np.nan_to_num(math.hypot(*(row.get("draw_stderr", 0.0) for row in (first, second))))
     first_items, second_items = items(first["output_dir"]), items(second["output_dir"])
     if first_items is not None and second_items is not None:
         paired = paired_difference(first_items, second_items)
         if paired is not None and math.isfinite(paired[1]):
-            return Difference(100 * paired[0], 100 * paired[1], "paired")
+            return Difference(100 * paired[0], 100 * math.hypot(paired[1], of_draws), "paired")
     stderr = math.hypot(first["acc_mean_stderr"], second["acc_mean_stderr"])
     basis = "unpaired" if math.isfinite(stderr) else "unknown"
     return Difference(100 * (first["acc_mean"] - second["acc_mean"]), 100 * stderr, basis)
@@ -119,5 +122,5 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
 
 
 def _tried(row: Mapping[str, Any]) -> PruningConfig:
-    """What was tried, apart from the pruning ratio: models of different ratios are compared by the rest."""
-    return replace(config_of(row), pruning_ratio=PruningConfig.pruning_ratio)
+    """What was tried, apart from the pruning ratio and the draw: models of different ratios are compared by the rest."""
+    return replace(configuration_of(row), pruning_ratio=PruningConfig.pruning_ratio)

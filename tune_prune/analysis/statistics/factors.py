@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from tune_prune.analysis.input.rows import CALIBRATION
@@ -35,3 +37,12 @@ def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
     levels = rows.groupby("method")[factor].nunique()
     several = levels.index[levels > 1]
     return set(several) if len(several) and factor != "method" else methods
+
+
+def grid_size(rows: pd.DataFrame) -> int:
+    """How many configurations a full grid of the levels tried has; a method is in it once for each setting of what it reads."""
+    reads = {name: methods_reading(rows, name) for name in FACTORS if name != "method"}
+    return sum(
+        math.prod(rows[name].nunique() for name, methods in reads.items() if method in methods)
+        for method in rows["method"].unique()
+    )

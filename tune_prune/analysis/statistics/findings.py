@@ -22,12 +22,13 @@ from tune_prune.analysis.input.items import ItemReader, guessing
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION, plain_values, ranked
 from tune_prune.analysis.input.study import Model, Study
-from tune_prune.analysis.statistics import effects
+from tune_prune.analysis.statistics import draws, effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
-from tune_prune.analysis.statistics.differences import Items, Transfer, transfer
+from tune_prune.analysis.statistics.differences import Transfer, transfer
+from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance
 from tune_prune.analysis.statistics.effects import Correlation, Trend
-from tune_prune.analysis.statistics.factors import FACTORS, NUMERIC, methods_reading, varied
+from tune_prune.analysis.statistics.factors import NUMERIC, grid_size, methods_reading, varied
 from tune_prune.analysis.statistics.method_pairs import method_pairs
 from tune_prune.analysis.statistics.rules import RULES
 from tune_prune.core.errors import UserError, did_you_mean
@@ -41,19 +42,25 @@ _SIZE_VALUES = ("params_count", "acc_mean", "acc_mean_stderr", "ppl")
 
 @dataclass(frozen=True, eq=False)
 class ModelFindings:
-    """One model. `eligible` has a row per eligible trial (complete, with a finite accuracy), best first by accuracy."""
+    """One model. `eligible` has a row per configuration with an eligible trial (complete, with a finite accuracy), best first by
+    accuracy: the mean over its draws of calibration samples."""
 
     model: Model  # of the study, with standard errors for accuracies of 0 and 1 (`errors.with_wilson_errors`)
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
     # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own
     # minus the most accurate's, 0 for itself), p_value (chance of a gap to the best as large as this if this were the
-    # best; corrected for all configurations), in_confidence_set (p_value above 0.05 or unknown: statistically tied with the best)
+    # best; corrected for all configurations), in_confidence_set (p_value above 0.05 or unknown: statistically tied with the best),
+    # draws (how many it is the mean of), draw_stderr (the part of acc_mean_stderr that these make; NaN where it is unknown)
     eligible: pd.DataFrame
+    trials: pd.DataFrame  # the eligible ones: each draw by itself
+    draws: Mapping[int, pd.DataFrame]  # by the index of a row of `eligible`, its trials, where there are several
+    draw_variance: DrawVariance | None  # of acc_mean; None where no configuration has several draws
     comparison: Comparison
     scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
     scores_message: Message | None  # what is missing of them
     chosen: Mapping[str, list[str]]  # rule -> names; one but for "pareto"
     seed: int
+    items: DrawItems
 
     @cached_property
     def best(self) -> pd.Series:
@@ -96,7 +103,7 @@ class ModelFindings:
         """None without item outcomes, and where rows without them decided."""
         generator = np.random.default_rng(seed_for(self.seed, f"folds of {self.model.label}"))
         name = self.best["name"]
-        return cross_fit_rule(self.eligible, name, self.scores, self.comparison, self.rule, generator)
+        return cross_fit_rule(self.eligible, name, self.scores, self.comparison, self.rule, generator, self.items)
 
     @cached_property
     def methods(self) -> pd.DataFrame:
@@ -176,15 +183,15 @@ class ModelFindings:
     @cached_property
     def statistics(self) -> Mapping[str, float]:
         """Counts (runs, complete, failed, stopped_early, not_finite, task_evaluations), and max, min, median, mean, std (n - 1)
-        of acc_mean over the eligible runs."""
+        of acc_mean over the configurations."""
         rows, accuracy = self.model.rows, self.eligible["acc_mean"]
         status = rows["status"].value_counts()
         return {
             "runs": len(rows),
-            "complete": len(accuracy),
+            "complete": len(self.trials),
             "failed": int(status.get("failed", 0)),
             "stopped_early": int(status.get("stopped_early", 0)),
-            "not_finite": int(rows["success"].sum()) - len(accuracy),
+            "not_finite": int(rows["success"].sum()) - len(self.trials),
             "task_evaluations": int(rows[[f"acc_{task}" for task in self.model.tasks]].notna().to_numpy().sum()),
             **{name: float(getattr(accuracy, name)()) for name in ("max", "min", "median", "mean", "std")},
         }
@@ -220,7 +227,7 @@ class ModelFindings:
         by_mean, by_max = self.methods.index[0], eligible["method"].iloc[0]
         if not self.methods.loc[by_max, "tied"] and self.methods.loc[by_mean, "best"] not in self.tied:
             yield Message("rank_disagrees", {"by_mean": by_mean, "by_max": by_max})
-        expected = _grid_size(rows)
+        expected = grid_size(rows)
         if len(eligible) < expected:
             yield Message("missing_trials", {"missing": expected - len(eligible), "expected": expected})
         if stopped := self.statistics["stopped_early"]:
@@ -230,8 +237,7 @@ class ModelFindings:
                 yield self.scores_message
             if unknown := eligible.loc[eligible["p_value"].isna(), "name"].tolist():
                 yield Message("stderr_unknown", {"names": unknown})
-        if eligible["name"].is_unique:
-            yield Message("seeds_one")
+        yield from draws.warnings(eligible, self.best["name"], self.draw_variance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +248,7 @@ class Findings:
     rule: str
     models: Mapping[str, ModelFindings]  # with an eligible trial at least
     without: tuple[str, ...]  # labels of models that have none
-    items: Items
+    items: DrawItems
 
     @cached_property
     def transfer(self) -> Transfer | None:
@@ -287,18 +293,22 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
     """
     if rule not in RULES:
         raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
-    items = ItemReader()
+    items = DrawItems(ItemReader())
     models = {}
     for label, read in study.models.items():
         model = with_wilson_errors(read)
-        eligible = ranked(model.rows)
+        trials = ranked(model.rows)
+        eligible, several = draws.configurations(trials, model.rows)
         if eligible.empty:
             continue
+        variances, interactions = draws.draw_variances(several, items)
+        eligible, between = draws.item_errors(eligible, interactions), variances.get("acc_mean")
         scores, message = paired_scores(eligible, items)
         accuracies, stderrs = (eligible[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
         generator = np.random.default_rng(seed_for(seed, f"bootstrap of {label}"))
-        comparison = compare(accuracies, stderrs, scores, generator)
-        eligible = eligible.assign(
+        counts = eligible["draws"].to_numpy()
+        comparison = compare(accuracies, stderrs, scores, generator, between=between, counts=counts)
+        eligible = draws.with_draw_errors(eligible, variances).assign(
             gradient_pass_s=_gradient_pass_s(eligible, model, study.costs),
             difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
             difference_stderr_points=100 * comparison.stderr(slice(0, 1))[0],
@@ -310,17 +320,10 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
             raise UserError(
                 f"selection rule {rule!r} needs a finite ppl, which no complete trial of {label} has; use --rule accuracy"
             )
-        models[label] = ModelFindings(model, rule, eligible, comparison, scores, message, chosen, seed)
+        models[label] = ModelFindings(
+            model, rule, eligible, trials, several, between, comparison, scores, message, chosen, seed, items
+        )
     return Findings(study, rule, models, tuple(label for label in study.models if label not in models), items)
-
-
-def _grid_size(rows: pd.DataFrame) -> int:
-    """How many configurations a full grid of the levels tried has; a method is in it once for each setting of what it reads."""
-    reads = {name: methods_reading(rows, name) for name in FACTORS if name != "method"}
-    return sum(
-        math.prod(rows[name].nunique() for name, methods in reads.items() if method in methods)
-        for method in rows["method"].unique()
-    )
 
 
 def _gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> pd.Series:

@@ -25,13 +25,14 @@ def method_pairs(
 
     The squared standard error is the sum of two, as for crossed random effects, and so rather too large than too small: that of
     other items (of the same bootstrap as `Comparison`; without items that of each mean alone) and that of other settings, the
-    variance of the differences over the number of settings. p_value is corrected for all pairs: the chance that any of them
+    variance of the differences over the number of settings. Draws of calibration samples, where their spread is known, are a part
+    of both and count once, by the larger. p_value is corrected for all pairs: the chance that any of them
     shows a smaller single p by noise alone (Westfall and Young 1993, min p), from the bootstrap's errors and, for the settings,
     Student's t. NaN where two methods have no pair or an error is unknown. `trials`: all of the model, failed ones too;
     `comparison`: that of `eligible`.
     """
     accuracy = eligible["acc_mean"].to_numpy(np.float64)
-    own = np.sqrt(comparison.variances)
+    own = np.sqrt(comparison.variances - comparison.draw_variances)
     reads = {factor: methods_reading(trials, factor) for factor in varied(trials) if factor != "method"}
     order = eligible.groupby("method")["acc_mean"].mean().sort_values(ascending=False, kind="stable").index
     rows = eligible.reset_index(drop=True)
@@ -53,17 +54,19 @@ def method_pairs(
         if not len(first) or not np.isfinite(own[[*first, *second]]).all():
             errors.append(np.full(len(comparison.errors), np.nan))
             continue
+        draw_variance = float(np.square(weights[index][0] - weights[index][1]) @ comparison.draw_variances)
         if paired:
             item_variance = variances[index]
             item_errors = comparison.errors @ (weights[index][0] - weights[index][1])
         else:  # the items of a method's configurations are the same, so their errors do not average out
-            item_variance = sum(float(own @ part) ** 2 for part in weights[index])
+            item_variance = sum(float(own @ part) ** 2 for part in weights[index]) + draw_variance
             item_errors = generator.standard_normal(len(comparison.errors)) * math.sqrt(item_variance)
         gaps = pd.Series(accuracy[first] - accuracy[second])
         # One configuration may stand in several pairs: what counts are those of a side, of the side with the larger spread
         means = [gaps.groupby(side).mean() for side in (first, second)]
         spreads = [(float(m.var()) / len(m), len(m) - 1) for m in means if len(m) > 1]
         spread, freedom = max(spreads, default=(0.0, 1))
+        spread = max(0.0, spread - draw_variance)
         pair["points"] = 100 * gaps.mean()
         pair["stderr_points"] = 100 * math.sqrt(max(0.0, item_variance) + spread)
         errors.append(100 * (item_errors + math.sqrt(spread) * generator.standard_t(freedom, len(item_errors))))

@@ -18,6 +18,7 @@ def all_tables(findings: Findings) -> dict[str, Table]:
         configurations.best_configurations(findings),
         configurations.accuracy_by_size(findings),
         configurations.selection_rules(findings),
+        trial_tables.draws(findings),
         configurations.task_accuracies(findings),
         hyperparameters.methods(findings),
         hyperparameters.method_pairs(findings),

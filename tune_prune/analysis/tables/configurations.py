@@ -21,11 +21,12 @@ MODEL = Column("model", "Model", style="model")
 CONFIGURATION = Column("name", "Configuration", detail=True, style="name")
 CONFIG = Column("config", "Configuration", style="name")
 TRIALS = Column("n", "Trials", "int")
+DRAWS = Column("draws", "Draws", "int", hint="of calibration samples, which the accuracy is the mean of")
 
 
 def accuracy_column(task: str, label: str, **style: Any) -> Column:
     """The accuracy on a task, or that of all ("mean"), in rows with `limits`."""
-    limits: dict[str, Any] = {"threshold": f"_threshold_{task}", "items": f"_items_{task}"}
+    limits: dict[str, Any] = {"threshold": f"_threshold_{task}", "items": f"_items_{task}", "single": "_one_draw"}
     return Column(f"acc_{task}", label, "acc", f"acc_{task}_stderr", **limits, **style)
 
 
@@ -44,7 +45,9 @@ def hyperparameter_columns(findings: Findings) -> list[Column]:
     return [Column("method", "Method", style="setting")] + [
         Column(name, row.name, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "", style="setting")
         for name, row in HYPERPARAMETERS.items()
-        if name in rows and name not in ("method", "pruning_ratio") and (row.required or rows[name].nunique() > 1)
+        if name in rows
+        and name not in ("method", "pruning_ratio", "seed")
+        and (row.required or rows[name].nunique() > 1)
     ]
 
 
@@ -67,7 +70,7 @@ def best_configurations(findings: Findings) -> Table:
         }
         rows.append(configuration(found, found.best) | values)
     columns = [
-        *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), ACCURACY),
+        *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), DRAWS, ACCURACY),
         Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr", threshold="_threshold_mean"),
         PERPLEXITY,
         DENSE_ACCURACY,
@@ -220,8 +223,13 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
 def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
     """What every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
-    tied = row["name"] in found.tied
-    return {"model": found.model.label, **{name: row[name] for name in names}, "tied": tied} | limits(found)
+    own = {"model": found.model.label, **{name: row[name] for name in names}, "tied": row["name"] in found.tied}
+    return own | draws_of(found, row) | limits(found)
+
+
+def draws_of(found: ModelFindings, row: Any) -> dict[str, Any]:
+    """How many draws of calibration samples a configuration has, and the mark of one; nothing where none has several."""
+    return {} if found.draw_variance is None else {"draws": row["draws"], "_one_draw": row["draws"] == 1}
 
 
 def limits(found: ModelFindings) -> dict[str, float]:

@@ -20,6 +20,8 @@ from tune_prune.analysis.tables.configurations import (
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.analysis.tables.trial_tables import counts, trials
 
+_ON_SCREEN = ("_at_chance", "_devices", "one_draw_leads")  # ends of kinds of warnings
+
 
 def final_table(findings: Findings, top: int = 5) -> str:
     """Per model: the dense model, the best configuration of each method and the `top` best; then the models compared. Lines have
@@ -32,7 +34,7 @@ def final_table(findings: Findings, top: int = 5) -> str:
         if label not in findings.models:
             block += "  no complete trial\n"
         warnings = findings.models[label].warnings if label in findings.models else ()
-        block += "".join(f"  ! {format_message(m)}\n" for m in warnings if m.kind.endswith(("_at_chance", "_devices")))
+        block += "".join(f"  ! {format_message(m)}\n" for m in warnings if m.kind.endswith(_ON_SCREEN))
         blocks.append(block)
     if (across := _across(findings)) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")
@@ -59,7 +61,7 @@ def _best_trials(findings: Findings, label: str, table: Table, top: int) -> Tabl
         rows.append({**row, **dict.fromkeys(unread)})
     if found is not None:
         rows = [{**row, "retained": found.retained(row.get("acc_mean")), **limits(found)} for row in rows]
-    columns = [*table.pick(*names, "ppl", "acc_mean").columns, RETAINED, PARAMETERS]
+    columns = [*table.pick(*names, "ppl", "draws", "acc_mean").columns, RETAINED, PARAMETERS]
     notes = [*accuracy_notes(findings), Message("note_retained"), *window_notes(findings)]
     return replace(table, title=title, columns=columns, rows=rows, notes=notes)
 

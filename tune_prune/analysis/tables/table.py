@@ -28,6 +28,9 @@ class Column:
     upper: str = ""  # the upper end of an interval whose lower end is `key`
     best: str = ""  # True where the value is marked: it is statistically tied with the best, or is the best itself
     threshold: str = ""  # an accuracy below it is marked as not distinguishable from guessing
+    single: str = (
+        ""  # True where an accuracy is marked: it is of one draw of calibration samples, others are means of several
+    )
     items: str = ""  # how many items an accuracy is of: one of 0 or 1 has an interval instead of a standard error
     badge: str = ""  # True where a page sets a "best" behind the text
     weight: str = ""  # from 0 to 1: how strongly a page colours it
@@ -44,6 +47,10 @@ class Column:
         """Whether the row's accuracy is to be marked as not distinguishable from guessing."""
         value, threshold = row.get(self.key), row.get(self.threshold)
         return value is not None and threshold is not None and bool(value < threshold)  # NaN is not below anything
+
+    def of_one_draw(self, row: Row) -> bool:
+        """Whether the row's accuracy is to be marked as that of one draw of calibration samples, beside means of several."""
+        return bool(row.get(self.single)) and not missing(row.get(self.key))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,16 @@ import pandas as pd
 from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
+    ACCURACY,
     CONFIGURATION,
+    DRAWS,
     MARKED_ACCURACY,
     MODEL,
     PERPLEXITY,
     TOKENS,
     accuracy_column,
+    configuration,
+    draws_of,
     hyperparameter_columns,
     limits,
 )
@@ -53,16 +57,21 @@ def trials(findings: Findings) -> Table:
     for label, model in findings.study.models.items():
         rest = model.rows
         if (found := findings.models.get(label)) is not None:
-            rest = rest.drop(index=found.eligible.index)
+            shown = found.eligible.index.union([index for draws in found.draws.values() for index in draws.index])
+            rest = rest.drop(index=shown)
             places = found.eligible["ppl"].rank(method="first")
             tied, of_all = set(found.tied), {"model": label} | limits(found)
             for rank, (row, place) in enumerate(zip(found.eligible.to_dict("records"), places, strict=True), 1):
                 ranks = {"rank": rank, "ppl_rank": None if missing(place) else int(place)}
                 state = {"state": "complete", **ranks, "chosen": row["name"] == found.best["name"]}
-                rows.append(row | state | {"tied": row["name"] in tied} | of_all)
+                of_draws = draws_of(found, row)
+                rows.append(_without_draws(row) | of_draws | state | {"tied": row["name"] in tied} | of_all)
         for row in rest.to_dict("records"):
+            finite = row["success"] and math.isfinite(row["acc_mean"])
             row["state"] = "not finite" if row["success"] else str(row["status"]).replace("_", " ")
-            if row["success"]:
+            if finite:
+                row |= {"state": "complete", "reason": "another draw of it was stopped early"}
+            elif row["success"]:
                 row["reason"] = row["reason"] or f"acc_mean is {row['acc_mean']}"
             row |= dict.fromkeys(("difference_points", "difference_stderr_points", "p_value", "rank", "ppl_rank"))
             rows.append(row | {"chosen": False, "tied": False, "model": label})
@@ -72,7 +81,7 @@ def trials(findings: Findings) -> Table:
     columns = [
         *(MODEL, replace(CONFIGURATION, badge="chosen"), Column("state", "Status", style="state")),
         *hyperparameter_columns(findings),
-        MARKED_ACCURACY,
+        *(DRAWS, MARKED_ACCURACY),
         Column("difference_points", "Gap", "points", "difference_stderr_points", hint=_GAP),
         Column("p_value", "p", "p", hint=_P_VALUE),
         PERPLEXITY,
@@ -85,6 +94,50 @@ def trials(findings: Findings) -> Table:
     if any(row["state"] == STATUS_WORDS["stopped_early"] for row in rows):
         notes.append(Message("note_stopped_early"))
     return Table("trials", "All trials", columns, rows, notes, best="best_tied", long=True)
+
+
+def _without_draws(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("draws", "draw_stderr")}
+
+
+def draws(findings: Findings) -> Table | None:
+    """The configurations with several draws of calibration samples: what each draw scored, and the 95% interval of their mean."""
+    rows, notes, columns = [], [], {}
+    for label, found in findings.models.items():
+        if (between := found.draw_variance) is None:
+            continue
+        usual = (found.model.source or {}).get("seed")
+        for place, (index, row) in enumerate(found.eligible.iterrows()):
+            if index not in found.draws:
+                continue
+            own = found.draws[index]
+            half = found.comparison.half_width(place)
+            values = {
+                "low": row["acc_mean"] - half,
+                "high": row["acc_mean"] + half,
+                "spread": 100 * own["acc_mean"].std(),
+            }
+            for seed, accuracy in zip(own["seed"], own["acc_mean"], strict=True):
+                seed = usual if missing(seed) else int(seed)
+                columns[seed] = Column(f"seed_{seed}", "Run's seed" if seed is None else f"Seed {seed}", "acc")
+                values[f"seed_{seed}"] = accuracy
+            rows.append(configuration(found, row) | values)
+        note = {"model": label, "points": 100 * math.sqrt(between.variance), "freedom": between.freedom}
+        notes.append(Message("note_draw_variance", note | {"share": _share(between.interaction, between.mean_square)}))
+    given = [about.get("settings", {}).get("draws") for about in findings.study.experiments.values()]
+    notes += [Message("note_draws_given", {"most": most}) for most in dict.fromkeys(filter(None, given))]
+    shown = [
+        *(MODEL, replace(CONFIGURATION, detail=False), DRAWS, ACCURACY),
+        Column("low", "95% interval", "acc", upper="high"),
+    ]
+    shown.append(Column("spread", "Std of draws", "points", hint="standard deviation between its draws, in points"))
+    by_seed = [columns[seed] for seed in sorted(columns, key=lambda seed: -1 if seed is None else seed)]
+    table = Table("draws", "Draws of calibration samples", [*shown, *by_seed], rows, [Message("note_draws"), *notes])
+    return table if rows else None
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, part / whole) if whole > 0 else 0.0
 
 
 def trial_tasks(findings: Findings) -> Table:

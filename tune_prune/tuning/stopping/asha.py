@@ -17,7 +17,7 @@ from statistics import median
 
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.stopping.rule import StoppingRule
-from tune_prune.tuning.worker import TrialSpec, labels_of_groups
+from tune_prune.tuning.worker import TrialSpec, groups_of_draws
 
 REDUCTION_FACTOR = 2  # the better half goes on: the limit is the median
 SMALLEST_LEVEL = 0.25  # of the items; see above
@@ -28,7 +28,7 @@ class AshaRule(StoppingRule):
 
     def __init__(self, specs: Mapping[str, TrialSpec]) -> None:
         super().__init__()
-        self._groups = labels_of_groups(specs.values())
+        self._groups = groups_of_draws(specs.values())
         self._levels = {key: _levels(spec.run.protocol.slices) for key, spec in specs.items()}
         # accuracy by trial, of those that reached a level of a group
         self._reached: defaultdict[tuple[str, float], dict[str, float]] = defaultdict(dict)

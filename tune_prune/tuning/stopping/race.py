@@ -1,5 +1,5 @@
-"""Early stopping by racing (tune_prune.tuning.stopping.racing) as a rule: one race per model and pruning ratio, nothing
-waits for anything.
+"""Early stopping by racing (tune_prune.tuning.stopping.racing) as a rule: one race per model, pruning ratio and draw of
+calibration samples, nothing waits for anything.
 
 A message says the outcome of every item that a slice adds. The trial goes on, or is stopped at once. Trials that an
 earlier start of the search completed go on eligible; those that it stopped have left no items and do not.
@@ -19,7 +19,7 @@ from tune_prune.core.store import Location
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.stopping.racing import Race, Verdict
 from tune_prune.tuning.stopping.rule import StoppingRule
-from tune_prune.tuning.worker import TrialSpec, labels_of_groups
+from tune_prune.tuning.worker import TrialSpec, groups_of_draws
 
 
 class RaceRule(StoppingRule):
@@ -27,7 +27,8 @@ class RaceRule(StoppingRule):
 
     `specs`: every configuration that the search may visit, by key. `known`: the outcomes of complete trials of earlier
     starts, by key: one dict task -> "0" or "1" per item for each slice, as `read_outcomes` gives them. `confidence` holds
-    for all configurations of one model at one pruning ratio together.
+    for all configurations of one model at one pruning ratio on one draw together: a race says which are not the best
+    on it, and the analysis compares no configuration of which a draw was stopped.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class RaceRule(StoppingRule):
         super().__init__()
         self._specs = dict(specs)
         self._confidence = confidence
-        self._groups = labels_of_groups(specs.values())
+        self._groups = groups_of_draws(specs.values())
         self._num_configs = Counter(self._groups.values())
         self._races: dict[str, Race] = {}  # by group's label; made when the sizes of its tasks are known
         for key, slices in (known or {}).items():

@@ -1,0 +1,181 @@
+"""What the intervals with draws of calibration samples are worth, and what adaptive draws save: simulated, of known truth.
+
+    python scripts/simulate_draws.py                        # everything, about an hour of one core
+    python scripts/simulate_draws.py --repeats 50 --output draws.json
+
+Item i of a task is answered by draw d of configuration c if sqrt(.5) z_i + sqrt(.2) z_ci + sqrt(.3) z_cdi < q_c + s_cd, all z
+standard normal: items are hard for all configurations alike, and items and draws interact. The draw effect s_cd is normal,
+as wide as the ratio says, in standard errors of one accuracy over the items. The accuracy to be covered is then
+Phi(q_c / sqrt(1 + Var(s))). The numbers are those of `compare` and of tune_prune/analysis/statistics/draws.py, as the analysis has
+them.
+
+coverage    of 95% intervals around a mean and around a difference, and of the confidence set, which must hold the truly best of
+            equal configurations; `freedom` are the degrees of freedom of the variance between draws
+adaptive    `--draws N` of a grid with the accuracies of a published one: how often its winner is that of all configurations
+            on N draws, what it has lost otherwise, and its share of the trials
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtr, ndtri
+from scipy.stats import norm
+
+from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare
+from tune_prune.analysis.statistics.draws import DrawVariance, interaction, next_draws, pooled
+from tune_prune.core.files import atomic_write_text, to_json
+
+SHARED, OWN = (
+    0.5,
+    0.2,
+)  # parts of the latent variance: of an item, and of an item for a configuration; the rest is of the draw
+LEVEL = 0.6  # accuracy of equal configurations
+TASKS, ITEMS = 2, 200  # of the coverage
+CONFIGURATIONS = 12
+RATIOS = (0.0, 0.5, 1.0, 2.0)  # standard deviation of draws over the standard error of one accuracy over the items
+WHO = {
+    "all": CONFIGURATIONS,
+    "four of 12": 4,
+    "two of 12": 2,
+    "one of 12": 1,
+}  # which configurations have several draws
+# Accuracies of the 45 published runs of Llama-3-8B at 20%, best first: a grid with a few close leaders and a long tail
+GRID = np.array(
+    [.598, .597, .597, .596, .596, .595, .592, .590, .589, .588, .587, .586, .583, .581, .580, .577, .575, .572, .570, .568, .565,
+     .563, .560, .558, .556, .553, .550, .547, .545, .541, .538, .535, .530, .527, .522, .518, .512, .507, .500, .493, .486, .478,
+     .465, .452, .434]
+)  # fmt: skip
+
+
+def simulated(
+    generator: np.random.Generator,
+    accuracies: np.ndarray,
+    draws: int,
+    sd: float,
+    items: int,
+    tasks: int,
+    together: float = 0.0,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Scores [draws, items, configurations] of each task, and the accuracy that each configuration has in truth. `sd`: of a draw's
+    accuracy; `together`: the part of its variance that all configurations share."""
+    count = len(accuracies)
+    quantiles = ndtri(accuracies)
+    width = sd / norm.pdf(quantiles)
+    mine = generator.standard_normal((draws, count))
+    shift = width * (np.sqrt(together) * generator.standard_normal((draws, 1)) + np.sqrt(1 - together) * mine)
+    found = []
+    for _ in range(tasks):
+        latent = np.sqrt(SHARED) * generator.standard_normal((items, 1), dtype=np.float32)
+        latent = latent + np.sqrt(OWN) * generator.standard_normal((items, count), dtype=np.float32)
+        own = generator.standard_normal((draws, items, count), dtype=np.float32)
+        rest = np.float32(np.sqrt(1 - SHARED - OWN))
+        found.append((latent + rest * own < (quantiles + shift)[:, None, :]).astype(np.float64))
+    return found, ndtr(quantiles / np.sqrt(1 + width**2))
+
+
+def compared(
+    scores: list[np.ndarray], counts: np.ndarray, generator: np.random.Generator, resamples: int
+) -> tuple[np.ndarray, Comparison, DrawVariance | None]:
+    """The accuracies over the first `counts` draws of each configuration, and what `compare` says of them."""
+    draws = len(scores[0])
+    used = (np.arange(draws)[:, None] < counts)[:, None, :]
+    means = {str(task): (own * used).sum(axis=0) / counts for task, own in enumerate(scores)}
+    paired = PairedScores(means, np.arange(len(counts)))
+    parts = []
+    for column in np.flatnonzero(counts > 1):
+        by_task = {str(task): own[: counts[column], :, column] for task, own in enumerate(scores)}
+        of_draws = np.mean([own.mean(axis=1) for own in by_task.values()], axis=0)
+        parts.append((of_draws, interaction(by_task)["acc_mean"]))
+    between = pooled(parts) if parts else None
+    accuracies, unknown = paired.accuracies, np.full(len(counts), np.nan)
+    return accuracies, compare(accuracies, unknown, paired, generator, resamples, between, counts), between
+
+
+def coverage(
+    who: str,
+    draws: int,
+    ratio: float,
+    together: float,
+    repeats: int,
+    generator: np.random.Generator,
+    resamples: int = 1000,
+) -> dict[str, Any]:
+    """How often 95% intervals hold the truth, and the set a given one of equal configurations, in one setting."""
+    counts = np.where(np.arange(CONFIGURATIONS) < WHO[who], draws, 1)
+    sd = ratio * np.sqrt(LEVEL * (1 - LEVEL) / TASKS / ITEMS)
+    # of one with several draws (where there is one) and the last; of the first two, and of the first and the last
+    pairs = {"mean": (0, None), "mean of the last": (-1, None), "difference": (0, 1), "to the last": (0, -1)}
+    held: dict[str, list[bool]] = {name: [] for name in (*pairs, "set")}
+    for _ in range(repeats):
+        scores, truth = simulated(generator, np.full(CONFIGURATIONS, LEVEL), draws, sd, ITEMS, TASKS, together)
+        accuracies, comparison, _ = compared(scores, counts, generator, resamples)
+        for name, (one, other) in pairs.items():
+            error = accuracies[one] - truth[one]
+            error -= 0 if other is None else accuracies[other] - truth[other]
+            held[name].append(abs(error) <= comparison.half_width(one, other))
+        held["set"].append(bool(comparison.in_confidence_set[0]))
+    freedom = int(np.sum(counts - 1))
+    setting = {"who": who, "draws": draws, "ratio": ratio, "together": together, "freedom": freedom, "repeats": repeats}
+    return setting | {name: float(np.mean(values)) for name, values in held.items()}
+
+
+def adaptive(items: int, draws: int, sd: float, repeats: int, generator: np.random.Generator) -> dict[str, Any]:
+    """Draws for those that are tied, against all draws for all: seven tasks of so many items, draws of standard deviation `sd`."""
+    same, lost, share, sizes = [], [], [], []
+    for _ in range(repeats):
+        scores, truth = simulated(generator, generator.permutation(GRID), draws, sd, items, 7)
+        every = np.mean([own.mean(axis=(0, 1)) for own in scores], axis=0)
+        counts = np.ones(len(GRID), dtype=int)
+        while True:
+            accuracies, _, between = compared(scores, counts, generator, 2)
+            more, _ = next_draws(accuracies, counts, draws, between, generator)
+            if not more.any():
+                break
+            counts[more] += 1
+        winner, best = int(accuracies.argmax()), int(every.argmax())
+        same.append(winner == best)
+        lost.append(counts[best] < draws)
+        share.append(counts.sum() / draws / len(counts))
+        sizes.append(truth[best] - truth[winner])
+    about = {"items": 7 * items, "draws": draws, "sd_points": 100 * sd, "repeats": repeats}
+    found = {"lost": np.mean(lost), "same": np.mean(same), "points_lost": 100 * np.mean(sizes), "share": np.mean(share)}
+    return about | {name: float(value) for name, value in found.items()}
+
+
+def shown(title: str, rows: list[dict[str, Any]]) -> None:
+    columns = list(rows[0])
+    cells = [columns] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
+    print(f"\n{title}")
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=1000, help="simulated studies of each setting (default: 1000)")
+    parser.add_argument("--only", choices=("coverage", "adaptive"), help="one part (default: both)")
+    parser.add_argument("--output", type=Path, help="write the rows as JSON")
+    args = parser.parse_args(argv)
+    generator = np.random.default_rng(0)
+    found: dict[str, list[dict[str, Any]]] = {}
+    if args.only != "adaptive":
+        settings = [(*setting, 0.0) for setting in itertools.product(WHO, (2, 3, 5), RATIOS)]
+        settings += [("all", draws, ratio, 0.5) for draws, ratio in itertools.product((3,), RATIOS[1:])]
+        found["coverage"] = [coverage(*setting, args.repeats, generator) for setting in settings]
+        shown("coverage of 95% intervals, and of the confidence set", found["coverage"])
+    if args.only != "coverage":
+        grids = itertools.product((100, 300), (3, 5), (0.003, 0.007, 0.015))
+        found["adaptive"] = [adaptive(*grid, max(1, args.repeats // 2), generator) for grid in grids]
+        shown("draws for those that are tied, against all draws for all", found["adaptive"])
+    if args.output is not None:
+        atomic_write_text(args.output, to_json(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""`--draws N`: who gets another draw follows from the ledger's records alone, whenever a search was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.findings import simulated_study
+from tune_prune.analysis.input.reading import study_of_search
+from tune_prune.cli.search_flags import parser, settings_from
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger, read_about
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
+from tune_prune.planning import resolve
+from tune_prune.planning.draws import Draws
+
+MOST = 3
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[TrialRecord]]:
+    """All draws of 18 configurations, from which the ledger of any moment is taken."""
+    names = [f"{m}-s{s}-n{n}" for m in ("taylor", "layerwise", "blockwise") for s in (16, 64, 256) for n in (128, 512)]
+    folder = tmp_path_factory.mktemp("draws")
+    path = simulated_study(folder, ("alpha",), items=150, draws=dict.fromkeys(names, MOST), draw_sd=0.006)
+    store = FolderStore(path)
+    return path, read_about(store) or {}, Ledger(store).records()
+
+
+def draws_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
+    path, about, records = searched
+    trials = [(PruningConfig.from_dict(record.config), record.key) for record in records]
+    model = SimpleNamespace(run=SimpleNamespace(label="alpha"), trials=sorted(trials))
+    plan: Any = SimpleNamespace(settings=SimpleNamespace(draws=MOST, seed=0), models=[model])
+    return Draws(plan, lambda own: study_of_search(path, about, {}, own))
+
+
+def decided(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
+    draws = draws_of(searched)
+    while draws.decide(searched[2]):
+        pass
+    return draws
+
+
+def test_the_winner_of_all_draws_is_found_with_fewer(searched) -> None:
+    draws, records = decided(searched), searched[2]
+    given = {record.key: PruningConfig.from_dict(record.config).name for record in records if record.key in draws.given}
+    assert 18 + 2 * MOST - 2 <= len(given) < 0.75 * len(records)
+    means: dict[str, list[float]] = {}
+    for record in records:
+        means.setdefault(PruningConfig.from_dict(record.config).name.split("-r")[0], []).append(
+            record.metrics["acc_mean"]
+        )
+    winner = max(means, key=lambda name: sum(means[name]))
+    assert {winner, f"{winner}-r1", f"{winner}-r2"} <= set(given.values())
+    first = draws.rounds[0]
+    assert set(first.draws.values()) == {2} and len(first.draws) == 4 and first.others is None
+    assert all(one.others <= 0.02 and one.freedom >= 4 for one in draws.rounds[1:])
+    assert "draw 2 for 4 of 18 configurations" in str(first) and "degrees of freedom" in str(draws.rounds[-1])
+
+
+def test_a_killed_search_decides_the_same_again(searched) -> None:
+    """What was run beyond a decision, or not yet, changes none before it."""
+    whole = decided(searched)
+    again = draws_of(searched)
+    for number in range(len(whole.rounds)):
+        half = set(list(whole.given - again.given)[::2])  # a part of what comes later has been run already
+        again.decide([record for record in searched[2] if record.key in again.given | half])
+        assert again.rounds == whole.rounds[: number + 1]
+    assert again.given == whole.given
+
+
+def settings(*argv: str) -> Any:
+    return settings_from(parser().parse_args(["--model", "tiny-llama", "--search-space", "smoke", *argv]))
+
+
+def test_flags_that_do_not_fit_are_refused() -> None:
+    assert resolve.space(settings("--draws", "3", "--seed", "5")).values["seed"] == (5, 6, 7)
+    for argv, said in (
+        (["--seeds", "0,1"], "--seeds names others"),
+        (["--search", "optuna"], "is for a grid"),
+        (["--seed", str(2**32 - 1)], "above the largest"),
+    ):
+        with pytest.raises(UserError, match=said):
+            resolve.space(settings("--draws", "3", *argv))

@@ -1,0 +1,265 @@
+"""Configurations measured on several draws of calibration samples: their means, and how far draws lie apart.
+
+A trial is one draw; trials that differ in their seed alone are draws of one configuration, whose score is their mean. The score
+of item i by draw d of configuration c is mu_c + a_ci + b_cd + e_cdi: what is easy for the configuration, what the draw is
+worth, and the rest, in which draws and items interact. With n items and D_c draws the mean of c has the variance
+
+    Var(a)/n + Var(b)/D_c + Var(e)/(n D_c).
+
+The items, of scores averaged over draws, tell the first and the last part (`comparison`). The mean square between draws of one
+configuration on the same items tells Var(b) + Var(e)/n: the interaction is in it, too, and is taken off, so that it
+counts once. Its size, Var(e)/n, is in the scores by item (analysis of variance, Searle, Casella and McCulloch 1992, 4.3).
+What is left is Var(b), pooled over all configurations with two draws or more (docs/draws.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from tune_prune.analysis.input.items import check_items
+from tune_prune.analysis.input.message import Message
+from tune_prune.analysis.input.rows import INTEGERS, best_first, configuration_of
+from tune_prune.core.config import HYPERPARAMETERS
+
+SEED = "seed"  # the hyperparameter whose values are draws
+FEW_FREEDOM = 8  # degrees of freedom: a variance from fewer is off by half of it in one of three cases
+RISK = 0.02  # that the winner of all draws is among those that get no more, of each decision by the simulated ends
+FIRST = 4  # configurations whose second draw tells first how far draws lie apart
+_WINS = 4000  # simulated ends of a race
+_STDERR = "_stderr"
+
+
+@dataclass(frozen=True)
+class DrawVariance:
+    """How far draws of one configuration lie apart, pooled over those that have two or more."""
+
+    mean_square: float  # between draws on the same items, of one draw
+    interaction: float  # the part of it that items and draws have together, and that the items tell already
+    freedom: int  # degrees of freedom: draws less configurations
+
+    @property
+    def variance(self) -> float:
+        """Of one draw, beyond what its items tell: Var(b)."""
+        return max(0.0, self.mean_square - self.interaction)
+
+    def sampled(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """[count] variances that may have led to this mean square, which is one times chi-squared over `freedom`: with few degrees
+        of freedom they lie far apart, and errors drawn with them have long tails, as Student's t (a generalised pivotal
+        quantity, Weerahandi 1993)."""
+        squares = self.mean_square * self.freedom / generator.chisquare(self.freedom, count)
+        return np.maximum(0.0, squares - self.interaction)
+
+
+class DrawItems:
+    """The items of configurations by the folder of their first draw, averaged over draws; other folders as `read` has them."""
+
+    def __init__(self, read: Callable[[str], pd.Series | None]) -> None:
+        self._read = read
+        self._folders: dict[str, Sequence[str]] = {}
+        self._means: dict[str, pd.Series | None] = {}
+
+    def add(self, folders: Sequence[str]) -> None:
+        """The draws of a configuration; the first stands for all."""
+        self._folders[folders[0]] = folders
+
+    def draws(self, folder: str) -> list[pd.Series]:
+        """Of each draw the score of every item; none where a draw has no items, or other ones."""
+        found = [self._read(name) for name in self._folders.get(folder, [folder])]
+        series = [items for items in found if items is not None]
+        same = all(items.index.equals(series[0].index) for items in series)
+        return series if same and len(series) == len(found) else []
+
+    def __call__(self, folder: str) -> pd.Series | None:
+        if len(self._folders.get(folder, ())) < 2:
+            return self._read(folder)
+        if folder not in self._means:
+            series = self.draws(folder)
+            self._means[folder] = sum(items.astype("float64") for items in series) / len(series) if series else None
+        return self._means[folder]
+
+
+def configurations(trials: pd.DataFrame, rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, pd.DataFrame]]:
+    """A row for each configuration of the eligible `trials`, best first (`rows.best_first`), and the draws of those with several.
+
+    Of several draws metrics are means, perplexity the geometric one, standard errors the root of the mean square and whole numbers
+    rounded; everything else is that of the first draw (lowest seed), whose index the row has, and so have the draws. A
+    column more: `draws`. A configuration of which a draw in `rows` (all trials) was stopped early has no row: those that went
+    on are the lucky ones.
+    """
+    if SEED not in trials or trials[SEED].isna().all():
+        return trials.assign(draws=1), {}
+    names = {index: _name(row) for index, row in rows.iterrows()}
+    stopped = {names[index] for index in rows.index[rows["status"] == "stopped_early"]}
+    named = trials.assign(name=[names[index] for index in trials.index])
+    named = named[~named["name"].isin(stopped)]
+    groups = {}
+    for _, draws in named.groupby("name"):
+        draws = draws.sort_values(SEED, na_position="first")  # the run's own draw has none
+        groups[int(draws.index[0])] = draws
+    eligible = named.loc[list(groups)]
+    eligible["draws"] = [len(draws) for draws in groups.values()]
+    several = {index: draws for index, draws in groups.items() if len(draws) > 1}
+    measured = [
+        column
+        for column in trials
+        if column not in (*HYPERPARAMETERS, "tokens", "success") and pd.api.types.is_numeric_dtype(trials[column])
+    ]
+    for index, draws in several.items():
+        for column in measured:
+            eligible.loc[index, column] = _mean(draws[column])
+    return best_first(eligible), several
+
+
+def _name(row: pd.Series) -> str:
+    """Of the configuration, without the draw."""
+    return row["name"] if pd.isna(row[SEED]) else configuration_of(row).name
+
+
+def _mean(values: pd.Series) -> float:
+    name, numbers = str(values.name), values.astype("float64")
+    if name == "ppl":
+        return float(np.exp(np.log(numbers).mean()))
+    if name.endswith(_STDERR):
+        return math.sqrt(np.square(numbers).mean())
+    mean = float(numbers.mean())
+    return round(mean) if name in INTEGERS and math.isfinite(mean) else mean
+
+
+def draw_variances(
+    several: Mapping[int, pd.DataFrame], items: DrawItems
+) -> tuple[dict[str, DrawVariance], dict[int, dict[str, float]]]:
+    """The variance between draws of every metric that has a standard error, by its name; and of each configuration the
+    interaction of each accuracy, where its draws have items: what averaging over draws takes from a mean of item variances.
+
+    UserError naming the trial if its items contradict its acc_mean."""
+    parts: dict[str, list[tuple[np.ndarray, float]]] = {}
+    interactions = {}
+    for index, draws in several.items():
+        folders = draws["output_dir"].tolist()
+        if all(folders):
+            items.add(folders)
+        series = items.draws(folders[0]) if all(folders) else []
+        for trial, recorded, one in zip(folders, draws["acc_mean"], series, strict=False):
+            check_items(trial, recorded, float(one.groupby(level="task").mean().mean()))
+        interactions[index] = interaction(_by_task(series)) if series else {}
+        for column in draws:
+            if f"{column}{_STDERR}" not in draws or not np.isfinite(draws[column]).all():
+                continue
+            own = interactions[index].get(column, 0.0)  # unknown: it counts twice, which is too wide
+            parts.setdefault(column, []).append((draws[column].to_numpy("float64"), own))
+    return {column: pooled(own) for column, own in parts.items()}, interactions
+
+
+def _by_task(draws: Sequence[pd.Series]) -> dict[str, np.ndarray]:
+    tasks = draws[0].index.get_level_values("task")
+    scores = np.stack([items.to_numpy("float64") for items in draws])
+    return {str(task): scores[:, tasks == task] for task in tasks.unique()}
+
+
+def interaction(by_task: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Var(e)/n of one draw for acc_mean and every acc_<task>, from scores [draws, items] by task; one item tells nothing."""
+    found = {}
+    for task, scores in by_task.items():
+        draws, n = scores.shape
+        rest = scores - scores.mean(axis=0)
+        rest -= rest.mean(axis=1, keepdims=True)
+        found[f"acc_{task}"] = float(np.square(rest).sum()) / (draws - 1) / max(1, n - 1) / n
+    return {"acc_mean": sum(found.values()) / len(found) ** 2} | found
+
+
+def pooled(parts: Sequence[tuple[np.ndarray, float]]) -> DrawVariance:
+    """Of configurations with several draws each: what they scored [draws], and the interaction of one of them."""
+    freedoms = np.array([len(scores) - 1 for scores, _ in parts])
+    squares = np.array([scores.var(ddof=1) for scores, _ in parts])
+    interactions = np.array([own for _, own in parts])
+    return DrawVariance(
+        float(np.average(squares, weights=freedoms)),
+        float(np.average(interactions, weights=freedoms)),
+        int(freedoms.sum()),
+    )
+
+
+def item_errors(eligible: pd.DataFrame, interactions: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
+    """The rows with standard errors over the items alone: those of scores that are averaged over draws. The mean of the draws'
+    variances over items is theirs and (1 - 1/D) times the interaction."""
+    eligible = eligible.copy()
+    for index, own in interactions.items():
+        less = 1 - 1 / float(eligible.loc[index, "draws"])
+        for column, value in own.items():
+            name = f"{column}{_STDERR}"
+            eligible.loc[index, name] = math.sqrt(max(0.0, eligible.loc[index, name] ** 2 - less * value))
+    return eligible
+
+
+def with_draw_errors(eligible: pd.DataFrame, variances: Mapping[str, DrawVariance]) -> pd.DataFrame:
+    """The rows with standard errors over items and draws, and `draw_stderr`: the part of that of acc_mean that draws make, also
+    of a configuration with one draw, which has the pooled variance in full. NaN where nobody has two draws."""
+    added = {
+        f"{column}{_STDERR}": np.hypot(
+            eligible[f"{column}{_STDERR}"].astype("float64"), np.sqrt(own.variance / eligible["draws"])
+        )
+        for column, own in variances.items()
+    }
+    mean = variances.get("acc_mean")
+    own = math.nan if mean is None else np.sqrt(mean.variance / eligible["draws"])
+    return eligible.assign(**added, draw_stderr=own)
+
+
+def left_out(draws: Sequence[np.ndarray], number: int) -> tuple[np.ndarray, np.ndarray]:
+    """The mean score of each item over all draws but one, and that draw's; of one draw both are its own."""
+    held = draws[number % len(draws)]
+    if len(draws) == 1:
+        return held, held
+    return (sum(draws) - held) / (len(draws) - 1), held
+
+
+def next_draws(
+    accuracies: np.ndarray,
+    counts: np.ndarray,
+    most: int,
+    between: DrawVariance | None,
+    generator: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which configurations get another draw, and the chance of each to win: a race over draws, towards the most accurate on `most`
+    draws of each.
+
+    Items are fixed in it: what is still to come are draws, which move the mean of d of N draws by a variance of MS (1/d - 1/N),
+    with MS their mean square on these items. So the chance of each configuration to win is simulated, and those that together
+    have no more than RISK of it get no more draws; they come back where later draws raise their chance. While
+    nothing is known of MS (`between`), the FIRST most accurate get a draw. Arrays: [K], `counts` the draws so far.
+    """
+    order = np.argsort(-accuracies, kind="stable")
+    if between is None:
+        wanted, wins = np.isin(np.arange(len(accuracies)), order[:FIRST]), np.full(len(accuracies), np.nan)
+    else:
+        squares = between.mean_square * between.freedom / generator.chisquare(between.freedom, _WINS)
+        spread = np.sqrt(np.maximum(0.0, 1 / counts - 1 / most))
+        wins = np.zeros(len(accuracies))
+        for square in squares:
+            final = accuracies + math.sqrt(square) * spread * generator.standard_normal(len(accuracies))
+            wins[final.argmax()] += 1 / _WINS
+        lowest = np.argsort(wins, kind="stable")
+        out = lowest[np.cumsum(wins[lowest]) <= RISK]
+        wanted = ~np.isin(np.arange(len(accuracies)), out)
+    return wanted & (counts < most), wins
+
+
+def warnings(eligible: pd.DataFrame, best: str, between: DrawVariance | None) -> Iterator[Message]:
+    """What other calibration samples may change, as far as that is known: of the rows with `draws`, the best of them by its rule,
+    and how far draws lie apart."""
+    if between is None:
+        yield Message("seeds_one")
+        return
+    alone = eligible.loc[eligible["draws"] == 1, "name"].tolist()
+    values = {"points": 100 * math.sqrt(between.variance), "freedom": between.freedom}
+    if leading := [name for name in dict.fromkeys([best, *eligible["name"].head(2)]) if name in alone]:
+        yield Message("one_draw_leads", values | {"names": leading})
+    if alone:
+        yield Message("one_draw", values | {"count": len(alone), "all": len(eligible)})
+    if between.freedom < FEW_FREEDOM:
+        yield Message("few_draws", values)

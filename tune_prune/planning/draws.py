@@ -1,0 +1,97 @@
+"""`--draws N`: which configurations of a search are measured on more draws of calibration samples, and why.
+
+Every configuration gets one draw, those that may still have the highest mean of N draws get more
+(analysis.statistics.draws.next_draws). Each decision follows from the records of the draws that were given before it and from
+nothing else, so a search that was killed decides the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tune_prune.analysis.input.study import Study
+from tune_prune.analysis.statistics.draws import next_draws
+from tune_prune.analysis.statistics.findings import ModelFindings, find
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.hashing import seed_for
+from tune_prune.core.records import TrialRecord
+from tune_prune.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one decision gave to the configurations of one model."""
+
+    model: str  # label, with the pruning ratio where there are several
+    draws: Mapping[str, int]  # configuration -> the number of the draw that it gets: 2 is its second
+    of: int  # configurations that were compared
+    spread_points: float | None  # standard deviation of a draw on these items; None where nobody had two draws
+    freedom: int  # degrees of freedom of that
+    others: float | None  # chance that one of those which got none would have won
+
+    def __str__(self) -> str:
+        names = list(self.draws)
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        number = "/".join(map(str, sorted(set(self.draws.values()))))
+        text = f"{self.model}: draw {number} for {len(names)} of {self.of} configurations ({shown}): "
+        if self.spread_points is None:
+            return text + "the most accurate by one draw, to see how far draws lie apart"
+        return text + (
+            f"they may still be the best of all draws, the others with a chance of {self.others:.1%} together; draws lie "
+            f"{self.spread_points:.1f} points apart ({self.freedom} degrees of freedom)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Draws:
+    """The draws of a plan: all of them are its trials, and `given` are the keys of those that are to be run."""
+
+    def __init__(self, plan: Plan, study: Callable[[Sequence[TrialRecord]], Study]) -> None:
+        self._most = plan.settings.draws or 1
+        self._seed = plan.settings.seed
+        self._study = study
+        self._draws: dict[str, list[str]] = {}  # key of a first draw -> of all draws, in order
+        self._first: dict[str, str] = {}  # key of a draw -> of the first
+        by_config: dict[tuple[str, PruningConfig], str] = {}
+        for model in plan.models:
+            for config, key in model.trials:  # the run's own draw stands first
+                first = by_config.setdefault((model.run.label, replace(config, seed=None)), key)
+                self._draws.setdefault(first, []).append(key)
+                self._first[key] = first
+        self.given: set[str] = set(self._draws)
+        self.rounds: list[Round] = []
+
+    def decide(self, records: Collection[TrialRecord]) -> bool:
+        """Give draws by the records of those that were given; whether there were any to give."""
+        found = find(self._study([record for record in records if record.key in self.given]))
+        decided = [self._round(model) for model in found.models.values()]
+        self.rounds += [one for one, keys in decided if keys]
+        new = {key for _, keys in decided for key in keys}
+        self.given |= new
+        return bool(new)
+
+    def _round(self, found: ModelFindings) -> tuple[Round, list[str]]:
+        rows, between = found.eligible, found.draw_variance
+        firsts = [self._first[key] for key in rows["key"]]
+        had = np.array([len(self.given & set(self._draws[first])) for first in firsts])
+        # What has had all its draws, a method that reads no seed among them, moves no more
+        counts = np.where(had == [len(self._draws[first]) for first in firsts], self._most, had)
+        number = len(self.rounds)
+        generator = np.random.default_rng(seed_for(self._seed, f"draws of {found.model.label}, {number}"))
+        wanted, chances = next_draws(rows["acc_mean"].to_numpy(), counts, self._most, between, generator)
+        names, places = rows["name"].tolist(), np.flatnonzero(wanted)
+        one = Round(
+            found.model.label,
+            {names[place]: int(had[place]) + 1 for place in places},
+            len(rows),
+            None if between is None else 100 * between.mean_square**0.5,
+            0 if between is None else between.freedom,
+            None if between is None else float(chances[~wanted & (counts < self._most)].sum()),
+        )
+        return one, [self._draws[firsts[place]][had[place]] for place in places]
