@@ -73,7 +73,7 @@ def build(name: str) -> Stage:
     windows = torch.randint(vocab, (20, 256))
     if not statistic:
         perplexity(model, windows[0, :4], 4, residency=way)
-        _, stage, _ = shapes.evaluation(0, 512, 5 * 512, 64, way=replace(way, from_files=way.streamed))
+        _, _, stage, _ = shapes.evaluation(0, 512, 5 * 512, 64, way=replace(way, from_files=way.streamed))
         return Stage(stage, lambda: perplexity(model, windows.flatten()[: 5 * 512], 512, residency=way))
     found = load_statistic(statistic)
     needs = [Need(statistic, kind, n) for kind in (KINDS if statistic == "block_removal" else ("",)) for n in numbers]

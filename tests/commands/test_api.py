@@ -122,6 +122,9 @@ def test_save_writes_what_the_command_writes(pruned: Any, tmp_path: Path, printe
     assert again.params == pruned.params and again.manifest == saved
     tasks: dict[str, Any] = {"limit": 5, "tasks": "boolq,piqa"}
     before = pruned.evaluate(**tasks).record.metrics
+    before = {
+        name: value for name, value in before.items() if not name.startswith("kl_")
+    }  # the dense model is not there
     assert again.evaluate(**tasks).record.metrics == before | {"removed_fraction": 0.0}  # of itself
     with pytest.raises(UserError, match="already pruned"):
         again.prune("random")

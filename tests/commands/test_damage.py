@@ -26,6 +26,7 @@ from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_about, write_baselines
 from tune_prune.core.store import FolderStore
+from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.planning import experiment
@@ -35,7 +36,7 @@ from tune_prune.pruning.statistics import Need, load_statistic
 
 NAME = "damaged"
 ARGV = (*TINY, "--limit", "4", "--tasks", "boolq,piqa", "--gpus-per-trial", "0", "--inline", "--name", NAME)
-KINDS = ("suite", "importance", "removal", "perplexity", "zero_shot")  # of artifacts
+KINDS = ("suite", "importance", "removal", "dense_states", "kl", "perplexity", "zero_shot")  # of artifacts
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,13 @@ class Finished:
         best = json.loads((self.folder / "global_best_config.json").read_text())["models"]["tiny-llama"]["key"]
         if kind in KINDS:
             return sorted((self.storage / "artifacts").glob(f"{kind}-*"))[number]
-        if kind in ("pruning_plan.json", "gradient_diagnosis.json", "pruning_comparison.json", "items.parquet"):
+        if kind in (
+            "pruning_plan.json",
+            "gradient_diagnosis.json",
+            "pruning_comparison.json",
+            "kl.json",
+            "items.parquet",
+        ):
             if number == 0:
                 return self.folder / "trials" / best / kind
             paths = [self.folder / "trials" / key / kind for key in (best, *keys)]
@@ -115,6 +122,8 @@ def of_worker(kind: str) -> Callable[[Finished], str]:
             "suite": lambda arrays: ZeroShotSuite.from_arrays(arrays, model.run.protocol),
             "importance": lambda arrays: load_statistic("taylor").value(arrays, Need("taylor", "", 8)),
             "removal": lambda arrays: load_statistic("block_removal").value(arrays, Need("block_removal", "layer", 1)),
+            "dense_states": lambda arrays: arrays["states"],
+            "kl": Divergence.from_arrays,
             "perplexity": PerplexityResult.from_arrays,
             "zero_shot": lambda arrays: (arrays["loglikelihoods"], arrays["greedy"]),
         }

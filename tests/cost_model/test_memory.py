@@ -143,7 +143,7 @@ def test_streamed_a_7b_model_needs_two_layers_and_a_card_of_24_gb_holds_its_prun
     ]
     assert {plan.weights for plan in streamed} == {0}
     assert [plan.stages[0].held - 4 * LAYER - layers for plan in streamed] == [256 * 512 * 4096 * 2 * 33, 0, 0] * 2
-    pruning, perplexity, zero_shot = zip(*(plan.stages[1:] for plan in streamed), strict=True)
+    pruning, _, perplexity, zero_shot = zip(*(plan.stages[1:] for plan in streamed), strict=True)
     assert [stage.held for stage in pruning[2:4]] == [weights + 2 * 32 * 63 * 3 * 4096, layers]
     assert [(stage.way, stage.held) for stage in perplexity[2:4]] == [
         ("resident", pruning[2].held), ("streamed", layers + 2**18 * 4096 * 2)

@@ -63,7 +63,9 @@ def test_plan_of_a_dry_run(plan_text: Callable[..., str]) -> None:
     assert "3 methods x 2 seq_len x 1 num_samples = 6 configurations a model, 6 trials" in out
     assert "experiment   ray_results/tiny-llama-25-smoke-limit10\n" in out
     assert "2 zero-shot tasks, at most 10 items each" in out and " piqa, boolq\n" in out
-    assert "stages       importance, removal, pruning, perplexity, zero-shot 6.25% / 12.5% / 25% / 50% / 100%" in out
+    assert (
+        "stages       importance, removal, pruning, kl, perplexity, zero-shot 6.25% / 12.5% / 25% / 50% / 100%" in out
+    )
     assert "a trial takes 1 CPU, 0 GPU and about" in out and f"; {CPUS} at once;" in out
     assert "shared       2 gradient passes, 2 removal passes a model, one of each per seq_len; 1 dense baseline" in out
 

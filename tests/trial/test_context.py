@@ -196,7 +196,7 @@ def test_the_first_trial_at_a_seq_len_computes_what_its_neighbours_need(fresh):
 
 
 def measured(record: TrialRecord) -> list[int]:
-    return [stage["tokens"] for stage in record.stages if stage["stage"] in ("perplexity", "zero_shot")]
+    return [stage["tokens"] for stage in record.stages if stage["stage"] in ("kl", "perplexity", "zero_shot")]
 
 
 def test_removing_nothing_is_the_baseline(fresh):
@@ -244,9 +244,9 @@ def test_an_interrupted_trial_goes_on_where_it_was(context, fresh):
         if report.items_scored:
             break
     again = run_trial(BLOCKWISE, fresh)
-    done = ["importance", "removal", "perplexity", "zero_shot"]
-    assert [stage["tokens"] for stage in again.stages if stage["stage"] in done][:4] == [0, 0, 0, 0]
-    assert measured(again)[:2] == [0, 0] and sum(measured(again)) > 0
+    done = ["importance", "removal", "kl", "perplexity", "zero_shot"]
+    assert [stage["tokens"] for stage in again.stages if stage["stage"] in done][:5] == [0, 0, 0, 0, 0]
+    assert measured(again)[:3] == [0, 0, 0] and sum(measured(again)) > 0
     assert again.metrics == whole.metrics
 
 

@@ -37,6 +37,7 @@ METHODS = {
     "removal": "layerwise",
     "input_norms": "wanda_sp",
     "pruning": "magnitude",
+    "kl": "magnitude",
     "perplexity": "magnitude",
     "zero_shot": "magnitude",
 }
@@ -68,10 +69,10 @@ def run_limited(context: TrialContext, stage: str, limit: int = 2**62) -> tuple[
     """A trial whose `stage` has so much memory, and the most that the stage took."""
     trial, peak = Trial(config_for(stage), context), 0
     stages, names = trial.stages(), []
-    order = ["pruning", "perplexity", "zero_shot", "zero_shot"]
+    order = ["pruning", "kl", "perplexity", "zero_shot", "zero_shot"]
     order = [*dict.fromkeys(["importance"] if METHODS[stage] in ("taylor", "layerwise") else []), *order]
     if stage in ("removal", "input_norms"):
-        order.insert(len(order) - 4, stage)
+        order.insert(len(order) - 5, stage)
     for name in order:
         host = (context.calibration_tokens(context.run.calibration)[0], context.perplexity_tokens)
         with LimitedMemory(limit if name == stage else 2**62, host) as memory:
@@ -82,6 +83,14 @@ def run_limited(context: TrialContext, stage: str, limit: int = 2**62) -> tuple[
     return trial, peak
 
 
+def alike(trial: Trial, other: Trial) -> bool:
+    """Whether all metrics are the same, but for those that tell the last bits of logits: few rows round otherwise."""
+    one, two = trial.progress.metrics, other.progress.metrics
+    close = {name for name in one if name.startswith(("gold_logprob_", "kl_tasks"))}
+    assert {name: one[name] for name in close} == pytest.approx({name: two.get(name) for name in close}, abs=1e-5)
+    return one == two | {name: one[name] for name in close}
+
+
 @pytest.mark.parametrize(
     ("stage", "part", "way"),
     [
@@ -90,6 +99,7 @@ def run_limited(context: TrialContext, stage: str, limit: int = 2**62) -> tuple[
         ("removal", 0.95, "resident, 1/2 at once"),
         ("input_norms", 0.95, "streamed"),
         ("pruning", 0.95, ""),
+        ("kl", 0.95, "resident, 1/2 at once"),
         ("perplexity", 0.95, "resident, 1/2 at once"),
         ("perplexity", 0.4, "resident, 1/4 at once"),
         ("zero_shot", 0.8, ""),
@@ -103,7 +113,7 @@ def test_a_stage_that_does_not_fit_is_made_with_less(opened, stage, part, way):
     assert less <= part * peak
     ways = {report.stage: report.way for report in trial.progress.reports}
     assert ways[stage] == way
-    assert trial.progress.metrics == whole.progress.metrics and trial.plan == whole.plan
+    assert alike(trial, whole) and trial.plan == whole.plan
     for one, other in zip(trial.items, whole.items, strict=True):
         np.testing.assert_allclose(
             one.loglikelihoods, other.loglikelihoods, rtol=0, atol=1e-4
@@ -131,9 +141,9 @@ def test_a_plan_of_smaller_batches_is_where_the_first_trial_begins(opened):
     context.fallback.begin(replace(RESIDENT, halvings=2))
     trial, less = run_limited(context, "perplexity", int(0.6 * peak))
     ways = {report.stage: report.way for report in trial.progress.reports}
-    assert ways == {"pruning": "", "perplexity": "resident, 1/4 at once", "zero_shot": "resident, 1/4 at once"}
+    assert ways == {"pruning": ""} | dict.fromkeys(("kl", "perplexity", "zero_shot"), "resident, 1/4 at once")
     assert trial.progress.notes == () and less < 0.6 * peak
-    assert trial.progress.metrics == whole.progress.metrics
+    assert alike(trial, whole)
 
 
 @pytest.mark.parametrize("stage", METHODS)
@@ -150,7 +160,7 @@ def test_less_at_once_comes_first_then_leaner_ways_then_the_failure_with_its_fig
             bare = [replace(way, halvings=0) for way in (before, after)]
             assert bare[0] != bare[1] and WAYS.index(bare[0]) < WAYS.index(bare[1])
     halved = max(way.halvings for way in tried if not way.streamed)
-    assert (halved > 0) == (stage in ("removal", "perplexity", "zero_shot"))
+    assert (halved > 0) == (stage in ("removal", "kl", "perplexity", "zero_shot"))
     assert ("by layer" in {str(way) for way in tried}) == (stage == "importance")
     said = str(raised.value)
     assert said.startswith(f"{stage} of tiny-llama does not fit into memory, even {tried[-1]} (")

@@ -59,6 +59,7 @@ def test_the_record_of_a_trial(first, context):
         "importance",
         "removal",
         "pruning",
+        "kl",
         "perplexity",
         *["zero_shot"] * len(RUN.protocol.slices),
     ]
@@ -86,10 +87,12 @@ def test_each_stage_says_what_it_cost(first, context):
     assert stages[1]["tokens"] == 16 * 2 * (
         1 + 2 * layers
     )  # 10 // 5 samples, the dense model, each layer for two kinds
-    assert stages[2]["tokens"] == 0 and stages[3]["tokens"] > 1000
-    scored = [stage["items_scored"] for stage in stages[4:]]
+    text = min(4096, len(context.perplexity_tokens))
+    items = sum(map(len, context.suite.right_answers(2048)))
+    assert stages[2]["tokens"] == 0 and stages[3]["tokens"] == 2 * (text + items) and stages[4]["tokens"] > 1000
+    scored = [stage["items_scored"] for stage in stages[5:]]
     assert scored == sorted(scored) and scored[-1] == 5 * len(ZERO_SHOT_TASKS)
-    assert {stage["items_total"] for stage in stages[4:]} == {scored[-1]}
+    assert {stage["items_total"] for stage in stages[5:]} == {scored[-1]}
 
 
 def test_a_trial_that_dies_while_it_writes_leaves_no_half_file(first, context, tmp_path, monkeypatch):
@@ -117,6 +120,7 @@ def test_the_files_of_a_trial(first, context):
         "pruning_comparison.json",
         "gradient_diagnosis.json",
         "items.parquet",
+        "kl.json",
     }
     plan = PruningPlan.from_dict(json.loads((folder / "pruning_plan.json").read_text()))
     assert plan.removed_fraction == record.metrics["removed_fraction"]
@@ -126,6 +130,11 @@ def test_the_files_of_a_trial(first, context):
     diagnosis = json.loads((folder / "gradient_diagnosis.json").read_text())
     assert diagnosis["grad_norm_ratio"] == pytest.approx(record.metrics["grad_norm_ratio"])
     assert len(diagnosis["layers"]) == context.loaded.geometry.num_layers
+    blocks = json.loads((folder / "kl.json").read_text())
+    for name, found in blocks.items():
+        mean = np.average(found["nats"], weights=found["tokens"])
+        assert 0 < mean == pytest.approx(record.metrics[f"kl_{name}"])
+    assert list(blocks) == ["tasks", "text"] and set(blocks["text"]["tokens"]) == {128}
     items = pandas.read_parquet(folder / "items.parquet")
     assert items.groupby("task").size().to_dict() == dict.fromkeys(ZERO_SHOT_TASKS, 5)
     assert not items.duplicated(["task", "doc_id"]).any()
@@ -172,7 +181,7 @@ def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(method, 
     assert (record.key, record.metrics, record.notes) == (expected.key, expected.metrics, expected.notes)
     assert {p.device.type for p in other.loaded.model.parameters()} == {"meta"}
     ways = {stage["stage"]: stage["way"] for stage in record.stages}
-    assert ways["zero_shot"] == ways["perplexity"] == ("" if whole else "streamed")
+    assert ways["zero_shot"] == ways["perplexity"] == ways["kl"] == ("" if whole else "streamed")
     dense = run_trial(None, other)
     assert dense.metrics == run_trial(None, context).metrics
 
@@ -265,7 +274,7 @@ from tune_prune.trial.trial import Trial
 run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(limit=5, perplexity_window=128), 0, "float32")
 trial = Trial(PruningConfig("blockwise", 16, 10, 0.2), TrialContext.open(run, sys.argv[1], device="cpu"))
 for report in trial.stages():
-    if report.stage == "perplexity":
+    if report.stage == "pruning":
         print(json.dumps(trial.progress.metrics))
         hidden -= {"lm_eval", "datasets", "pandas"}
 trial.write_files(FolderStore(sys.argv[2]))
@@ -274,13 +283,13 @@ sys.exit(evaluate.main(["--model", "tiny-llama", "--tasks", "boolq", "--limit", 
 """
 
 
-def test_a_trial_and_an_evaluation_need_no_ray_and_lm_eval_for_zero_shot_only(first, run_without, tmp_path):
+def test_a_trial_and_an_evaluation_need_no_ray_and_lm_eval_for_items_only(first, run_without, tmp_path):
     hidden = ("ray", "optuna", "tensorboard", "lm_eval", "datasets", "pandas")
     told = run_without(hidden, IN_A_BARE_PROCESS, str(tmp_path / "artifacts"), str(tmp_path / "trial"))
     before, record = (json.loads(line) for line in told.splitlines() if line.startswith("{"))
     here = json.loads(json.dumps(first[0].metrics))
-    assert before["ppl"] == pytest.approx(here["ppl"], rel=1e-6)
-    assert "acc_mean" not in before
+    assert before["removed_fraction"] == pytest.approx(here["removed_fraction"])
+    assert not {"acc_mean", "kl_tasks"} & set(before)
     assert record["key"] == first[0].key
     assert record["metrics"].keys() == here.keys()
     for name, value in here.items():

@@ -76,7 +76,7 @@ def test_a_message_for_every_stage_and_a_record_at_the_end(context, settings, mo
     key = context.key(CONFIG)
     found = messages(worker(settings, key))
     slices = RUN.protocol.slices
-    stages = ["importance", "pruning", "perplexity", *["zero_shot"] * len(slices)]
+    stages = ["importance", "pruning", "kl", "perplexity", *["zero_shot"] * len(slices)]
     assert [message.stage.stage for message in found] == stages
     assert [message.index for message in found] == list(range(len(stages)))
     for count, message in enumerate(found, 1):
@@ -96,10 +96,10 @@ def test_a_message_for_every_stage_and_a_record_at_the_end(context, settings, mo
 
 def test_a_stopped_trial_can_be_recorded_from_its_last_message_alone(context, settings):
     made = worker(settings, context.key(CONFIG))
-    message = [made.step() for _ in range(4)][-1]
+    message = [made.step() for _ in range(5)][-1]
     record = message.progress.record("stopped_early", "behind", {"cpu": 1.0})
     assert (record.key, record.model, record.status) == (context.key(CONFIG), RUN.label, "stopped_early")
-    assert [stage["stage"] for stage in record.stages] == ["importance", "pruning", "perplexity", "zero_shot"]
+    assert [stage["stage"] for stage in record.stages] == ["importance", "pruning", "kl", "perplexity", "zero_shot"]
     assert record.host and record.started_at and record.peak_memory_bytes and record.elapsed_time_s > 0
     assert TrialRecord.from_dict(record.to_dict()).stages == record.stages
 
@@ -115,13 +115,13 @@ def test_a_failure_in_the_probe_is_the_trials_failure_and_recording_it_runs_no_m
     monkeypatch.setattr(prefix_trees, "unsupported_reason", out_of_memory)
     key = context.key(CONFIG)
     made = worker(settings, key)
-    for stage in ("importance", "pruning", "perplexity"):
+    for stage in ("importance", "pruning", "kl", "perplexity"):
         assert made.step().stage.stage == stage
     record = made.step().record
     assert len({id(model) for model in asked}) == 2 and record == settings.ledger.read(key)
     asked.clear()
     assert record.status == "failed" and record.reason.startswith("zero_shot of tiny-llama does not fit into memory")
-    assert [stage["stage"] for stage in record.stages] == ["importance", "pruning", "perplexity"]
+    assert [stage["stage"] for stage in record.stages] == ["importance", "pruning", "kl", "perplexity"]
     assert len(record.notes) == 1 and record.metrics["ppl"] > 1
     assert record.failure == "out_of_memory"
     assert not asked  # the record needs no model

@@ -67,7 +67,7 @@ def write_cost(
         "seconds_per_stage": seconds,
         "tokens_per_stage": now["tokens"],
         "worker_seconds": total,
-        "evaluation_fraction": (seconds["perplexity"] + seconds["zero_shot"]) / (total or 1.0),
+        "evaluation_fraction": sum(seconds[stage] for stage in MODEL_STAGES[1:]) / (total or 1.0),
         "gpu_hours": gpu_hours(done, passes),
         "shared_passes": list(passes),
         "lost_work": {

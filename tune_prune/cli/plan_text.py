@@ -58,7 +58,7 @@ def describe(plan: Plan) -> str:
         ("", ", ".join(protocol.tasks)),
         (
             "stages",
-            ", ".join([*(statistic.stage for statistic in statistics), "pruning", "perplexity", "zero-shot "])
+            ", ".join([*(statistic.stage for statistic in statistics), "pruning", "kl", "perplexity", "zero-shot "])
             + " / ".join(f"{100 * f:.4g}%" for f in protocol.slices),
         ),
         ("shared", f"{passes}1 dense baseline a model"),

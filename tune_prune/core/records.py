@@ -31,8 +31,8 @@ FAILURES: dict[str, str] = {
     "error": "other error",
 }
 
-# Of every trial, after one stage for each statistic that its method decides by. The dense baseline has no pruning.
-MODEL_STAGES = ("pruning", "perplexity", "zero_shot")
+# Of every trial, after one stage for each statistic that its method decides by. The dense baseline has neither pruning nor KL.
+MODEL_STAGES = ("pruning", "kl", "perplexity", "zero_shot")
 
 
 def pass_name(stage: str) -> str:

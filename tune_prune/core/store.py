@@ -41,6 +41,7 @@ PLAN = "pruning_plan.json"
 PLAN_COMPARISON = "pruning_comparison.json"
 GRADIENTS = "gradient_diagnosis.json"
 ITEMS = "items.parquet"
+KL = "kl.json"
 
 
 def open_store(place: str | Location) -> Store:

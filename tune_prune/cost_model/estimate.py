@@ -22,6 +22,7 @@ from tune_prune.cost_model.device_speed import DeviceSpeed
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.machine import Load
 from tune_prune.cost_model.tokens import ZeroShotTokens
+from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
@@ -199,6 +200,7 @@ def _dealt_out(durations: Iterable[float], slots: int) -> float:
 def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
     passes = {samples: _passes(work, samples.seq_len, shared) for samples, shared in work.passes.items()}
     dense = {stage.stage: stage for stage in _evaluation(work, 0)}
+    states = dense.pop("kl")
     pruned = {stage.stage: stage for stage in _evaluation(work, work.removed_params)}
     loading = 0.0 if work.way.streamed else work.weight_bytes / DISK_BYTES_PER_S
     # Requests that have been counted are in the cache.
@@ -219,7 +221,10 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
         elif work.trials:
             for stage in parts:
                 trial[stage.stage] = trial.get(stage.stage, 0.0) + stage.seconds / work.trials
+    if work.baseline and work.trials:  # nothing was measured yet: the first trial makes them
+        trial["kl"] += states.seconds / work.trials
     made = [stage for parts in passes.values() for stage in parts]
+    made += [states] * (work.baseline and work.trials > 0)
     runs = [*[pruned] * work.trials, *[dense] * work.baseline]
     stages = []
     for name in in_order([*(stage.stage for stage in made), *MODEL_STAGES]):
@@ -267,7 +272,8 @@ def _reading_s(work: ModelWork, tokens: int = 0, parts: int = 1, block_tokens: i
 
 
 def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
-    """Perplexity and zero-shot of one model of which `removed_params` are gone."""
+    """KL, perplexity and zero-shot of one model of which `removed_params` are gone; of the dense one KL is the pass for the hidden
+    states that every trial's KL reads."""
     arithmetic = work.arithmetic.pruned(removed_params)
     brought = work.way.streamed and not (work.way.pruned_whole and removed_params)
     tokens, window = work.perplexity_tokens, min(work.perplexity_window, work.perplexity_tokens)
@@ -277,11 +283,15 @@ def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
         share = arithmetic.all_layers(count, row_length) / work.arithmetic.all_layers(count, row_length)
         return count * share * speed.forward(row_length) + scored * speed.head
 
-    reading = [0.0, 0.0]
+    compared = min(TEXT_TOKENS, tokens) + min(TASK_TOKENS, zero_shot.tokens)
+    heads = 2 * compared if removed_params else 0
+    reading = [0.0, 0.0, 0.0]
     if brought:
         read = partial(_reading_s, work, block_tokens=work.way.at_once(BLOCK_TOKENS))
-        reading = [read(tokens), read(zero_shot.tokens, work.slices)]
+        reading = [read(tokens), read(zero_shot.tokens, work.slices), read(compared, 2)]
+    layers = arithmetic.all_layers(compared, window)
     return [
+        StageCost("kl", 1, compared, layers + arithmetic.head(heads), reading[2] + seconds(compared, window, heads)),
         StageCost(
             "perplexity", 1, tokens, arithmetic.forward(tokens, window), reading[0] + seconds(tokens, window, tokens)
         ),

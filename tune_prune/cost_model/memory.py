@@ -8,7 +8,7 @@ A worker holds the dense model all the time, unless its weights stay in their fi
                     given: hidden states of all samples, on the device, in host memory or in a file
     other passes    one layer's activations and the hidden states that the pass carries (of all removed models at once)
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
-                    windows or zero-shot rows
+                    windows (for KL too) or zero-shot rows
     streamed        the layer of the moment and the next, or what stands before or behind the layers; the hidden states that
                     wait between two layers, and the masks of zero-shot rows; or, of a pruned copy, all its weights
 
@@ -30,6 +30,7 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model import machine
 from tune_prune.cost_model.machine import at_least, size
+from tune_prune.evaluation.divergence import TEXT_TOKENS
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.geometry import Geometry
@@ -202,10 +203,13 @@ class Shapes:
         logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
         scores = FLOAT32 * logits + self.itemsize * (logits if device == "cuda" else scored * vocab)
         zero_shot = tokens * self._inner + masks, scores
+        # Batches as large as zero-shot's, or one window; logits of two models, half as many of each.
+        kl = max(tokens, window) * self._inner, perplexity[1]
         pruning = self.pruning(removed_params, replace(way, halvings=0))
         together = way.at_once(BLOCK_TOKENS)
         block = min(max(together, tokens), row_tokens)
         needs = {
+            "kl": (kl, min(max(together, tokens, window), TEXT_TOKENS), 0),
             "perplexity": (perplexity, min(max(together, positions), text_tokens), 0),
             "zero_shot": (zero_shot, block, block * longest_row * self.itemsize),
         }

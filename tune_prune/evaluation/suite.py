@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import zip_longest
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedModel
@@ -64,6 +65,21 @@ class ZeroShotSuite:
                 part += members[start : seen[task]]
                 start = seen[task]
         self._slices = [_Slice(index, part) for index, part in enumerate(added)]
+
+    def right_answers(self, num_tokens: int) -> list[np.ndarray]:
+        """Questions with their right answers as token ids, without the very last: an item of each task in turn, from the first on,
+        until they have so many tokens. Items without a single right choice are left out."""
+        by_task: dict[str, list[np.ndarray]] = {task: [] for task in self.items_per_task}
+        for item in self._items:
+            if item.gold >= 0:
+                by_task[item.task].append(item.requests[item.gold].inputs)
+        found, tokens = [], 0
+        for inputs in (one for turn in zip_longest(*by_task.values()) for one in turn if one is not None):
+            if tokens >= num_tokens:
+                break
+            found.append(inputs)
+            tokens += len(inputs)
+        return found
 
     def tokens_in_slice(self, slice_index: int, share: bool = True) -> int:
         """Tokens (without padding) that scoring the items which this slice adds forwards."""

@@ -139,26 +139,26 @@ class TrialContext:
     @property
     def notes(self) -> tuple[str, ...]:
         """Caveats of the measured numbers, in sentences. May run the model on a few tokens to find them."""
-        refused = self._fitted("zero_shot", "measure", lambda _: self._sharing_unsupported)
+        refused = self.fitted("zero_shot", "measure", lambda _: self._sharing_unsupported)
         return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
 
     def measure_perplexity(self, plan: PruningPlan) -> tuple[PerplexityResult, int]:
         """The perplexity of the model that keeps what `plan` says, and the tokens forwarded to get it (0: it was cached)."""
         most = self.run.protocol.perplexity_tokens
         bound = {} if most is None else {"tokens": most}
-        key = self._measurement(plan.structure, text=self._text_fingerprint, window=self.perplexity_window, **bound)
+        key = self.measurement_key(plan.structure, text=self._text_fingerprint, window=self.perplexity_window, **bound)
         stored = self.artifacts.get("perplexity", key, PerplexityResult.from_arrays)
         if stored is not None:
             return stored, 0
         tokens, window, config = self.perplexity_tokens, self.perplexity_window, self.loaded.model.config
         at_once = min(perplexity.windows_at_once(window, config, self.loaded.device.type), len(tokens) // window)
-        result = self._fitted(
+        result = self.fitted(
             "perplexity",
             "measure",
             lambda halvings: perplexity.perplexity(
-                self.model_of(plan), tokens, window, residency=replace(self._residency_of(plan), halvings=halvings)
+                self.model_of(plan), tokens, window, residency=replace(self.residency_of(plan), halvings=halvings)
             ),
-            lambda: self._halvings(at_once, window, self._residency_of(plan)),
+            lambda: self.halvings(at_once, window, self.residency_of(plan)),
         )
         self.artifacts.put("perplexity", key, {name: np.array(value) for name, value in asdict(result).items()})
         return result, result.num_tokens
@@ -166,7 +166,7 @@ class TrialContext:
     def item_scores(self, plan: PruningPlan, index: int) -> tuple[list[ItemScore], int]:
         """The scores of the items that slice `index` adds, and the tokens forwarded to get them (0: they were cached)."""
         protocol = self.run.protocol.of_items()
-        key = self._measurement(plan.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
+        key = self.measurement_key(plan.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
         scores = self.suite.blank_scores(index)
         stored = self.artifacts.get("zero_shot", key, lambda arrays: self.suite.judge(index, scores.stored(arrays)))
         if stored is not None:
@@ -174,15 +174,15 @@ class TrialContext:
 
         def score(halvings: int) -> bool:
             share = self._sharing_unsupported is None
-            residency = replace(self._residency_of(plan), halvings=halvings)
+            residency = replace(self.residency_of(plan), halvings=halvings)
             self.suite.request_scores(self.model_of(plan), index, share=share, residency=residency, scores=scores)
             return share
 
         def most() -> int:
             config, device = self.loaded.model.config, self.loaded.device.type
-            return self.suite.most_halvings(index, config, True, self._residency_of(plan), device)
+            return self.suite.most_halvings(index, config, True, self.residency_of(plan), device)
 
-        share = self._fitted("zero_shot", "measure", score, most)
+        share = self.fitted("zero_shot", "measure", score, most)
         self.artifacts.put("zero_shot", key, {"loglikelihoods": scores.loglikelihoods, "greedy": scores.greedy})
         return self.suite.judge(index, scores), self.suite.tokens_in_slice(index, share)
 
@@ -195,7 +195,7 @@ class TrialContext:
             model = self.model_of(plan)
             return plan, self._copy[2] if self._copy is not None else _count(model)
 
-        return self._fitted("pruning", "measure", make)
+        return self.fitted("pruning", "measure", make)
 
     def model_of(self, plan: PruningPlan) -> PreTrainedModel:
         """The dense model or, where `plan` drops something, a copy without that; the last copy is kept until `drop_copy`. It is as
@@ -219,7 +219,7 @@ class TrialContext:
         """Let go of the pruned copy."""
         self._copy = None
 
-    def _residency_of(self, plan: PruningPlan) -> Residency:
+    def residency_of(self, plan: PruningPlan) -> Residency:
         """Of the model that keeps what `plan` says: weights that are elsewhere are cut when they are brought."""
         dense = self.loaded
         if dense.residency.weights is None or (dense.residency.pruned_whole and plan.removed_params):
@@ -258,7 +258,7 @@ class TrialContext:
         statistic, num_layers = load_statistic(name), self.loaded.geometry.num_layers
         windows = self.windows(samples, max(need.num_samples for need in wanted))
         work = statistic.work(wanted, samples.seq_len, num_layers, self.loaded.device.type)
-        made = self._fitted(
+        made = self.fitted(
             statistic.stage,
             "gradients" if statistic.backward else "forward",
             lambda halvings: statistic.collect(
@@ -271,7 +271,7 @@ class TrialContext:
             lambda: (
                 0
                 if statistic.backward
-                else self._halvings(
+                else self.halvings(
                     statistic.parts(wanted, num_layers), work.batch_tokens, self._residency_for(statistic)
                 )
             ),
@@ -291,19 +291,19 @@ class TrialContext:
 
     def way_to_measure(self, stage: str, plan: PruningPlan) -> str:
         """The same of the model that keeps what `plan` says, in a stage in which it is measured."""
-        return self._way(stage, self._residency_of(plan))
+        return self._way(stage, self.residency_of(plan))
 
     def _way(self, stage: str, residency: Residency) -> str:
         residency = replace(residency, halvings=self.fallback.halvings.get(stage, 0))
         return "" if residency == RESIDENT else str(residency)
 
-    def _halvings(self, parts: int, part_tokens: int, residency: Residency) -> int:
+    def halvings(self, parts: int, part_tokens: int, residency: Residency) -> int:
         """Times that a stage can do with half as much at once: of so many parts, or of the batches of a block."""
         if residency.streamed:
             parts = max(parts, (residency.block_tokens or BLOCK_TOKENS) // part_tokens)
         return max(1, parts).bit_length() - 1
 
-    def _fitted(self, stage: str, use: Use, run: Callable[[int], T], most_halvings: Callable[[], int] = lambda: 0) -> T:
+    def fitted(self, stage: str, use: Use, run: Callable[[int], T], most_halvings: Callable[[], int] = lambda: 0) -> T:
         """What `run` gives, which is told how often to halve what it does at once: as has fitted so far, or else in the next way
         that fits. Raises OutOfMemory where none does. `run` may hold nothing of the model from one time to the next."""
         device, source = self.loaded.device, self.loaded.source
@@ -329,7 +329,7 @@ class TrialContext:
             self.drop_copy()  # it may have to be made otherwise
             self.loaded = replace(self.loaded, residency=replace(way, weights=own.weights, device=own.device))
 
-    def _measurement(self, structure: str, **more: Any) -> dict[str, Any]:
+    def measurement_key(self, structure: str, **more: Any) -> dict[str, Any]:
         return {
             "version": PROTOCOL_VERSION,
             "model": self.model_fingerprint,

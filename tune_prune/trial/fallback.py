@@ -22,7 +22,7 @@ from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
 
 # What a stage does with the model: load it, take gradients, run it forward, or prune and measure a copy.
 Use = Literal["load", "gradients", "forward", "measure"]
-MEASURING = ("perplexity", "zero_shot")
+MEASURING = ("kl", "perplexity", "zero_shot")
 
 
 class Fallback:

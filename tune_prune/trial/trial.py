@@ -2,6 +2,7 @@
 
     (statistics)    calibration windows -> what the method's scores need: a stage for each statistic, shared by trials
     pruning         method's scores + exact budget -> plan -> smaller model
+    kl              divergence from the dense model, on a little of that text and of the tasks
     perplexity      on held-out text
     zero_shot       tasks in growing slices of their items; the last slice has them all
 
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ from tune_prune.core.errors import NotFinite
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import file_checksum
 from tune_prune.core.records import Failure, StageReport, Status, TrialRecord
-from tune_prune.core.store import ITEMS, PLAN, PLAN_COMPARISON, Store
+from tune_prune.core.store import ITEMS, KL, PLAN, PLAN_COMPARISON, Store
+from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
@@ -42,9 +44,7 @@ from tune_prune.pruning.methods import Dense, load_method
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 from tune_prune.trial.context import TrialContext
-
-if TYPE_CHECKING:
-    pass
+from tune_prune.trial.kl import measure_kl
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ class Trial:
         self.plan: PruningPlan | None = None
         self._shared = shared
         self._caveats: tuple[str, ...] = ()  # of what was measured
+        self._divergences: dict[str, Divergence] = {}  # of a pruned model
         self._files: dict[str, Any] = {}  # of the statistics, for the trial's folder
         for device in context.loaded.devices:
             if device.type == "cuda":
@@ -181,6 +182,14 @@ class Trial:
 
     def _measure(self, plan: PruningPlan) -> Iterator[StageReport]:
         context = self.context
+        if plan.removed_params:  # else it is the dense model, which diverges from itself by 0
+            with self._stage("kl") as report:
+                self._divergences, report.tokens = measure_kl(context, plan)
+                report.way = context.way_to_measure("kl", plan) if report.tokens else ""
+                self._check_weights(found.mean for found in self._divergences.values())
+                for name, found in self._divergences.items():
+                    report.metrics |= {f"kl_{name}": found.mean, f"kl_{name}_stderr": found.stderr}
+            yield report
         with self._stage("perplexity") as report:
             result, report.tokens = context.measure_perplexity(plan)
             report.way = context.way_to_measure("perplexity", plan) if report.tokens else ""
@@ -230,14 +239,16 @@ class Trial:
             self.progress = replace(self.progress, peak_memory_bytes=peak, notes=notes)
 
     def write_files(self, store: Store) -> dict[str, str]:
-        """Write the plan, what it removes, the statistics' files and every item's outcome to `store`, the trial's folder; gives
-        their checksums by name, for the record."""
+        """Write the plan, what it removes, the statistics' files, divergences by blocks and every item's outcome to `store`, the
+        trial's folder; gives their checksums by name, for the record."""
         plain = dict(self._files)
         if self.plan is not None:
             plain |= {
                 PLAN: self.plan.to_dict(),
                 PLAN_COMPARISON: pruning_comparison(self.plan, self.context.loaded.geometry),
             }
+        if self._divergences:
+            plain[KL] = {name: found.to_dict() for name, found in self._divergences.items()}
         contents = {name: to_json(values).encode() for name, values in plain.items()}
         if self.items:
             contents[ITEMS] = to_parquet(self.items)

@@ -1,0 +1,129 @@
+"""How far a pruned model's predictions are from the dense model's: KL(dense || pruned) of the next token's distribution, in nats,
+at every token of a few samples, and its mean over them.
+
+Pruning leaves what stands behind the layers as it is, so the dense model is kept as what its head is given (hidden states,
+[tokens, H]): its logits are made again beside those of the pruned model, a part at a time.
+
+Legend: N tokens of all samples, B samples of a batch, T tokens of its longest, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tune_prune.core.terminal import progress
+from tune_prune.evaluation.engine.rows import default_batch_tokens
+from tune_prune.models.families import family_of
+from tune_prune.models.head import NextTokenLosses
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.residency import RESIDENT, Residency
+
+TEXT_TOKENS = 4096  # the first ones of the perplexity text, in windows as perplexity's
+TASK_TOKENS = 2048  # of questions with their right answers: the items that reach it
+BLOCK = 128  # tokens of a window that are one observation for the standard error
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL(dense || pruned) in nats per token, by blocks: an item, or BLOCK tokens of a window (less at its end)."""
+
+    nats: np.ndarray  # float64 [blocks], mean of a block's tokens
+    tokens: np.ndarray  # int64 [blocks]
+
+    @classmethod
+    def of(cls, values: np.ndarray, samples: Sequence[Tensor], block: int | None) -> Divergence:
+        """From `values` [N] of the tokens of `samples`, each cut into blocks of `block` tokens (None: not cut)."""
+        sizes = [
+            min(block or len(sample), len(sample) - start)
+            for sample in samples
+            for start in range(0, len(sample), block or len(sample))
+        ]
+        parts = np.split(values.astype(np.float64), np.cumsum(sizes)[:-1])
+        return cls(np.array([part.mean() for part in parts]), np.array(sizes, dtype=np.int64))
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Divergence:
+        """The one whose fields these are. Raises KeyError or ValueError."""
+        found = cls(arrays["nats"], arrays["tokens"])
+        if found.nats.shape != found.tokens.shape or found.nats.dtype != np.float64 or not found.tokens.size:
+            raise ValueError("it does not have a divergence for every block")
+        return found
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """For kl.json."""
+        return {"tokens": self.tokens.tolist(), "nats": self.nats.tolist()}
+
+    @property
+    def mean(self) -> float:
+        """Over all tokens."""
+        return float(self.nats @ self.tokens / self.tokens.sum())
+
+    @property
+    def stderr(self) -> float:
+        """Of `mean`, a ratio of sums over blocks: sqrt(n / (n - 1) * sum (tokens (nats - mean))^2) / all tokens (Cochran, Sampling
+        Techniques, 1977, 2.11); nan for a single block."""
+        n = len(self.nats)
+        spread = float(np.square(self.tokens * (self.nats - self.mean)).sum())
+        return math.sqrt(n / (n - 1) * spread) / float(self.tokens.sum()) if n > 1 else math.nan
+
+
+@torch.inference_mode()
+def head_inputs(model: PreTrainedModel, samples: Sequence[Tensor], residency: Residency = RESIDENT) -> Tensor:
+    """What the head of `model` is given at every token of `samples` (LongTensor [T] each): [N, H] on the CPU, in their order."""
+    found: list[Tensor] = [torch.empty(0)] * len(samples)
+    for tail, states, numbers, inside in _behind_the_layers(model, samples, residency, "dense model for KL"):
+        for number, row, own in zip(numbers, tail.head_inputs(states), inside, strict=True):
+            found[number] = row[own.to(row.device)].cpu()
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def token_divergences(
+    model: PreTrainedModel, samples: Sequence[Tensor], dense: Tensor, residency: Residency = RESIDENT
+) -> np.ndarray:
+    """KL(dense || model) in nats of what is predicted at every token of `samples`: [N], float32 or better. `dense`: `head_inputs`
+    [N, H] of the dense model. `residency` says where weights and hidden states are, and how much is done at once."""
+    of_sample = dense.split([len(sample) for sample in samples])
+    found: list[Tensor] = [torch.empty(0)] * len(samples)
+    for tail, states, numbers, inside in _behind_the_layers(model, samples, residency, "KL"):
+        values = tail.divergences(states, inside, torch.cat([of_sample[number] for number in numbers])).cpu()
+        for number, part in zip(numbers, values.split([len(samples[number]) for number in numbers]), strict=True):
+            found[number] = part
+    return torch.cat(found).numpy()
+
+
+def _behind_the_layers(
+    model: PreTrainedModel, samples: Sequence[Tensor], residency: Residency, what: str
+) -> Iterator[tuple[NextTokenLosses, Tensor, tuple[int, ...], Tensor]]:
+    """Batch by batch: what stands behind the layers; what the last layer has given, [B, T, H]; whose samples it is, by number; and
+    where these have tokens, bool [B, T]: they are padded on the right, where causal attention never looks."""
+    runner = LayerRunner(model, family_of(model.config.model_type), residency)
+    device = runner.device.type
+    batches = {}
+    left = sorted(range(len(samples)), key=lambda number: -len(samples[number]))
+    while left:
+        width = len(samples[left[0]])
+        rows = max(1, default_batch_tokens(model.config, device) // width)
+        batch, left = left[:rows], left[rows:]
+        step = residency.at_once(len(batch))
+        for start in range(0, len(batch), step):
+            numbers = tuple(batch[start : start + step])
+            batches[numbers] = torch.zeros((len(numbers), width), dtype=torch.long)
+            for row, number in zip(batches[numbers], numbers, strict=True):
+                row[: len(samples[number])] = samples[number]
+    with progress.step(what, lambda: sum(map(len, samples)), "tokens") as advance:
+        for block in runner.blocks(batches):
+            states = runner.forward(block)
+            with runner.tail() as tail:
+                for numbers, tokens in block.items():
+                    lengths = torch.tensor([len(samples[number]) for number in numbers])
+                    inside = torch.arange(tokens.shape[1]) < lengths[:, None]
+                    yield tail, states.pop(numbers), numbers, inside
+                    advance(int(lengths.sum()))
