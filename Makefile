@@ -6,6 +6,7 @@
 #   make lint    formatting, lint, types
 #   make check   lint and the fast tests
 #   make format  rewrite the code in the project's format
+#   make study   the study of SmolLM2-135M, hours (docs/gguf.md); STUDY="--data-dir DATA --limit 100" are its flags
 #   make train   train the embedded models again (about 15 minutes on one core)
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ OLDEST_READY := $(OLDEST)/.installed
 # A process that imports torch and this package compiles them once, and not every time it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest torture lint check format train clean
+.PHONY: demo test test-oldest torture study lint check format train clean
 
 demo: $(READY)
 	$(BIN)/python -m tune_prune.search --model tiny-llama
@@ -35,6 +36,9 @@ test-oldest: $(OLDEST_READY)
 
 torture: $(READY)
 	$(BIN)/python scripts/torture $(TORTURE)
+
+study: $(READY)
+	$(BIN)/python scripts/study_smollm2.py $(STUDY)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,7 +1,7 @@
 """What the benchmarks share: models to measure, real data, medians, aligned tables, JSON and what the machine is.
 
 A benchmark measures both sides in one run and reports ratios: seconds of different runs do not compare on a machine that
-others use too. A model is named by `--model`: an embedded one, `stories260K`, or a size of `SIZES`, a Llama of random
+others use too. A model is named by `--model`: an embedded one, `stories260K`, `smollm2` or a size of `SIZES`, a Llama of random
 weights with the GPT-2 tokenizer or the beginning of it.
 """
 
@@ -133,10 +133,12 @@ def subject(name: str, work: Path, limit: int = 0) -> Subject:
     """
     if name in embedded.MODEL_NAMES:
         return Subject(name, name, None)
-    if name != "stories260K" and name not in SIZES:
-        known = ", ".join([*embedded.MODEL_NAMES, "stories260K", *SIZES])
+    if name not in ("stories260K", "smollm2", *SIZES):
+        known = ", ".join([*embedded.MODEL_NAMES, "stories260K", "smollm2", *SIZES])
         raise SystemExit(f"error: --model {name!r} is no model of the benchmarks; known: {known}")
     data = _cut_data(work / f"data-{limit}", limit) if limit else data_dir()
+    if name == "smollm2":
+        return Subject(name, catalog.resolve(name).name, str(data))
     if name == "stories260K":
         return Subject(name, str(data_dir() / "models" / name), str(data))
     folder = work / f"random-{name}"

@@ -157,6 +157,7 @@ class Reader:
             stack.enter_context(contextlib.chdir(self.folder))
             stack.enter_context(contextlib.redirect_stdout(told))
             stack.enter_context(contextlib.redirect_stderr(errors))
+            stack.enter_context(mock.patch("tune_prune.models.gguf.files.package_file", return_value=None))
             if name == "analysis" and self.analysed:  # figures take seconds: once
                 for drawing in ("figures.figures.draw_all", "layout.draw_best"):
                     stack.enter_context(mock.patch(f"tune_prune.analysis.{drawing}", return_value=[]))
@@ -178,6 +179,7 @@ class Reader:
         if "auto" in words:  # a Ray that another test has started is no cluster
             words = [word if word != "auto" else "127.0.0.1:1" for word in words]
         places = {("prune", "DIR"): f"out{self._made}", ("analysis", "DIR"): "results"}
+        places |= {(command, "FILE.gguf"): "models/Qwen2.5-7B" for command in ("search", "prune", "evaluate")}
         words = [places.get((name, word), word) for word in words]
         if self.searches:
             searched = self.searches[0]

@@ -43,7 +43,7 @@ def open(
 ) -> Model:
     """The model of that name, with everything checked that can be without loading its weights.
 
-    name         alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder; a checkpoint that `save` or
+    name         alias (llama, qwen2.5, mistral, smollm2, tiny-llama, ...), hub id, folder or GGUF file; a checkpoint that `save` or
                  `python -m tune_prune.prune` has written, too
     revision     branch, tag or commit of a hub model; None: main
     calibration  what methods read: embedded, wikitext2, c4 or a text file, or several with + between them, in equal parts; None:
@@ -135,7 +135,7 @@ def search(
     """Search the best way to prune a model: as `python -m tune_prune.search`, into the same folder. The same call again, or the
     same command, runs only what is missing.
 
-    model           alias, hub id or local folder; or several of them
+    model           alias, hub id, local folder or GGUF file; or several of them
     search_space    paper_grid (45 configurations), adaptive, minimal, smoke (6), control, or a YAML file
     search          grid (all) or optuna (its TPE picks); None: as the space says
     num_trials      trials of optuna, per model and pruning ratio; None: as the space says, else 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from tune_prune.cli import flags
@@ -82,6 +83,8 @@ def _main(argv: list[str]) -> None:
         f"{model.label}: {model.params:,} parameters, {model.geometry.num_layers} layers, {run.dtype} on {model.device}",
         flush=True,
     )
+    if model.found_as:
+        print(f"weights      {model.found_as}", flush=True)
     if model.manifest is not None:
         print(evaluation_text.checkpoint_line(model.manifest), flush=True)
     found = model.evaluate(args.limit, args.tasks, lambda stage: print(evaluation_text.stage_line(stage), flush=True))
@@ -91,7 +94,8 @@ def _main(argv: list[str]) -> None:
         print(f"note: {note}")
     if output is not None:
         recorded_metrics = {} if model.manifest is None else {"recorded": model.manifest.metrics}
-        content = to_json(found.record.to_dict() | {"run": run.to_dict()} | recorded_metrics)
+        origin = {} if model.gguf is None else {"gguf": asdict(model.gguf)}
+        content = to_json(found.record.to_dict() | {"run": run.to_dict()} | origin | recorded_metrics)
         open_store(output.parent).put(output.name, content)
         print(f"\nrecord       {output}")
 

@@ -58,6 +58,7 @@ class Model:
     manifest   what is recorded of a checkpoint that was pruned before; None for any other model
     params     number of parameters
     tokenizer  of transformers
+    gguf       the GGUF file that it was read from (file, quantization, sha256), or None
     """
 
     def __init__(
@@ -80,16 +81,15 @@ class Model:
         recorded = None if self.manifest is None else self.manifest.source
         window = perplexity_window or (recorded or run).protocol.perplexity_window
         run = replace(run, protocol=replace(run.protocol, perplexity_window=window))
-        self.run = run
-        self.label = run.label
+        self.run, self.label = run, run.label
         self.geometry = loading.config_geometry(self._config)[1]
         self.params = self.geometry.total_params
+        self.gguf, self.found_as = self._source.gguf, self._source.found_as
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
         if self._source.kind != "hub":
             weight_files.check_weights(Path(self._source.location), loading.meta_model(self._config))
-        self._calibration = calibration
+        self._calibration, self._memory = calibration, memory
         self._loaded: LoadedModel | None = None
-        self._memory = memory
         self._fallback = Fallback()
         # What was computed for this model, and is found again; what a search has measured is not asked for.
         self._folder = temporary.make()

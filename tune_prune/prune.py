@@ -57,7 +57,7 @@ def parser() -> Parser:
     )  # fmt: skip
     what.add_argument(
         "--base", type=flags.text, metavar="DIR",
-        help="with --config: where the dense model is now, hub id or folder (default: where it was searched)",
+        help="with --config: where the dense model is now, hub id, folder or GGUF file (default: where it was searched)",
     )  # fmt: skip
     what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     flags.add_hyperparameter_flags(what, HYPERPARAMETERS)
@@ -150,6 +150,8 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     print(
         f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters", flush=True
     )
+    if dense.found_as:
+        print(f"weights      {dense.found_as}", flush=True)
     pruned = dense.execute(
         request, lambda stage: print(f"{stage.stage:<12} {stage.tokens:,} tokens, {stage.duration_s:.1f} s", flush=True)
     )

@@ -365,14 +365,13 @@ def test_checkpoints_of_other_tools_are_refused(sentence: Callable[..., str], tm
     assert f"{name} is [8, 64] instead of [64, 64]" in sentence("--model", narrow, "--data-dir", data)
 
 
-def test_gguf_is_for_llama_cpp(sentence: Callable[..., str], tmp_path: Path) -> None:
+def test_gguf_files_are_named_themselves(sentence: Callable[..., str], tmp_path: Path) -> None:
     folder = tmp_path / "exported"
     folder.mkdir()
     file = folder / "model.gguf"
     file.write_bytes(b"GGUF")
-    for name in (file, folder):
-        told = sentence("--model", name)
-        assert "GGUF" in told and "llama.cpp" in told and "Hugging Face format" in told
+    assert f"name the file: --model {file}" in sentence("--model", folder)
+    assert "no whole GGUF file" in sentence("--model", file, "--data-dir", data_folder(tmp_path / "texts"))
     dense = model_folder(tmp_path / "dense")
     (dense / "model.safetensors").rename(dense / "model.gguf")
     told = sentence("--model", dense, "--data-dir", data_folder(tmp_path / "data"))

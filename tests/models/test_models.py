@@ -15,10 +15,12 @@ from tests.pruned_checkpoints import change_weights
 from tune_prune import embedded
 from tune_prune.checkpoint import layers
 from tune_prune.core.errors import UserError
-from tune_prune.models import loading, weight_files
+from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import HUB_ALIASES, ModelSource, aliases, resolve
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
+from tune_prune.models.gguf import files
+from tune_prune.models.gguf.files import ALIAS, PACKAGE
 from tune_prune.models.loading import load_config, load_model, load_tokenizer
 from tune_prune.models.registration import auto_map
 from tune_prune.pruning.groups import PruningPlan
@@ -39,12 +41,17 @@ def load(folder: Path) -> loading.LoadedModel:
 # --- names
 
 
-def test_every_alias_resolves():
+def test_every_alias_resolves(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "obstacle", lambda repo: "")
+    monkeypatch.setattr(files, "package_file", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr(files, "folder_of", lambda file: tmp_path / "folder")
     assert set(embedded.MODEL_NAMES) < set(aliases())
     for name in aliases():
         source = resolve(name)
-        assert source.label == name
-        if name in HUB_ALIASES:
+        assert source.label == (ALIAS if name == PACKAGE else name)
+        if name == PACKAGE:
+            assert (source.kind, source.location) == ("gguf", str(tmp_path / "folder"))
+        elif name in HUB_ALIASES:
             assert (source.kind, source.location) == ("hub", HUB_ALIASES[name])
         else:
             assert (source.kind, source.location) == ("embedded", str(embedded.model_dir(name)))

@@ -29,7 +29,7 @@ ONLY_IN = {
     "matplotlib": ("analysis.figures", "checkpoint.card"),
     "jinja2": ("analysis.render.templating", "cost_model.tokens", "checkpoint.card", "data.template_process"),
     "markupsafe": ("analysis.render.templating",),
-    "gguf": ("checkpoint.gguf",),
+    "gguf": ("checkpoint.gguf", "models.gguf.header", "models.gguf.convert"),
     "fsspec": ("core.storage.objects",),
     "tqdm": ("core.terminal.progress",),
     "tensorboard": ("tuning.observers.tensorboard",),

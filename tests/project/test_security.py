@@ -29,6 +29,10 @@ HERE, RAY = "project/test_security.py", "tuning/test_tuning.py"
 HELD_BY = {
     "Code of a model": [f"{HERE}::test_no_code_of_a_model_runs", f"{HERE}::test_no_call_lets_code_of_a_model_run"],
     "Weights": [f"{HERE}::test_a_pickle_of_weights_runs_nothing"],
+    "GGUF files": [
+        "models/test_gguf_models.py::test_damaged_files_are_refused",
+        "models/test_gguf_models.py::test_what_would_be_another_model_is_refused",
+    ],
     "Sizes": [f"{HERE}::test_huge_configs_are_refused_at_once"],
     "Task definitions": [
         "data/test_task_definition.py::test_what_is_not_data_is_refused_in_a_sentence",

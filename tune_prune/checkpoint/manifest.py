@@ -29,6 +29,7 @@ from tune_prune.core.terminal import progress
 from tune_prune.core.validation import Count, Indices, Number, Positive, Text, validated
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import loading, weight_files
+from tune_prune.models.gguf.files import GgufOrigin
 from tune_prune.models.registration import PREFIX
 from tune_prune.pruning.groups import PruningPlan
 
@@ -52,7 +53,7 @@ def _date(text: str) -> str:
 class Base:
     """The dense model that was pruned."""
 
-    model: Text  # hub id, or its label
+    model: Text  # hub id, name of a GGUF file or of its package, or label
     label: Text
     revision: Text | None  # commit of a hub model
     fingerprint: Text
@@ -60,6 +61,7 @@ class Base:
     params: Positive
     layers: Positive
     license: dict[str, Text] = field(default_factory=dict)  # see checkpoint/license.py; empty: unknown
+    gguf: GgufOrigin | None = None  # the file that its weights were read from, if it was one
 
 
 @dataclass(frozen=True)

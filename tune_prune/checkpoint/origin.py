@@ -33,6 +33,9 @@ def find(source: ModelSource, config: PretrainedConfig) -> tuple[Path, Manifest]
             raise loading.unavailable(source, error, MANIFEST) from error
     else:
         folder = Path(source.location)
+    if source.file is not None:  # one that tune_prune has written has its manifest beside it
+        beside = read(source.file.parent)
+        return (source.file.parent, beside) if beside is not None and source.file.name in beside.files else None
     manifest = read(folder)
     return None if manifest is None else (folder, manifest)
 

@@ -284,7 +284,11 @@ def _write_gguf(dense: loading.LoadedModel, pruned: PreTrainedModel, folder: Pat
 def _base(dense: loading.LoadedModel) -> Base:
     source = dense.source
     return Base(
-        model=source.location if source.kind == "hub" else source.label,
+        model=source.location
+        if source.kind == "hub"
+        else source.label
+        if source.file is None
+        else Path(source.name).name,
         label=source.label,
         revision=hub.commit(source.location, source.revision) if source.kind == "hub" else None,
         fingerprint=loading.model_fingerprint(source, dense.model.config),
@@ -292,6 +296,7 @@ def _base(dense: loading.LoadedModel) -> Base:
         params=dense.geometry.total_params,
         layers=dense.geometry.num_layers,
         license=base_license(source),
+        gguf=source.gguf,
     )
 
 

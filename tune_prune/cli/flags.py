@@ -22,7 +22,7 @@ from tune_prune.cost_model import machine
 from tune_prune.pruning.methods import method_names
 
 _LIBRARIES = "transformers.modeling_utils"  # the last import that every model needs
-MODEL_HELP = "alias (llama, qwen2.5, mistral, tiny-llama, ...), hub id or local folder"
+MODEL_HELP = "alias (llama, qwen2.5, mistral, smollm2, tiny-llama, ...), hub id, local folder or GGUF file"
 REVISION_HELP = "branch, tag or commit of a hub model (default: main)"
 RUN_DEFAULTS = {
     "seed": "0",

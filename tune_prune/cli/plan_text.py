@@ -50,6 +50,7 @@ def describe(plan: Plan) -> str:
         ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws else ''}{total} trials"),
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
+        *(("weights", f"{model.run.label}: {model.found_as}") for model in plan.models if model.found_as),
         *(("" if index else "calibration", line) for index, line in enumerate(_calibration(plan))),
         (
             "evaluation",

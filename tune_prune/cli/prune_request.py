@@ -105,9 +105,7 @@ def _chosen(entries: Mapping[str, Any], label: str | None, path: Location) -> di
 
 def _moved(run: ModelRun, base: str | None, revision: str | None) -> ModelRun:
     source = catalog.resolve(base or run.model, revision or run.revision)
-    return replace(
-        run, model=source.location if source.kind == "folder" else base or run.model, revision=source.revision
-    )
+    return replace(run, model=source.name, revision=source.revision)
 
 
 def _trial_folder(path: Location, recorded: Any) -> Location | None:

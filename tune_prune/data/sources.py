@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tune_prune import embedded
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun
 from tune_prune.core.hashing import digest
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.data import calibration, perplexity_text, task_files
-from tune_prune.models import catalog
 
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
 
@@ -17,7 +17,7 @@ def uses_embedded_data(run: ModelRun) -> bool:
     """Whether tasks and perplexity text are the embedded ones: for embedded models without a --data-dir, and for what was
     pruned from one (EMBEDDED_DATA)."""
     if run.data_dir is None:
-        return catalog.resolve(run.model).kind == "embedded"
+        return run.model in embedded.MODEL_NAMES
     return run.data_dir == EMBEDDED_DATA
 
 

@@ -1,19 +1,21 @@
-"""What `--model` may be: an alias, a Hugging Face hub id or a local folder; each becomes a ModelSource.
+"""What `--model` may be: an alias, a Hugging Face hub id, a local folder or a GGUF file; each becomes a ModelSource.
 
-Needs neither network nor torch. Whether the model can be had is found out when it is loaded (loading.py).
+Needs no torch, and the network only to choose between the hub and an installed package that has the same model. Whether the model
+can be had is found out when it is loaded (loading.py).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from tune_prune import embedded
 from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.models.gguf import files as gguf_files
 
 # alias -> hub id
 HUB_ALIASES = {
@@ -25,34 +27,56 @@ HUB_ALIASES = {
     "qwen2.5-instruct": "Qwen/Qwen2.5-7B-Instruct",
     "mistral": "mistralai/Mistral-7B-v0.3",
     "mistral-instruct": "mistralai/Mistral-7B-Instruct-v0.3",
+    gguf_files.ALIAS: "HuggingFaceTB/SmolLM2-135M-Instruct",  # or the file of an installed package
 }
 
 MAX_NAME, MAX_PATH = 255, 4096  # bytes of a file's name and of a path, on most systems
-
-_HUGGING_FACE = "give a checkpoint in Hugging Face format: a folder with config.json and safetensors weights"
 
 
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model comes from."""
 
-    label: str  # name in tables and file names: alias, last part of the hub id, or folder name
-    location: str  # hub id or absolute folder
-    kind: Literal["hub", "folder", "embedded"]
+    label: str  # name in tables and file names: alias, last part of the hub id, or name of the folder or file
+    location: str  # hub id or absolute folder; of a GGUF file the folder in the cache that loading.load_config fills
+    kind: Literal["hub", "folder", "embedded", "gguf"]
     revision: str | None = None  # hub only: branch, tag or commit
+    name: str = field(
+        default="", compare=False
+    )  # by which records find it again: alias, hub id, package, absolute folder or file
+    file: Path | None = None  # the GGUF file, absolute
+
+    @property
+    def gguf(self) -> gguf_files.GgufOrigin | None:
+        """The GGUF file that the model was read from, once its folder is filled; None of other models."""
+        return None if self.file is None else gguf_files.origin(Path(self.location), self.file.name)
+
+    @property
+    def found_as(self) -> str:
+        """Where a model was found that can come from several places, or that a file holds in another form; empty of others."""
+        if self.file is not None:
+            return f"{self.gguf}" + (f", of package {self.name}" if self.name == gguf_files.PACKAGE else "")
+        return f"{self.location} of the hub" if self.name == gguf_files.ALIAS else ""
 
 
 def aliases() -> tuple[str, ...]:
-    """Every name that `--model` knows by itself: hub aliases and embedded models."""
-    return (*HUB_ALIASES, *embedded.MODEL_NAMES)
+    """Every name that `--model` knows by itself: hub aliases, a package with a model, and embedded models."""
+    return (*HUB_ALIASES, gguf_files.PACKAGE, *embedded.MODEL_NAMES)
 
 
 def resolve(name: str, revision: str | None = None) -> ModelSource:
     """The source that `name` means. Raises UserError for an unknown alias or a folder that is no model."""
     if name in embedded.MODEL_NAMES:
-        return ModelSource(name, str(embedded.model_dir(name)), "embedded")
+        return ModelSource(name, str(embedded.model_dir(name)), "embedded", name=name)
+    if name == gguf_files.PACKAGE:
+        return _packaged()
+    if name == gguf_files.ALIAS and revision is None and gguf_files.package_file() is not None:
+        from tune_prune.models import hub  # imports the hub client
+
+        if hub.obstacle(HUB_ALIASES[name]):
+            return _packaged()
     if name in HUB_ALIASES:
-        return ModelSource(name, HUB_ALIASES[name], "hub", revision)
+        return ModelSource(name, HUB_ALIASES[name], "hub", revision, name)
     if len(name) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in name.split(os.sep)):
         raise UserError(
             f"the name of the model has {len(name):,} letters ({name[:30]!r}...), and a path has at most {MAX_PATH:,}, {MAX_NAME} "
@@ -62,12 +86,15 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
     if path.is_dir():
         check_label(path.resolve().name, f"model folder {name}")
         if not (path / "config.json").is_file():
-            if any(path.glob("*.gguf")):
-                raise UserError(f"model folder {name} holds a GGUF file, which is for llama.cpp; {_HUGGING_FACE}")
+            if found := sorted(path.glob(f"*{gguf_files.SUFFIX}")):
+                raise UserError(
+                    f"model folder {name} holds a GGUF file and no config.json; name the file: --model {found[0]}"
+                )
             raise UserError(f"model folder {name} has no config.json; point --model at a folder in Hugging Face format")
-        return ModelSource(path.resolve().name, str(path.resolve()), "folder")
-    if path.is_file() and path.suffix == ".gguf":
-        raise UserError(f"model {name} is a GGUF file, which is for llama.cpp; {_HUGGING_FACE}")
+        return ModelSource(path.resolve().name, str(path.resolve()), "folder", name=str(path.resolve()))
+    if path.is_file() and path.suffix == gguf_files.SUFFIX:
+        check_label(path.stem, f"GGUF file {name}")
+        return _gguf(path.stem, str(path.absolute()), path.absolute())
     if path.exists():
         raise UserError(f"model {name} is a file; point --model at the folder that holds its config.json and weights")
     looks_local = name.startswith((".", "~", os.sep)) or name.count("/") > 1
@@ -76,7 +103,21 @@ def resolve(name: str, revision: str | None = None) -> ModelSource:
             f"model folder {name} does not exist; give an existing folder, a hub id or one of: {', '.join(aliases())}"
         )
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return ModelSource(name.rpartition("/")[2], name, "hub", revision)
+        return ModelSource(name.rpartition("/")[2], name, "hub", revision, name)
     raise UserError(
         f"unknown model {name!r}; {did_you_mean(name, aliases())}; or give a hub id such as Qwen/Qwen2.5-7B or a folder"
     )
+
+
+def _packaged() -> ModelSource:
+    file = gguf_files.package_file()
+    if file is None:
+        raise UserError(
+            f"model {gguf_files.PACKAGE} is the file of a package that is not installed; `{gguf_files.INSTALL}`, or give "
+            f"--model {gguf_files.ALIAS} where the hub can be reached"
+        )
+    return _gguf(gguf_files.ALIAS, gguf_files.PACKAGE, file)
+
+
+def _gguf(label: str, name: str, file: Path) -> ModelSource:
+    return ModelSource(label, str(gguf_files.folder_of(file)), "gguf", name=name, file=file)

@@ -6,6 +6,7 @@ request with its normal time limit is enough to know.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import huggingface_hub
@@ -27,6 +28,22 @@ def probe(repo: str, file: str, revision: str | None = None, repo_type: str = "m
         return
     url = huggingface_hub.hf_hub_url(repo, file, revision=revision, repo_type=repo_type)
     huggingface_hub.get_hf_file_metadata(url)
+
+
+@cache
+def obstacle(repo: str) -> str:
+    """Why model `repo` cannot be had, neither from the hub's cache nor from the hub, in a clause; empty where it can. Asked once by
+    a process: answers of the moment would let it use two models under one name."""
+    names = ("config.json", "model.safetensors")
+    if all(isinstance(huggingface_hub.try_to_load_from_cache(repo, name), str) for name in names):
+        return ""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, names[0]))
+    except Exception as error:  # noqa: BLE001  # no network, a proxy, a hub that is down, each of its own kind; it is the answer
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
 
 
 def commit(repo: str, revision: str | None = None) -> str | None:

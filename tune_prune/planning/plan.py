@@ -12,6 +12,7 @@ from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.cost_model.memory import MemoryPlan
 from tune_prune.cost_model.workload import Workload
 from tune_prune.models.geometry import Geometry
+from tune_prune.models.gguf.files import GgufOrigin
 from tune_prune.models.runner.residency import Residency
 from tune_prune.planning.search_space import SearchSpace
 from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
@@ -67,6 +68,8 @@ class ModelPlan:
     workload: Workload
     ways: tuple[MemoryPlan, ...]  # memory of its largest trial, the fastest way first
     memory: MemoryPlan  # that which was chosen
+    gguf: GgufOrigin | None = None  # the file that the model was read from, if it was one
+    found_as: str = ""  # where the model was found, if that is not clear from its name
 
     @property
     def shapes(self) -> tuple[str, ...]:

@@ -194,6 +194,8 @@ def _plan_model(
         workload=work,
         ways=tuple(ways),
         memory=ways[0],
+        gguf=source.gguf,
+        found_as=source.found_as,
     )
 
 

@@ -127,12 +127,14 @@ def dense_model(settings: SearchSettings, name: str, dtype: str) -> DenseModel:
     return DenseModel(source, run, config, loading.config_geometry(config)[1], loading.load_tokenizer(source))
 
 
+_KINDS = {"embedded": "an embedded model", "folder": "a folder model", "gguf": "a GGUF file"}
+
+
 def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, dtype: str) -> ModelRun:
     """What all trials of the model share. Raises UserError for flags that do not fit together."""
     if settings.revision is not None and source.kind != "hub":
         raise UserError(
-            f"--revision {settings.revision} is for models of the hub, but {name} is {'an' if source.kind == 'embedded' else 'a'} "
-            f"{source.kind} model; leave it out"
+            f"--revision {settings.revision} is for models of the hub, but {name} is {_KINDS[source.kind]}; leave it out"
         )
     data_dir = checks.data_dir(settings.data_dir)
     protocol = EvaluationProtocol(
@@ -144,7 +146,7 @@ def model_run(settings: SearchSettings, name: str, source: catalog.ModelSource, 
     if window is not None:
         protocol = replace(protocol, perplexity_window=window)
     return (TrustingRun if settings.trust_tasks else ModelRun)(
-        model=source.location if source.kind == "folder" else name,
+        model=source.name,
         label=source.label,
         revision=settings.revision,
         calibration=calibration.resolve(settings.calibration, data_dir, source.kind == "embedded"),

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tune_prune.core.files import number
+from tune_prune.core.terminal.escapes import markdown_code
+from tune_prune.models.gguf.files import GgufOrigin
 
 UNKNOWN = "–"
 
@@ -58,3 +60,9 @@ def _in_units(count: float, units: Sequence[str]) -> str:
         count, power = count / 1000, power + 1
     digits = 0 if power == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
     return f"{count:.{digits}f}{units[power]}"
+
+
+def dequantised(file: GgufOrigin) -> str:
+    """What a dense model was read from."""
+    what = f"{markdown_code(file.file)}, a GGUF file in {markdown_code(file.quantization)} (SHA-256 {markdown_code(file.sha256)})"
+    return f"read from {what} and made floating-point: that is the dense model of all comparisons here"

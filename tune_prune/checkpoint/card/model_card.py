@@ -28,6 +28,7 @@ from tune_prune import embedded
 from tune_prune.checkpoint.card.card_numbers import (
     UNKNOWN,
     accuracy,
+    dequantised,
     format_perplexity,
     fraction,
     kept,
@@ -227,6 +228,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
     rows = [
         ("Base model", f"{markdown_code(name)}{revision}, fingerprint {markdown_code(base.fingerprint)}"),
+        *([] if base.gguf is None else [("Base weights", dequantised(base.gguf))]),
         ("Licence", _license(manifest)),
         ("Method", f"`{config.method}`"),
         ("Calibration", _calibration(manifest)),

