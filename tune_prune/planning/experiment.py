@@ -162,12 +162,9 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
             "perplexity_window": model.workload.perplexity_window,
             "target_params": one_or_list(model.targets.values()),
             "trial_keys": _trial_keys(plan, model),
-<<<<<<< HEAD
             **({"mixtures": mixtures} if mixtures else {}),
+            **({} if model.gguf is None else {"gguf": asdict(model.gguf)}),
         }
-=======
-        } | ({} if model.gguf is None else {"gguf": asdict(model.gguf)})
->>>>>>> main
     write_about(
         store,
         {
