@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from tune_prune.analysis.input.study import Problem, Study
     from tune_prune.analysis.statistics.findings import Findings
 
-RULES = ("accuracy", "perplexity", "one-standard-error", "pareto")  # rules.RULES, without its imports
+RULES = (
+    "accuracy",
+    "perplexity",
+    "gold_logprob",
+    "kl",
+    "one-standard-error",
+    "pareto",
+)  # rules.RULES, without its imports
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
 _STEPS = 6  # imports, reading, statistics, layout, figures, tables and reports

@@ -37,7 +37,7 @@ class ItemReader:
 
     def __call__(self, output_dir: str) -> pd.Series | None:
         if output_dir not in self._read:
-            table = _table(output_dir, ["task", "doc_id", "score"])
+            table = columns_of(output_dir, ["task", "doc_id", "score"])
             self._read[output_dir] = None if table is None else self._scores(table)
         return self._read[output_dir]
 
@@ -89,7 +89,7 @@ def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None
     """
     columns = ["chance", "majority", "items"]
     table = pd.DataFrame(index=pd.Index(tasks, name="task"), columns=columns, dtype="float64")
-    read = _table(output_dir, ["task", "gold", "loglikelihoods"])
+    read = columns_of(output_dir, ["task", "gold", "loglikelihoods"])
     items = None if read is None else read.to_pandas()
     limit = ((source or {}).get("protocol") or {}).get("limit") or math.inf
     counts = pd.Series({task: min(TASK_ITEMS.get(task, math.nan), limit) for task in tasks}, dtype="float64")
@@ -115,7 +115,8 @@ def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None
     return table
 
 
-def _table(output_dir: str, columns: list[str]) -> pyarrow.Table | None:
+def columns_of(output_dir: str, columns: list[str]) -> pyarrow.Table | None:
+    """Columns of a trial's items.parquet; None if it has none. Raises UserError for a file that cannot be read."""
     path = location(output_dir) / ITEMS
     content = trial_file(path.parent, ITEMS) if output_dir else None
     if content is None:

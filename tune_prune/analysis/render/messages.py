@@ -36,6 +36,7 @@ _FORMS = {
     "acc3": ".3f",
     "r": ".4f",  # a coefficient of correlation
     "p": ".3f",  # <.001 below
+    "nats": ".3f",
     "points": ".2f",  # percentage points, or any number
     "ppl": ".2f",  # 3 significant digits where a model is broken and it is huge
     "percent": ".1%",  # a fraction as 85.5%

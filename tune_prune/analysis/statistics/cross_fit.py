@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.measures import gold_logprobs
 from tune_prune.analysis.statistics import rules
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores
 from tune_prune.analysis.statistics.draws import DrawItems, left_out
@@ -64,12 +65,33 @@ def cross_fit_rule(
         within = accuracies >= accuracies[top] - np.maximum(np.nan_to_num(stderr(top)), 1e-12)
         return rules.cheapest_within(within, accuracies, cost)
 
-    fixed = names.index(best)  # perplexity is measured on other text: no part of the items changes the choice
-    pick = {"perplexity": lambda accuracies: fixed, "one-standard-error": cheapest}.get(rule, most_accurate)
-    if abs(scores.accuracies[pick(scores.accuracies)] - rows["acc_mean"].iloc[fixed]) > 1e-6:
+    fixed = names.index(best)  # perplexity and KL are measured on other text: no part of the items changes the choice
+    other = {"one-standard-error": cheapest, **dict.fromkeys(("perplexity", "kl"), lambda accuracies: fixed)}
+    pick, measure = other.get(rule, most_accurate), scores.accuracies
+    if rule == "gold_logprob":
+        golds = _golds(scores, rows)
+        if golds is None:
+            return None
+        measure = np.mean([values.mean(axis=0) for values in golds], axis=0)
+        draws = [(golds, list(scores.by_task.values()))]
+    else:
+        draws = by_draw(scores, rows["draws"].tolist(), [items.draws(folder) for folder in rows["output_dir"]])
+    if abs(scores.accuracies[pick(measure)] - rows["acc_mean"].iloc[fixed]) > 1e-6:
         return None  # `best` was chosen with the help of rows without items
-    draws = by_draw(scores, rows["draws"].tolist(), [items.draws(folder) for folder in rows["output_dir"]])
-    return cross_fit(scores, names, pick, generator, draws, comparison.draw_variances[scores.rows])
+    return cross_fit(scores, names, pick, generator, draws, comparison.draw_variances[scores.rows], measure)
+
+
+def _golds(scores: PairedScores, rows: pd.DataFrame) -> Scores | None:
+    """Log-probabilities of right choices on the items of `scores`; None where an item has no single right choice or no finite one,
+    and with several draws of a configuration."""
+    series = [gold_logprobs(folder) for folder in rows["output_dir"]] if (rows["draws"] == 1).all() else []
+    known = [one for one in series if one is not None and np.isfinite(one).all()]
+    if len(known) < len(rows) or not all(one.index.equals(known[0].index) for one in known):
+        return None
+    table, tasks = np.column_stack(known), known[0].index.get_level_values("task")
+    found = [table[tasks == task] for task in scores.by_task]
+    same = all(len(one) == len(other) for one, other in zip(found, scores.by_task.values(), strict=True))
+    return found if same else None
 
 
 def by_draw(
@@ -98,6 +120,7 @@ def cross_fit(
     generator: np.random.Generator,
     draws: Sequence[tuple[Scores, Scores]] = (),
     draw_variances: np.ndarray | float = 0.0,
+    measure: np.ndarray | None = None,
 ) -> CrossFit | None:
     """What `pick` (accuracies [columns] -> column) chooses on all folds but one, scored on that one; None if a task has one item.
 
@@ -108,6 +131,7 @@ def cross_fit(
     `stderr` is of a bootstrap over items within tasks with all copies of an item in one fold: apart they would bring the bias
     back. The plain item variance of the scores leaves out that other items would have led to other choices: two of its standard
     errors cover 90 to 92% in simulated grids of 45 equal or close configurations. The bootstrap's cover 98 to 99%.
+    `measure` [columns] is what `pick` chooses by on all items; None: the accuracies.
     `draw_variances` [columns], what draws add to the variance of each, is added as often as each is chosen.
     """
     tasks = list(scores.by_task.values())
@@ -130,7 +154,7 @@ def cross_fit(
     full = scores.accuracies
     of_draws = np.broadcast_to(draw_variances, full.shape)[columns] @ counts / len(chosen)
     return CrossFit(
-        naive=float(full[pick(full)]),
+        naive=float(full[pick(full if measure is None else measure)]),
         corrected=corrected,
         stderr=float(np.hypot(np.std(again, ddof=1), np.sqrt(of_draws))),
         folds=FOLDS,

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import read_items
+from tune_prune.analysis.input.measures import GOLD, TEXTS, gold_logprobs, kl_blocks
 from tune_prune.analysis.input.rows import config_of, configuration_of, plain_value, plain_values
 from tune_prune.core.config import PruningConfig
 
@@ -29,6 +30,46 @@ def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float
     by_task = (first.astype("float64") - second).groupby(level="task")
     variances = by_task.var(ddof=1) / by_task.count()
     return float(by_task.mean().mean()), math.sqrt(variances.sum(skipna=False)) / len(variances)
+
+
+def measure_gaps(eligible: pd.DataFrame) -> pd.DataFrame:
+    """How far each row is from the best one in gold_logprob_mean (highest), kl_text and kl_tasks (lowest): `<measure>_gap`, own
+    minus that of the best, in nats, and `<measure>_gap_stderr`. Index: that of `eligible`. No columns for what no row has.
+
+    Standard errors are of the differences on the same items or blocks, where both have them and are one draw each; else of each
+    one's own.
+    """
+    draws = eligible.get("draws", pd.Series(1, eligible.index))
+    found = {}
+    for measure, sign in {GOLD: 1, **dict.fromkeys(TEXTS, -1)}.items():
+        values = sign * eligible[measure] if measure in eligible else pd.Series(dtype="float64")
+        if not np.isfinite(values).any():
+            continue
+        best = values.where(np.isfinite(values)).idxmax()
+        blocks = {row: _blocks(eligible.loc[row, "output_dir"], measure) for row in draws.index[draws == 1]}
+        found[f"{measure}_gap"] = eligible[measure] - eligible.loc[best, measure]
+        own = eligible[f"{measure}_stderr"]
+        found[f"{measure}_gap_stderr"] = pd.Series(
+            {row: 0.0 if row == best else _gap_stderr(own, blocks, row, best) for row in eligible.index}
+        )
+    return pd.DataFrame(found, eligible.index)
+
+
+def _blocks(output_dir: str, measure: str) -> pd.Series | None:
+    return gold_logprobs(output_dir) if measure == GOLD else kl_blocks(output_dir).get(measure)
+
+
+def _gap_stderr(own: pd.Series, blocks: Mapping[Any, pd.Series | None], row: Any, best: Any) -> float:
+    first, second = blocks.get(row), blocks.get(best)
+    if first is None or second is None or not first.index.equals(second.index):
+        return math.hypot(own[row], own[best])
+    if first.index.names[0] == "task":
+        paired = paired_difference(first, second)
+        return math.nan if paired is None else paired[1]
+    # The error of a ratio, as of KL itself (evaluation/divergence.py): of the differences' mean over tokens
+    gaps, tokens = (first - second).to_numpy(), first.index.get_level_values(1).to_numpy()
+    n, mean = len(gaps), (gaps @ tokens) / tokens.sum()
+    return float(math.sqrt(n / (n - 1) * np.square(tokens * (gaps - mean)).sum()) / tokens.sum()) if n > 1 else math.nan
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tune_prune.core.config import HYPERPARAMETERS
 
 SEED = "seed"  # the hyperparameter whose values are draws
 FEW_FREEDOM = 8  # degrees of freedom: a variance from fewer is off by half of it in one of three cases
-RISK = 0.02  # that the winner of all draws is among those that get no more, of each decision by the simulated ends
+RISK = 0.03  # that the winner of all draws is among those that get no more, of each decision by the simulated ends
 FIRST = 4  # configurations whose second draw tells first how far draws lie apart
 _WINS = 4000  # simulated ends of a race
 _STDERR = "_stderr"

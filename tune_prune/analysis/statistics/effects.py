@@ -20,8 +20,8 @@ from tune_prune.analysis.statistics.factors import NUMERIC, varied
 
 # What accuracy is correlated with
 _COLUMNS = (
-    *("ppl", "grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio", "grad_max_ratio", "grad_mean_range"),
-    *("grad_norm_range", "extreme_pruning_layers", "removed_fraction"),
+    *("ppl", "gold_logprob_mean", "kl_text", "kl_tasks", "grad_mean_ratio", "grad_norm_ratio", "grad_std_ratio"),
+    *("grad_max_ratio", "grad_mean_range", "grad_norm_range", "extreme_pruning_layers", "removed_fraction"),
 )
 
 _MIN_ROWS = 4  # Fisher's interval divides by sqrt(n - 3)
@@ -58,6 +58,7 @@ class Correlation:
     high: float | None = None
     passes: int | None = None  # distinct gradient passes, where the column is the same for all methods of one
     r_passes: float | None = None  # over those: each pass once, with the mean accuracy of its rows
+    tau: float | None = None  # Kendall's rank correlation over the rows (tau-b)
     reason: Message | None = None
 
 
@@ -253,7 +254,7 @@ def _ped_anova(eligible: pd.DataFrame) -> dict[str, float]:
 
 
 def correlations(eligible: pd.DataFrame) -> tuple[Correlation, ...]:
-    """Pearson's correlation of acc_mean with each of _COLUMNS that has a value at all, with Fisher's 95% interval.
+    """Pearson's correlation of acc_mean with each of _COLUMNS that has a value at all, with Fisher's 95% interval; and Kendall's.
 
     Columns with an infinite or missing value are not computed: leaving those rows out would leave out the extreme ones.
     Rows of methods that run no gradient pass have no gradient columns (grad_*) and are left out of theirs. Gradient columns
@@ -279,19 +280,26 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
         if _is_constant(values):
             return Correlation(column, n, reason=Message("constant", {"column": name}))
     r, low, high = _pearson(data)
+    tau = _kendall(data)
     passes = data.groupby([rows[name].to_numpy("int64") for name in CALIBRATION])
     within = passes["value"].max() - passes["value"].min()
     if not column.startswith("grad_") or len(passes) == n or within.max() > 1e-3 * np.ptp(data["value"]):
-        return Correlation(column, n, r, low, high)
+        return Correlation(column, n, r, low, high, tau=tau)
     means = passes.mean()
     if len(means) < _MIN_ROWS or _is_constant(means["acc"]):
-        return Correlation(column, n, r, passes=len(means))
+        return Correlation(column, n, r, passes=len(means), tau=tau)
     r_passes, low, high = _pearson(means)
-    return Correlation(column, n, r, low, high, len(means), r_passes)
+    return Correlation(column, n, r, low, high, len(means), r_passes, tau)
 
 
 def _is_constant(values: pd.Series) -> bool:
     return bool(np.ptp(values) <= _ROUNDING * np.abs(values).max())
+
+
+def _kendall(data: pd.DataFrame) -> float:
+    from scipy.stats import kendalltau
+
+    return float(kendalltau(data["value"].to_numpy(), data["acc"].to_numpy()).statistic)
 
 
 def _pearson(data: pd.DataFrame) -> tuple[float, float, float]:

@@ -19,18 +19,19 @@ import pandas as pd
 
 from tune_prune.analysis.input.errors import with_wilson_errors
 from tune_prune.analysis.input.items import ItemReader, guessing
+from tune_prune.analysis.input.measures import dense_folder, discrimination, informative_mean, with_gold_logprobs
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION, plain_values, ranked
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics import draws, effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
-from tune_prune.analysis.statistics.differences import Transfer, transfer
+from tune_prune.analysis.statistics.differences import Transfer, measure_gaps, transfer
 from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance
 from tune_prune.analysis.statistics.effects import Correlation, Trend
 from tune_prune.analysis.statistics.factors import NUMERIC, grid_size, methods_reading, varied
 from tune_prune.analysis.statistics.method_pairs import method_pairs
-from tune_prune.analysis.statistics.rules import RULES
+from tune_prune.analysis.statistics.rules import NEEDS, RULES
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
 
@@ -166,9 +167,28 @@ class ModelFindings:
 
     @cached_property
     def guessing(self) -> pd.DataFrame:
-        """`items.guessing`: index the tasks and "mean"; columns chance, majority, items, threshold."""
+        """`items.guessing`: index the tasks and "mean"; columns chance, majority, items, threshold; and `measures.discrimination`
+        of the dense model: auc, p (NaN where its items were not kept)."""
         model = self.model
-        return guessing(model.tasks, self.best["output_dir"], model.source, model.kind == "published")
+        table = guessing(model.tasks, self.best["output_dir"], model.source, model.kind == "published")
+        return table.join(discrimination(dense_folder(model)))
+
+    @cached_property
+    def uninformative(self) -> list[str]:
+        """Tasks that tell nothing of the dense model: its accuracy may come from guessing, or its log-likelihoods do not tell right
+        choices from wrong ones (an AUC that is not above .5, 95%)."""
+        dense, p = self.model.baseline, self.guessing["p"]
+        return [t for t in self.model.tasks if self.at_chance(dense.get(f"acc_{t}"), t) or p[t] >= 0.05]
+
+    def informative(self, row: Mapping[str, Any]) -> tuple[float, float]:
+        """acc_mean of a row, and its standard error, without the uninformative tasks; NaN where there are none, or no others."""
+        tasks = [task for task in self.tasks.index[:-1] if task not in self.uninformative]
+        return informative_mean(row, tasks if self.uninformative else [])
+
+    @cached_property
+    def measure_gaps(self) -> pd.DataFrame:
+        """`differences.measure_gaps`."""
+        return measure_gaps(self.eligible)
 
     def at_chance(self, accuracy: Any, task: str = "mean") -> bool:
         """Whether an accuracy may come from guessing; what is not known does not."""
@@ -211,6 +231,8 @@ class ModelFindings:
             yield Message("dense_at_chance", {"dense": dense, "guess": guess})
         elif self.at_chance(self.best["acc_mean"]):
             yield Message("best_at_chance", {"acc": self.best["acc_mean"], "guess": guess})
+        if self.uninformative:
+            yield Message("tasks_at_chance", {"names": self.uninformative})
         if len(devices := sorted({*eligible["device_name"].dropna()} - {""})) > 1:
             yield Message("several_devices", {"names": devices})
         for factor, value, side in self.edges:
@@ -296,7 +318,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
     items = DrawItems(ItemReader())
     models = {}
     for label, read in study.models.items():
-        model = with_wilson_errors(read)
+        model = with_gold_logprobs(with_wilson_errors(read))
         trials = ranked(model.rows)
         eligible, several = draws.configurations(trials, model.rows)
         if eligible.empty:
@@ -318,7 +340,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
         chosen = {name: choose(eligible) for name, choose in RULES.items()}
         if not chosen[rule]:
             raise UserError(
-                f"selection rule {rule!r} needs a finite ppl, which no complete trial of {label} has; use --rule accuracy"
+                f"selection rule {rule!r} needs {NEEDS[rule]}, which no complete trial of {label} has; use --rule accuracy"
             )
         models[label] = ModelFindings(
             model, rule, eligible, trials, several, between, comparison, scores, message, chosen, seed, items

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.measures import GOLD, TEXTS
+
 _SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model
 
 
@@ -21,6 +23,25 @@ def perplexity(rows: pd.DataFrame) -> list[str]:
     """The lowest finite perplexity; of equal ones the more accurate. Empty if none is known."""
     finite = rows[np.isfinite(_numbers(rows["ppl"]))]
     return finite.sort_values("ppl", kind="stable")["name"].head(1).tolist()
+
+
+def gold_logprob(rows: pd.DataFrame) -> list[str]:
+    """The highest log-probability of right choices (gold_logprob_mean); of equal ones the more accurate. Empty if none is known."""
+    return _lowest(rows, -_numbers(rows[GOLD]) if GOLD in rows else np.full(len(rows), np.nan))
+
+
+def kl(rows: pd.DataFrame) -> list[str]:
+    """The lowest KL to the dense model, mean of kl_text and kl_tasks as far as any row has them; of equal ones the more accurate.
+    Empty if none is known."""
+    known = [rows[name] for name in TEXTS if name in rows and rows[name].notna().any()]
+    return _lowest(
+        rows, np.mean([_numbers(values) for values in known], axis=0) if known else np.full(len(rows), np.nan)
+    )
+
+
+def _lowest(rows: pd.DataFrame, values: np.ndarray) -> list[str]:
+    finite = np.isfinite(values)
+    return [] if not finite.any() else [str(rows["name"].iloc[int(np.argmin(np.where(finite, values, np.inf)))])]
 
 
 def one_standard_error(rows: pd.DataFrame) -> list[str]:
@@ -72,4 +93,17 @@ def _numbers(values: pd.Series) -> np.ndarray:
 
 
 # Rule -> names of what it chooses, the most accurate first; none where what it needs was not measured
-RULES = {"accuracy": accuracy, "perplexity": perplexity, "one-standard-error": one_standard_error, "pareto": pareto}
+RULES = {
+    "accuracy": accuracy,
+    "perplexity": perplexity,
+    "gold_logprob": gold_logprob,
+    "kl": kl,
+    "one-standard-error": one_standard_error,
+    "pareto": pareto,
+}
+# What a rule needs that may not have been measured.
+NEEDS = {
+    "perplexity": "a finite ppl",
+    "gold_logprob": "log-probabilities of right choices",
+    "kl": "a finite KL to the dense model",
+}

@@ -7,7 +7,7 @@ from pathlib import Path
 from tune_prune.analysis.render.latex import document, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.tables import configurations, hyperparameters, trial_tables
+from tune_prune.analysis.tables import configurations, hyperparameters, measure_tables, trial_tables
 from tune_prune.analysis.tables.table import Table
 from tune_prune.core.store import FolderStore
 
@@ -32,6 +32,7 @@ def all_tables(findings: Findings) -> dict[str, Table]:
         trial_tables.statistics(findings),
         trial_tables.trials(findings),
         trial_tables.trial_tasks(findings),
+        measure_tables.measures(findings),
     ]
     return {table.key: table for table in made if table is not None}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.input.measures import GOLD
 from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.table import Column, Table, missing
@@ -35,6 +36,11 @@ MARKED_ACCURACY = replace(ACCURACY, best="tied")
 DENSE_ACCURACY = replace(ACCURACY, key="dense_acc", label="Dense", stderr="dense_acc_stderr", hint="")
 PARAMETERS = Column("params_count", "Parameters", "int")
 PERPLEXITY = Column("ppl", "Perplexity", "ppl")
+INFORMATIVE = Column("acc_informative", "Informative tasks", "acc", "acc_informative_stderr", detail=True)
+MEASURES = tuple(
+    Column(name, label, "nats", f"{name}_stderr", detail=True)
+    for name, label in ((GOLD, "Gold logprob"), ("kl_text", "KL text"), ("kl_tasks", "KL tasks"))
+)
 TOKENS = Column("tokens", "Tokens", "int", hint="calibration samples times their length", detail=True)
 RETAINED = Column("retained", "Accuracy retained", "percent", hint="of the dense model's accuracy")
 
@@ -72,7 +78,7 @@ def best_configurations(findings: Findings) -> Table:
     columns = [
         *(MODEL, CONFIGURATION, *hyperparameter_columns(findings), DRAWS, ACCURACY),
         Column("cross_fitted", "Cross-fitted", "acc", "cross_fitted_stderr", threshold="_threshold_mean"),
-        PERPLEXITY,
+        *(INFORMATIVE, PERPLEXITY, *MEASURES),
         DENSE_ACCURACY,
         Column("dense_ppl", "Dense ppl", "ppl"),
         RETAINED,
@@ -131,15 +137,24 @@ def task_accuracies(findings: Findings) -> Table:
     for label, found in findings.models.items():
         for row in found.tasks.reset_index(names="task").to_dict("records"):
             dense_stderr = found.model.baseline.get(f"acc_{row['task']}_stderr")
+            told = "no" if row["task"] in found.uninformative else "yes" if row["task"] != "mean" else ""
+            row |= {"informative": told if found.uninformative else ""}
             rows.append(row | {"dense_stderr": dense_stderr, "model": label, "config": found.best["name"]})
     columns = [
         *(MODEL, CONFIG, Column("task", "Task"), Column("items", "Items", "int")),
         Column("acc", "Pruned", "acc", "stderr", threshold="threshold", items="items"),
         Column("dense", "Dense", "acc", "dense_stderr", threshold="threshold", items="items"),
         *(RETAINED, Column("chance", "Chance", "acc"), Column("majority", "Majority answer", "acc")),
+        *(
+            Column("auc", "Dense AUC", "acc3"),
+            Column("informative", "Informative", hint="the dense model tells right from wrong"),
+        ),
     ]
     title = "Zero-shot accuracy of the best configurations by task"
-    return Table("task_accuracies", title, columns, rows, [*accuracy_notes(findings), Message("note_retained")])
+    notes = [*accuracy_notes(findings), Message("note_retained")]
+    if any(not missing(row["auc"]) for row in rows):
+        notes.append(Message("note_auc"))
+    return Table("task_accuracies", title, columns, rows, notes)
 
 
 def architecture(findings: Findings) -> Table:
@@ -224,7 +239,13 @@ def configuration(found: ModelFindings, row: Any) -> dict[str, Any]:
     """What every table holds of a configuration."""
     names = ["name", *(name for name in HYPERPARAMETERS if name in row), "acc_mean", "acc_mean_stderr", "ppl"]
     own = {"model": found.model.label, **{name: row[name] for name in names}, "tied": row["name"] in found.tied}
-    return own | draws_of(found, row) | limits(found)
+    own |= {name: row.get(name) for column in MEASURES for name in (column.key, column.stderr)}
+    return own | informative(found, row) | draws_of(found, row) | limits(found)
+
+
+def informative(found: ModelFindings, row: Any) -> dict[str, float]:
+    """What INFORMATIVE shows of a row."""
+    return dict(zip((INFORMATIVE.key, INFORMATIVE.stderr), found.informative(row), strict=True))
 
 
 def draws_of(found: ModelFindings, row: Any) -> dict[str, Any]:

@@ -117,7 +117,13 @@ def correlations(findings: Findings) -> Table | None:
     """Correlations of accuracy with other measures."""
     rows = [{"model": label, **vars(item)} for label, found in findings.models.items() for item in found.correlations]
     columns = [
-        *(MODEL, Column("measure", "Measure", style="name"), TRIALS, Column("r", "r", "r")),
+        *(
+            MODEL,
+            Column("measure", "Measure", style="name"),
+            TRIALS,
+            Column("r", "r", "r"),
+            Column("tau", "Kendall's τ", "r"),
+        ),
         *(Column("passes", "Passes", "int"), Column("r_passes", "r over passes", "r")),
         Column("low", "95% interval", "r", upper="high"),
         Column("reason", "Not computable because", wrap=True),

@@ -16,7 +16,9 @@ from tune_prune.analysis.tables.configurations import (
     ACCURACY,
     CONFIGURATION,
     DRAWS,
+    INFORMATIVE,
     MARKED_ACCURACY,
+    MEASURES,
     MODEL,
     PERPLEXITY,
     TOKENS,
@@ -24,6 +26,7 @@ from tune_prune.analysis.tables.configurations import (
     configuration,
     draws_of,
     hyperparameter_columns,
+    informative,
     limits,
 )
 from tune_prune.analysis.tables.table import Column, Table, missing
@@ -64,7 +67,7 @@ def trials(findings: Findings) -> Table:
             for rank, (row, place) in enumerate(zip(found.eligible.to_dict("records"), places, strict=True), 1):
                 ranks = {"rank": rank, "ppl_rank": None if missing(place) else int(place)}
                 state = {"state": "complete", **ranks, "chosen": row["name"] == found.best["name"]}
-                of_draws = draws_of(found, row)
+                of_draws = draws_of(found, row) | informative(found, row)
                 rows.append(_without_draws(row) | of_draws | state | {"tied": row["name"] in tied} | of_all)
         for row in rest.to_dict("records"):
             finite = row["success"] and math.isfinite(row["acc_mean"])
@@ -84,7 +87,7 @@ def trials(findings: Findings) -> Table:
         *(DRAWS, MARKED_ACCURACY),
         Column("difference_points", "Gap", "points", "difference_stderr_points", hint=_GAP),
         Column("p_value", "p", "p", hint=_P_VALUE),
-        PERPLEXITY,
+        *(INFORMATIVE, PERPLEXITY, *MEASURES),
         *(accuracy_column(task, task, detail=True, style="task") for task in tasks),
         Column("removed_fraction", "Removed", "percent", hint="of all parameters"),
         *(Column("elapsed_time", "Time", "duration"), Column("reason", "Reason", wrap=True), TOKENS),

@@ -1,0 +1,46 @@
+"""A table of the measures that see more than accuracy does: log-probabilities of right choices, and KL to the dense model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tune_prune.analysis.input.measures import TEXTS
+from tune_prune.analysis.statistics.findings import Findings, Message
+from tune_prune.analysis.tables.configurations import (
+    ACCURACY,
+    CONFIGURATION,
+    INFORMATIVE,
+    MEASURES,
+    MODEL,
+    PERPLEXITY,
+    configuration,
+    informative,
+    limits,
+)
+from tune_prune.analysis.tables.table import Column, Table, missing
+
+
+def measures(findings: Findings) -> Table | None:
+    """Every configuration, the most accurate first, below the dense model: each measure with its distance to the best."""
+    rows: list[dict[str, Any]] = []
+    for label, found in findings.models.items():
+        gaps, dense = found.measure_gaps, found.model.baseline
+        if gaps.empty:
+            continue
+        if dense:
+            zeros = {name: 0.0 for name in TEXTS if f"{name}_gap" in gaps}  # by definition
+            rows.append(
+                {**dense, **zeros, "model": label, "name": "dense", **informative(found, dense), **limits(found)}
+            )
+        rows += [configuration(found, row) | gaps.loc[index].to_dict() for index, row in found.eligible.iterrows()]
+    gap_columns = (
+        Column(f"{column.key}_gap", label, "nats", f"{column.key}_gap_stderr", hint="to the best of this measure")
+        for column, label in zip(MEASURES, ("Gold gap", "KL text gap", "KL tasks gap"), strict=True)
+    )
+    pairs = [part for pair in zip(MEASURES, gap_columns, strict=True) for part in pair]
+    columns = [MODEL, CONFIGURATION, *pairs, ACCURACY, INFORMATIVE, PERPLEXITY]
+    notes = [Message("note_measures")]
+    if any(not missing(row["acc_informative"]) for row in rows):
+        notes.append(Message("note_informative"))
+    title = "Log-probability of right choices, and KL to the dense model"
+    return Table("measures", title, columns, rows, notes, long=True) if rows else None
