@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import sys
@@ -26,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the other scr
 
 from bench_common import table
 
-from torture.attacks import ATTACKS, Setting, undisturbed
+from torture.attacks import ATTACKS
+from torture.setting import Setting, undisturbed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--minutes", type=float, default=10, help="no search begins after so many (default: %(default)s)")
     p.add_argument("--searches", type=int, default=10**9, metavar="N", help="at most so many (default: no limit)")
     p.add_argument("--only", default=",".join(ATTACKS), metavar="A,B", help="attacks (default: %(default)s)")
+    p.add_argument(
+        "--kills", type=int, default=10**9, metavar="N", help="of one search of `workers`, at most (default: no limit)"
+    )
     p.add_argument("--seed", type=int, default=0, help="of what is killed when (default: %(default)s)")
     p.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each search, as soon as it has ended")
     options = p.parse_args(arguments)
@@ -41,12 +46,15 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in names if name not in ATTACKS]:
         print(f"error: unknown attack {unknown[0]!r}; known: {', '.join(ATTACKS)}", file=sys.stderr)
         return 2
+    if "disk" in names and os.getuid():
+        print("left out: disk, which mounts a tmpfs, as only root may")
+        names.remove("disk")
     searches: Counter[str] = Counter()
     kills: Counter[str] = Counter()
     problems: Counter[str] = Counter()
     # Ray's sockets lie below it, whose paths may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="tp-"))
-    setting = Setting(folder, undisturbed(folder), random.Random(options.seed))
+    setting = Setting(folder, undisturbed(folder), random.Random(options.seed), options.kills)
     until = time.monotonic() + 60 * options.minutes
     for number, name in zip(count(), cycle(names)):
         if time.monotonic() > until or number == options.searches:
@@ -72,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not search.problems:
             shutil.rmtree(search.folder)  # what went wrong stays, to be looked at
     rows: list[tuple[object, ...]] = [("attack", "searches", "kills", "problems")]
-    rows += [(name, searches[name], kills[name], problems[name]) for name in names]
+    rows += [(name, searches[name], kills[name], problems[name]) for name in dict.fromkeys(names)]
     print(f"\nseed {options.seed}, {options.minutes:g} minutes\n{table(rows)}")
     if problems.total():
         print(f"what went wrong is in {folder}")

@@ -8,6 +8,7 @@ process and no temporary file of it is left.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -38,6 +39,8 @@ class Attacked:
     folder: Path
     flags: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    where: str = ""  # --storage-path, where that is no folder; what is in it is copied to `storage` to be looked at
+    program: Sequence[str] = ("-m", "tune_prune.search")
     kills: int = 0
     problems: list[str] = field(default_factory=list)
     _complete: dict[str, str] = field(default_factory=dict)  # by file, what is in it
@@ -64,7 +67,7 @@ class Attacked:
 
     @property
     def arguments(self) -> list[str]:
-        return [*self.flags, "--name", NAME, "--storage-path", str(self.storage)]
+        return [*self.flags, "--name", NAME, "--storage-path", self.where or str(self.storage)]
 
     def variables(self) -> dict[str, str]:
         """Of the search's environment."""
@@ -73,7 +76,7 @@ class Attacked:
 
     def start(self) -> subprocess.Popen[bytes]:
         """The command, as a user gives it, in a session of its own."""
-        command = [sys.executable, "-m", "tune_prune.search", *self.arguments]
+        command = [sys.executable, *self.program, *self.arguments]
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 command, env=self.variables(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -92,6 +95,15 @@ class Attacked:
 
     def told(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+
+    def note(self, line: str) -> None:
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(f"{line}\n")
+
+    def forget(self, path: Path) -> None:
+        """A record that is damaged on purpose may be written again."""
+        if path.parent == self.experiment / LEDGER:
+            self._complete.pop(path.name, None)
 
     def records(self) -> dict[str, dict[str, Any]]:
         """The trials' records by file; one that cannot be read is a problem."""
@@ -169,3 +181,33 @@ def kill(process: psutil.Process | subprocess.Popen[bytes], sign: signal.Signals
 def moment(chance: random.Random, most: float) -> float:
     """Seconds until something happens: often soon, sometimes late."""
     return min(most, chance.expovariate(3 / most))
+
+
+def forked(search: Attacked) -> int:
+    """The process id of a child that runs the command."""
+    module = importlib.import_module("tune_prune.search")
+    for name in (
+        "results",
+        "planning.preflight",
+        "trial.trial",
+        "evaluation.zero_shot",
+        "checkpoint.save",
+        "tuning.inline",
+    ):
+        importlib.import_module(f"tune_prune.{name}")
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    os.environ.update(search.variables())
+    log = os.open(search.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    code = 70
+    try:
+        code = module.main(search.arguments)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    finally:
+        os._exit(code)

@@ -1,4 +1,5 @@
-"""The attacks. Each brings one search to its end, however often it is killed on the way, and returns it with what went wrong.
+"""The attacks. Each brings one search to its end, however often it is killed on the way, and returns it with what went wrong. Those
+on where the results lie are in storage_attacks.py; here:
 
 workers     a process that does what a worker does, killed (-9) at any moment and begun again: many kills in little time
 searches    the command with a local Ray: its driver, a worker, the raylet or the GCS killed, TERM, INT once or twice
@@ -7,7 +8,6 @@ cluster     a search on three nodes that ask for a token, each of which dies onc
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import signal
@@ -16,34 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from torture.attacked import Attacked, kill, moment, wait_until
+from torture import storage_attacks
+from torture.attacked import Attacked, forked, kill, moment, wait_until
+from torture.setting import GRID, PARTIAL, START_S, Setting
 
-SPACE = Path(__file__).with_name("space.yaml")
-GRID = (
-    "--model",
-    "tiny-llama",
-    "--gpus-per-trial",
-    "0",
-    "--limit",
-    "8",
-    "--tasks",
-    "boolq,piqa,openbookqa",
-    "--search-space",
-    str(SPACE),
-)
-# Ways to search that do not try everything, or not to the end.
-PARTIAL = {
-    "race": ("--scheduler", "race"),
-    "asha": ("--scheduler", "asha"),
-    "optuna": ("--search", "optuna", "--num-trials", "9"),
-}
-START_S = 120.0  # in which a search has its first worker, on a busy machine
 END_S = 900.0  # in which a search that nobody disturbs any more ends
 # What dies in an attack on a whole search, and the exit code of the driver then (None: it lives on, or is dead itself).
 TARGETS: Mapping[str, int | None] = {
@@ -51,36 +32,16 @@ TARGETS: Mapping[str, int | None] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What every attack is given."""
-
-    folder: Path  # a short path: Ray's sockets lie below it
-    reference: Path  # the experiment of GRID that nobody disturbed
-    chance: random.Random
-
-
-def undisturbed(folder: Path) -> Path:
-    """The experiment of GRID in one go, computed once for this folder."""
-    search = Attacked(folder / "reference", (*GRID, "--inline"))
-    done = search.experiment / "global_best_config.json"
-    if not done.exists():
-        code = search.start().wait()
-        if code:
-            raise SystemExit(f"error: the search that nobody disturbs ended with code {code}; see {search.log}")
-    return search.experiment
-
-
 # --- a worker's code
 
 
-def workers(setting: Setting, number: int, most_kills: int = 10**9) -> Attacked:
+def workers(setting: Setting, number: int) -> Attacked:
     """`--inline` in forks of this process, which has imported everything before: a start is a second and not ten."""
     how = setting.chance.choice(["grid", *PARTIAL])
     search = Attacked(setting.folder / f"w{number}", (*GRID, *PARTIAL.get(how, ()), "--inline"))
     while True:
-        pid = _fork(search)
-        if search.kills < most_kills:
+        pid = forked(search)
+        if search.kills < setting.most_kills:
             time.sleep(moment(setting.chance, 8.0))
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -94,44 +55,14 @@ def workers(setting: Setting, number: int, most_kills: int = 10**9) -> Attacked:
     return search
 
 
-def _fork(search: Attacked) -> int:
-    """The process id of a child that runs the command."""
-    module = importlib.import_module("tune_prune.search")
-    for name in (
-        "results",
-        "planning.preflight",
-        "trial.trial",
-        "evaluation.zero_shot",
-        "checkpoint.save",
-        "tuning.inline",
-    ):
-        importlib.import_module(f"tune_prune.{name}")
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    os.setsid()
-    os.environ.update(search.variables())
-    log = os.open(search.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    code = 70
-    try:
-        code = module.main(search.arguments)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    finally:
-        os._exit(code)
-
-
 # --- whole searches
 
 
-def searches(setting: Setting, number: int, targets: tuple[str, ...] = ()) -> Attacked:
-    """One kill of each of `targets` (none given: of all, in any order), then the search comes to its end."""
+def searches(setting: Setting, number: int) -> Attacked:
+    """One kill of each of TARGETS, in any order, then the search comes to its end."""
     how = setting.chance.choice(["grid", *PARTIAL])
     search = Attacked(setting.folder / f"s{number}", (*GRID, *PARTIAL.get(how, ()), "--cpus-per-trial", "1"))
-    order = list(targets or TARGETS)
+    order = list(TARGETS)
     setting.chance.shuffle(order)
     for target in order:
         if _attack(search, target, setting.chance):
@@ -282,4 +213,8 @@ ATTACKS: Mapping[str, Callable[[Setting, int], Attacked]] = {
     "workers": workers,
     "searches": searches,
     "cluster": cluster,
+    "damage": storage_attacks.damage,
+    "drivers": storage_attacks.drivers,
+    "disk": storage_attacks.disk,
+    "s3": storage_attacks.s3,
 }

@@ -22,6 +22,7 @@ from tune_prune import search
 from tune_prune.core.errors import MachineError
 from tune_prune.planning import preflight
 from tune_prune.tuning.ray_cluster import cluster, head, local
+from tune_prune.tuning.ray_cluster.watch import loss
 
 ROOT = Path(__file__).resolve().parents[2]
 RAYS_WORDS = (
@@ -193,6 +194,21 @@ def test_the_workers_that_have_started_with_ray_run_the_trials(ray_folder, tmp_p
     assert driver.returncode == 0 and "[6/6]" in out, err
     assert len(workers) == len(cpus)
     assert not processes_of(ray_folder) and not list(ray_folder.iterdir())
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_ray_that_dies_while_it_is_joined_is_a_sentence(sign, monkeypatch):
+    """Whichever signal this process hears, and although Ray has put a handler of its own there, which exits with 15."""
+    monkeypatch.setattr(loss, "A_SIGNAL_S", 0.05)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(sign, lambda number, frame: sys.exit(number))
+        with pytest.raises(loss.RayLost, match="Ray has ended: its raylet died"), loss.watched(lambda: "raylet"):
+            time.sleep(30)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(

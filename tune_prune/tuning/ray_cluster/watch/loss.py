@@ -43,7 +43,7 @@ def watched(wait: Callable[[], str]) -> Iterator[None]:
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # SystemExit: of Ray's handler, which is there while Ray is joined
         if not lost:
             raise
         raise _lost(lost[0]) from None

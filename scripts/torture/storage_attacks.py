@@ -1,0 +1,233 @@
+"""Attacks on where the results lie.
+
+damage      files of the experiment and of its cache are changed, cut, exchanged or removed between starts, each of which counts as
+            a kill
+drivers     three starts at once want the same experiment; the one that has it is killed
+disk        a disk that is full again and again (which is counted), as it grows by a little only when that has stopped the search
+            (a tmpfs: needs root)
+s3          a search on a real S3 server (moto's, on loopback), killed at any moment
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from torture.attacked import Attacked, forked, kill, moment, wait_until
+from torture.setting import GRID, PARTIAL, START_S, Setting
+from tune_prune.core.store import TRIALS
+
+ROUNDS = 12  # of damage; a search that is complete already is damaged, too
+HARMS = ("bit", "cut", "empty", "exchanged", "removed")
+MIB = 1 << 20
+_S3_SERVER = Path(__file__).parents[2] / "tests" / "s3_server.py"
+_SHORT_LEASE = """
+import sys
+from tune_prune.core.storage import lease
+from tune_prune.core.process import ending
+lease.LEASE_S = 3.0  # what a killed search keeps the next one waiting for; a minute otherwise
+from tune_prune import search
+ending.leave(search.main)
+"""
+_COPY = "import fsspec, sys; fsspec.filesystem('s3').get(sys.argv[1], sys.argv[2], recursive=True)"
+
+
+def damage(setting: Setting, number: int) -> Attacked:
+    """What is refused must name the file, and is restored, or deleted where the sentence says so; everything else is computed
+    again or was of no consequence: the numbers at the end say which."""
+    search = Attacked(setting.folder / f"h{number}", (*GRID, "--inline"))
+    chance = setting.chance
+    harmed: tuple[Path, bytes] | None = None
+    rounds = 0
+    while True:
+        said = len(search.told())
+        pid = forked(search)
+        if harmed is None and chance.random() < 0.6:
+            time.sleep(moment(chance, 8.0))
+            os.kill(pid, signal.SIGKILL)
+            search.kills += 1
+        _, status = os.waitpid(pid, 0)
+        told = search.told()[said:]
+        code = os.waitstatus_to_exitcode(status)
+        if "Traceback (most recent call last)" in told:
+            search.problems.append(f"a traceback in {search.log}")
+        if code == 2 and harmed is not None:
+            _mend(search, told, *harmed)
+            harmed = None
+            continue
+        if code not in (0, -signal.SIGKILL):
+            search.problems.append(f"exit code {code}: {told[-300:]}")
+            break
+        if harmed is not None and TRIALS in harmed[0].parts:
+            harmed[0].write_bytes(harmed[1])  # of a trial that is finished: the search has no need to read it
+        harmed = None
+        search.look()
+        if rounds == ROUNDS:
+            if code == 0:
+                break
+            continue
+        harmed = _harm(search, chance)
+        if harmed is not None:
+            rounds += 1
+            search.kills += 1
+    search.finished(setting.reference, same=True)
+    return search
+
+
+def _harm(search: Attacked, chance: random.Random) -> tuple[Path, bytes] | None:
+    """Damage one file; which it is, and what was in it. None where there is none yet."""
+    files = [path for path in sorted(search.storage.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+    if not files:
+        return None
+    path = chance.choice(files)
+    content, how = path.read_bytes(), chance.choice(HARMS)
+    others = [one for one in files if one.suffix == path.suffix and one != path]
+    if how == "removed" or (how == "exchanged" and not others):
+        path.unlink()
+    elif how == "exchanged":
+        shutil.copyfile(chance.choice(others), path)
+    elif how == "bit" and content:
+        changed = bytearray(content)
+        changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+        path.write_bytes(changed)
+    else:
+        path.write_bytes(content[: chance.randrange(len(content)) if how == "cut" and content else 0])
+    search.forget(path)
+    search.note(f"-- {path.relative_to(search.storage)}: {how}")
+    return path, content
+
+
+def _mend(search: Attacked, told: str, path: Path, content: bytes) -> None:
+    refusal = told.rpartition("error: ")[2]
+    if path.name not in refusal and path.parent.name not in refusal:
+        search.problems.append(f"{path} was damaged, and refused is: {refusal[-300:]}")
+    advice = re.search(r"delete (/\S+?)[;,.]?(?:\s|$)", refusal)
+    if advice and Path(advice[1]).is_file():
+        Path(advice[1]).unlink()
+        search.forget(Path(advice[1]))
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def drivers(setting: Setting, number: int) -> Attacked:
+    """Whoever does not have the experiment leaves with the sentence, before it has written anything."""
+    how = setting.chance.choice(["grid", *PARTIAL])
+    search = Attacked(setting.folder / f"r{number}", (*GRID, *PARTIAL.get(how, ()), "--inline"))
+    done = False
+    while not done:
+        codes: dict[int, int] = {}
+        started = [forked(search) for _ in range(3)]
+
+        def ended(started: list[int] = started, codes: dict[int, int] = codes) -> bool:
+            for pid in set(started) - set(codes):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            return len(codes) >= 2
+
+        if not wait_until(ended, START_S):
+            search.problems.append(f"of three starts {len(codes)} ended in {START_S:.0f} s: {search.told()[-300:]}")
+        time.sleep(moment(setting.chance, 8.0))
+        ended()
+        for pid in set(started) - set(codes):
+            os.kill(pid, signal.SIGKILL)
+            search.kills += 1
+            codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        done = 0 in codes.values()
+        if wrong := set(codes.values()) - {0, 2, -signal.SIGKILL}:
+            search.problems.append(f"exit codes {sorted(wrong)}: {search.told()[-300:]}")
+        search.look()
+    refusals = re.findall(r"^error: (.*)", search.told(), re.MULTILINE)
+    if strange := [one for one in refusals if not one.startswith("another search runs on experiment ")]:
+        search.problems.append(f"refused with: {strange[0][:300]}")
+    if not refusals and search.kills:
+        search.problems.append("three starts at once, and none was refused")
+    search.finished(setting.reference, same=how == "grid")
+    return search
+
+
+def disk(setting: Setting, number: int) -> Attacked:
+    """`kills` are the times that the disk was full. What did not fit has left nothing behind, and says so with folder and space."""
+    search = Attacked(setting.folder / f"d{number}", (*GRID, "--inline"))
+    search.storage.mkdir(parents=True)
+    size = setting.chance.randrange(MIB // 4, MIB)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", search.storage], check=True)
+    try:
+        while True:
+            said = len(search.told())
+            code = os.waitstatus_to_exitcode(os.waitpid(forked(search), 0)[1])
+            told = search.told()[said:]
+            search.look()
+            if code == 0 and "warning" not in told:
+                break
+            search.kills += 1
+            if code not in (0, 1) or "free some space" not in told or "Traceback" in told:
+                search.problems.append(f"exit code {code} of a full disk: {told[-400:]}")
+                break
+            size += setting.chance.randrange(MIB // 16, MIB // 2)
+            subprocess.run(["mount", "-o", f"remount,size={size}", search.storage], check=True)
+        search.finished(setting.reference, same=True)
+        if search.problems:
+            shutil.copytree(search.storage, search.folder / "kept")
+    finally:
+        subprocess.run(["umount", search.storage], check=True)
+    return search
+
+
+def s3(setting: Setting, number: int) -> Attacked:
+    folder = setting.folder / f"o{number}"
+    orders = folder / "server"
+    orders.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, _S3_SERVER, orders], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            aws = {
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{int(server.stdout.readline())}",
+                "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_DEFAULT_REGION": "us-east-1",
+                "XDG_CACHE_HOME": str(folder / "cache"),
+            }
+            search = Attacked(
+                folder, (*GRID, "--inline"), aws, where="s3://bucket/results", program=("-c", _SHORT_LEASE)
+            )
+            make = "import s3fs; s3fs.S3FileSystem().mkdir('bucket')"
+            subprocess.run([sys.executable, "-c", make], env=search.variables(), check=True)
+            while True:
+                running = search.start()
+                started = time.monotonic()
+                wait_until(lambda running=running: running.poll() is not None, 5 + moment(setting.chance, 30.0))
+                if running.poll() is None:
+                    kill(running)
+                    search.kills += 1
+                code = running.wait()
+                _copy(search, time.monotonic() - started)
+                search.look()
+                if code != -signal.SIGKILL:
+                    break
+            if code:
+                search.problems.append(f"exit code {code}: {search.told()[-300:]}")
+            search.finished(setting.reference, same=True)
+        finally:
+            kill(server)
+    return search
+
+
+def _copy(search: Attacked, seconds: float) -> None:
+    """What the bucket holds, as files where the other attacks have theirs."""
+    shutil.rmtree(search.storage, ignore_errors=True)
+    copied = subprocess.run(
+        [sys.executable, "-c", _COPY, f"{search.where}/", str(search.storage)],
+        env=search.variables(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if copied.returncode and "FileNotFoundError" not in copied.stderr:  # of a search that had not put anything yet
+        search.problems.append(f"the bucket cannot be read after {seconds:.0f} s: {copied.stderr[-300:]}")
+    shutil.rmtree(search.experiment / ".lock", ignore_errors=True)  # a folder's lock is no file of its own
