@@ -46,8 +46,8 @@ def open(
     name         alias (llama, qwen2.5, mistral, smollm2, tiny-llama, ...), hub id, folder or GGUF file; a checkpoint that `save` or
                  `python -m tune_prune.prune` has written, too
     revision     branch, tag or commit of a hub model; None: main
-    calibration  what methods read: embedded, wikitext2, c4 or a text file; None: embedded for embedded models, else the text of
-                 data_dir, else wikitext2
+    calibration  what methods read: embedded, wikitext2, c4 or a text file, or several with + between them, in equal parts; None:
+                 embedded for embedded models, else the text of data_dir, else wikitext2
     data_dir     task and text files for machines without a hub (docs/data.md)
     trust_tasks  whether task files of data_dir may run code; else they are read as data, and refused where they are more
     seed         of calibration samples, of the order of test items and of random scores; from 0 to 2**32 - 1

@@ -404,3 +404,41 @@ def test_trials_that_do_not_fit_into_memory_are_refused(trial_gib, slots, says):
     refused = pytest.raises(UserError, match=says) if says else contextlib.nullcontext()
     with refused:
         _check_memory(trial_gib * 2**30, slots, Memory(24 * 2**30, 21 * 2**30))
+
+
+def test_draws_and_texts_are_the_trials_of_runs_with_those(
+    tmp_path: Path, refusal: Callable[..., str], plan_text: Callable[..., str]
+) -> None:
+    """By their keys, whichever says them; what is the run's has no name of its own; and each is run again by its command."""
+    other, space = tmp_path / "other.txt", tmp_path / "space.yaml"
+    other.write_text(embedded.calibration_text()[:20_000])
+    lines = ["search: grid", "method: [taylor, magnitude]", "seq_len: 16", "num_samples: 8", "seeds: [0, 2]"]
+    space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
+    settings = SearchSettings(("tiny-llama",), str(space), gpus_per_trial=0, storage_path=str(tmp_path / "kept"))
+    (model,) = make_plan(settings).models
+    names = ["taylor-s16-n8", "magnitude-s16-n8", "taylor-s16-n8-cembedded+other"]
+    names += ["taylor-s16-n8-r2", "taylor-s16-n8-r2-cembedded+other"]
+    keys = {config.name: key for config, key in model.trials}
+    assert sorted(keys) == sorted(names)
+    space.write_text("\n".join(lines[:4]))
+    alone = replace(settings, calibration=f"embedded+{other}", pruning_ratio=0.2)
+    (mixed,) = make_plan(alone).models
+    assert mixed.run.calibration == f"embedded+{other}"
+    assert {config.name: key for config, key in mixed.trials}["taylor-s16-n8"] == keys["taylor-s16-n8-cembedded+other"]
+    config, key = next(trial for trial in model.trials if trial[0].name == names[-1])
+    rows = frame([TrialRecord(key=key, model="tiny-llama", config=config.to_dict(), status="complete")], tmp_path)
+    again = rerun.command(Model("tiny-llama", rows, source=model.run.to_dict()), rows.iloc[0])
+    assert again is not None
+    subprocess.run(["bash", "-c", again.splitlines()[0]], check=True)
+    args = search.parser().parse_args(shlex.split(again.splitlines()[1])[3:])
+    assert [found for _, found in make_plan(search.settings_from(args)).models[0].trials] == [key]
+    space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
+    out = plan_text("--model", "tiny-llama", "--search-space", space)
+    assert "2 gradient passes" not in out and "4 gradient passes a model, one per seq_len, draw, text" in out
+    assert "2 texts, each with 2 draws, seeds 0, 2" in out and "(equal parts of 2 texts, in turn)" in out
+    sentence = refusal("--model", "tiny-llama", "--search-space", space, "--calibration", "c4")
+    assert "--calibration is c4, but " in sentence and "list it there, too" in sentence
+    assert "--seeds is 0, 1, but" in refusal("--model", "tiny-llama", "--search-space", space, "--seeds", "0,1")
+    other.write_text(embedded.calibration_text())
+    space.write_text("\n".join([*lines, f"calibration: [embedded, {other}]"]))
+    assert "of which two have the same content" in refusal("--model", "tiny-llama", "--search-space", space)

@@ -24,6 +24,8 @@ def command(model: Model, row: Mapping[str, Any]) -> str | None:
     lines = " ".join(shlex.quote(f"{name}: {value}") for name, value in space.items())
     protocol = source["protocol"]
     values = {**protocol, **source, "search_space": f"{config.name}.yaml", "tasks": ",".join(protocol["tasks"])}
+    if config.calibration is not None:  # the space says it
+        values["calibration"] = None
     names = (
         *("model", "revision", "search_space", "calibration", "data_dir", "tasks", "limit", "perplexity_window"),
         "perplexity_tokens",

@@ -85,7 +85,9 @@ class Manifest:
     sizes: dict[str, Sizes]  # "dense", "pruned" and, where zeros were added, "padded"
     versions: dict[str, Text]  # package -> version
     created: Annotated[str, AfterValidator(_date)]  # ISO date
-    source: ModelRun | None = None  # of the search that measured `metrics`
+    source: Annotated[ModelRun, PlainSerializer(ModelRun.to_dict)] | None = (
+        None  # of the search that measured `metrics`
+    )
     metrics: Mapping[str, Number | None] | None = None  # as recorded by the search (records.py); None: not measured
     measured_on: MeasuredOn | None = None  # what `metrics` were measured on
     baseline: Mapping[str, Number | None] | None = None  # the same of the dense model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tune_prune.core.ledger import (
 )
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
+from tune_prune.core.values.kinds import texts_of
 from tune_prune.evaluation.item_scores import accuracies
 from tune_prune.planning.draws import Draws
 from tune_prune.planning.plan import ModelPlan, Plan, one_or_list
@@ -153,6 +154,7 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
     for model in plan.models:
         earlier = models.get(model.run.label, {}).get("meaning", {}).get("texts", {})
         texts = {"texts": earlier | dict(model.texts)} if earlier or model.texts else {}
+        mixtures = _mixtures([model.run.calibration, *texts.get("texts", {})])
         models[model.run.label] = {
             "run": model.run.to_dict(),
             "meaning": model.identity() | texts,
@@ -160,7 +162,9 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
             "perplexity_window": model.workload.perplexity_window,
             "target_params": one_or_list(model.targets.values()),
             "trial_keys": _trial_keys(plan, model),
-        } | ({} if model.gguf is None else {"gguf": asdict(model.gguf)})
+            **({"mixtures": mixtures} if mixtures else {}),
+            **({} if model.gguf is None else {"gguf": asdict(model.gguf)}),
+        }
     write_about(
         store,
         {
@@ -177,6 +181,12 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
         },
     )
     return models
+
+
+def _mixtures(texts: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Of each calibration text that is a mixture, the share of the samples that each of its texts gives."""
+    parts = {text: texts_of(text) for text in texts}
+    return {text: dict.fromkeys(found, 1 / len(found)) for text, found in parts.items() if len(found) > 1}
 
 
 def _trial_keys(plan: Plan, model: ModelPlan, given: Collection[str] | None = None) -> dict[str, str]:

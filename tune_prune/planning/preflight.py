@@ -173,6 +173,8 @@ def _plan_model(
         run = replace(run, revision=commit)
     model_fingerprint = loading.model_fingerprint(source, config)
     data = {text: data_fingerprint(replace(run, calibration=text)) for text in texts}
+    if len(set(data.values())) < len(data):
+        raise UserError(f"calibration lists {', '.join(data)}, of which two have the same content; keep one of them")
     work = workload(run, config, model.tokenizer, store, model_fingerprint)
     itemsize = getattr(torch, run.dtype).itemsize
     # Of a hub's model it is not known before it is downloaded, and hardly any has pickled weights alone.

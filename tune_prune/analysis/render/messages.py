@@ -22,6 +22,7 @@ from tune_prune.analysis.cost import duration
 from tune_prune.analysis.input.errors import wilson_interval
 from tune_prune.analysis.statistics.findings import Message
 from tune_prune.analysis.tables.table import Column, Row, Table, missing
+from tune_prune.core.config import HYPERPARAMETERS
 
 LANGUAGES = ("en", "zh")
 MISSING = "–"
@@ -104,7 +105,7 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
     if isinstance(value, Message):
         return format_message(value, language)
     if missing(value) or not column.format:
-        return MISSING if column.format else "" if missing(value) else str(value)
+        return MISSING if column.format else "" if missing(value) else _text(column.key, str(value))
     form = row.get("_format", column.format)
     if column.upper:
         return f"[{printed(value, form)}, {printed(row[column.upper], form)}]"
@@ -112,6 +113,11 @@ def cell_text(column: Column, row: Row, language: str = "en") -> str:
     if (interval := _interval(column, row)) is not None:
         text += f" [{printed(interval[0], form)}, {printed(interval[1], form)}]"
     return text + "†" * column.at_chance(row) + "‡" * column.of_one_draw(row)
+
+
+def _text(key: str, value: str) -> str:
+    """A text of a row; of a hyperparameter as it stands in names: a calibration text by its file's name."""
+    return HYPERPARAMETERS[key].kind.short(value) if value and key in HYPERPARAMETERS else value
 
 
 def _interval(column: Column, row: Row) -> tuple[float, float] | None:
