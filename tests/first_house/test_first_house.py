@@ -177,7 +177,8 @@ def test_it_runs_what_is_missing_from_its_cache(storage: Path) -> None:
     }
     metrics = again[key]["metrics"]  # there are more since
     assert {name: metrics[name] for name in RECORDED[key]["metrics"]} == RECORDED[key]["metrics"]
-    assert [stage["tokens"] for stage in again[key]["stages"]] == [0] * len(RECORDED[key]["stages"])
+    tokens = [stage["tokens"] for stage in again[key]["stages"] if stage["stage"] != "kl"]  # which there was not
+    assert tokens == [0] * len(RECORDED[key]["stages"])
     # Removal losses have another version since: they were measured again, before the trial, and lead to the same plan.
     passes = [len(list((folder / NAME / "passes").glob("removal-*.json"))) for folder in (HERE / "storage", storage)]
     assert passes == [2, 3]

@@ -63,7 +63,8 @@ def test_a_trial_counts_and_measures_as_without(tmp_path, monkeypatch, way):
         lambda model, family, multiple, pad=padding.pad: (pad(model, family, multiple), widths.append(model)),
     )
     padded = run_trial(config, padded_context).metrics
-    (model,) = widths
+    *_, model = widths  # streamed: the first trial makes its copy again behind the two passes of the dense model
+    assert len(widths) <= 3
     family = context.loaded.family
     assert all(
         linears["gate"].out_features % 64 == 0
@@ -71,5 +72,8 @@ def test_a_trial_counts_and_measures_as_without(tmp_path, monkeypatch, way):
         if "gate" in linears
     )
     assert (model.device.type == "meta") == (str(way) == "streamed" and not way.pruned_whole)
-    assert padded.pop("ppl") == pytest.approx(plain.pop("ppl"), rel=1e-5)
+    rounded = {name for name in plain if name == "ppl" or name.startswith(("kl_", "gold_logprob"))}
+    assert len(rounded) > 5
+    for name in rounded:
+        assert padded.pop(name) == pytest.approx(plain.pop(name), rel=1e-5, abs=1e-6)
     assert padded == plain
