@@ -196,6 +196,12 @@ def test_the_workers_that_have_started_with_ray_run_the_trials(ray_folder, tmp_p
     assert not processes_of(ray_folder) and not list(ray_folder.iterdir())
 
 
+def wait_in_python(seconds: float) -> None:
+    """An interrupt from a thread is not heard by a system call."""
+    for _ in range(round(seconds / 0.01)):
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_a_ray_that_dies_while_it_is_joined_is_a_sentence(sign, monkeypatch):
     """Whichever signal this process hears, and although Ray has put a handler of its own there, which exits with 15."""
@@ -205,8 +211,7 @@ def test_a_ray_that_dies_while_it_is_joined_is_a_sentence(sign, monkeypatch):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(sign, lambda number, frame: sys.exit(number))
         with pytest.raises(loss.RayLost, match="Ray has ended: its raylet died"), loss.watched(lambda: "raylet"):
-            for _ in range(3000):
-                time.sleep(0.01)  # an interrupt that no system call hears
+            wait_in_python(30)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
