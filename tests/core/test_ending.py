@@ -37,6 +37,7 @@ def started(tmp_path: Path, how: str = "ends", patience_s: float = 10) -> tuple[
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, how, str(patience_s)],
         env=os.environ | {"TMPDIR": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -35,7 +35,7 @@ def test_a_search_whose_worker_code_is_killed_loses_and_repeats_nothing(tmp_path
     )
     assert run.returncode == 0, run.stdout + run.stderr
     (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines())
-    assert 1 <= line["kills"] <= 6 and line["problems"] == []
+    assert 1 <= line["kills"] <= 3 and line["problems"] == []
     assert run.stdout.splitlines()[-1].split() == ["workers", "1", str(line["kills"]), "0"]
 
 
