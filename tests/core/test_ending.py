@@ -33,15 +33,20 @@ ending.leave(lambda: ending.exit_code(main))
 """
 
 
+def _hear() -> None:
+    """Tests that run in the background ignore the one, those under nohup the other."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def started(tmp_path: Path, how: str = "ends", patience_s: float = 10) -> tuple[subprocess.Popen, Path]:
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, how, str(patience_s)],
         env=os.environ | {"TMPDIR": str(tmp_path)},
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests that run in the background ignore it
+        preexec_fn=_hear,
     )
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
