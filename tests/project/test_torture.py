@@ -25,7 +25,7 @@ def test_a_search_whose_worker_code_is_killed_loses_and_repeats_nothing(tmp_path
         "--searches",
         "1",
         "--kills",
-        "6",
+        "3",
         "--seed",
         "2",
         "--output",
