@@ -203,13 +203,12 @@ def s3(setting: Setting, number: int) -> Attacked:
             subprocess.run([sys.executable, "-c", make], env=search.variables(), check=True)
             while True:
                 running = search.start()
-                started = time.monotonic()
                 wait_until(lambda running=running: running.poll() is not None, 5 + moment(setting.chance, 30.0))
                 if running.poll() is None:
                     kill(running)
                     search.kills += 1
                 code = running.wait()
-                _copy(search, time.monotonic() - started)
+                _copy(search)
                 search.look()
                 if code != -signal.SIGKILL:
                     break
@@ -221,7 +220,7 @@ def s3(setting: Setting, number: int) -> Attacked:
     return search
 
 
-def _copy(search: Attacked, seconds: float) -> None:
+def _copy(search: Attacked) -> None:
     """What the bucket holds, as files where the other attacks have theirs."""
     shutil.rmtree(search.storage, ignore_errors=True)
     copied = subprocess.run(
@@ -229,5 +228,5 @@ def _copy(search: Attacked, seconds: float) -> None:
         env=search.variables(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if copied.returncode and "FileNotFoundError" not in copied.stderr:  # of a search that had not put anything yet
-        search.problems.append(f"the bucket cannot be read after {seconds:.0f} s: {copied.stderr[-300:]}")
+        search.problems.append(f"the bucket cannot be read: {copied.stderr[-300:]}")
     shutil.rmtree(search.experiment / ".lock", ignore_errors=True)  # a folder's lock is no file of its own
