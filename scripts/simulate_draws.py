@@ -93,7 +93,7 @@ def compared(
         parts.append((of_draws, interaction(by_task)["acc_mean"]))
     between = pooled(parts) if parts else None
     accuracies, unknown = paired.accuracies, np.full(len(counts), np.nan)
-    return accuracies, compare(accuracies, unknown, paired, generator, resamples, between, counts), between
+    return accuracies, compare(accuracies, unknown, paired, generator, resamples, between, 1 / counts), between
 
 
 def coverage(

@@ -96,9 +96,17 @@ def command(name: str, *flags: str) -> None:
         sys.exit(code)
 
 
+def folder(text: str) -> str:
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no folder, in which the study keeps files of its own; write a path"
+        )
+    return text
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         epilog="Further flags go to every search: --inline, --address auto, --dry-run, --gpus-per-trial 0.5, ...",
     )  # fmt: skip
     p.add_argument("--model", default="smollm2", metavar="NAME", help="default: %(default)s")
@@ -108,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         "--perplexity-tokens", type=int, default=0, metavar="N", help="of the perplexity text, so many (default: all)"
     )
     p.add_argument("--search-space", default="paper_grid", metavar="NAME", help="of step 1 (default: %(default)s)")
-    p.add_argument("--storage-path", default="ray_results", metavar="DIR", help="default: %(default)s")
+    p.add_argument("--storage-path", type=folder, default="ray_results", metavar="DIR", help="default: %(default)s")
     p.add_argument("--name", default="study-smollm2", metavar="NAME", help="first part of the experiments' names")
     p.add_argument("--output", default="results/smollm2-135m", metavar="DIR", help="default: %(default)s")
     return p

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 _BUSY = b"<?xml version='1.0'?><Error><Code>ServiceUnavailable</Code><Message>Reduce your rate.</Message></Error>"
-_WAIT_S = 30.0
+_WAIT_S = 120.0
 
 
 @dataclass(frozen=True)

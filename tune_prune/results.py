@@ -191,17 +191,21 @@ def _run_draws(
 ) -> None:
     """One draw of every configuration, then draw by draw those that may still be the best (`planning.draws`). No later draw is
     stopped early, as a mean over draws needs all of them."""
-    from tune_prune.tuning.driver import run_search
+    from tune_prune.tuning.driver import connected, run_search
+    from tune_prune.tuning.observers import status
 
     def study(records: Sequence[TrialRecord]) -> Study:
         return study_of_search(plan.experiment_dir, {"models": models}, read_baselines(store), records)
 
     draws, before = Draws(plan, study), set[str]()
-    while draws.given > before:
-        run_search(jobs, replace(options, only=frozenset(draws.given - before)))
-        options = replace(options, scheduler="none", local_ray=None)
-        before, told = set(draws.given), len(draws.rounds)
-        draws.decide(Ledger(store).records())
-        experiment.write_draws(store, plan, draws)
-        for one in draws.rounds[told:]:
-            print(f"{'draws':<12} {one}", flush=True)
+    options = replace(options, goes_on=True)
+    with connected(options):  # one Ray for all rounds, each of which would start its own
+        while draws.given > before:
+            run_search(jobs, replace(options, only=frozenset(draws.given - before)))
+            options = replace(options, scheduler="none")
+            before, told = set(draws.given), len(draws.rounds)
+            draws.decide(Ledger(store).records())
+            experiment.write_draws(store, plan, draws)
+            for one in draws.rounds[told:]:
+                print(f"{'draws':<12} {one}", flush=True)
+    status.ended(store)

@@ -48,7 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if "disk" in names and os.getuid():
         print("left out: disk, which mounts a tmpfs, as only root may")
-        names.remove("disk")
+        names = [name for name in names if name != "disk"]
+    if not names:
+        print("error: no attack is left to make; name another one with --only, or run this as root", file=sys.stderr)
+        return 2
     searches: Counter[str] = Counter()
     kills: Counter[str] = Counter()
     problems: Counter[str] = Counter()

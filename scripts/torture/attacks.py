@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -173,13 +174,14 @@ def cluster(setting: Setting, number: int) -> Attacked:
     search.look()
     for process in search.processes():
         kill(process)  # of nodes that a person has begun
+    search.gone()
+    shutil.rmtree(search.temporary / "ray", ignore_errors=True)  # theirs; what else lies there is the search's
     rest = Attacked(folder, (*GRID, "--inline"))
     rest._complete = search._complete
     if rest.start().wait():
         search.problems.append(f"the last start failed: {search.told()[-300:]}")
+    rest.finished(setting.reference, same=True)
     search.problems += rest.problems
-    search.look()
-    search.gone()
     return search
 
 

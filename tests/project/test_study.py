@@ -64,3 +64,12 @@ def test_a_dry_run_is_of_the_first_step(tmp_path: Path, monkeypatch: pytest.Monk
     study_smollm2.Study(*study_smollm2.parser().parse_known_args(["--storage-path", str(tmp_path), "--dry-run"])).run()
     assert len(commands) == 1 and commands[0][-1] == "study-smollm2-grid"
     assert not list(tmp_path.iterdir())
+
+
+def test_flags_of_the_searches_are_not_taken_for_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    args, more = study_smollm2.parser().parse_known_args(["--search", "optuna"])
+    assert (args.search_space, more) == ("paper_grid", ["--search", "optuna"])
+    with pytest.raises(SystemExit) as ended:
+        study_smollm2.parser().parse_known_args(["--storage-path", "s3://bucket/results"])
+    assert ended.value.code == 2
+    assert "argument --storage-path: s3://bucket/results is no folder" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -45,6 +46,16 @@ def test_an_unknown_attack_is_a_sentence() -> None:
     )
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert "unknown attack 'disks'; known: workers, searches, cluster, damage, drivers, disk, s3" in run.stderr
+
+
+def test_no_attack_that_can_be_made_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torture_main = importlib.import_module("torture.__main__")
+    monkeypatch.setattr(torture_main.os, "getuid", lambda: 1000)
+    monkeypatch.setattr(torture_main, "undisturbed", lambda folder: pytest.fail("a search was made"))
+    assert torture_main.main(["--only", "disk"]) == 2
+    assert capsys.readouterr().err.startswith("error: no attack is left to make; name another one with --only")
 
 
 @pytest.fixture

@@ -118,6 +118,16 @@ def test_artifacts_are_named_as_they_always_were(monkeypatch):
     ]
 
 
+def test_fewer_samples_do_not_replace_more(tmp_path):
+    """Of a search that needs fewer, and ends later."""
+    cache, kept = StatisticCache(RUN, "0123456789abcdef", "cpu", ArtifactStore(tmp_path)), []
+    for count in (4, 2, 6, 5):
+        (need,) = removals(layer=count)
+        cache.put(Samples(16), need, {"dense": np.zeros(count), "removed": np.ones((3, count))})
+        kept.append(len(cache.get(Samples(16), need)["dense"]))
+    assert kept == [4, 4, 6, 6]
+
+
 @pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[: len(raw) // 2]], ids=["empty", "half"])
 def test_a_damaged_artifact_is_computed_again(fresh, damage):
     (need,) = gradients(10)

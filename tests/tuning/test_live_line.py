@@ -115,6 +115,13 @@ def test_the_first_line_has_an_eta():
     assert search.shown(wait=11).endswith(f"ETA {clock(everything - 11)}")  # it counts down while nothing happens
 
 
+def test_a_round_waits_for_its_own_trials_only() -> None:
+    """Of two models one has trials in this round of draws, as many as it has specs."""
+    other = replace(COST.models[0], label="other")
+    search = Search(cost=replace(COST, models=(*COST.models, other)), jobs=[])
+    assert search.line._left.seconds() == pytest.approx(4 * (30 + TRIAL_OVERHEAD_S))
+
+
 def test_the_eta_follows_jobs_stages_and_slices():
     search = Search()
     search.line.on_begin()

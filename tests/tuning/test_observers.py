@@ -99,3 +99,14 @@ def test_what_an_attempt_had_done_before_it_died_is_kept(tmp_path: Path):
     lost.on_end(job, JobMessage())
     lost.note_all()
     assert len(settings.attempts.read([])) == 2
+
+
+def test_jobs_of_two_models_are_two_attempts(tmp_path: Path):
+    """Begun in the same second."""
+    settings, now = WorkerSettings(tmp_path, tmp_path, TrialResources()), 100.0
+    lost = LostWork(settings, clock=lambda: now)
+    for label in ("a model/1", "another"):
+        lost.on_start(PrepareJob(replace(RUN, label=label)))
+    now += 5
+    lost.note_all()
+    assert sorted(attempt.model for attempt in settings.attempts.read([])) == ["a model/1", "another"]

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from tune_prune.tuning.ray_cluster.tuner import QueueSearcher, RuleScheduler
 from tune_prune.tuning.stopping.asha import AshaRule
 from tune_prune.tuning.stopping.race import RaceRule, read_outcomes
 from tune_prune.tuning.stopping.rule import StoppingRule
-from tune_prune.tuning.worker import TrialSpec
+from tune_prune.tuning.worker import TrialSpec, groups_of_draws
 
 SIZES = {"boolq": 400, "piqa": 200}
 ADDED = ({"boolq": 100, "piqa": 50}, {"boolq": 100, "piqa": 50}, {"boolq": 200, "piqa": 100})
@@ -45,6 +46,13 @@ def message(key: str, index: int, right: float) -> TrialMessage:
     """A worker's message after a slice."""
     part = Slice(index, SLICES[index], outcomes(index, right), SIZES)
     return stage_message(key, part=part, metrics={"acc_mean": right}, items_scored=10, items_total=20)
+
+
+def test_every_draw_is_a_group_of_its_own():
+    """The run's own draw (None) is none of the others, seed 0 neither."""
+    (spec,) = specs_of("one").values()
+    specs = [replace(spec, config=replace(spec.config, seed=seed), key=str(seed)) for seed in (None, 0, 1)]
+    assert groups_of_draws(specs) == {"None": "m", "0": "m 0", "1": "m 1"}
 
 
 def test_a_trial_far_behind_is_stopped_with_its_reason():

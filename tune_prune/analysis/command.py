@@ -241,7 +241,15 @@ def _check_output(output: Path) -> None:
 
 def why_nothing(study: Study) -> str:
     """Why there is nothing to decide in a study without an eligible trial, in a sentence."""
+    from tune_prune.analysis.input.rows import ranked
+    from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
+
     models = study.models.values()
+    if any(len(ranked(model.rows)) for model in models):
+        return (
+            f"{STOPPED_DRAWS}, so nothing can be compared; search again under another --name, without --scheduler or with --draws "
+            "in place of --seeds"
+        )
     if any(model.rows["success"].any() for model in models):
         return "no complete trial has a finite acc_mean, so nothing can be compared; look at the column acc_mean of the results"
     count, names = sum(len(model.rows) for model in models), ", ".join(study.models)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from tune_prune.analysis.input.rows import CALIBRATION, as_cell, config_of, frame, plain_value, plain_values
+from tune_prune.analysis.input.rows import CALIBRATION, as_cell, config_of, frame, plain_value, plain_values, ranked
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
 from tune_prune.core.files import to_json
 from tune_prune.core.records import TrialRecord
@@ -101,18 +101,21 @@ def best_entry(found: ModelFindings, folder: Location) -> dict[str, Any]:
 
 
 def _methods(findings: Findings, label: str) -> dict[str, Any]:
-    """acc_mean of each method over its complete trials: n, mean, std (n - 1), min, max, best configuration."""
+    """acc_mean of each method over its eligible configurations: n, mean, std (n - 1), min, max, best configuration."""
     found = findings.models.get(label)
     methods = {}
-    for method, trials in findings.study.models[label].rows["method"].value_counts().items():
+    for method, trials in findings.study.models[label].rows.groupby("method", sort=False):
         row, n, best = {}, 0, None
+        failed = len(trials) - len(
+            ranked(trials)
+        )  # of the trials: several complete ones may be draws of one configuration
         if found is not None and method in found.methods.index:
             row = found.methods.loc[method]
             n = int(row["n"])
             names = ("name", *CALIBRATION, "acc_mean", "acc_mean_stderr", "ppl", "key")
             best = plain_values(found.named(row["best"]), *names)
         values = plain_values(row, "mean", "std", "min", "max")
-        methods[str(method)] = {"n": n, "n_failed_or_stopped": int(trials) - n, **values, "best": best}
+        methods[str(method)] = {"n": n, "n_failed_or_stopped": failed, **values, "best": best}
     return methods
 
 

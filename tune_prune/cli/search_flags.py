@@ -87,7 +87,7 @@ def parser() -> Parser:
         choices=("none", "race", "asha"),
         default="none",
         help="which trials are stopped early: race stops one as soon as it is, with 95%% confidence, not the best; asha stops "
-        "the weaker half at a quarter and at half of the items (default: %(default)s)",
+        "the weaker half at a quarter and at half of the items; not with several --seeds (default: %(default)s)",
     )
     flags.add_memory_flag(how, "a trial")
     how.add_argument(

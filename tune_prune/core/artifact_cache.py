@@ -52,21 +52,28 @@ class ArtifactStore:
 
         Raises DamagedFile for a folder in the file's place, where nothing can be stored either.
         """
-        path = self.path(kind, key)
-        try:
-            content = self._store.get(_name(kind, key))
-            return None if content is None else read(_arrays(content, kind, key))
-        except StorageError:
-            raise
-        except DamagedFile as error:
-            if isinstance(path, Path) and path.is_dir():
-                raise DamagedFile(path, "a folder, where a file belongs", "remove it") from error
-            cause = error.what
-        except KeyError as error:
-            cause = f"damaged (it has no {error})"
-        except (EOFError, IndexError, TypeError, ValueError, zipfile.BadZipFile) as error:
-            cause = f"damaged ({error})"
-        log.warning("artifact %s is %s; it is computed again", path, cause)
+        path, cause = self.path(kind, key), ""
+        asked = [self._store.get]
+        if isinstance(self._store, NodeCachedStore):
+            asked.append(self._store.get_anew)
+        for ask in asked:
+            try:
+                content = ask(_name(kind, key))
+                found = None if content is None else read(_arrays(content, kind, key))
+                if found is not None:
+                    return found
+            except StorageError:
+                raise
+            except DamagedFile as error:
+                if isinstance(path, Path) and path.is_dir():
+                    raise DamagedFile(path, "a folder, where a file belongs", "remove it") from error
+                cause = error.what
+            except KeyError as error:
+                cause = f"damaged (it has no {error})"
+            except (EOFError, IndexError, TypeError, ValueError, zipfile.BadZipFile) as error:
+                cause = f"damaged ({error})"
+        if cause:
+            log.warning("artifact %s is %s; it is computed again", path, cause)
         return None
 
     def put(self, kind: str, key: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:

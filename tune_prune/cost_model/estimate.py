@@ -22,7 +22,7 @@ from tune_prune.cost_model.device_speed import DeviceSpeed
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.machine import Load
 from tune_prune.cost_model.tokens import ZeroShotTokens
-from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS
+from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS, compared_tokens
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
@@ -283,12 +283,12 @@ def _evaluation(work: ModelWork, removed_params: int) -> list[StageCost]:
         share = arithmetic.all_layers(count, row_length) / work.arithmetic.all_layers(count, row_length)
         return count * share * speed.forward(row_length) + scored * speed.head
 
-    compared = min(TEXT_TOKENS, tokens) + min(TASK_TOKENS, zero_shot.tokens)
+    compared = compared_tokens(tokens, TEXT_TOKENS) + compared_tokens(zero_shot.tokens, TASK_TOKENS)
     heads = 2 * compared if removed_params else 0
     reading = [0.0, 0.0, 0.0]
     if brought:
         read = partial(_reading_s, work, block_tokens=work.way.at_once(BLOCK_TOKENS))
-        reading = [read(tokens), read(zero_shot.tokens, work.slices), read(compared, 2)]
+        reading = [read(tokens), read(zero_shot.tokens, work.slices), read(compared)]
     layers = arithmetic.all_layers(compared, window)
     return [
         StageCost("kl", 1, compared, layers + arithmetic.head(heads), reading[2] + seconds(compared, window, heads)),

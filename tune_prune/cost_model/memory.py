@@ -30,7 +30,7 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model import machine
 from tune_prune.cost_model.machine import at_least, size
-from tune_prune.evaluation.divergence import TEXT_TOKENS
+from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.geometry import Geometry
@@ -209,7 +209,7 @@ class Shapes:
         together = way.at_once(BLOCK_TOKENS)
         block = min(max(together, tokens), row_tokens)
         needs = {
-            "kl": (kl, min(max(together, tokens, window), TEXT_TOKENS), 0),
+            "kl": (kl, min(max(together, tokens, window), TEXT_TOKENS + TASK_TOKENS), 0),
             "perplexity": (perplexity, min(max(together, positions), text_tokens), 0),
             "zero_shot": (zero_shot, block, block * longest_row * self.itemsize),
         }

@@ -10,6 +10,7 @@ order that they have alone.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -50,7 +51,7 @@ def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> 
             f"no calibration text in {folder} (a *train*.txt or *valid*.txt file); put one there or name a text file: "
             "--calibration FILE"
         )
-    if "+" not in name or Path(name).expanduser().is_file():
+    if "+" not in name or _path(name).is_file():
         source = _resolve_one(name)
         if texts_of(source) != [source]:
             raise UserError(
@@ -77,12 +78,16 @@ def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> 
 def _resolve_one(name: str) -> str:
     if name in KNOWN_TEXTS:
         return name
-    path = Path(name).expanduser()
+    path = _path(name)
     if path.is_file():
         return str(path.resolve())
     raise UserError(
         f"calibration text {name!r} is neither a file nor a known source; {did_you_mean(name, KNOWN_TEXTS)}"
     )
+
+
+def _path(name: str) -> Path:
+    return Path(os.path.expanduser(name))  # that of Path fails for a user that there is not
 
 
 def load_text(source: str) -> str:

@@ -25,9 +25,16 @@ from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
-TEXT_TOKENS = 4096  # the first ones of the perplexity text, in windows as perplexity's
-TASK_TOKENS = 2048  # of questions with their right answers: the items that reach it
+TEXT_TOKENS = 4096  # at most: the first ones of the perplexity text, in windows as perplexity's
+TASK_TOKENS = 2048  # at most: of questions with their right answers, the items that reach it
+ONE_IN = 16  # tokens of either is enough: where all are few, KL would cost as much as what it accompanies
+LEAST = 256  # but of so many; two blocks, for a standard error
 BLOCK = 128  # tokens of a window that are one observation for the standard error
+
+
+def compared_tokens(tokens: int, most: int) -> int:
+    """Of `tokens` that there are, those that KL is measured on: one in ONE_IN, rounded up, at least LEAST and at most `most`."""
+    return min(tokens, most, max(LEAST, math.ceil(tokens / ONE_IN)))
 
 
 @dataclass(frozen=True)

@@ -66,20 +66,14 @@ class ZeroShotSuite:
                 start = seen[task]
         self._slices = [_Slice(index, part) for index, part in enumerate(added)]
 
-    def right_answers(self, num_tokens: int) -> list[np.ndarray]:
-        """Questions with their right answers as token ids, without the very last: an item of each task in turn, from the first on,
-        until they have so many tokens. Items without a single right choice are left out."""
+    def right_answers(self) -> list[np.ndarray]:
+        """Questions with their right answers as token ids, without the very last: an item of each task in turn, from the first on.
+        Items without a single right choice are left out."""
         by_task: dict[str, list[np.ndarray]] = {task: [] for task in self.items_per_task}
         for item in self._items:
             if item.gold >= 0:
                 by_task[item.task].append(item.requests[item.gold].inputs)
-        found, tokens = [], 0
-        for inputs in (one for turn in zip_longest(*by_task.values()) for one in turn if one is not None):
-            if tokens >= num_tokens:
-                break
-            found.append(inputs)
-            tokens += len(inputs)
-        return found
+        return [inputs for turn in zip_longest(*by_task.values()) for inputs in turn if inputs is not None]
 
     def tokens_in_slice(self, slice_index: int, share: bool = True) -> int:
         """Tokens (without padding) that scoring the items which this slice adds forwards."""

@@ -53,7 +53,6 @@ class Draws:
     """The draws of a plan: all of them are its trials, and `given` are the keys of those that are to be run."""
 
     def __init__(self, plan: Plan, study: Callable[[Sequence[TrialRecord]], Study]) -> None:
-        self._most = plan.settings.draws or 1
         self._seed = plan.settings.seed
         self._study = study
         self._draws: dict[str, list[str]] = {}  # key of a first draw -> of all draws, in order
@@ -80,11 +79,13 @@ class Draws:
         rows, between = found.eligible, found.draw_variance
         firsts = [self._first[key] for key in rows["key"]]
         had = np.array([len(self.given & set(self._draws[first])) for first in firsts])
-        # What has had all its draws, a method that reads no seed among them, moves no more
-        counts = np.where(had == [len(self._draws[first]) for first in firsts], self._most, had)
+        # A draw that has failed is in no mean, and never will be; what has had all its draws moves no more, as a method that reads
+        # no seed with its first
+        counts = rows["draws"].to_numpy()
+        most = np.array([len(self._draws[first]) for first in firsts]) - (had - counts)
         number = len(self.rounds)
         generator = np.random.default_rng(seed_for(self._seed, f"draws of {found.model.label}, {number}"))
-        wanted, chances = next_draws(rows["acc_mean"].to_numpy(), counts, self._most, between, generator)
+        wanted, chances = next_draws(rows["acc_mean"].to_numpy(), counts, most, between, generator)
         names, places = rows["name"].tolist(), np.flatnonzero(wanted)
         one = Round(
             found.model.label,
@@ -92,6 +93,6 @@ class Draws:
             len(rows),
             None if between is None else 100 * between.mean_square**0.5,
             0 if between is None else between.freedom,
-            None if between is None else float(chances[~wanted & (counts < self._most)].sum()),
+            None if between is None else float(chances[~wanted & (counts < most)].sum()),
         )
         return one, [self._draws[firsts[place]][had[place]] for place in places]

@@ -153,6 +153,8 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
     models = _models(store, about)
     for model in plan.models:
         earlier = models.get(model.run.label, {}).get("meaning", {}).get("texts", {})
+        seedless = {method for method, reads in plan.space.reads.items() if "seed" not in reads}
+        seedless |= {*models.get(model.run.label, {}).get("seedless", ())}  # those of earlier starts, too
         texts = {"texts": earlier | dict(model.texts)} if earlier or model.texts else {}
         mixtures = _mixtures([model.run.calibration, *texts.get("texts", {})])
         models[model.run.label] = {
@@ -163,6 +165,7 @@ def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
             "target_params": one_or_list(model.targets.values()),
             "trial_keys": _trial_keys(plan, model),
             **({"mixtures": mixtures} if mixtures else {}),
+            **({"seedless": sorted(seedless)} if seedless else {}),
             **({} if model.gguf is None else {"gguf": asdict(model.gguf)}),
         }
     write_about(

@@ -48,6 +48,8 @@ def space(settings: SearchSettings) -> SearchSpace:
         )
     values["shape"] = aligned(values["shape"], settings.align)
     loaded = replace(loaded, search=settings.search or loaded.search, values=values)
+    if settings.draws is None and len(values["seed"]) > 1:
+        _check_several_seeds(settings, loaded)
     return replace(loaded, num_trials=_num_trials(settings, loaded))
 
 
@@ -86,6 +88,23 @@ def _draws(settings: SearchSettings, loaded: SearchSpace) -> tuple[int, ...] | N
             f"--draws {settings.draws} needs seeds up to {seeds[-1]}, above the largest; use a smaller --seed"
         )
     return seeds
+
+
+def _check_several_seeds(settings: SearchSettings, searched: SearchSpace) -> None:
+    """Raises UserError for Optuna, to which a seed would be one more hyperparameter, and for a scheduler: it stops single draws,
+    and a mean over draws needs all of them."""
+    seeds = searched.values["seed"]
+    if searched.search == "optuna":
+        raise UserError(
+            f"{len(seeds)} seeds ({', '.join(map(str, seeds))}) are for a grid, which measures every configuration on each "
+            "of them; name one seed, or use --search grid"
+        )
+    if settings.scheduler != "none":
+        raise UserError(
+            f"--scheduler {settings.scheduler} stops single trials, but a configuration is the mean of {len(seeds)} draws here "
+            f"(seeds {', '.join(map(str, seeds))}), of which none may be stopped; leave one of them out, or give --draws "
+            f"{len(seeds)} in place of the seeds, which goes on with what the first draw leaves"
+        )
 
 
 def _num_trials(settings: SearchSettings, searched: SearchSpace) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -15,8 +16,15 @@ import torch
 from torch import Tensor
 
 from tune_prune.core.hashing import digest
-from tune_prune.evaluation import divergence
-from tune_prune.evaluation.divergence import BLOCK, TASK_TOKENS, TEXT_TOKENS, Divergence
+from tune_prune.evaluation.divergence import (
+    BLOCK,
+    TASK_TOKENS,
+    TEXT_TOKENS,
+    Divergence,
+    compared_tokens,
+    head_inputs,
+    token_divergences,
+)
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import PruningPlan
@@ -24,43 +32,58 @@ from tune_prune.trial.context import TrialContext
 
 T = TypeVar("T")
 
+BLOCKS = {"text": BLOCK, "tasks": None}  # of an item all tokens are one observation
+
 
 def measure_kl(context: TrialContext, plan: PruningPlan) -> tuple[dict[str, Divergence], int]:
     """KL(dense || pruned) of the model that keeps what `plan` says, on "text" and on "tasks" (not there where no item has a single
     right choice); and the tokens forwarded to get it, those of the dense model among them (0: it was cached)."""
-    windows = context.perplexity_tokens[:TEXT_TOKENS].split(context.perplexity_window)
-    answers = [torch.from_numpy(tokens).long() for tokens in context.suite.right_answers(TASK_TOKENS)]
-    found, forwarded = {}, 0
-    for name, samples, block in (("text", windows, BLOCK), ("tasks", answers, None)):
-        if samples:
-            found[name], tokens = _measure(context, plan, samples, block)
-            forwarded += tokens
-    return found, forwarded
-
-
-def _measure(
-    context: TrialContext, plan: PruningPlan, samples: Sequence[Tensor], block: int | None
-) -> tuple[Divergence, int]:
-    content, count = digest([sample.tolist() for sample in samples]), sum(map(len, samples))
-    key = context.measurement_key(plan.structure, tokens=content, block=block)
-    stored = context.artifacts.get("kl", key, Divergence.from_arrays)
-    if stored is not None:
-        return stored, 0
-    dense, forwarded = _dense_states(context, samples, content)
+    parts = {name: samples for name, samples in _samples(context).items() if samples}
+    found, keys = {}, {}
+    for name, samples in parts.items():
+        keys[name] = context.measurement_key(plan.structure, tokens=_content(samples), block=BLOCKS[name])
+        found[name] = context.artifacts.get("kl", keys[name], Divergence.from_arrays)
+    kept = {name: divergence for name, divergence in found.items() if divergence is not None}
+    if len(kept) == len(parts):
+        return kept, 0
+    together = [sample for samples in parts.values() for sample in samples]  # one pass: a streamed model is read once
+    dense, forwarded = _dense_states(context, together)
 
     def run(residency: Residency) -> np.ndarray:
-        return divergence.token_divergences(context.model_of(plan), samples, dense, residency)
+        return token_divergences(context.model_of(plan), together, dense, residency)
 
-    result = Divergence.of(_fitted(context, plan, samples, run), samples, block)
-    context.artifacts.put("kl", key, asdict(result))
-    return result, forwarded + count
+    sizes = [sum(map(len, samples)) for samples in parts.values()]
+    values = np.split(_fitted(context, plan, together, run), np.cumsum(sizes)[:-1])
+    for (name, samples), own in zip(parts.items(), values, strict=True):
+        kept[name] = Divergence.of(own, samples, BLOCKS[name])
+        context.artifacts.put("kl", keys[name], asdict(kept[name]))
+    return kept, forwarded + sum(sizes)
 
 
-def _dense_states(context: TrialContext, samples: Sequence[Tensor], content: str) -> tuple[Tensor, int]:
-    """`divergence.head_inputs` of the dense model, and the tokens forwarded to get them."""
+def _samples(context: TrialContext) -> dict[str, list[Tensor]]:
+    """What it is measured on: windows of the perplexity text, and questions with their right answers."""
+    text, right = context.perplexity_tokens, context.suite.right_answers()
+    sizes = list(map(len, right))
+    most = compared_tokens(sum(sizes), TASK_TOKENS)
+    return {
+        "text": list(text[: compared_tokens(len(text), TEXT_TOKENS)].split(context.perplexity_window)),
+        "tasks": [
+            torch.from_numpy(tokens).long()
+            for tokens, before in zip(right, accumulate(sizes, initial=0), strict=False)
+            if before < most
+        ],
+    }
+
+
+def _content(samples: Sequence[Tensor]) -> str:
+    return digest([sample.tolist() for sample in samples])
+
+
+def _dense_states(context: TrialContext, samples: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """`head_inputs` of the dense model, and the tokens forwarded to get them."""
     plan, count = PruningPlan.keep_all(context.loaded.geometry), sum(map(len, samples))
     dtype, width = context.loaded.model.dtype, context.loaded.geometry.hidden_size
-    key = context.measurement_key(plan.structure, tokens=content)
+    key = context.measurement_key(plan.structure, tokens=_content(samples))
 
     def read(arrays: dict[str, np.ndarray]) -> Tensor:  # as bytes: numpy has no bfloat16
         if arrays["states"].dtype != np.uint8 or arrays["states"].shape != (count * width * dtype.itemsize,):
@@ -74,7 +97,7 @@ def _dense_states(context: TrialContext, samples: Sequence[Tensor], content: str
     def run(residency: Residency) -> Tensor:
         if residency.streamed:
             context.drop_copy()  # the pruned one: there was no room planned for both
-        return divergence.head_inputs(context.loaded.model, samples, residency)
+        return head_inputs(context.loaded.model, samples, residency)
 
     states = _fitted(context, plan, samples, run)
     context.artifacts.put("dense_states", key, {"states": states.view(-1).view(torch.uint8).numpy()})

@@ -68,7 +68,9 @@ class StatisticCache:
         return self.artifacts.get(statistic.stage, self.key(samples, need), read)
 
     def put(self, samples: Samples, need: Need, arrays: dict[str, np.ndarray]) -> None:
-        self.artifacts.put(load_statistic(need.statistic).stage, self.key(samples, need), arrays)
+        """Keep what was computed for the need, unless another process has stored as many samples or more meanwhile."""
+        if self.get(samples, need) is None:
+            self.artifacts.put(load_statistic(need.statistic).stage, self.key(samples, need), arrays)
 
     def missing(self, samples: Samples, needs: Iterable[Need]) -> tuple[Need, ...]:
         return tuple(need for need in needs if self.get(samples, need) is None)

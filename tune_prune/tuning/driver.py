@@ -53,6 +53,7 @@ class TuneOptions:
     )
     seed: int = 0  # of the sampler
     only: frozenset[str] | None = None  # keys of the jobs that are run now; None: all
+    goes_on: bool = False  # with other jobs after these: the search has not ended with them
     scheduler: Literal["none", "asha", "race"] = "none"
     inline: bool = False  # one trial after the other in this process, without Ray
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
@@ -115,7 +116,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         prepared = preparation.prepare_jobs(pending if searcher is None else [], missing)
         total = len(finished) + count
         line = LiveLine(specs, total, finished, cost=options.cost, jobs=prepared, slots=slots)
-        status = StatusObserver(settings, total, len(finished), slots, line.seconds_left)
+        status = StatusObserver(settings, total, len(finished), slots, line.seconds_left, goes_on=options.goes_on)
 
         def warn(text: str) -> None:
             line.end()
@@ -158,13 +159,25 @@ def _slots(options: TuneOptions, runs: Sequence[ModelRun]) -> Iterator[int]:
     if options.inline:
         yield 1
         return
-    from tune_prune.tuning.ray_cluster import cluster, nodes  # imports ray
+    from tune_prune.tuning.ray_cluster import nodes  # imports ray
 
-    with cluster.connected(options.address, options.num_cpus, options.local_ray):
+    with connected(options):
         slots = trial_slots(options.resources, [node.resources for node in nodes.alive()])
         if options.address is not None:
             nodes.fetch_weights(runs, options.resources)
         yield slots
+
+
+@contextmanager
+def connected(options: TuneOptions) -> Iterator[None]:
+    """The Ray of these options, if they want one; within it every `run_search` works with that one and leaves it up."""
+    if options.inline:
+        yield
+        return
+    from tune_prune.tuning.ray_cluster import cluster  # imports ray
+
+    with cluster.connected(options.address, options.num_cpus, options.local_ray):
+        yield
 
 
 def _pending(

@@ -143,11 +143,12 @@ class LiveLine(Observer):
     def _time_left(self, cost: CostEstimate, recorded: list[TrialRecord], slots: int) -> TimeLeft:
         pieces: dict[Hashable, Seconds] = {}
         waiting: dict[Hashable, int] = {}
-        labels = list(dict.fromkeys(spec.run.label for spec in self._specs.values()))
+        counts = Counter(spec.run.label for spec in self._specs.values())
         for model in cost.models:
             pieces[model.label] = model.trial
-            # Models share the trials evenly, of a grid and of an adaptive search alike.
-            waiting[model.label] = self._total // max(1, len(labels)) - sum(r.model == model.label for r in recorded)
+            # An adaptive search tries a part of the specs, the same of each model; a round of draws has none of some models.
+            share = self._total * counts[model.label] // max(1, len(self._specs))
+            waiting[model.label] = share - sum(r.model == model.label for r in recorded)
             for job in self._jobs:
                 if job.run.label == model.label:
                     pieces[model.label, job.samples] = model.jobs.get(job.samples, {})

@@ -41,7 +41,9 @@ def groups_of_draws(specs: Iterable[TrialSpec]) -> dict[str, str]:
     Configurations race on one draw, where luck with the samples is no lead over another draw of the same configuration."""
     specs = list(specs)
     labels = labels_of_groups(specs)
-    return {spec.key: f"{labels[spec.key]} {spec.config.samples.seed or ''}".strip() for spec in specs}
+    # None is the run's own draw: no configuration that a plan makes has the run's seed by its number
+    seeds = {spec.key: "" if spec.config.seed is None else spec.config.seed for spec in specs}
+    return {key: f"{labels[key]} {seed}".strip() for key, seed in seeds.items()}
 
 
 @dataclass(frozen=True)

@@ -129,11 +129,13 @@ def _told(gold: np.ndarray, choices: list[np.ndarray]) -> dict[str, float]:
     return {"auc": float(above.mean()), "p": float(norm.sf(z))}
 
 
-def informative_mean(row: Mapping[str, Any], tasks: list[str]) -> tuple[float, float]:
-    """acc_mean and its standard error over these `tasks` only; NaN what is not known, or without tasks."""
+def informative_mean(row: Mapping[str, Any], tasks: list[str], together: float = 0.0) -> tuple[float, float]:
+    """acc_mean and its standard error over these `tasks` only; NaN what is not known, or without tasks. `together`: what their mean
+    has of variance beside that of independent tasks."""
     accuracies, errors = (
         np.array([row.get(f"acc_{task}{end}", math.nan) for task in tasks], dtype=np.float64) for end in ("", "_stderr")
     )
     if not len(tasks):
         return math.nan, math.nan
-    return float(accuracies.mean()), float(np.sqrt(np.square(errors).sum()) / len(tasks))
+    variance = np.square(errors).sum() / len(tasks) ** 2 + together
+    return float(accuracies.mean()), float(np.sqrt(np.maximum(0.0, variance)))

@@ -48,6 +48,7 @@ class Model:
     kind: Literal["experiment", "published"] = "experiment"
     base: str = ""  # the label without the pruning ratio: equal for what differs in that only
     measured: str | None = None  # equal for parts that were measured alike: a key; None if that is lost
+    seedless: tuple[str, ...] = ()  # methods that read no seed and so have no draws, where experiment.json tells
 
     @property
     def tasks(self) -> list[str]:
@@ -81,3 +82,15 @@ class Study:
     costs: Mapping[Location, Mapping[str, Any]] = field(
         default_factory=dict
     )  # folder -> its cost.json, where there is one
+
+
+def gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> pd.Series:
+    """Seconds that the gradients of each row take alone: its samples' part of the pass that was made for all of its seq_len."""
+    label = (model.source or {}).get("label", model.label)  # as the search calls the model
+    per_sample = {
+        int(entry["seq_len"]): entry["duration_s"] / entry["num_samples"]
+        for folder in model.origins
+        for entry in costs.get(folder, {}).get("shared_passes", ())
+        if entry["stage"] == "importance" and entry["model"] == label
+    }
+    return eligible["seq_len"].map(per_sample).astype("float64") * eligible["num_samples"].astype("float64")

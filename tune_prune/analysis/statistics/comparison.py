@@ -181,7 +181,7 @@ def compare(
     generator: np.random.Generator,
     draws: int = DRAWS,
     between: DrawVariance | None = None,
-    counts: np.ndarray | None = None,
+    shares: np.ndarray | float = 1.0,
 ) -> Comparison:
     """Tests for each configuration k that none is better, by the largest studentised difference max_j (acc_j - acc_k) / se_jk.
 
@@ -190,8 +190,9 @@ def compare(
     best with 95%, however many configurations there are: comparisons with the best (Hsu, Annals of Statistics 1984) in the
     studentised-maximum form of Mogstad, Romano, Shaikh and Wilhelm (Review of Economic Studies 2024). Where se_jk is 0 two
     configurations of the same accuracy are equal and others differ. `accuracies`, `stderrs`: [K], over items; a NaN is unknown.
-    `between` and `counts` [K]: how far draws of calibration samples lie apart, and how many each accuracy is the mean of; each
-    has an independent normal error for them, of a variance that is drawn anew with every bootstrap draw.
+    `between` and `shares` [K]: how far draws of calibration samples lie apart, and which part of their variance each accuracy has
+    (1 over how many it is the mean of, 0 where there are none); each has an independent normal error for them, of a variance that
+    is drawn anew with every bootstrap draw.
 
     The 95% are for many items: in simulated grids of 45 equal configurations, the hardest case, the set holds a given one in 92%
     with 100 items in all, 93 to 95% with 200 and 95% with 1,700. It speaks of the rows it is given, not of trials stopped early.
@@ -209,13 +210,13 @@ def compare(
     if outcomes is not None:
         _bootstrap(errors, outcomes, generator)
     draw_variances = np.zeros(len(variances))
-    if between is not None and counts is not None:
-        draw_variances = between.variance / counts
+    if between is not None:
+        draw_variances = between.variance * np.broadcast_to(shares, variances.shape)
         variances = variances + draw_variances
         spreads = np.sqrt(between.sampled(generator, draws))
         for part in _parts(draws, len(variances)):
             own = generator.standard_normal((part.stop - part.start, len(variances)))
-            errors[part] += spreads[part, None] * own / np.sqrt(counts)
+            errors[part] += spreads[part, None] * own * np.sqrt(shares)
     p_value = np.full(len(variances), np.nan)
     p_value[finite] = _p_values(
         accuracies[finite],

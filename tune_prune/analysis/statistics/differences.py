@@ -4,7 +4,7 @@ lose with each other's best configurations, and the best single configuration fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pandas as pd
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.measures import GOLD, TEXTS, gold_logprobs, kl_blocks
 from tune_prune.analysis.input.rows import config_of, configuration_of, plain_value, plain_values
+from tune_prune.analysis.statistics.draws import DrawVariance
 from tune_prune.core.config import PruningConfig
 
 Items = Callable[[str], "pd.Series | None"]  # `read_items`, or an ItemReader
@@ -32,44 +33,62 @@ def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float
     return float(by_task.mean().mean()), math.sqrt(variances.sum(skipna=False)) / len(variances)
 
 
-def measure_gaps(eligible: pd.DataFrame) -> pd.DataFrame:
+def measure_gaps(
+    eligible: pd.DataFrame, draws: Mapping[int, pd.DataFrame], variances: Mapping[str, DrawVariance]
+) -> pd.DataFrame:
     """How far each row is from the best one in gold_logprob_mean (highest), kl_text and kl_tasks (lowest): `<measure>_gap`, own
     minus that of the best, in nats, and `<measure>_gap_stderr`. Index: that of `eligible`. No columns for what no row has.
 
-    Standard errors are of the differences on the same items or blocks, where both have them and are one draw each; else of each
-    one's own.
+    Standard errors are of the differences on the same items or blocks, averaged over the `draws` of a row, where both have them,
+    and of the `variances` between draws; else of each one's own, which have both.
     """
-    draws = eligible.get("draws", pd.Series(1, eligible.index))
     found = {}
     for measure, sign in {GOLD: 1, **dict.fromkeys(TEXTS, -1)}.items():
         values = sign * eligible[measure] if measure in eligible else pd.Series(dtype="float64")
         if not np.isfinite(values).any():
             continue
         best = values.where(np.isfinite(values)).idxmax()
-        blocks = {row: _blocks(eligible.loc[row, "output_dir"], measure) for row in draws.index[draws == 1]}
+        folders = {
+            row: draws[row]["output_dir"] if row in draws else [own] for row, own in eligible["output_dir"].items()
+        }
+        blocks = {row: _mean_blocks(own, measure) for row, own in folders.items()}
+        of_draws = (
+            variances[measure].variance * eligible["draw_share"] if measure in variances else 0 * eligible[measure]
+        )
         found[f"{measure}_gap"] = eligible[measure] - eligible.loc[best, measure]
         own = eligible[f"{measure}_stderr"]
         found[f"{measure}_gap_stderr"] = pd.Series(
-            {row: 0.0 if row == best else _gap_stderr(own, blocks, row, best) for row in eligible.index}
+            {row: 0.0 if row == best else _gap_stderr(own, blocks, of_draws, row, best) for row in eligible.index}
         )
     return pd.DataFrame(found, eligible.index)
+
+
+def _mean_blocks(folders: Iterable[str], measure: str) -> pd.Series | None:
+    """Averaged over draws; None where one has none, or others."""
+    found = [_blocks(folder, measure) for folder in folders]
+    known = [blocks for blocks in found if blocks is not None]
+    same = len(known) == len(found) and all(blocks.index.equals(known[0].index) for blocks in known)
+    return sum(known[1:], known[0]) / len(known) if same else None
 
 
 def _blocks(output_dir: str, measure: str) -> pd.Series | None:
     return gold_logprobs(output_dir) if measure == GOLD else kl_blocks(output_dir).get(measure)
 
 
-def _gap_stderr(own: pd.Series, blocks: Mapping[Any, pd.Series | None], row: Any, best: Any) -> float:
-    first, second = blocks.get(row), blocks.get(best)
+def _gap_stderr(
+    own: pd.Series, blocks: Mapping[Any, pd.Series | None], of_draws: pd.Series, row: Any, best: Any
+) -> float:
+    first, second = blocks[row], blocks[best]
     if first is None or second is None or not first.index.equals(second.index):
         return math.hypot(own[row], own[best])
     if first.index.names[0] == "task":
         paired = paired_difference(first, second)
-        return math.nan if paired is None else paired[1]
+        return math.nan if paired is None else math.sqrt(paired[1] ** 2 + of_draws[row] + of_draws[best])
     # The error of a ratio, as of KL itself (evaluation/divergence.py): of the differences' mean over tokens
     gaps, tokens = (first - second).to_numpy(), first.index.get_level_values(1).to_numpy()
     n, mean = len(gaps), (gaps @ tokens) / tokens.sum()
-    return float(math.sqrt(n / (n - 1) * np.square(tokens * (gaps - mean)).sum()) / tokens.sum()) if n > 1 else math.nan
+    items = n / (n - 1) * np.square(tokens * (gaps - mean)).sum() / tokens.sum() ** 2 if n > 1 else math.nan
+    return float(math.sqrt(items + of_draws[row] + of_draws[best]))
 
 
 @dataclass(frozen=True)

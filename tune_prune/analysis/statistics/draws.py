@@ -15,7 +15,7 @@ What is left is Var(b), pooled over all configurations with two draws or more (d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,8 @@ SEED = "seed"  # the hyperparameter whose values are draws
 FEW_FREEDOM = 8  # degrees of freedom: a variance from fewer is off by half of it in one of three cases
 RISK = 0.03  # that the winner of all draws is among those that get no more, of each decision by the simulated ends
 FIRST = 4  # configurations whose second draw tells first how far draws lie apart
+# Where trials are complete and nothing is eligible
+STOPPED_DRAWS = "every configuration has a draw that was stopped early"
 _WINS = 4000  # simulated ends of a race
 _STDERR = "_stderr"
 
@@ -51,8 +53,12 @@ class DrawVariance:
         """[count] variances that may have led to this mean square, which is one times chi-squared over `freedom`: with few degrees
         of freedom they lie far apart, and errors drawn with them have long tails, as Student's t (a generalised pivotal
         quantity, Weerahandi 1993)."""
-        squares = self.mean_square * self.freedom / generator.chisquare(self.freedom, count)
-        return np.maximum(0.0, squares - self.interaction)
+        return np.maximum(0.0, self.squares(generator, count) - self.interaction)
+
+    def squares(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """The same of mean squares, interaction and all. Draws that tie exactly, as they can on few items, would have none: the
+        interaction, which is less than a mean square on average, stands for it."""
+        return (self.mean_square or self.interaction) * self.freedom / generator.chisquare(self.freedom, count)
 
 
 class DrawItems:
@@ -83,16 +89,19 @@ class DrawItems:
         return self._means[folder]
 
 
-def configurations(trials: pd.DataFrame, rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, pd.DataFrame]]:
+def configurations(
+    trials: pd.DataFrame, rows: pd.DataFrame, seedless: Collection[str] = ()
+) -> tuple[pd.DataFrame, dict[int, pd.DataFrame]]:
     """A row for each configuration of the eligible `trials`, best first (`rows.best_first`), and the draws of those with several.
 
     Of several draws metrics are means, perplexity the geometric one, standard errors the root of the mean square and whole numbers
-    rounded; everything else is that of the first draw (lowest seed), whose index the row has, and so have the draws. A
-    column more: `draws`. A configuration of which a draw in `rows` (all trials) was stopped early has no row: those that went
-    on are the lucky ones.
+    rounded; everything else is that of the first draw (lowest seed), whose index the row has, and so have the draws. Two
+    columns more: `draws`, and `draw_share`, the part of the variance between draws that the mean has: 1 / draws, and 0 of methods
+    that read no seed (`seedless`). A configuration of which a draw in `rows` (all trials) was stopped early has no row: those that
+    went on are the lucky ones.
     """
     if SEED not in trials or trials[SEED].isna().all():
-        return trials.assign(draws=1), {}
+        return trials.assign(draws=1, draw_share=1.0), {}
     names = {index: _name(row) for index, row in rows.iterrows()}
     stopped = {names[index] for index in rows.index[rows["status"] == "stopped_early"]}
     named = trials.assign(name=[names[index] for index in trials.index])
@@ -112,6 +121,7 @@ def configurations(trials: pd.DataFrame, rows: pd.DataFrame) -> tuple[pd.DataFra
     for index, draws in several.items():
         for column in measured:
             eligible.loc[index, column] = _mean(draws[column])
+    eligible["draw_share"] = (1 / eligible["draws"]).mask(eligible["method"].isin(seedless), 0.0)
     return best_first(eligible), several
 
 
@@ -130,15 +140,12 @@ def _mean(values: pd.Series) -> float:
     return round(mean) if name in INTEGERS and math.isfinite(mean) else mean
 
 
-def draw_variances(
-    several: Mapping[int, pd.DataFrame], items: DrawItems
-) -> tuple[dict[str, DrawVariance], dict[int, dict[str, float]]]:
-    """The variance between draws of every metric that has a standard error, by its name; and of each configuration the
-    interaction of each accuracy, where its draws have items: what averaging over draws takes from a mean of item variances.
+def interactions(several: Mapping[int, pd.DataFrame], items: DrawItems) -> dict[int, dict[str, float]]:
+    """Of each configuration the interaction of each accuracy, where its draws have items: what averaging over draws takes from a
+    mean of item variances.
 
     UserError naming the trial if its items contradict its acc_mean."""
-    parts: dict[str, list[tuple[np.ndarray, float]]] = {}
-    interactions = {}
+    found = {}
     for index, draws in several.items():
         folders = draws["output_dir"].tolist()
         if all(folders):
@@ -146,13 +153,40 @@ def draw_variances(
         series = items.draws(folders[0]) if all(folders) else []
         for trial, recorded, one in zip(folders, draws["acc_mean"], series, strict=False):
             check_items(trial, recorded, float(one.groupby(level="task").mean().mean()))
-        interactions[index] = interaction(_by_task(series)) if series else {}
-        for column in draws:
-            if f"{column}{_STDERR}" not in draws or not np.isfinite(draws[column]).all():
-                continue
-            own = interactions[index].get(column, 0.0)  # unknown: it counts twice, which is too wide
-            parts.setdefault(column, []).append((draws[column].to_numpy("float64"), own))
-    return {column: pooled(own) for column, own in parts.items()}, interactions
+        found[index] = interaction(_by_task(series)) if series else {}
+    return found
+
+
+def draw_variance(
+    several: Mapping[int, pd.DataFrame], interactions: Mapping[int, Mapping[str, float]], columns: Sequence[str]
+) -> DrawVariance | None:
+    """The variance between draws of the plain mean of these columns, which a draw moves together; None where no draws have them."""
+    parts = []
+    for index, draws in several.items():
+        scores = draws[columns].to_numpy("float64").mean(axis=1)
+        # An interaction that is unknown counts twice, which is too wide
+        own = sum(interactions[index].get(column, 0.0) for column in columns) / len(columns) ** 2
+        if np.isfinite(scores).all():
+            parts.append((scores, own))
+    return pooled(parts) if parts else None
+
+
+def moved_together(
+    several: Mapping[int, pd.DataFrame], interactions: Mapping[int, Mapping[str, float]], columns: Sequence[str]
+) -> float:
+    """What one draw adds to the variance of the mean of these columns beside what it adds to each, as if they were independent."""
+    mean = draw_variance(several, interactions, columns)
+    apart = [draw_variance(several, interactions, [column]) for column in columns]
+    return (0.0 if mean is None else mean.variance) - sum(own.variance for own in apart if own) / len(columns) ** 2
+
+
+def draw_variances(
+    several: Mapping[int, pd.DataFrame], interactions: Mapping[int, Mapping[str, float]]
+) -> dict[str, DrawVariance]:
+    """`draw_variance` of every metric that has a standard error, by its name."""
+    columns = dict.fromkeys(column for draws in several.values() for column in draws if f"{column}{_STDERR}" in draws)
+    found = {column: draw_variance(several, interactions, [column]) for column in columns}
+    return {column: own for column, own in found.items() if own is not None}
 
 
 def _by_task(draws: Sequence[pd.Series]) -> dict[str, np.ndarray]:
@@ -192,21 +226,23 @@ def item_errors(eligible: pd.DataFrame, interactions: Mapping[int, Mapping[str, 
         less = 1 - 1 / float(eligible.loc[index, "draws"])
         for column, value in own.items():
             name = f"{column}{_STDERR}"
-            eligible.loc[index, name] = math.sqrt(max(0.0, eligible.loc[index, name] ** 2 - less * value))
+            left = eligible.loc[index, name] ** 2 - less * value
+            eligible.loc[index, name] = np.sqrt(np.maximum(0.0, left))  # what is unknown stays unknown, unlike with max
     return eligible
 
 
 def with_draw_errors(eligible: pd.DataFrame, variances: Mapping[str, DrawVariance]) -> pd.DataFrame:
     """The rows with standard errors over items and draws, and `draw_stderr`: the part of that of acc_mean that draws make, also
-    of a configuration with one draw, which has the pooled variance in full. NaN where nobody has two draws."""
+    of a configuration with one draw, which has the pooled variance in full, unless its method reads no seed. NaN where nobody has
+    two draws."""
     added = {
         f"{column}{_STDERR}": np.hypot(
-            eligible[f"{column}{_STDERR}"].astype("float64"), np.sqrt(own.variance / eligible["draws"])
+            eligible[f"{column}{_STDERR}"].astype("float64"), np.sqrt(own.variance * eligible["draw_share"])
         )
         for column, own in variances.items()
     }
     mean = variances.get("acc_mean")
-    own = math.nan if mean is None else np.sqrt(mean.variance / eligible["draws"])
+    own = math.nan if mean is None else np.sqrt(mean.variance * eligible["draw_share"])
     return eligible.assign(**added, draw_stderr=own)
 
 
@@ -221,7 +257,7 @@ def left_out(draws: Sequence[np.ndarray], number: int) -> tuple[np.ndarray, np.n
 def next_draws(
     accuracies: np.ndarray,
     counts: np.ndarray,
-    most: int,
+    most: np.ndarray | int,
     between: DrawVariance | None,
     generator: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -230,14 +266,17 @@ def next_draws(
 
     Items are fixed in it: what is still to come are draws, which move the mean of d of N draws by a variance of MS (1/d - 1/N),
     with MS their mean square on these items. So the chance of each configuration to win is simulated, and those that together
-    have no more than RISK of it get no more draws; they come back where later draws raise their chance. While
-    nothing is known of MS (`between`), the FIRST most accurate get a draw. Arrays: [K], `counts` the draws so far.
+    have no more than RISK of it get no more draws; they come back where later draws raise their chance. While nothing is known of
+    MS (`between`), the FIRST most accurate that have a draw left get one. Arrays: [K], `counts` the draws so far;
+    `most` is one where failed draws leave fewer.
     """
     order = np.argsort(-accuracies, kind="stable")
     if between is None:
-        wanted, wins = np.isin(np.arange(len(accuracies)), order[:FIRST]), np.full(len(accuracies), np.nan)
+        # Not those that have no draw left, with which a race would end here
+        first = order[(counts < most)[order]][:FIRST]
+        wanted, wins = np.isin(np.arange(len(accuracies)), first), np.full(len(accuracies), np.nan)
     else:
-        squares = between.mean_square * between.freedom / generator.chisquare(between.freedom, _WINS)
+        squares = between.squares(generator, _WINS)
         spread = np.sqrt(np.maximum(0.0, 1 / counts - 1 / most))
         wins = np.zeros(len(accuracies))
         for square in squares:
@@ -250,15 +289,16 @@ def next_draws(
 
 
 def warnings(eligible: pd.DataFrame, best: str, between: DrawVariance | None) -> Iterator[Message]:
-    """What other calibration samples may change, as far as that is known: of the rows with `draws`, the best of them by its rule,
-    and how far draws lie apart."""
+    """What other calibration samples may change, as far as that is known: of the rows with `draw_share`, the best of them by its
+    rule, and how far draws lie apart."""
     if between is None:
         yield Message("seeds_one")
         return
-    alone = eligible.loc[eligible["draws"] == 1, "name"].tolist()
+    alone = eligible.loc[eligible["draw_share"] == 1, "name"].tolist()
+    moved = 100 * math.sqrt(between.mean_square)  # on these items, as a round of --draws says it
     values = {"points": 100 * math.sqrt(between.variance), "freedom": between.freedom}
     if leading := [name for name in dict.fromkeys([best, *eligible["name"].head(2)]) if name in alone]:
-        yield Message("one_draw_leads", values | {"names": leading})
+        yield Message("one_draw_leads", {"names": leading, "points": moved})
     if alone:
         yield Message("one_draw", values | {"count": len(alone), "all": len(eligible)})
     if between.freedom < FEW_FREEDOM:

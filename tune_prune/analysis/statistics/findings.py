@@ -22,7 +22,7 @@ from tune_prune.analysis.input.items import ItemReader, guessing
 from tune_prune.analysis.input.measures import dense_folder, discrimination, informative_mean, with_gold_logprobs
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION, plain_values, ranked
-from tune_prune.analysis.input.study import Model, Study
+from tune_prune.analysis.input.study import Model, Study, gradient_pass_s
 from tune_prune.analysis.statistics import draws, effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
@@ -51,11 +51,13 @@ class ModelFindings:
     # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own
     # minus the most accurate's, 0 for itself), p_value (chance of a gap to the best as large as this if this were the
     # best; corrected for all configurations), in_confidence_set (p_value above 0.05 or unknown: statistically tied with the best),
-    # draws (how many it is the mean of), draw_stderr (the part of acc_mean_stderr that these make; NaN where it is unknown)
+    # draws (how many it is the mean of), draw_share (`draws.configurations`), draw_stderr (the part of acc_mean_stderr that these
+    # make; NaN where it is unknown)
     eligible: pd.DataFrame
     trials: pd.DataFrame  # the eligible ones: each draw by itself
     draws: Mapping[int, pd.DataFrame]  # by the index of a row of `eligible`, its trials, where there are several
-    draw_variance: DrawVariance | None  # of acc_mean; None where no configuration has several draws
+    interactions: Mapping[int, Mapping[str, float]]  # of `draws`, by accuracy (`draws.interactions`)
+    draw_variances: Mapping[str, DrawVariance]  # by metric; empty where no configuration has several draws
     comparison: Comparison
     scores: PairedScores | None  # None without item outcomes, or where fewer than two configurations share them
     scores_message: Message | None  # what is missing of them
@@ -71,6 +73,11 @@ class ModelFindings:
     def named(self, name: str) -> pd.Series:
         """The eligible row of a configuration."""
         return self.eligible[self.eligible["name"] == name].iloc[0]
+
+    @property
+    def draw_variance(self) -> DrawVariance | None:
+        """Of acc_mean; None where no configuration has several draws."""
+        return self.draw_variances.get("acc_mean")
 
     @property
     def basis(self) -> str:
@@ -182,13 +189,15 @@ class ModelFindings:
 
     def informative(self, row: Mapping[str, Any]) -> tuple[float, float]:
         """acc_mean of a row, and its standard error, without the uninformative tasks; NaN where there are none, or no others."""
-        tasks = [task for task in self.tasks.index[:-1] if task not in self.uninformative]
-        return informative_mean(row, tasks if self.uninformative else [])
+        tasks = [task for task in self.tasks.index[:-1] if self.uninformative and task not in self.uninformative]
+        columns = [f"acc_{task}" for task in tasks]
+        together = draws.moved_together(self.draws, self.interactions, columns) if tasks and self.draws else 0.0
+        return informative_mean(row, tasks, together * row.get("draw_share", 0.0))
 
     @cached_property
     def measure_gaps(self) -> pd.DataFrame:
         """`differences.measure_gaps`."""
-        return measure_gaps(self.eligible)
+        return measure_gaps(self.eligible, self.draws, self.draw_variances)
 
     def at_chance(self, accuracy: Any, task: str = "mean") -> bool:
         """Whether an accuracy may come from guessing; what is not known does not."""
@@ -320,18 +329,20 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
     for label, read in study.models.items():
         model = with_gold_logprobs(with_wilson_errors(read))
         trials = ranked(model.rows)
-        eligible, several = draws.configurations(trials, model.rows)
+        eligible, several = draws.configurations(trials, model.rows, model.seedless)
         if eligible.empty:
             continue
-        variances, interactions = draws.draw_variances(several, items)
+        interactions = draws.interactions(several, items)
+        variances = draws.draw_variances(several, interactions)
         eligible, between = draws.item_errors(eligible, interactions), variances.get("acc_mean")
         scores, message = paired_scores(eligible, items)
         accuracies, stderrs = (eligible[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
         generator = np.random.default_rng(seed_for(seed, f"bootstrap of {label}"))
-        counts = eligible["draws"].to_numpy()
-        comparison = compare(accuracies, stderrs, scores, generator, between=between, counts=counts)
+        comparison = compare(
+            accuracies, stderrs, scores, generator, between=between, shares=eligible["draw_share"].to_numpy()
+        )
         eligible = draws.with_draw_errors(eligible, variances).assign(
-            gradient_pass_s=_gradient_pass_s(eligible, model, study.costs),
+            gradient_pass_s=gradient_pass_s(eligible, model, study.costs),
             difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
             difference_stderr_points=100 * comparison.stderr(slice(0, 1))[0],
             p_value=comparison.p_value,
@@ -343,18 +354,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
                 f"selection rule {rule!r} needs {NEEDS[rule]}, which no complete trial of {label} has; use --rule accuracy"
             )
         models[label] = ModelFindings(
-            model, rule, eligible, trials, several, between, comparison, scores, message, chosen, seed, items
+            *(model, rule, eligible, trials, several, interactions, variances),
+            *(comparison, scores, message, chosen, seed, items),
         )
     return Findings(study, rule, models, tuple(label for label in study.models if label not in models), items)
-
-
-def _gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> pd.Series:
-    """Seconds that the gradients of each row take alone: its samples' part of the pass that was made for all of its seq_len."""
-    label = (model.source or {}).get("label", model.label)  # as the search calls the model
-    per_sample = {
-        int(entry["seq_len"]): entry["duration_s"] / entry["num_samples"]
-        for folder in model.origins
-        for entry in costs.get(folder, {}).get("shared_passes", ())
-        if entry["stage"] == "importance" and entry["model"] == label
-    }
-    return eligible["seq_len"].map(per_sample).astype("float64") * eligible["num_samples"].astype("float64")

@@ -250,7 +250,7 @@ def informative(found: ModelFindings, row: Any) -> dict[str, float]:
 
 def draws_of(found: ModelFindings, row: Any) -> dict[str, Any]:
     """How many draws of calibration samples a configuration has, and the mark of one; nothing where none has several."""
-    return {} if found.draw_variance is None else {"draws": row["draws"], "_one_draw": row["draws"] == 1}
+    return {} if found.draw_variance is None else {"draws": row["draws"], "_one_draw": row["draw_share"] == 1}
 
 
 def limits(found: ModelFindings) -> dict[str, float]:

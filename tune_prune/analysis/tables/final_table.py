@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tune_prune.analysis.input.rows import ranked
 from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
+from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
 from tune_prune.analysis.statistics.factors import methods_reading
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
@@ -32,7 +34,8 @@ def final_table(findings: Findings, top: int = 5) -> str:
     for label, table in tables.items():
         block = f"{table.title}\n" + (text_table(table) if table.rows else "")
         if label not in findings.models:
-            block += "  no complete trial\n"
+            model = findings.study.models[label]
+            block += f"  {STOPPED_DRAWS if len(ranked(model.rows)) else 'no complete trial'}\n"
         warnings = findings.models[label].warnings if label in findings.models else ()
         block += "".join(f"  ! {format_message(m)}\n" for m in warnings if m.kind.endswith(_ON_SCREEN))
         blocks.append(block)

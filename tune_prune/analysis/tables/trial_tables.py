@@ -100,7 +100,7 @@ def trials(findings: Findings) -> Table:
 
 
 def _without_draws(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("draws", "draw_stderr")}
+    return {name: value for name, value in row.items() if name not in ("draws", "draw_share", "draw_stderr")}
 
 
 def draws(findings: Findings) -> Table | None:

@@ -29,6 +29,11 @@ SIGNALS = {
 PATIENCE_S = 10.0  # for what has to be put in order; Kubernetes and Slurm kill after 30
 
 
+def heard() -> signal.Signals | None:
+    """The signal by which a thread can interrupt the main one; a shell's background jobs ignore the first of the two."""
+    return next((number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))), None)
+
+
 class _Ending:
     """Of this process: the signal that it has heard, and what else is said of it."""
 

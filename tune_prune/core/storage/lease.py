@@ -20,6 +20,7 @@ from typing import Any
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import number, to_json
+from tune_prune.core.process import ending
 from tune_prune.core.storage.contract import StorageError, Store, held_by, taken
 
 log = logging.getLogger(__name__)
@@ -43,25 +44,32 @@ class Lease:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Raises UserError where another search holds it, after waiting for one that may be dead; and where another one has taken
-        over, as this process could not renew it in time."""
+        over, as this process could not renew it in time; what was complete by then is only told."""
         self._take()
         self._owner = threading.get_ident()
         renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
         renewal.start()
+        complete = False
         try:
-            yield
-        except KeyboardInterrupt:
+            try:
+                yield
+                complete = True
+            finally:
+                self._ended.set()
+                renewal.join()  # which may still interrupt this one
+                self._give_back()
+        except (KeyboardInterrupt, SystemExit):  # SystemExit: of Ray's handler of SIGTERM
             if not self._lost:
                 raise
-        finally:
-            self._ended.set()
-            renewal.join()
-            self._give_back()
-        if self._lost:
-            raise UserError(
-                f"another search has taken over experiment {self._experiment}, as this one could not renew its lock for "
-                f"{self._length:g} s; nothing recorded is lost: wait for its end, or stop it and run the same command again"
-            )
+        if not self._lost:
+            return
+        taken_over = (
+            f"another search has taken over experiment {self._experiment}, as this one could not renew its lock for "
+            f"{self._length:g} s; nothing recorded is lost"
+        )
+        if not complete:
+            raise UserError(f"{taken_over}: wait for its end, or stop it and run the same command again")
+        log.warning("%s, and this one is complete: the other one writes its tables again", taken_over)
 
     def _take(self) -> None:
         last, owner = self._newest()
@@ -90,7 +98,8 @@ class Lease:
             try:
                 if self._newest()[0] != self._number:
                     self._lost = True
-                    signal.pthread_kill(self._owner, signal.SIGINT)  # also where it waits
+                    if heard := ending.heard():
+                        signal.pthread_kill(self._owner, heard)  # also where it waits
                     return
                 self._store.put(_name(self._number), self._content())
             except UserError as error:

@@ -1,8 +1,9 @@
 """What a node has read from object storage or put there, kept in a folder of its own: artifacts are read by every process of every
-trial, and never change."""
+trial, and replaced only by those that hold more samples."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -24,7 +25,8 @@ def cache_folder() -> Path:
 
 
 class NodeCachedStore(ObjectStore):
-    """Objects that never change, with copies in `cache_folder()`. Where that cannot be written there are none."""
+    """Objects with copies in `cache_folder()`: an old one may hold too few samples, and is never wrong. Where that folder cannot be
+    written there are none."""
 
     def __init__(self, folder: ObjectPath) -> None:
         super().__init__(folder)
@@ -51,6 +53,13 @@ class NodeCachedStore(ObjectStore):
             self._keep(name, content)
         return content
 
+    def get_anew(self, name: str) -> bytes | None:
+        """What is stored now, where the copy that `get` gave was not enough; None where there is no copy."""
+        content = super().get(name) if self._near.has(name) else None
+        if content is not None:
+            self._keep(name, content)
+        return content
+
     def _keep(self, name: str, content: bytes | str) -> None:
         try:
             self._near.put(name, content)
@@ -59,11 +68,17 @@ class NodeCachedStore(ObjectStore):
 
 
 def _trim(folder: Path) -> None:
-    """Once per process: files of this size are few at a time."""
-    files = [(entry.stat(), entry.path) for entry in os.scandir(folder)] if folder.is_dir() else []
+    """Once per process: files of this size are few at a time. Other processes write and trim meanwhile, so any may be gone."""
+    files = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if not entry.name.startswith("."):  # what is being written
+                    files.append((entry.stat(), Path(entry.path)))
     excess = sum(stat.st_size for stat, _ in files) - MAX_BYTES
     for stat, path in sorted(files, key=lambda file: file[0].st_mtime):
         if excess <= 0:
             break
-        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         excess -= stat.st_size

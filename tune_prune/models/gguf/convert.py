@@ -73,7 +73,11 @@ def _convert(file: Path, folder: Path) -> None:
         for path in made.iterdir():
             with path.open("rb") as written:
                 os.fsync(written.fileno())
-        made.rename(folder)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # without locks another process may have been first
+                raise
     finally:
         temporary.remove(made)
 
@@ -103,9 +107,12 @@ def _tokenizer(file: Path) -> Any:
 
 
 def _transformers(auto: Any, file: Path) -> Any:
-    """What transformers makes of the file. Raises UserError."""
+    """What transformers makes of the file, and of nothing that lies beside it: it would rather take a tokenizer.json there. Raises
+    UserError."""
     try:
-        return auto.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        with temporary.folder() as alone:
+            (alone / file.name).symlink_to(file.resolve())
+            return auto.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
     except Exception as error:  # config classes, the tokenizers package and the reader each raise their own kinds
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         part = "config" if auto is AutoConfig else "tokenizer"

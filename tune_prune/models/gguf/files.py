@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tune_prune.core.files import atomic_write_text, parse_json
 from tune_prune.core.hashing import digest
 from tune_prune.core.storage.node_cache import cache_folder
 
-VERSION = 1  # of how files are read: the same file read in another way is another model
+VERSION = 2  # of how files are read: the same file read in another way is another model
 RECORD = "gguf.json"  # in the folder: what it was read from
 SUFFIX = ".gguf"
 
@@ -66,9 +67,10 @@ def _sha256(file: Path) -> str:
     """Of all bytes. Kept beside the models by the file's state: gigabytes take seconds, and every process asks."""
     try:
         about = file.stat()
-        kept = _models() / f"{digest([str(file), about.st_size, about.st_mtime_ns, about.st_ino])}.sha256"
-        with contextlib.suppress(OSError):
-            if len(text := kept.read_text(encoding="ascii")) == 64:
+        state = (about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino)
+        kept = _models() / f"{digest([str(file), *state])}.sha256"
+        with contextlib.suppress(OSError, ValueError):  # ValueError: not even text
+            if re.fullmatch("[0-9a-f]{64}", text := kept.read_text(encoding="ascii")):
                 return text
         with file.open("rb") as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()

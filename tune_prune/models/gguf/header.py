@@ -7,12 +7,15 @@ refused. Source: github.com/ggml-org/ggml, docs/gguf.md.
 from __future__ import annotations
 
 import math
+import os
+import struct
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
@@ -20,16 +23,23 @@ from tune_prune.models.families import FAMILIES
 # Architecture -> whether rows of q and k that turn together are neighbours (transformers has them half a head apart).
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 
-# Settings of an architecture that transformers makes a config of, or that change nothing.
-_READ = {
+# Settings of an architecture that transformers makes a config of, or that change nothing, and others that are looked at here.
+_WHOLE = (
     "context_length", "block_count", "feed_forward_length", "embedding_length", "vocab_size", "rope.dimension_count",
-    "rope.freq_base", "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
-    "attention.key_length", "attention.value_length", "tensor_data_layout",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+)  # fmt: skip
+_READ: dict[str, type] = {
+    **dict.fromkeys(_WHOLE, int),
+    "rope.freq_base": float, "attention.layer_norm_rms_epsilon": float, "attention.causal": bool, "tensor_data_layout": str,
 }  # fmt: skip
-_NEUTRAL: tuple[Any, ...] = (0, 1, "none", [])  # values of other settings with which they do nothing
+_OTHERS: dict[str, type] = {
+    "split.count": int, "tokenizer.ggml.model": str, "tokenizer.ggml.pre": str, "tokenizer.ggml.add_space_prefix": bool,
+}  # fmt: skip
+_KINDS = {int: "whole number", float: "floating-point number", bool: "switch", str: "text"}
+_NEUTRAL: tuple[Any, ...] = (0, 1, "none", [])  # values of other settings with which they do nothing; of switches False
 # tokenizer.ggml.pre of byte-level tokenizers of which transformers splits texts rightly, by architecture.
 _QWEN = {"qwen2", "deepseek-r1-qwen"}
-_LLAMA = {"default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "smaug-bpe", "tekken"}
+_LLAMA = {"gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "smaug-bpe", "tekken"}
 _SPLITS = {"llama": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN}
 
 
@@ -48,8 +58,11 @@ def read(path: Path) -> Header:
     """The header of the file. Raises UserError for what is no GGUF file, is damaged or cut off, or cannot be read as a dense model
     of one of ARCHITECTURES."""
     try:
+        _check_room(path)
         reader = gguf.GGUFReader(path)
-        values = {name: _value(field) for name, field in reader.fields.items()}
+        values = {
+            name: field.contents(slice(1024)) for name, field in reader.fields.items()
+        }  # of arrays the first ones
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, OSError) as error:  # whatever it trips over
         cause = " ".join(str(error).split())[:160]
         raise UserError(
@@ -62,11 +75,7 @@ def read(path: Path) -> Header:
         _quantization(values, reader.tensors),
         tensors,
         values.get(f"{values.get('general.architecture')}.attention.key_length"),
-        {
-            key: values[f"general.{key.replace('_', '.')}"]
-            for key in _LICENSE
-            if f"general.{key.replace('_', '.')}" in values
-        },
+        {key: text for key in _LICENSE if isinstance(text := values.get(f"general.{key.replace('_', '.')}"), str)},
     )
     if what := _unreadable(header, values):
         raise UserError(
@@ -76,14 +85,48 @@ def read(path: Path) -> Header:
     return header
 
 
+def _check_room(path: Path) -> None:
+    """Raises ValueError where the header states more than the file has room for, or arrays of arrays, which no setting is: the
+    reader believes every count, and goes on for ever."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+
+        def number(code: str) -> int:
+            content = file.read(struct.calcsize(code))
+            if len(content) < struct.calcsize(code):
+                raise ValueError("it ends in its header")
+            return int(struct.unpack(order + code, content)[0])
+
+        def skip(count: int, each: int = 1) -> None:
+            if count * each > size - file.tell():
+                raise ValueError(f"at byte {file.tell():,} it states {count:,} entries, and it has {size:,} bytes")
+            file.seek(count * each, os.SEEK_CUR)
+
+        def skip_values(kind: int, count: int = 1) -> None:
+            if kind == gguf.GGUFValueType.STRING:
+                for _ in range(count):
+                    skip(number("Q"))
+            else:
+                skip(count, np.dtype(reader_types[gguf.GGUFValueType(kind)]).itemsize)
+
+        reader_types, order = gguf.GGUFReader.gguf_scalar_to_np, "<"
+        skip(4)  # GGUF
+        if number("I") & 0xFFFF == 0:  # the version, of the other byte order
+            order = ">"
+        tensors, settings = number("Q"), number("Q")
+        for _ in range(settings):
+            skip(number("Q"))  # its name
+            if (kind := number("I")) == gguf.GGUFValueType.ARRAY:
+                skip_values(number("I"), number("Q"))
+            else:
+                skip_values(kind)
+        for _ in range(tensors):
+            skip(number("Q"))  # its name
+            skip(number("I"), 8)  # its shape
+            skip(4 + 8)  # its type and place
+
+
 _LICENSE = ("license", "license_name", "license_link")
-
-
-def _value(field: gguf.ReaderField) -> Any:
-    """Of a setting: a number, a text, or an array of numbers; of an array of texts its length."""
-    if field.types[:1] == [gguf.GGUFValueType.ARRAY] and len(field.data) > 1024:
-        return len(field.data)
-    return field.contents()
 
 
 def _quantization(values: dict[str, Any], tensors: list[gguf.ReaderTensor]) -> str:
@@ -98,31 +141,41 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
     """Why a file is not read, in a clause; empty where it is."""
     arch, known = header.architecture, ", ".join(ARCHITECTURES)
     if values.get("general.type", "model") != "model":
-        return f"it holds no model but a part of one (general.type {values['general.type']!r})"
+        return f"it holds no model but a part of one (general.type {values['general.type']!r:.60})"
     if arch not in ARCHITECTURES or arch not in FAMILIES:
-        return f"its architecture {arch!r} is none of those that are read ({known})"
+        return f"its architecture {arch!r:.60} is none of those that are read ({known})"
+    for name, expected in {**{f"{arch}.{setting}": of for setting, of in _READ.items()}, **_OTHERS}.items():
+        if name in values and type(values[name]) is not expected:
+            return f"it sets {name} to {values[name]!r:.60}, which is no {_KINDS[expected]}"
     if values.get("split.count", 0) > 1:
         return f"it is one of {values['split.count']} files of a model (join them with llama-gguf-split --merge)"
     if "rope_freqs.weight" in header.tensors:
         return (
             "its rotary frequencies are scaled (rope_freqs.weight), which transformers does not read from such a file"
         )
+    if values.get(f"{arch}.attention.causal", True) is not True:
+        return f"its tokens see those behind them ({arch}.attention.causal), and transformers' do not"
     for name, value in values.items():
         prefix, _, setting = name.partition(".")
-        if prefix == arch and setting not in _READ and value not in _NEUTRAL:
-            return f"it sets {name} to {value!r}, which transformers does not read from such a file"
+        neutral = value in _NEUTRAL and value is not True  # which is equal to 1
+        if prefix == arch and setting not in _READ and not neutral:
+            return f"it sets {name} to {value!r:.60}, which transformers does not read from such a file"
     heads, hidden = values.get(f"{arch}.attention.head_count"), values.get(f"{arch}.embedding_length")
-    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
-        return f"its layers differ, or it does not say their sizes ({arch}.attention.head_count is {heads!r})"
+    if heads is None or hidden is None or heads < 1:
+        return f"it does not say the sizes of its layers ({arch}.attention.head_count is {heads!r})"
     usual = {"rope.dimension_count": hidden // heads} if arch == "llama" else {}
     sizes = {f"{arch}.{n}": values.get(f"{arch}.{n}", usual.get(n)) for n in ("rope.dimension_count", *_HEAD_SIZES)}
     if len({size for size in sizes.values() if size is not None}) > 1:
         return f"its heads are of several sizes ({', '.join(f'{n} {s}' for n, s in sizes.items() if s is not None)})"
-    tokenizer, split = values.get("tokenizer.ggml.model", "none"), values.get("tokenizer.ggml.pre", "default")
+    tokenizer, split = values.get("tokenizer.ggml.model", "none"), values.get("tokenizer.ggml.pre", "not stated")
     if tokenizer not in ("gpt2", "llama"):
         return f"it has no tokenizer that transformers reads (tokenizer.ggml.model {tokenizer!r})"
     if tokenizer == "gpt2" and split not in _SPLITS[arch]:
         return f"its tokenizer splits texts in a way that is not known here (tokenizer.ggml.pre {split!r})"
+    if tokenizer == "llama" and not values.get("tokenizer.ggml.add_space_prefix", True):
+        return (
+            "its tokenizer puts no space before a text (tokenizer.ggml.add_space_prefix), and transformers' always does"
+        )
     for kind, tensor in {tensor.tensor_type: tensor for tensor in header.tensors.values()}.items():
         try:
             gguf.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from tune_prune.core.hashing import digest
 from tune_prune.core.ledger import PassLog
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import Message, TrialMessage
@@ -31,7 +32,10 @@ class LostWork(Observer):
 
     def on_start(self, work: Work) -> None:
         self._note(work)  # once more: its process died
-        key, config = (f"job-{work.name}", None) if isinstance(work, PrepareJob) else (work.key, work.config)
+        if isinstance(work, PrepareJob):
+            key, config = f"job-{work.name}-{digest(work.run.label)}", None
+        else:
+            key, config = work.key, work.config  # which has the model in it
         progress = TrialProgress(key, work.run.label, config)
         self._running[work] = _Running(progress, self._clock(), self._noted_s(work))
 

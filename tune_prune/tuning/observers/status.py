@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tune_prune.core.files import to_json
-from tune_prune.core.store import STATUS
+from tune_prune.core.store import STATUS, Store
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
@@ -40,8 +40,9 @@ class _Running:
 class StatusObserver(Observer):
     """Writes the file from a thread of its own, whole or not at all; entered before the first piece of work, left after the last.
 
-    `total` counts trials, of which `done` were finished before this start; `seconds_left` tells how long the rest takes. What goes
-    wrong in the thread is raised in the search's, at its next tick.
+    `total` counts trials, of which `done` were finished before this start; `seconds_left` tells how long the rest takes. A
+    search that `goes_on` with other work after the last says itself when it has ended (`ended`). What goes wrong in the thread is
+    raised in the search's, at its next tick.
     """
 
     title = "status.json"
@@ -54,10 +55,12 @@ class StatusObserver(Observer):
         slots: int,
         seconds_left: Callable[[], tuple[float, float] | None],
         beat_s: float = BEAT_S,
+        goes_on: bool = False,
     ) -> None:
         self._settings = settings
         self._seconds_left = seconds_left
         self._beat_s = beat_s
+        self._at_end = "running" if goes_on else "ended"
         self._about: Mapping[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "search_id": settings.search_id,
@@ -114,7 +117,7 @@ class StatusObserver(Observer):
             raise error
 
     def on_finish(self) -> None:
-        self._end("ended")
+        self._end(self._at_end)
         self._write()
 
     def _end(self, state: str) -> None:
@@ -152,6 +155,13 @@ class StatusObserver(Observer):
 
     def _write(self) -> None:
         self._settings.store.put(STATUS, to_json({**self._about, **self._said, "updated_at": now()}))
+
+
+def ended(store: Store) -> None:
+    """Say that a search has ended which went on after what was observed."""
+    said = store.read(STATUS)
+    if said is not None and said.get("state") == "running":
+        store.put(STATUS, to_json({**said, "state": "ended", "updated_at": now()}))
 
 
 def now() -> str:

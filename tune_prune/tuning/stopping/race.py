@@ -27,8 +27,7 @@ class RaceRule(StoppingRule):
 
     `specs`: every configuration that the search may visit, by key. `known`: the outcomes of complete trials of earlier
     starts, by key: one dict task -> "0" or "1" per item for each slice, as `read_outcomes` gives them. `confidence` holds
-    for all configurations of one model at one pruning ratio on one draw together: a race says which are not the best
-    on it, and the analysis compares no configuration of which a draw was stopped.
+    for all configurations of one model at one pruning ratio on one draw together.
     """
 
     def __init__(

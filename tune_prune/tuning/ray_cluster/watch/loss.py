@@ -35,8 +35,7 @@ def watched(wait: Callable[[], str]) -> Iterator[None]:
         what = wait()
         if not over.wait(A_SIGNAL_S):
             lost.append(what)
-            heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
-            _thread.interrupt_main(*heard[:1])  # a shell's background jobs ignore the first
+            _thread.interrupt_main(ending.heard() or signal.SIGINT)
             if not over.wait(ANSWER_S):  # Ray's client waits for what is no more, and hears no signal
                 ending.by_force(str(_lost(what)))
 
