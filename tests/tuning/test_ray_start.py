@@ -132,6 +132,30 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     ]  # None: it has ended
 
 
+WHILE_IT_IS_ENDED = """
+import sys, threading, time
+from pathlib import Path
+from tune_prune.core.process import temporary
+from tune_prune.tuning.ray_cluster import head
+
+def a_thread_of_ray_fails(folder):
+    thread = threading.Thread(target=lambda: open("/no/such/socket"))
+    thread.start()
+    thread.join()
+
+temporary.remove = a_thread_of_ray_fails
+print("it is said before", file=sys.stderr)
+head._end_with_the_search(Path(sys.argv[1]))
+"""
+
+
+def test_what_rays_threads_say_of_its_end_is_not_shown(tmp_path):
+    """Its listener of errors printed a traceback where the control store was ended as it subscribed to it."""
+    argv = [sys.executable, "-c", WHILE_IT_IS_ENDED, str(tmp_path / "of_ray")]
+    done = subprocess.run(argv, input="", capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "it is said before\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("far", ["half", "up"])
 def test_a_ray_that_no_search_has_joined_leaves_nothing(far, ray_folder):

@@ -144,6 +144,8 @@ def _keep_orphans() -> None:
 def _end_with_the_search(folder: Path) -> None:
     """Wait for the end of the input; then end all processes and this one, wherever it is."""
     sys.stdin.read()
+    # Ray's threads here print a traceback when the processes they talk to are no more; the terminal is the search's.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     this = psutil.Process()
     _each(psutil.Process.suspend, this.children())  # so that they start no others while those that there are are found
     ended = this.children(recursive=True)
