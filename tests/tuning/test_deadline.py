@@ -25,11 +25,25 @@ class StandIn:
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
+def starting() -> dict[str, dict[str, Any]]:
+    """The actors that Ray has begun to start, by their ids."""
+    return {}
+
+
+@pytest.fixture
+def stopped(starting: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A process that is stopped, which Ray takes for an actor of this node."""
     about = {"State": "ALIVE", "Address": {"NodeID": "here"}}
-    monkeypatch.setattr(deadline, "actors", lambda actor_id: {**about, "Pid": int(actor_id)})
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+
+    def actors(actor_id: str | None = None, job_id: ray.JobID | None = None, actor_state_name: str = "") -> Any:
+        if actor_id is not None:
+            return {**about, "Pid": int(actor_id)}
+        assert (job_id, actor_state_name) == (ray.JobID.from_int(7), "PENDING_CREATION")
+        return starting
+
+    context = SimpleNamespace(get_node_id=lambda: "here", get_job_id=lambda: ray.JobID.from_int(7).hex())
+    monkeypatch.setattr(deadline, "actors", actors)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process.send_signal(signal.SIGSTOP)
     yield process
@@ -60,3 +74,20 @@ def test_without_a_limit_nothing_is_late(stopped):
     limit, trial = Deadline(None, clock=lambda: 1e9), StandIn(stopped.pid)
     limit.begin(trial)
     assert limit.check() == [] and stopped.poll() is None
+
+
+def test_a_worker_that_is_stopped_while_it_starts_is_ended(stopped, starting):
+    """With or without a time limit per trial; what waits for resources has no process, and waits on."""
+    now = 0.0
+    limit = Deadline(None, clock=lambda: now)
+    about = {"State": "PENDING_CREATION", "Address": {"NodeID": "here"}}
+    starting |= {"late": {**about, "Pid": stopped.pid}, "waits": {**about, "Pid": 0}}
+    for now in (100.0, 400.0, 100.0 + deadline.START_S - 0.1):
+        assert limit.check() == []
+    assert stopped.poll() is None
+    now += deadline.LOOK_EVERY_S
+    assert limit.check() == []  # no trial has begun there
+    assert stopped.wait(timeout=10) == -signal.SIGKILL
+    starting.clear()
+    now = 1e6
+    assert limit.check() == []
