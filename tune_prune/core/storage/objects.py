@@ -8,6 +8,7 @@ again by the client library; what it gives up on becomes one sentence.
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -173,6 +174,8 @@ def _client(scheme: str) -> tuple[Any, tuple[type[BaseException], ...]]:
         ) from error
     if scheme == "s3":
         files.retries = 2  # times what botocore tries
+    if scheme == "gs":  # it warns at every request where it may not read what kind of bucket it is, which is nothing to it
+        logging.getLogger("gcsfs").setLevel(logging.ERROR)
     kinds = (name.rpartition(".") for name in _ERRORS[scheme])
     return files, (OSError, *(getattr(importlib.import_module(module), name) for module, _, name in kinds))
 
