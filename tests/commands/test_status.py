@@ -232,6 +232,7 @@ def test_the_ledger_as_optuna_studies(experiment: Path, tmp_path: Path, capsys: 
     storage = f"sqlite:///{database}"
     assert optuna.get_all_study_names(storage) == ["alpha", "beta"]
     study = optuna.load_study(study_name="alpha", storage=storage)
+    assert study.metric_names == ["acc_mean"]
     records = {r.key: r for r in Ledger(FolderStore(experiment)).records() if r.model == "alpha"}
     states = [trial.state.name for trial in study.trials]
     assert (states.count("COMPLETE"), states.count("PRUNED"), states.count("FAIL")) == (16, 1, 1)

@@ -11,6 +11,7 @@ import math
 import os
 import sqlite3
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import datetime, timedelta
@@ -92,6 +93,8 @@ def _write(storage: optuna.storages.RDBStorage, label: str, model: Model) -> int
     import optuna
 
     study = optuna.create_study(storage=storage, study_name=label, direction="maximize")
+    with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
+        study.set_metric_names(["acc_mean"])  # or optuna-dashboard calls it Objective 0
     study.set_user_attr("dense", {name: _json(value) for name, value in model.baseline.items()})
     study.set_user_attr("origins", [str(origin) for origin in model.origins])
     distributions = _distributions(model.rows)
