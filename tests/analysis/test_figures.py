@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
@@ -181,6 +182,28 @@ def test_accuracy_against_size_has_every_ratio_and_the_dense_model(tmp_path: Pat
     assert points(axes, "*") == {(100, 0.7)}
     assert points(axes, "o") == {(90, best["m@0.1"]), (70, best["m@0.3"])}
     assert "accuracy_size" in {path.stem for path in figures.draw_all(found, tmp_path)}
+
+
+def test_bands_of_accuracy_against_size_go_over_the_draws_of_the_best() -> None:
+    def pruned(ratio: float, accuracies: Sequence[float]) -> Model:
+        seeds = {"seed": [math.nan, 1, 2][: len(accuracies)], "acc_mean": accuracies}
+        samples = [128] * len(accuracies)
+        model = searched(f"m@{ratio}", ["taylor"], [16], samples, pruning_ratio=ratio, removed_fraction=ratio, **seeds)
+        return replace(model, base="m", baseline={"acc_mean": 0.7, "acc_mean_stderr": 0.01})
+
+    def band(found: Findings) -> tuple[list[str], list[tuple[float, float]]]:
+        assert found.sizes is not None
+        figure = figures.accuracy_size(found.sizes)
+        (area,) = [shape for shape in figure.axes[0].collections if isinstance(shape, FillBetweenPolyCollection)]
+        corners = {(round(float(x)), round(float(y), 3)) for x, y in area.get_paths()[0].vertices}
+        return legend(figure), sorted(corners)
+
+    words, corners = band(findings_of(pruned(0.1, [0.60, 0.64, 0.65]), pruned(0.3, [0.5])))
+    assert "lowest to highest draw" in words
+    assert corners == [(70, 0.5), (90, 0.6), (90, 0.65), (100, 0.7)]
+    words, corners = band(findings_of(pruned(0.1, [0.63]), pruned(0.3, [0.5])))
+    assert "lowest to highest draw" not in words
+    assert corners == [(70, 0.5), (90, 0.63), (100, 0.7)]
 
 
 def test_numbers_in_cells_can_be_read_or_are_left_out() -> None:

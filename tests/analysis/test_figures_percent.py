@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tune_prune.analysis.statistics.findings import ModelFindings
 KEPT = pd.DataFrame({"kv_groups": [1.0, 0.5], "mlp_channels": [0.25, 1.0], "params": [0.5, 0.8]})
 SIZES = pd.DataFrame(
     {"model": "m", "ratio": [0.0, 0.2], "kept": [1.0, 0.8], "acc_mean": [0.7, 0.62], "acc_mean_stderr": [0.01, 0.02]}
+    | {"acc_lowest": [math.nan, 0.62], "acc_highest": [math.nan, 0.62]}
 )
 
 

@@ -82,7 +82,8 @@ def test_a_worker_that_is_stopped_while_it_starts_is_ended(stopped, starting):
     limit = Deadline(None, clock=lambda: now)
     about = {"State": "PENDING_CREATION", "Address": {"NodeID": "here"}}
     starting |= {"late": {**about, "Pid": stopped.pid}, "waits": {**about, "Pid": 0}}
-    for now in (100.0, 400.0, 100.0 + deadline.START_S - 0.1):
+    for moment in (100.0, 400.0, 100.0 + deadline.START_S - 0.1):
+        now = moment
         assert limit.check() == []
     assert stopped.poll() is None
     now += deadline.LOOK_EVERY_S

@@ -152,7 +152,7 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
 
 def accuracy_size(sizes: pd.DataFrame) -> Figure:
     """acc_mean and its standard error of each model's best configurations (`Findings.sizes`) against the percentage of parameters
-    kept; stars are the dense models."""
+    kept; stars are the dense models, bands go from the lowest to the highest draw of calibration samples."""
     figure, (axes,) = figure_style.panels(1, 2.2, wide=False)
     styles = figure_style.styles(sizes["model"], first=())
     for label, rows in sizes.groupby("model"):
@@ -161,9 +161,13 @@ def accuracy_size(sizes: pd.DataFrame) -> Figure:
         pruned = (rows["ratio"] > 0).tolist()
         label = figure_style.wrapped(str(label))
         axes.errorbar(*values, elinewidth=0.8, linewidth=1, markevery=pruned, label=label, **style)
+        of_draws = (rows["acc_lowest"].fillna(rows["acc_mean"]), rows["acc_highest"].fillna(rows["acc_mean"]))
+        axes.fill_between(values[0], *of_draws, color=style["color"], alpha=0.18, linewidth=0)
         axes.plot(100 * dense["kept"], dense["acc_mean"], color=style["color"], **_DENSE)
     if (sizes["ratio"] == 0).any():
         axes.plot([], [], color=BLACK, label="dense model", **_DENSE)
+    if (sizes["acc_lowest"] < sizes["acc_highest"]).any():
+        axes.plot([], [], color=GREY, alpha=0.25, linewidth=5, label="lowest to highest draw")
     axes.set(xlabel="Parameters kept (%)", ylabel=figure_style.fractions(ACCURACY, axes))
     return figure_style.with_legend(figure)
 

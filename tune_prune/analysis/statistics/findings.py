@@ -295,7 +295,7 @@ class Findings:
 
         A row for the dense model, where it is known (ratio 0), and one for the best configuration of each ratio: model (the label
         without the ratio), config (its name), ratio, kept (fraction of the dense parameters), params_count, acc_mean,
-        acc_mean_stderr, ppl.
+        acc_mean_stderr, ppl; acc_lowest and acc_highest, of its draws of calibration samples (not of the dense model).
         """
         rows: list[dict[str, Any]] = []
         for base in dict.fromkeys(found.model.base for found in self.models.values()):
@@ -312,7 +312,8 @@ class Findings:
                 if values["params_count"] and dense.get("params_count"):
                     kept = values["params_count"] / dense["params_count"]
                 row = {"model": base, "config": found.best["name"], "ratio": found.model.ratio, "kept": kept}
-                rows.append(row | values)
+                draws = found.draws.get(found.best.name, found.best.to_frame().T)["acc_mean"]
+                rows.append(row | values | {"acc_lowest": draws.min(), "acc_highest": draws.max()})
         return pd.DataFrame(rows) if rows else None
 
 

@@ -174,7 +174,9 @@ def _client(scheme: str) -> tuple[Any, tuple[type[BaseException], ...]]:
         ) from error
     if scheme == "s3":
         files.retries = 2  # times what botocore tries
-    if scheme == "gs":  # it warns at every request where it may not read what kind of bucket it is, which is nothing to it
+    if (
+        scheme == "gs"
+    ):  # it warns at every request where it may not read what kind of bucket it is, which is nothing to it
         logging.getLogger("gcsfs").setLevel(logging.ERROR)
     kinds = (name.rpartition(".") for name in _ERRORS[scheme])
     return files, (OSError, *(getattr(importlib.import_module(module), name) for module, _, name in kinds))

@@ -19,8 +19,8 @@ LOOK_EVERY_S = 10.0
 
 
 class Deadline:
-    """Ends the worker of each of Ray's trials that takes longer than `limit_s` seconds (None: no limit), and each that has a process
-    and is not ready START_S later.
+    """Ends the worker of each of Ray's trials that takes longer than `limit_s` seconds (None: no limit), and each that has a
+    process and is not ready START_S later.
 
     Ray has no limit of its own, and asks a worker to end itself, which one that is stopped does not. So its process is killed, on
     its node. Ray sees it die, and tries again as often as `max_failures` of the trial says.
@@ -60,7 +60,7 @@ class Deadline:
         return late
 
     def _check_starts(self, now: float) -> None:
-        """Ray waits for an actor's start for ever. One without a process waits for resources, which may take as long as it likes."""
+        """Ray waits for an actor's start for ever. One without a process waits for resources, which may take any time."""
         own = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
         pending = actors(job_id=own, actor_state_name="PENDING_CREATION")
         self._starting = {key: self._starting.get(key, now) for key, actor in pending.items() if actor["Pid"]}
