@@ -14,7 +14,7 @@ set -euo pipefail
 
 VENV=${VENV:-$SLURM_SUBMIT_DIR/.venv}
 PORTS=${PORTS:-$((10000 + SLURM_JOB_ID % 100 * 200))} # the first of 200 that nobody else uses on these nodes
-RAY_FILES=${RAY_FILES:-/tmp/ray-$SLURM_JOB_ID} # on each node; a short name, as those of sockets end at 107 characters
+RAY_FILES=${RAY_FILES:-/tmp/ray-$SLURM_JOB_ID} # on each node, for this user alone; short, as names of sockets end at 107 characters
 WAIT_S=${WAIT_S:-300} # for all nodes to join
 export PORTS RAY_FILES WAIT_S
 export PATH="$VENV/bin:$PATH"
@@ -43,13 +43,14 @@ for port in range(first, first + 200):
 
 # What of a node is this job's, and every port that Ray opens there.
 # shellcheck disable=SC2016  # expanded on each node
-start='exec ray start "$@" --block --temp-dir="$RAY_FILES" --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus="${SLURM_GPUS_ON_NODE:-0}" \
+start='mkdir -p -m 700 "$RAY_FILES" && [ -O "$RAY_FILES" ] || { echo "error: $RAY_FILES on $(hostname) is not yours; set RAY_FILES" >&2; exit 1; }
+exec ray start "$@" --block --temp-dir="$RAY_FILES/r" --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus="${SLURM_GPUS_ON_NODE:-0}" \
     --node-manager-port=$((PORTS + 1)) --object-manager-port=$((PORTS + 2)) --runtime-env-agent-port=$((PORTS + 3)) \
     --dashboard-agent-listen-port=$((PORTS + 4)) --dashboard-agent-grpc-port=$((PORTS + 5)) --metrics-export-port=$((PORTS + 6)) \
     --min-worker-port=$((PORTS + 10)) --max-worker-port=$((PORTS + 199))'
 # Not `ray stop`, which would end every Ray of this user on these nodes. A node that has ended already is no failure here: the exit
 # code is the search's.
-trap 'kill $(jobs -p) 2>/dev/null || true; wait || true' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; wait || true; "${on_all[@]}" rm -rf "$RAY_FILES" || true' EXIT
 "${on_head[@]}" bash -c "$start" ray --head --port="$PORTS" --include-dashboard=false &
 others=$((SLURM_JOB_NUM_NODES - 1))
 if [ "$others" -gt 0 ]; then

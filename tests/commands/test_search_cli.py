@@ -15,6 +15,8 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import tune_prune.__main__
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
@@ -132,6 +134,13 @@ def keep_index_only(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
 
 
+def store_in_8_bits(folder: Path) -> None:
+    """As checkpoints in FP8 have it, whose scales are tensors beside the weights."""
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors", {"format": "pt"})
+
+
 # How a copy of tiny-llama is broken (fields of its config, or a function of the folder), and what the sentence must hold.
 BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[str]]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
@@ -145,6 +154,8 @@ BROKEN_MODELS: dict[str, tuple[dict[str, Any] | Callable[[Path], object], list[s
     "heads that do not divide": ({"num_attention_heads": 7, "head_dim": None}, ["number of attention heads (7)"]),
     "unknown activation": ({"hidden_act": "nope"}, ["no model that can be built", "nope"]),
     "left out size": ({"hidden_size": None}, ["do not fit its config.json", "model.embed_tokens.weight"]),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, ["quantised (fp8", "made from"]),
+    "weights in 8 bits": (store_in_8_bits, ["quantised (model.layers.0.mlp.down_proj.weight is F8_E4M3)"]),
     "other width": ({"intermediate_size": 72}, ["gate_proj.weight is [", "instead of [72"]),
     "more layers": ({"num_hidden_layers": 99}, ["missing or of another shape"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no weights", "model.safetensors"]),

@@ -98,6 +98,21 @@ def test_memory_of_a_group(line: str, group: str, limit: str, usage: str, cache:
     assert machine.memory() == Memory(PHYSICAL, 2**20)
 
 
+@pytest.mark.parametrize(
+    ("mounts", "expected"),
+    [
+        ("", False),
+        ("/dev/vda / ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n", True),
+        ("/dev/vda / ext4 rw 0 0\ntmpfs /tm tmpfs rw 0 0\n", False),
+        ("tmpfs / tmpfs rw 0 0\n/dev/vda /tmp/a\\040b ext4 rw 0 0\n", False),
+        ("/dev/vda /tmp ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n", True),
+    ],
+)
+def test_whether_a_folder_takes_memory(mounts: str, expected: bool, system) -> None:
+    system({"proc/mounts": mounts})
+    assert machine.in_memory("/tmp/a b/c") is expected
+
+
 def test_the_load_is_said_with_the_cpus() -> None:
     assert [str(Load(0.84, 2)), str(Load(3, 1))] == ["load 0.8 of 2 CPUs", "load 3.0 of 1 CPU"]
     assert machine.load().average == pytest.approx(os.getloadavg()[0], abs=0.5)

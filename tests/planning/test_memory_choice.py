@@ -93,6 +93,13 @@ def test_a_file_is_for_hidden_states_that_fit_on_its_disk(bound: int, monkeypatc
         planned(memory=in_file.total)
 
 
+def test_a_file_in_memory_is_no_place_for_hidden_states(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_file = next(plan for plan in planned().models[0].ways if str(plan.way) == "by layer, states in a file")
+    monkeypatch.setattr(machine, "in_memory", lambda _: True)
+    with pytest.raises(UserError, match=r"with hidden states that need .* are free for them in .*: set TMPDIR to"):
+        planned(memory=in_file.total)
+
+
 def test_a_dry_run_says_of_every_stage_what_it_takes_and_how(bound: int, plan_text: Callable[..., str]) -> None:
     argv = ("--model", "tiny-llama", "--search-space", "space.yaml", "--tasks", "boolq", "--limit", "4", "--inline")
     seen = {}

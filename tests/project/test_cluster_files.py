@@ -236,7 +236,7 @@ def test_on_shared_nodes_each_job_has_ports_and_files_of_its_own(tmp_path: Path)
     assert "--head --port=10600 --include-dashboard=false" in head and "--address=10.0.0.1:10600" in worker
     ports = {}
     for call in (head, worker):
-        assert "--temp-dir=/tmp/ray-1203 --num-cpus=8 --num-gpus=2" in call
+        assert "--temp-dir=/tmp/ray-1203/r --num-cpus=8 --num-gpus=2" in call
         flags = (word.split("=") for word in call.split() if "port=" in word)
         ports |= {name: int(port) for name, port in flags}
     assert len(set(ports.values())) == len(ports) == 9
@@ -245,6 +245,7 @@ def test_on_shared_nodes_each_job_has_ports_and_files_of_its_own(tmp_path: Path)
         "node1 python -m tune_prune.search --address 10.0.0.1:10600 --model two words"
     ]
     assert not any("stop" in call for call in calls)  # it would end other jobs' Ray
+    assert not Path("/tmp/ray-1203").exists()
 
 
 def test_a_shared_job_whose_ports_are_taken_starts_no_ray(tmp_path: Path) -> None:

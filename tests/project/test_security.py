@@ -71,7 +71,10 @@ HELD_BY = {
     "Secrets": [f"{HERE}::test_secrets_stay_out"],
     "Overwriting": [f"{HERE}::test_nothing_else_is_overwritten"],
     "Ports": [f"{RAY}::test_a_local_ray_is_for_this_process_alone_and_its_workers_are_as_nice_as_other_programs"],
-    "Temporary folders": ["core/test_ending.py::test_a_signal_ends_a_command_with_its_code_and_what_to_do"],
+    "Temporary folders": [
+        "core/test_ending.py::test_a_signal_ends_a_command_with_its_code_and_what_to_do",
+        "tuning/test_ray_start.py::test_a_ray_that_no_search_has_joined_leaves_nothing",
+    ],
     "Clusters": ["tuning/test_cluster.py::test_a_cluster_with_a_token_lets_nobody_in_without_it"],
     "Telemetry": [f"{HERE}::test_telemetry_is_off"],
 }

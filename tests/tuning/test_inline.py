@@ -71,6 +71,15 @@ def test_a_trial_that_raises_is_a_record_and_the_next_one_runs(jobs, tmp_path, b
     assert Ledger(FolderStore(tmp_path)).records() == sorted(result.records.values(), key=lambda record: record.key)
 
 
+def test_what_was_learned_of_memory_stays_where_a_trial_raises(jobs, tmp_path, breaks, monkeypatch):
+    breaks(CONFIGS[0], RuntimeError("no such kernel"))
+    held = []
+    original = TrialContext.open
+    monkeypatch.setattr(TrialContext, "open", lambda *args: held.append(args[-1]) or original(*args))
+    run_search(jobs, TuneOptions(tmp_path, inline=True))
+    assert len(held) == 2 and held[0] is held[1]
+
+
 def test_a_job_that_cannot_be_done_ends_the_search_in_its_own_words(jobs, tmp_path, breaks):
     impossible = [TrialSpec(RUN, PruningConfig("taylor", 16, 10**6), "0" * 16)]
     with pytest.raises(UserError) as refused:

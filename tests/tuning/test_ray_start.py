@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -164,6 +165,8 @@ def test_a_ray_that_no_search_has_joined_leaves_nothing(far, ray_folder):
             starting.address()
         else:
             wait_for(lambda: any("raylet" in process.name() for process in processes_of(ray_folder)))
+        rights = {path.name[:11]: stat.filemode(path.stat().st_mode) for path in ray_folder.iterdir()}
+        assert rights == {"tune_prune.": "drwx------"}  # what Ray has within it is open to everybody
         began = time.monotonic()
     assert time.monotonic() - began < 5
     wait_for(lambda: not processes_of(ray_folder), 5)

@@ -83,6 +83,15 @@ def memory() -> Memory:
     return Memory(total, available)
 
 
+def in_memory(folder: str) -> bool:
+    """Whether what is written to `folder` takes memory, as in a tmpfs, which /tmp is on many systems (proc_mounts(5))."""
+    place = Path(folder).resolve()
+    mounts = (line.split() for line in _text(ROOT / "proc/mounts").splitlines())
+    kinds = {where.replace("\\040", " "): kind for _, where, kind, *_ in mounts}  # of the last that is mounted there
+    holding = [where for where in kinds if place.is_relative_to(where)]
+    return bool(holding) and kinds[max(holding, key=len)] in ("tmpfs", "ramfs")
+
+
 def gpus() -> list[Gpu]:
     """Every GPU. To ask for free memory takes a CUDA context on each, which stays until the process ends: `own_process.call(gpus)`
     leaves none behind."""

@@ -111,7 +111,9 @@ def on_this_machine(trials: int = 1) -> dict[Place, int]:
     """What each of so many trials may take where hidden states can wait, besides the device; on CPUs that is "host" too."""
     return {
         "host": machine.memory().available // trials,
-        "file": shutil.disk_usage(tempfile.gettempdir()).free // trials,
+        "file": 0
+        if machine.in_memory(tempfile.gettempdir())
+        else shutil.disk_usage(tempfile.gettempdir()).free // trials,
     }
 
 

@@ -121,6 +121,13 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
         check_sizes(values, source.location)
+        if values.get("quantization_config"):
+            kind = values["quantization_config"]
+            kind = kind.get("quant_method", "quantization_config") if isinstance(kind, dict) else "quantization_config"
+            raise UserError(
+                f"the weights of {source.location} are quantised ({kind} in its config.json); what is pruned needs them whole: "
+                "name the model that it was made from, or a GGUF file of it"
+            )
         if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
             family_of(values["model_type"])
         if values["model_type"].startswith(registration.PREFIX):

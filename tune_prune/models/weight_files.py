@@ -25,6 +25,7 @@ HASHED_PIECES = 64
 TENSOR_PIECES = 16  # of each tensor, from its first byte to its last: an edit of some rows must not go unseen
 PIECE_BYTES = 4096
 
+_WHOLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls numbers that need no scale beside them
 _AGAIN = "download the model again or point --model at a complete folder"
 
 
@@ -77,10 +78,13 @@ def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]
         )
     shapes: dict[str, tuple[int, ...]] = {}
     paths: dict[str, Path] = {}
+    kinds: dict[str, str] = {}
     for path in found:
         try:
             with safe_open(path, framework="pt") as tensors:
-                own = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                own = {name: tuple(part.get_shape()) for name, part in slices.items()}
+                kinds |= {name: part.get_dtype() for name, part in slices.items()}
         except (SafetensorError, OSError) as error:
             cause = " ".join(str(error).split())
             size = path.stat().st_size
@@ -99,6 +103,11 @@ def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]
         stored = next((name for name in spelt if name in shapes), None)
         if stored is None:
             wrong.append(f"{known_as[0]} is missing")
+        elif kinds[stored] not in _WHOLE:
+            raise UserError(
+                f"the weights of {folder} are quantised ({stored} is {kinds[stored]}); what is pruned needs them whole: name the "
+                "model that they were made from"
+            )
         elif shapes[stored] != tuple(parameter.shape):
             wrong.append(f"{known_as[0]} is {list(shapes[stored])} instead of {list(parameter.shape)}")
         else:

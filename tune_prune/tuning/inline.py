@@ -38,7 +38,7 @@ def run(
             else:
                 observers.on_error(work, last_message(settings, work, last, error), error)
                 error = None  # with its frames, which hold the model
-                runner = StageRunner(specs, settings)
+                runner.forget_model()
     finally:
         torch.set_num_threads(threads)
     observers.on_finish()

@@ -46,6 +46,11 @@ class StageRunner:
             self._spec = work
             self._opening = TrialProgress(work.key, work.run.label, work.config)
 
+    def forget_model(self) -> None:
+        """Load it anew for the next work; what was learned of how it fits into memory stays."""
+        self._trial = self._stages = None
+        self._contexts.forget()
+
     def step(self) -> Message:
         """Run one stage and return its message; raises what the stage raised, unless it is a UserError."""
         try:

@@ -129,6 +129,9 @@ class ContextCache:
         self._context: TrialContext | None = None
         self._fallbacks: dict[ModelRun, Fallback] = {}  # what was learned of models that were opened before
 
+    def forget(self) -> None:
+        self._context = self._run = None
+
     def open(self, run: ModelRun) -> TrialContext:
         if self._context is None or self._run != run:
             self._context = None  # let go of the old model first: two may not fit

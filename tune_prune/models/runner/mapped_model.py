@@ -7,6 +7,7 @@ asked for, and its `init_empty_weights` builds models that have buffers and no p
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,8 @@ def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype
             tensor: torch.Tensor = loader[name]
         except (OSError, SafetensorError) as error:
             cause = " ".join(str(error).split())
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise MemoryError(f"{path} cannot be mapped: {cause}") from error
             raise UserError(
                 f"{stored} cannot be read from weight file {path} any more ({cause}); restore the file, then start again"
             ) from error

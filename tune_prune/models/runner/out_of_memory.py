@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 SIGNS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator",

@@ -59,7 +59,9 @@ def start(num_cpus: int, folder: Path) -> str:
     """Start a local Ray with its files in `folder`, tried twice; its address. Raises UserError and MachineError."""
     import ray  # takes a while
 
-    options = QUIET | {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": str(folder)}
+    # Ray opens its own folder to everybody, at several moments; the one around it is this user's alone.
+    where = str(folder / "r")
+    options = QUIET | {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": where}
     options |= {"object_store_memory": LOCAL_OBJECT_STORE_BYTES}
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -102,18 +104,15 @@ def for_this_process() -> Iterator[None]:
 
     It listens on 127.0.0.1 only; else it takes the machine's outward address, also in place of a loopback one. Ray has this
     switch for macOS and Windows, from the environment as it is imported: too early for a process that may join a cluster.
-    Its folders are this user's alone; Ray lets everybody write to them.
     It starts no autoscaler, no dashboard process, which it waits for even where no dashboard is wanted, and nothing that
     follows the logs, which nobody reads. Together they are a good third of the CPU time of its start.
     """
-    from ray._common import utils
     from ray._private import ray_constants
     from ray._private.node import Node
 
     unneeded = ("start_monitor", "start_api_server", "start_log_monitor")
     replaced: list[tuple[Any, str, Any]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
     replaced += [(Node, name, lambda self, **options: None) for name in unneeded]
-    replaced += [(utils, "try_make_directory_shared", lambda folder: os.chmod(folder, 0o700))]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)

@@ -24,7 +24,7 @@ from tune_prune.cost_model import machine
 INSTEAD = "try again when the machine is less busy, or add --inline, which runs the trials in this process without Ray"
 _HEAD = "tune_prune.tuning.ray_cluster.head"
 # The longest name of a temporary directory below which the paths of Ray's sockets are short enough
-_LONGEST = 107 - len("/tune_prune.12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+_LONGEST = 107 - len("/tune_prune.12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 
 
 class LocalRay:
