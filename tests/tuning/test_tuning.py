@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray._private.state import actors
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
@@ -26,6 +27,8 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.tuning.driver import SearchResult, TuneOptions, run_search
+from tune_prune.tuning.observers.observer import Observer
+from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.ray_cluster import cluster, nodes
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.worker import TrialSpec
@@ -194,6 +197,33 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(two
     for key, record in alone.records.items():
         assert (record.status, record.reason) == (result.records[key].status, result.records[key].reason)
         assert record.metrics == result.records[key].metrics
+
+
+class KillsTheFirst(Observer):
+    """The worker of the first job and of the first trial is killed when it begins, as a kernel does where memory runs out."""
+
+    def __init__(self) -> None:
+        self.killed: dict[type, Work] = {}
+
+    def on_start(self, work: Work) -> None:
+        if type(work) not in self.killed:
+            self.killed[type(work)] = work
+            (worker,) = [actor["Pid"] for actor in actors(actor_state_name="ALIVE").values()]
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_after_the_death_of_a_worker_its_work_takes_as_little_memory_as_it_can(two_cpus, without_ray, tmp_path):
+    jobs = story_jobs(tmp_path / "scratch")[:2]
+    kills = KillsTheFirst()
+    options = TuneOptions(tmp_path / "search", tmp_path / "artifacts", resources=ONE_AT_A_TIME, observers=[kills])
+    result = run_search(jobs, options)
+    assert kills.killed.keys() == {PrepareJob, TrialSpec} and result.count("complete") == 2
+    note = "a worker died with the model resident, so it is streamed"
+    assert note in result.records[kills.killed[TrialSpec].key].notes
+    _, alone = without_ray
+    for spec in jobs:
+        assert result.records[spec.key].metrics == alone.records[spec.key].metrics
+    assert result.baselines["tiny-llama"].metrics == alone.baselines["tiny-llama"].metrics
 
 
 def test_what_cannot_work_is_a_user_error_before_any_trial(two_cpus, tmp_path):

@@ -31,6 +31,9 @@ class Fallback:
 
     def __init__(self, way: Residency = RESIDENT) -> None:
         self._fell: dict[str, tuple[Residency, Residency]] = {}  # by stage: what did not fit, and what is tried now
+        self._died: tuple[Residency, Residency] | None = (
+            None  # the same of the whole model, after the death of a worker
+        )
         self.way = RESIDENT
         self.halvings: dict[str, int] = {}
         self.begin(way)
@@ -38,15 +41,29 @@ class Fallback:
     def begin(self, way: Residency) -> Residency:
         """Hold the model in that one of WAYS or, where something has not fitted before, in the leaner of it and the present one."""
         planned, way = way.halvings, replace(way, halvings=0)
-        if self._fell:
+        if self._fell or self._died:
             self.way = max(way, self.way, key=WAYS.index)
         else:
             self.way, self.halvings = way, dict.fromkeys(MEASURING, planned) if planned else {}
         return self.way
 
+    def after_a_death(self, readable: Callable[[], bool]) -> None:
+        """A worker died with the model, and nobody says why: kernels and containers kill what takes too much memory. Hold it in the
+        way that takes least; `readable`: whether weights can stay in their files."""
+        own = self.way
+        kept = partial(replace, states=own.states, spill_folder=own.spill_folder, block_tokens=own.block_tokens)
+        streamed, by_layer = kept(Residency(from_files=True)), kept(Residency(gradients_by_layer=True, gpus=own.gpus))
+        self.way = streamed if own.from_files or readable() else by_layer
+        if self.way != own:
+            self._died = own, self.way
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What did not fit, in sentences."""
+        died = [f"a worker died with the model {self._died[0]}, so it is {self._died[1]}"] if self._died else []
+        return (*died, *self._notes_of_stages())
+
+    def _notes_of_stages(self) -> tuple[str, ...]:
         return tuple(
             f"memory did not suffice for the stage {stage} {first}, so it was made {last}"
             for stage, (first, last) in self._fell.items()

@@ -37,7 +37,9 @@ class StageRunner:
         self._settings = settings
         self._contexts = ContextCache(settings)
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: Work, after_a_death: bool = False) -> None:
+        """`after_a_death`: of the process that did this work before."""
+        self._after_a_death = after_a_death
         self._job = work if isinstance(work, PrepareJob) else None
         self._trial: Trial | None = None
         self._stages: Iterator[StageReport] | None = None
@@ -65,7 +67,7 @@ class StageRunner:
 
     def _run_job(self, job: PrepareJob) -> JobMessage:
         try:
-            return run_job(job, self._contexts.open(job.run), self._settings)
+            return run_job(job, self._contexts.open(job.run, self._after_a_death), self._settings)
         except OutOfMemory as error:  # trials with fewer samples may fit; the others are records
             return JobMessage(given_up=str(error))
         except UserError as error:
@@ -92,7 +94,7 @@ class StageRunner:
 
     def _next_stage(self) -> StageReport | None:
         if self._stages is None:
-            context = self._contexts.open(self._spec.run)
+            context = self._contexts.open(self._spec.run, self._after_a_death)
             key = context.key(self._spec.config)
             if key != self._spec.key:
                 raise UserError(

@@ -12,6 +12,8 @@ from tune_prune.core.config import ModelRun, PruningConfig, group_labels
 from tune_prune.core.ledger import AttemptLog, Ledger
 from tune_prune.core.records import Failure, Status, TrialRecord
 from tune_prune.core.store import Location, Store, open_store
+from tune_prune.models import catalog
+from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.failures import Hung, LostWorker, failure_of
@@ -132,12 +134,15 @@ class ContextCache:
     def forget(self) -> None:
         self._context = self._run = None
 
-    def open(self, run: ModelRun) -> TrialContext:
-        if self._context is None or self._run != run:
+    def open(self, run: ModelRun, after_a_death: bool = False) -> TrialContext:
+        """`after_a_death`: of a worker that had this model, which is held as leanly as can be."""
+        if self._context is None or self._run != run or after_a_death:
             self._context = None  # let go of the old model first: two may not fit
             settings = self.settings
             limit_process(settings.resources)
             fallback = self._fallbacks.setdefault(run, Fallback(settings.way(run.label)))
+            if after_a_death:
+                fallback.after_a_death(lambda: readable_in_place(catalog.resolve(run.model, run.revision)))
             where = settings.resources.device
             self._context = TrialContext.open(run, settings.artifact_dir, where, fallback.way, fallback)
             self._run = run

@@ -16,6 +16,7 @@ from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.stages import StageRunner
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
+AFTER_A_DEATH = "after_a_death"  # in the config of a trial whose worker died
 _MESSAGE = "message"
 
 
@@ -27,10 +28,10 @@ class PruneTrainable(tune.Trainable):
     ) -> None:
         self._specs, self._jobs = specs, jobs
         self._runner = StageRunner(specs, settings)
-        self._runner.begin(work_of(config, specs, jobs))
+        self._runner.begin(work_of(config, specs, jobs), AFTER_A_DEATH in config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self._runner.begin(work_of(new_config, self._specs, self._jobs))
+        self._runner.begin(work_of(new_config, self._specs, self._jobs), AFTER_A_DEATH in new_config)
         return True
 
     def step(self) -> dict[str, Any]:

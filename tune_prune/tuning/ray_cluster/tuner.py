@@ -31,7 +31,7 @@ from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.observers.results import last_line, last_message
 from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
-from tune_prune.tuning.ray_cluster.trainable import PruneTrainable, message_in, work_of
+from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH, PruneTrainable, message_in, work_of
 from tune_prune.tuning.ray_cluster.watch.deadline import Deadline
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
@@ -189,6 +189,8 @@ class _ObserverCallback(Callback):
 
     def on_trial_recover(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         self._deadline.done(trial)
+        if isinstance(self._cause(trial), LostWorker | OutOfMemory):
+            trial.config[AFTER_A_DEATH] = True
 
     def on_trial_error(self, iteration: int, trials: list[RayTrial], trial: RayTrial, **info: Any) -> None:
         self._deadline.done(trial)
