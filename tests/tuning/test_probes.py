@@ -3,8 +3,10 @@ replaced."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, WorkerCrashedError
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model.machine import Gpu, Memory
 from tune_prune.tuning.ray_cluster import nodes
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
 
 GPU = Gpu("H200", Memory(80 * 2**30, 79 * 2**30), True)
 MEMORY = Memory(512 * 2**30, 500 * 2**30)
@@ -139,6 +141,26 @@ def test_a_node_whose_torch_sees_no_gpu_is_named(cluster) -> None:
     cluster.hardware = lambda name: (MEMORY, [])
     with pytest.raises(UserError, match="offers GPUs but its torch sees none"):
         nodes.survey(use_gpus=True)
+
+
+@pytest.mark.parametrize("seen", ["used", "removed"])
+def test_a_folder_that_another_search_makes_at_the_same_time_hides_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str
+) -> None:
+    folder = tmp_path / "new" / "results"
+
+    def ask(*_: object) -> tuple[dict[str, Any], dict[str, str]]:
+        if seen == "used":
+            (folder / "of another search").touch()
+        else:
+            shutil.rmtree(folder)
+        return {}, {"gpu-2": "is not well"}
+
+    monkeypatch.setattr(nodes, "_ask", ask)
+    with pytest.raises(UserError, match="node gpu-2 is not well"):
+        nodes.check_reach([Node("2" * 56, "gpu-2", {}, runs_trials=True)], folder, [])
+    assert [path.name for path in folder.parent.glob("*/*")] == ["of another search"] * (seen == "used")
+    assert folder.parent.exists() == (seen == "used")
 
 
 def test_a_worker_that_dies_while_it_measures_is_a_sentence_and_a_late_one_is_none(monkeypatch) -> None:

@@ -7,6 +7,7 @@ would be paid for and not used. Who wants to do without it ends Ray there.
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 import uuid
@@ -115,7 +116,11 @@ def check_reach(nodes: Sequence[Node], folder: Location, models: Sequence[tuple[
     finally:
         store.put_all(dict.fromkeys((question, *answers.values())))
         for path in made:
-            path.rmdir()
+            try:
+                path.rmdir()
+            except OSError as error:  # another search has put something there, or removed the folder
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
     _refuse(problems, len(nodes))
 
 
