@@ -267,6 +267,19 @@ class TestFolder(BetweenProcesses):
         store.path("ledger/.0f.json.abc.tmp").write_text("{")
         assert store.names("ledger") == ["ledger/0f.json"]
 
+    def test_what_killed_writers_have_left_is_removed(self, store: Store) -> None:
+        store.put("trials/0f/plan.json", "{}")
+        left, young = (store.path("trials/0f") / f".plan.json.{uuid.uuid4().hex}.tmp" for _ in range(2))
+        others = store.path("trials/.plan.json.tmp")
+        for path, age_s in ((left, 61), (young, 50), (others, 61), (store.path("trials/0f/plan.json"), 61)):
+            path.touch()
+            os.utime(path, (time.time() - age_s,) * 2)
+        files.remove_unfinished(store.path("trials"), older_s=60)
+        assert (left.exists(), young.exists(), others.exists()) == (False, True, True) and store.has(
+            "trials/0f/plan.json"
+        )
+        files.remove_unfinished(store.path("never written"), older_s=60)
+
     def test_what_cannot_be_read_is_named(self, store: Store) -> None:
         store.put("cost.json/inside", "a folder in its place")
         with pytest.raises(DamagedFile, match=r"cost\.json is unreadable \(Is a directory\)"):
