@@ -21,6 +21,7 @@ from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, TrustingRun
 from tune_prune.core.errors import UserError
+from tune_prune.core.files import remove_unfinished
 from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
 from tune_prune.core.process import temporary
 from tune_prune.core.records import TrialRecord
@@ -141,6 +142,10 @@ def _run(
     settings, folder = plan.settings, plan.experiment_dir
     ledger, passes, attempts = Ledger(store), PassLog(store), AttemptLog(store)
     temporary.sweep()
+    if isinstance(folder, Path):
+        # Workers of a killed search end within half a minute, and who looks at results may write a report: a file takes no minute.
+        remove_unfinished(folder, older_s=60.0)
+        remove_unfinished(folder.parent / artifact_cache.FOLDER, older_s=86_400.0)  # other searches write there
     recorded, baselines = ledger.records(), read_baselines(store)
     before = totals(recorded, baselines, passes.read(), attempts.read([*recorded, *baselines.values()]))
     models = experiment.write(store, plan, list(command))  # those of earlier starts, too

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, LAYERS, plan_of
 from tune_prune.checkpoint.card import model_card
 from tune_prune.checkpoint.manifest import Format, Manifest
-from tune_prune.checkpoint.save import Origin, save_checkpoint
+from tune_prune.checkpoint.save import Origin, _clear_killed, save_checkpoint
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.models.catalog import resolve
@@ -64,6 +66,24 @@ def test_every_file_is_the_one_of_a_loaded_model(folder, plan, fmt, dtype, tmp_p
         assert found.keys() == expected.keys()
         assert [name for name in found if found[name] != expected[name]] == []
         assert ("model.safetensors" in found) == (number == 0)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_what_a_killed_save_has_left_is_cleared(tmp_path: Path, replaced: bool) -> None:
+    """What it had moved away comes back unless the new one has taken its place; what is being written stays."""
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    output = tmp_path / "small [1]"
+    old, left, written = (
+        tmp_path / f".small [1].{end}"
+        for end in (f"replaced-{ended.pid}", f"partial-{ended.pid}", f"partial-{os.getppid()}")
+    )
+    for path in (old, left, written, *([output] if replaced else [])):
+        path.mkdir()
+        (path / "name").write_text(path.name)
+    _clear_killed(output)
+    assert sorted(tmp_path.iterdir()) == [written, output]
+    assert (output / "name").read_text() == (output.name if replaced else old.name)
 
 
 @pytest.mark.parametrize("variant", ["llama"])

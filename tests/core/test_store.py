@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from tests.s3_server import Server, forget_clients
@@ -213,6 +214,19 @@ class LeaseContract(StoreContract):
         assert "has taken over" in caplog.text and "this one is complete" in caplog.text
         assert store.within(".lock").names()[-1] == "00000009.json"  # which is not given back by this one
 
+    def test_a_renewal_that_fails_unexpectedly_is_told_and_tried_again(
+        self, store: Store, short_lease: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with store.lock(), monkeypatch.context() as patched:
+            first = store.within(".lock").get("00000001.json")
+            patched.setattr(lease.Lease, "_newest", lambda _: 1 // 0)
+            time.sleep(short_lease / 2)
+            assert store.within(".lock").get("00000001.json") == first
+            patched.undo()
+            time.sleep(short_lease / 2)
+            assert store.within(".lock").get("00000001.json") != first
+        assert "was not renewed, which is tried again" in caplog.text and "ZeroDivisionError" in caplog.text
+
     def test_of_two_that_find_it_free_one_gets_it(self, store: Store, short_lease: float) -> None:
         def hold(number: int) -> bool:
             try:
@@ -252,6 +266,19 @@ class TestFolder(BetweenProcesses):
         store.put("ledger/0f.json", "{}")
         store.path("ledger/.0f.json.abc.tmp").write_text("{")
         assert store.names("ledger") == ["ledger/0f.json"]
+
+    def test_what_killed_writers_have_left_is_removed(self, store: Store) -> None:
+        store.put("trials/0f/plan.json", "{}")
+        left, young = (store.path("trials/0f") / f".plan.json.{uuid.uuid4().hex}.tmp" for _ in range(2))
+        others = store.path("trials/.plan.json.tmp")
+        for path, age_s in ((left, 61), (young, 50), (others, 61), (store.path("trials/0f/plan.json"), 61)):
+            path.touch()
+            os.utime(path, (time.time() - age_s,) * 2)
+        files.remove_unfinished(store.path("trials"), older_s=60)
+        assert (left.exists(), young.exists(), others.exists()) == (False, True, True) and store.has(
+            "trials/0f/plan.json"
+        )
+        files.remove_unfinished(store.path("never written"), older_s=60)
 
     def test_what_cannot_be_read_is_named(self, store: Store) -> None:
         store.put("cost.json/inside", "a folder in its place")
@@ -359,6 +386,14 @@ class TestS3(BetweenProcesses, LeaseContract):
         monkeypatch.setattr(client, "pipe_file", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no route")))
         with pytest.raises(StorageError, match=r"b could not be written \(no route\)"):
             store.put_new("b", "mine")
+
+    def test_a_body_that_is_cut_off_is_a_sentence(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        def cut(*_: object, **__: object) -> None:
+            raise aiohttp.ClientPayloadError("Response payload is not completed")
+
+        monkeypatch.setattr(objects._client("s3")[0], "cat_file", cut)
+        with pytest.raises(StorageError, match=r"a could not be read \(Response payload is not completed\); what is"):
+            store.get("a")
 
     def test_a_server_without_conditional_writes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         overwrite = objects._client("s3")[0].pipe_file

@@ -3,8 +3,11 @@ replaced."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +19,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, WorkerCrashedError
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model.machine import Gpu, Memory
 from tune_prune.tuning.ray_cluster import nodes
-from tune_prune.tuning.ray_cluster.resources import TrialResources
+from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
 
 GPU = Gpu("H200", Memory(80 * 2**30, 79 * 2**30), True)
 MEMORY = Memory(512 * 2**30, 500 * 2**30)
@@ -40,21 +43,31 @@ class Task:
 
     def options(self, scheduling_strategy: Any, **resources: Any) -> Any:
         self.asked.append((scheduling_strategy.node_id[0], resources))
-        return SimpleNamespace(remote=lambda *_: lambda: self.answer(scheduling_strategy.node_id[0]))
+        return SimpleNamespace(remote=lambda *_: partial(self.answer, scheduling_strategy.node_id[0]))
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Two nodes with GPUs that answer well; what `about` and `hardware` say can be replaced."""
+    """Two nodes with GPUs that answer well; what `about` and `hardware` say can be replaced, and so can the order in which nodes
+    answer, those that are not in it never."""
     here, _ = nodes._teller()(nodes.COMPARED)
     said = SimpleNamespace(
         nodes=[node("1"), node("2")],
         about=lambda name: (here, time.time()),
         hardware=lambda name: (MEMORY, [GPU]),
         here=here,
+        order="1234",
     )
 
-    def get(task: Callable[[], Any], timeout: float | None) -> Any:
+    def wait(tasks: list[partial[Any]], timeout: float | None) -> tuple[list[partial[Any]], list[partial[Any]]]:
+        first = min(
+            (task for task in tasks if task.args[0] in said.order),
+            key=lambda task: said.order.index(task.args[0]),
+            default=None,
+        )
+        return [task for task in tasks if task is first], [task for task in tasks if task is not first]
+
+    def get(task: partial[Any]) -> Any:
         value = task()
         if isinstance(value, Exception):
             raise value
@@ -62,6 +75,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     hardware = Task(lambda name: said.hardware(name))
     said.asked = hardware.asked
+    monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "nodes", lambda: said.nodes)
     monkeypatch.setattr(ray, "remote", lambda **_: lambda function: Task(lambda name: said.about(name)))
@@ -78,7 +92,7 @@ def other(cluster: SimpleNamespace, **versions: str) -> Callable[[str], Any]:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (GetTimeoutError("late"), "did not answer within 120 s: see `ray status`"),
+        (None, "did not answer within 120 s: see `ray status`"),
         (WorkerCrashedError(), "cannot run tune_prune"),
         ({"torch": "2.12.0"}, "has torch 2.12.0 (here 2."),
         ({"tune_prune": "none"}, "has tune_prune none (here "),
@@ -87,7 +101,9 @@ def other(cluster: SimpleNamespace, **versions: str) -> Callable[[str], Any]:
     ],
 )
 def test_a_node_that_is_not_like_this_machine_is_named(cluster, answer: Any, words: str) -> None:
-    if isinstance(answer, dict):
+    if answer is None:
+        cluster.order = "1"
+    elif isinstance(answer, dict):
         cluster.about = other(cluster, **answer)
     elif isinstance(answer, float):
         cluster.about = lambda name: (cluster.here, time.time() + (answer if name == "2" else 0))
@@ -96,6 +112,20 @@ def test_a_node_that_is_not_like_this_machine_is_named(cluster, answer: Any, wor
     with pytest.raises(UserError, match=r"^node gpu-2 \(10\.0\.0\.2\) .*`ray stop`\) to do without it$") as error:
         nodes.survey(use_gpus=True)
     assert words in str(error.value)
+
+
+def test_a_clock_is_compared_when_its_node_answers(cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the slowest has."""
+    now = [1000.0]
+    monkeypatch.setattr(nodes, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
+
+    def about(name: str) -> Any:
+        now[0] += 1 if name == "2" else 110  # the first takes long to start
+        return cluster.here, now[0] + (100 if name == "2" else 0)
+
+    cluster.about, cluster.order = about, "21"
+    with pytest.raises(UserError, match=r"^node gpu-2 .* has a clock that is 100 s ahead of this machine's"):
+        nodes.survey(use_gpus=True)
 
 
 def test_all_nodes_with_problems_are_listed(cluster) -> None:
@@ -139,6 +169,26 @@ def test_a_node_whose_torch_sees_no_gpu_is_named(cluster) -> None:
     cluster.hardware = lambda name: (MEMORY, [])
     with pytest.raises(UserError, match="offers GPUs but its torch sees none"):
         nodes.survey(use_gpus=True)
+
+
+@pytest.mark.parametrize("seen", ["used", "removed"])
+def test_a_folder_that_another_search_makes_at_the_same_time_hides_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str
+) -> None:
+    folder = tmp_path / "new" / "results"
+
+    def ask(*_: object) -> tuple[dict[str, Any], dict[str, str]]:
+        if seen == "used":
+            (folder / "of another search").touch()
+        else:
+            shutil.rmtree(folder)
+        return {}, {"gpu-2": "is not well"}
+
+    monkeypatch.setattr(nodes, "_ask", ask)
+    with pytest.raises(UserError, match="node gpu-2 is not well"):
+        nodes.check_reach([Node("2" * 56, "gpu-2", {}, runs_trials=True)], folder, [])
+    assert [path.name for path in folder.parent.glob("*/*")] == ["of another search"] * (seen == "used")
+    assert folder.parent.exists() == (seen == "used")
 
 
 def test_a_worker_that_dies_while_it_measures_is_a_sentence_and_a_late_one_is_none(monkeypatch) -> None:

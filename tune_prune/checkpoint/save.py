@@ -10,6 +10,7 @@ Beside the weights: tokenizer, generation config, licence texts, manifest and mo
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import json
 import os
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -68,6 +70,7 @@ def save_checkpoint(
     `overwrite`: unless it is a checkpoint of tune_prune), where the plan is for another model, or where the format cannot
     hold the model. Of a model whose weights are elsewhere one tensor is in memory at a time.
     """
+    _clear_killed(folder)
     check_folder(folder, overwrite)
     if dense.residency.weights is not None and (fmt == "gguf" or measure_speed):
         what = "a GGUF file is written from" if fmt == "gguf" else "speed is measured on"
@@ -179,12 +182,25 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         )
 
 
+def _clear_killed(folder: Path) -> None:
+    """Remove what killed processes have left beside `folder`; an old checkpoint that was not replaced yet is put back."""
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*-*"):
+        kind, _, pid = path.name.removeprefix(f".{folder.name}.").rpartition("-")
+        if kind not in ("partial", "replaced") or not pid.isdecimal():
+            continue
+        if int(pid) != os.getpid() and psutil.pid_exists(int(pid)):  # in a container ids come again
+            continue
+        if kind == "replaced" and not folder.exists():
+            path.rename(folder)
+        else:
+            shutil.rmtree(path)
+
+
 @contextmanager
 def _renamed_at_the_end(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` that takes its place when all went well, and is removed otherwise."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
         yield work

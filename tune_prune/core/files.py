@@ -6,7 +6,10 @@ import errno
 import json
 import math
 import os
+import re
+import time
 import uuid
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -15,6 +18,7 @@ from tune_prune.core.errors import UserError
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")  # as atomic_write_bytes names them
 _COMPUTE_AGAIN = "delete it to have that result computed again, or restore it from a copy"
 
 
@@ -85,6 +89,15 @@ def atomic_write_bytes(path: Path, content: bytes, new: bool = False) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def remove_unfinished(folder: Path, older_s: float) -> None:
+    """Remove what killed writers have left below `folder` more than `older_s` ago. A younger one may still be written."""
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names if _UNFINISHED.fullmatch(name)):
+            with suppress(FileNotFoundError, PermissionError):  # it has gone meanwhile, or is another user's
+                if time.time() - path.stat().st_mtime > older_s:
+                    path.unlink()
 
 
 def _link(temporary: Path, path: Path) -> None:

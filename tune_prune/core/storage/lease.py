@@ -104,6 +104,8 @@ class Lease:
                 self._store.put(_name(self._number), self._content())
             except UserError as error:
                 log.warning("the lock of %s was not renewed, which is tried again: %s", self._experiment, error)
+            except Exception:  # without this thread the search would go on when another one has taken over
+                log.exception("the lock of %s was not renewed, which is tried again", self._experiment)
 
     def _give_back(self) -> None:
         if self._lost:

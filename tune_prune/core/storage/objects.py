@@ -32,7 +32,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 # What the clients raise besides OSError.
 _ERRORS = {
-    "s3": ("botocore.exceptions.BotoCoreError", "botocore.exceptions.ClientError"),
+    "s3": ("botocore.exceptions.BotoCoreError", "botocore.exceptions.ClientError", "aiohttp.ClientError"),
     "gs": ("gcsfs.retry.HttpError", "google.auth.exceptions.GoogleAuthError", "aiohttp.ClientError"),
     "memory": (),
 }

@@ -7,6 +7,7 @@ would be paid for and not used. Who wants to do without it ends Ray there.
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 import uuid
@@ -62,13 +63,17 @@ def survey(use_gpus: bool) -> list[Node]:
     about = _teller()
     task = ray.remote(num_cpus=0)(about)
     began = time.time()
-    told, problems = _ask(workers, lambda node: task.options(**_on(node)).remote(COMPARED))
+    told, problems = _ask(
+        workers,
+        lambda node: task.options(**_on(node)).remote(COMPARED),
+        seen=lambda answer: (*answer, time.time()),
+    )
     here, _ = about(COMPARED)
     for node in workers:
         if node.node_id in told:
-            versions, clock = told[node.node_id]
-            # It was read in between. How long a worker takes to start is in it: seconds, which do not matter.
-            skew_s = max(0.0, clock - time.time()) - max(0.0, began - clock)
+            versions, clock, ended = told[node.node_id]
+            # It was read in between. How long this worker took to start is in it: seconds, which do not matter.
+            skew_s = max(0.0, clock - ended) - max(0.0, began - clock)
             nodes[nodes.index(node)] = replace(node, versions=versions, skew_s=skew_s)
             if problem := _unlike(versions, here, skew_s):
                 problems[node.name] = problem
@@ -115,7 +120,11 @@ def check_reach(nodes: Sequence[Node], folder: Location, models: Sequence[tuple[
     finally:
         store.put_all(dict.fromkeys((question, *answers.values())))
         for path in made:
-            path.rmdir()
+            try:
+                path.rmdir()
+            except OSError as error:  # another search has put something there, or removed the folder
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
     _refuse(problems, len(nodes))
 
 
@@ -148,20 +157,29 @@ def call(function: Callable[[Any], Any], argument: Any, resources: TrialResource
 
 
 def _ask(
-    nodes: Sequence[Node], start: Callable[[Node], Any], timeout_s: float | None = PROBE_TIMEOUT_S
+    nodes: Sequence[Node],
+    start: Callable[[Node], Any],
+    timeout_s: float | None = PROBE_TIMEOUT_S,
+    seen: Callable[[Any], Any] = lambda answer: answer,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the task that `start` gives to each node returns, by node id; by name, why others do not answer."""
-    tasks = [start(node) for node in nodes]
+    """What the task that `start` gives to each node returns, by node id, as `seen` makes it when it arrives; by name, why others do
+    not answer."""
+    tasks = {start(node): node for node in nodes}
     end = None if timeout_s is None else time.monotonic() + timeout_s
     answers, problems = {}, {}
-    for node, task in zip(nodes, tasks, strict=True):
+    waiting = list(tasks)
+    while waiting:
+        arrived, waiting = ray.wait(waiting, timeout=None if end is None else max(0.0, end - time.monotonic()))
+        if not arrived:
+            break
+        node = tasks[arrived[0]]
         try:
-            answers[node.node_id] = ray.get(task, timeout=end and max(0.0, end - time.monotonic()))
-        except GetTimeoutError:
-            problems[node.name] = f"did not answer within {timeout_s:g} s: see `ray status`, then try again"
+            answers[node.node_id] = seen(ray.get(arrived[0]))
         except RayError as error:
             last = str(error).strip().splitlines()[-1]
             problems[node.name] = f"cannot run tune_prune ({last}): install the same version there"
+    for task in waiting:
+        problems[tasks[task].name] = f"did not answer within {timeout_s:g} s: see `ray status`, then try again"
     return answers, problems
 
 
