@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +22,12 @@ from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, TrustingRun
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import UserError, refused
 from tune_prune.core.files import remove_unfinished
 from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
 from tune_prune.core.process import temporary
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import COST, Location, Store, open_store
+from tune_prune.core.store import COST, STATUS, Location, Store, open_store
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
 from tune_prune.planning.draws import Draws
@@ -120,22 +122,20 @@ def run(
     observers: Sequence[Observer] = (),
 ) -> Results:
     """Run a plan to its end and write every view of its results; `command` is recorded with them, `local_ray` has begun to start,
-    `observers` follow the trials. `at_end` is called while no other search can change them. Raises UserError (also where another
-    search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or what stopped the preparation."""
+    `observers` follow the trials. A view that cannot be written is a warning. `at_end` is called while no other search can change
+    them. Raises UserError (also where another search runs on the experiment), KeyboardInterrupt (the ledger stays whole) or
+    what stopped the preparation."""
     store = open_store(plan.experiment_dir)
     with store.lock():
-        results, unwritten = _run(plan, store, command, local_ray, observers)
+        results = _run(plan, store, command, local_ray, observers)
         if at_end is not None:
             at_end(results)
-    if unwritten is not None:
-        raise unwritten
     return results
 
 
 def _run(
     plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
-) -> tuple[Results, Exception | None]:
-    """What the search has found, and why not all of its views could be written."""
+) -> Results:
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
 
     started = time.monotonic()
@@ -173,9 +173,9 @@ def _run(
         _run_draws(plan, store, jobs, options, models)
     records, baselines = ledger.records(), read_baselines(store)
     findings = find(study_of_search(folder, {"models": models}, baselines, records))
-    cost, unwritten = {}, None
-    try:
-        write_views(store, records, findings)
+    write_views(store, records, findings, lambda name: _warned(store, name))
+    cost = {}
+    with _warned(store, COST):
         cost = write_cost(
             folder / COST,
             records,
@@ -186,9 +186,21 @@ def _run(
             time.monotonic() - started,
             attempts.read([*records, *baselines.values()]),
         )
-    except Exception as error:  # noqa: BLE001  # raised when what was found has been shown
-        unwritten = error
-    return Results(folder, findings, cost), unwritten
+    return Results(folder, findings, cost)
+
+
+@contextmanager
+def _warned(store: Store, name: str) -> Iterator[None]:
+    """Within it the view `name` is written. What a file system or a storage refuses is a warning: the other views are written,
+    and the same command writes all of them anew. Anything else is raised."""
+    try:
+        yield
+    except (OSError, UserError) as error:
+        reason = str(error)  # a sentence
+        if isinstance(error, OSError):
+            said = refused(error)
+            reason = said[0] if said else f"{store.path(name)} cannot be written ({error}); run the same command again"
+        print(f"warning: {name}: not written: {reason}", file=sys.stderr, flush=True)
 
 
 def _run_draws(
@@ -213,4 +225,5 @@ def _run_draws(
             experiment.write_draws(store, plan, draws)
             for one in draws.rounds[told:]:
                 print(f"{'draws':<12} {one}", flush=True)
-    status.ended(store)
+    with _warned(store, STATUS):
+        status.ended(store)

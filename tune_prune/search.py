@@ -122,7 +122,9 @@ def _run(
     again = shlex.join(command)
 
     def at_end(results: Results) -> None:
-        print(f"\n{results}\n\n{cost_line(results.cost)}")
+        print(f"\n{results}\n")
+        if results.cost:  # else a warning has said why not
+            print(cost_line(results.cost))
         if args.save_best:
             with progress.shown():
                 _save_best(results)

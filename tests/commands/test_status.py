@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,8 +24,8 @@ from tune_prune.analysis import command as analysis
 from tune_prune.cli import status
 from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.files import to_json
-from tune_prune.core.ledger import Ledger
-from tune_prune.core.store import STATUS, FolderStore
+from tune_prune.core.ledger import Ledger, write_about
+from tune_prune.core.store import EXPERIMENT, STATUS, FolderStore
 from tune_prune.tuning.observers import tracking
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tracking import TrackingObserver
@@ -98,6 +99,74 @@ def test_a_damaged_record_is_named_and_the_rest_counts(experiment: Path) -> None
     found = status.read(FolderStore(experiment), NOW)
     assert found["trials"]["done"] == 35 and record.name in found["damaged"][0]
     assert "no word of one" in status.text(found) and record.name in status.text(found)
+
+
+@pytest.mark.parametrize(
+    ("told", "field"),
+    [
+        ({"state": None}, "state"),
+        ({"state": "paused"}, "state"),
+        ({"host": None}, "host"),
+        ({"pid": "1"}, "pid"),
+        ({"pid": 2**70}, "pid"),
+        ({"updated_at": None}, "updated_at"),
+        ({"updated_at": "soon"}, "updated_at"),
+        ({"updated_at": "2026-05-01T12:00:00"}, "updated_at"),
+        ({"slots": "4"}, "slots"),
+        ({"running": None}, "running"),
+        ({"running": [1]}, "running"),
+        ({"running": [{"key": "k"}]}, "running"),
+        ({"eta_seconds": ["inf", "inf"]}, "eta_seconds"),
+        ({"eta_at": None}, "eta_at"),
+    ],
+)
+def test_a_status_of_other_types_is_a_line_and_the_rest_counts(
+    experiment: Path, told: dict[str, Any], field: str
+) -> None:
+    search_says(experiment, **told)
+    _is_a_line(experiment, field)
+
+
+@pytest.mark.parametrize("content", ["{}", "{", "[]", "\udcff"])
+def test_a_damaged_status_is_a_line_and_the_rest_counts(experiment: Path, content: str) -> None:
+    (experiment / STATUS).write_bytes(content.encode(errors="surrogateescape"))
+    _is_a_line(experiment, "")
+
+
+def _is_a_line(folder: Path, field: str) -> None:
+    found = status.read(FolderStore(folder), NOW)
+    assert (found["state"], found["search"], found["silent_seconds"]) == ("unknown", None, None)
+    assert found["trials"]["done"] == 36 and found["models"]["alpha"]["best"]
+    (line,) = found["damaged"]
+    assert line.startswith(f"{folder / STATUS} is ") and field in line and line.endswith("writes it anew")
+    assert "no word of one" in status.text(found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"models": None},
+        {"models": [1]},
+        {"models": {"alpha": None}},
+        {"models": {"alpha": {"trial_keys": None}}},
+        {"models": {"alpha": {"run": None}}},
+        {"search": "optuna", "num_trials": "9"},
+        {"checksum": "0" * 64},
+        None,
+    ],
+)
+def test_what_describes_the_experiment_is_whole_or_refused(
+    experiment: Path, changes: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = experiment / EXPERIMENT
+    if changes is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert search.main(["--status", str(experiment)]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("error: ") and output.err.count("\n") == 1
+    assert EXPERIMENT in output.err and "restore it from a copy, or start another experiment with --name" in output.err
 
 
 def test_names_and_paths(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,6 +288,19 @@ def test_its_status_afterwards(followed: tuple[Path, list[dict[str, Any]], str])
     found = status.read(FolderStore(followed[0]))
     assert found["state"] == "ended" and found["trials"]["done"] == found["trials"]["planned"] == 1
     assert found["search"]["running"] == [] and found["search"]["done"] == 1
+
+
+def test_records_of_another_search_are_named_and_left_out(
+    followed: tuple[Path, list[dict[str, Any]], str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(followed[0], folder)
+    about = json.loads((folder / EXPERIMENT).read_text())
+    about["models"]["tiny-llama"]["run"]["seed"] += 1
+    write_about(FolderStore(folder), {name: value for name, value in about.items() if name != "checksum"})
+    found = status.read(FolderStore(folder))
+    assert found["trials"]["done"] == 0 and found["models"] == {}
+    assert len(found["damaged"]) == 2 and all("of another search: its key would be" in it for it in found["damaged"])
 
 
 # Optuna

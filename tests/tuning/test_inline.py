@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.search_folders import TINY
-from tune_prune import search
+from tune_prune import results, search
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
@@ -21,6 +21,7 @@ from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 from tune_prune.tuning.driver import TuneOptions, run_search
+from tune_prune.tuning.observers import status
 from tune_prune.tuning.worker import TrialSpec
 
 PROTOCOL = EvaluationProtocol(tasks=("boolq",), limit=4, slices=(0.5, 1.0), perplexity_window=64)
@@ -145,3 +146,42 @@ def test_a_full_disk_ends_a_search_in_a_sentence_and_the_same_command_goes_on(tm
     monkeypatch.undo()
     assert search.main(argv) == 0
     assert "[3/3] running 0, failed 0" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("draws", [(), ("--draws", "2")])
+def test_a_view_that_cannot_be_written_is_a_warning_and_the_others_are(tmp_path, capfd, monkeypatch, draws):
+    """A folder in the place of the table; with --draws no word of the end can be said, as where the disk is full."""
+    (tmp_path / "space.yaml").write_text(SPACE.replace("[0.1, 0.2, 0.3]", "0.2").replace("random", "taylor"))
+    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
+    argv += ["--storage-path", str(tmp_path), "--name", "one", *draws]
+    table = tmp_path / "one" / "all_methods_results.csv"
+    (table / "mine").mkdir(parents=True)
+    warnings = [f"warning: {table.name}: not written: {table} cannot be used (Is a directory); move that folder away"]
+    if draws:
+
+        def full(store: FolderStore) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", str(store.path("status.json")))
+
+        monkeypatch.setattr(status, "ended", full)
+        said = (
+            f"warning: status.json: not written: {table.parent}/status.json cannot be used (No space left on device); "
+        )
+        warnings.insert(0, said)
+    assert search.main(argv) == 0
+    out, err = capfd.readouterr()
+    found = [line for line in err.splitlines() if line.startswith("warning: ")]
+    assert len(found) == len(warnings) and all(map(str.startswith, found, warnings))
+    for name in ("global_best_config.json", "method_comparison.json", "cost.json"):
+        assert json.loads((tmp_path / "one" / name).read_text())
+    assert all(f"\n{line} " in out for line in ("cost", "results", "keep", "report"))
+
+
+def test_a_defect_in_a_view_is_raised(tmp_path, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(results, "write_cost", broken)
+    (tmp_path / "space.yaml").write_text(SPACE.replace("[0.1, 0.2, 0.3]", "0.2"))
+    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
+    with pytest.raises(ZeroDivisionError):
+        search.main([*argv, "--storage-path", str(tmp_path), "--name", "one"])

@@ -7,7 +7,8 @@ never eligible. A trial's folder is named relative to that of the view, so that 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,22 @@ from tune_prune.core.store import (
 SCHEMA_VERSION = 3
 
 
-def write_views(store: Store, records: Sequence[TrialRecord], findings: Findings) -> Sequence[Location]:
-    """Write the views of an experiment, each whole or not at all, and return the files.
+def write_views(
+    store: Store,
+    records: Sequence[TrialRecord],
+    findings: Findings,
+    within: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+) -> None:
+    """Write the views of an experiment, each whole or not at all, and each by itself, in what `within` gives for its name.
 
     `findings` are those of its `records`.
     """
     best = {label: best_entry(found, store.folder) for label, found in findings.models.items()}
     rows = frame(records, store.folder)
     texts = views(findings, findings.study.models, best, rows, store.folder) | across_view(findings)
-    return store.put_all(texts)
+    for name, text in texts.items():
+        with within(name):
+            store.put_all({name: text})
 
 
 def views(

@@ -11,20 +11,65 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from tune_prune.analysis.cost import between, duration, gpu_hours
 from tune_prune.core.config import PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
-from tune_prune.core.files import to_json
-from tune_prune.core.ledger import Ledger, PassLog, read_baselines
+from tune_prune.core.files import DamagedFile, to_json
+from tune_prune.core.ledger import Ledger, PassLog, read_baselines, required_about, stranger
 from tune_prune.core.records import TrialRecord
-from tune_prune.core.store import EXPERIMENT, LEDGER, STATUS, Store, location, open_store
+from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, STATUS, Store, location, open_store
 from tune_prune.core.terminal.escapes import printable
+from tune_prune.core.validation import Count, validated
 
 STALE_S = 35.0  # three of its beats (tuning.observers.status.BEAT_S) are missing
 _SHOWN = 8  # trials that run, classes of failure
+_NOT_OURS = "delete it, or start another experiment with --name"
+
+
+def _aware(time: str) -> str:
+    try:
+        known = datetime.fromisoformat(time).tzinfo is not None
+    except ValueError:
+        known = False
+    if not known:
+        raise PydanticCustomError("time", "Input should be a time with its zone")
+    return time
+
+
+_Time = Annotated[str, AfterValidator(_aware)]
+_Seconds = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass
+class _Piece:
+    model: str
+    key: str | None
+    config: str
+    host: str
+    since: str
+    after_stage: str
+
+
+@dataclass
+class _Said:
+    """The types of the fields of status.json that are read here."""
+
+    state: Literal["running", "ended", "stopped"]
+    host: str
+    pid: Annotated[int, Field(ge=1, lt=2**31)]  # what an operating system takes for one
+    started_at: str
+    updated_at: _Time
+    slots: Count
+    running: list[_Piece]
+    eta_seconds: tuple[_Seconds, _Seconds] | None
+    eta_at: _Time
 
 
 def shown(name: str, storage_path: str, as_json: bool = False) -> str:
@@ -48,9 +93,21 @@ def experiment(name: str, storage_path: str) -> Store:
 def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
     """Everything that is shown, as plain data (docs/watching.md)."""
     now = now or datetime.now(UTC)
-    about, search = store.read(EXPERIMENT) or {}, store.read(STATUS)
-    records, damaged = Ledger(store).readable()
-    baselines = read_baselines(store)
+    about, ledger = required_about(store), Ledger(store)
+    readable, damaged = ledger.readable()
+    others = {record.key: what for record in readable if (what := stranger(record, about))}
+    damaged += [DamagedFile(ledger.path(key), what, _NOT_OURS) for key, what in others.items()]
+    records = [record for record in readable if record.key not in others]
+    baselines = {}
+    for label, record in read_baselines(store).items():
+        if what := stranger(record, about):
+            damaged.append(DamagedFile(store.path(BASELINES), what, _NOT_OURS))
+        else:
+            baselines[label] = record
+    try:
+        search = _said(store)
+    except DamagedFile as error:  # only a view
+        search, damaged = None, [error, *damaged]
     planned = _planned(about)
     states = Counter(record.status for record in records)
     return {
@@ -71,10 +128,24 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
     }
 
 
+def _said(store: Store) -> dict[str, Any] | None:
+    """status.json; None where there is none. Raises DamagedFile."""
+    step = "the next start of the search writes it anew"
+    try:
+        values = store.read(STATUS)
+        if values is not None:
+            validated(_Said, values)
+    except DamagedFile as error:
+        raise DamagedFile(error.path, error.what, step) from error
+    except ValueError as error:
+        raise DamagedFile(store.path(STATUS), f"not what a search says of itself ({error})", step) from error
+    return values
+
+
 def _planned(about: Mapping[str, Any]) -> int | None:
     """Trials that the latest start was to come to; None where experiment.json does not say."""
-    models = about.get("models") or {}
-    if about.get("search") == "optuna" and isinstance(about.get("num_trials"), int):
+    models = about.get("models", {})
+    if about.get("search") == "optuna" and about.get("num_trials") is not None:
         return int(about["num_trials"]) * len(models)
     return sum(len(model.get("trial_keys", ())) for model in models.values()) or None
 

@@ -153,6 +153,17 @@ def read_about(store: Store) -> dict[str, Any] | None:
     return _proven(store, EXPERIMENT, About, "the description of an experiment", _NO_OTHER)
 
 
+def required_about(store: Store) -> dict[str, Any]:
+    """experiment.json of an experiment that has results. Raises UserError where it is missing, DamagedFile."""
+    about = read_about(store)
+    if about is None:
+        raise UserError(
+            f"experiment {store.folder} has results but no {EXPERIMENT}, which says how they were measured; restore it from a "
+            "copy, or start another experiment with --name"
+        )
+    return about
+
+
 def _proven(store: Store, name: str, kind: type, what: str, step: str) -> dict[str, Any] | None:
     """What is kept under `name`, with fields of the types of `kind` and, where it has one, a checksum that holds; None where there
     is nothing. Raises DamagedFile: it is not `what`, and `step` says what to do."""

@@ -23,6 +23,7 @@ from tune_prune.core.ledger import (
     file_checksum,
     read_about,
     read_baselines,
+    required_about,
     stranger,
     write_about,
     write_baselines,
@@ -67,12 +68,7 @@ def check_same_identity(store: Store, identities: Mapping[str, Mapping[str, Any]
     records, baselines = Ledger(store).records(), read_baselines(store)
     if store.get(BASELINES) is None and not records:
         return []
-    about = read_about(store)
-    if about is None:
-        raise UserError(
-            f"experiment {store.folder} has results but no {EXPERIMENT}, which says how they were measured; restore it from a "
-            "copy, or start another experiment with --name"
-        )
+    about = required_about(store)
     models = _models(store, about)
     changes: list[str] = []
     for label, new in identities.items():

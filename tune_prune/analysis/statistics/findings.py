@@ -293,9 +293,8 @@ class Findings:
     def sizes(self) -> pd.DataFrame | None:
         """Accuracy against size, of the models with two pruning ratios or more; None if there is none.
 
-        A row for the dense model, where it is known (ratio 0), and one for the best configuration of each ratio: model (the label
-        without the ratio), config (its name), ratio, kept (fraction of the dense parameters), params_count, acc_mean,
-        acc_mean_stderr, ppl; acc_lowest and acc_highest, of its draws of calibration samples (not of the dense model).
+        A row for the dense model, where it is known (ratio 0), and one for the best configuration of each ratio: model (label without
+        the ratio), config (name), ratio, kept (of the dense parameters), _SIZE_VALUES, acc_lowest and acc_highest (of draws).
         """
         rows: list[dict[str, Any]] = []
         for base in dict.fromkeys(found.model.base for found in self.models.values()):
