@@ -104,8 +104,7 @@ def set_up_gpu() -> None:
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """The model's config. Raises UserError, also for a family that is not supported. Whatever is done with a model begins here: the
-    folder of a GGUF file is filled."""
+    """The model's config; of a GGUF file its folder is filled. Raises UserError, also for a family that is not supported."""
     if source.file is not None:
         convert.ensure(source.file, Path(source.location))
     where = {"pretrained_model_name_or_path": source.location, "revision": source.revision or "main"}
@@ -121,22 +120,16 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("it names no model_type")
         check_sizes(values, source.location)
-        if values.get("quantization_config"):
-            kind = values["quantization_config"]
-            kind = kind.get("quant_method", "quantization_config") if isinstance(kind, dict) else "quantization_config"
-            raise UserError(
-                f"the weights of {source.location} are quantised ({kind} in its config.json); what is pruned needs them whole: "
-                "name the model that it was made from, or a GGUF file of it"
-            )
+        unsupported.check_quantisation(values, source.location)
         if values["model_type"] not in CONFIG_MAPPING:  # before transformers looks for code to run for an unknown one
             family_of(values["model_type"])
         if values["model_type"].startswith(registration.PREFIX):
             registration.register()  # ours, so that none of the code in the folder is run
         elif values.get("per_layer_config"):
             raise UserError(
-                f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers "
-                f"does not follow in {values['model_type']} models; it was pruned by another tool: give the dense model, or a "
-                "checkpoint that tune_prune has written"
+                f"config.json of {source.location} gives its layers sizes of their own (per_layer_config), which transformers does "
+                f"not follow in {values['model_type']} models; it was pruned by another tool: give the dense model, or a "
+                "checkpoint of tune_prune"
             )
         config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
         family = _family(config)

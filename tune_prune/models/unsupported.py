@@ -7,9 +7,10 @@ still has to pass the tests that CONTRIBUTING.md names: what a family does betwe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
@@ -23,6 +24,17 @@ from tune_prune.models.families import FAMILIES, Family, check_structure
 _FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|up_gate", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|router")
 _SHOWN = 4  # names of a list; the rest is counted
+
+
+def check_quantisation(values: Mapping[str, Any], location: str) -> None:
+    """Raise UserError where `values`, the config.json of the model at `location`, say that its weights are quantised."""
+    about = values.get("quantization_config")
+    if about:
+        method = about.get("quant_method") if isinstance(about, dict) else None
+        raise UserError(
+            f"the weights of {location} are quantised ({method or 'quantization_config'} in its config.json); what is pruned needs "
+            "them whole: name the model that it was made from, or a GGUF file of it"
+        )
 
 
 def reason(model: PreTrainedModel) -> str:

@@ -293,8 +293,8 @@ class Findings:
     def sizes(self) -> pd.DataFrame | None:
         """Accuracy against size, of the models with two pruning ratios or more; None if there is none.
 
-        A row for the dense model, where it is known (ratio 0), and one for the best configuration of each ratio: model (label without
-        the ratio), config (name), ratio, kept (of the dense parameters), _SIZE_VALUES, acc_lowest and acc_highest (of draws).
+        A row for the dense model, where it is known (ratio 0), and one for the best configuration of each ratio: model (label
+        without ratio), config (name), ratio, kept (of the dense parameters), _SIZE_VALUES, acc_lowest and acc_highest (of draws).
         """
         rows: list[dict[str, Any]] = []
         for base in dict.fromkeys(found.model.base for found in self.models.values()):
