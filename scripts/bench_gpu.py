@@ -11,6 +11,8 @@ Per stage: seconds (median), peak memory, tokens, and achieved FLOP/s as a share
 the same dtype. FLOPs are 2 for each weight that a token passes, 6 in the gradient pass (4 for the head, whose weights get no
 gradient); attention scores are left out, which makes the shares a little too low (Kaplan et al. 2020, arXiv:2001.08361).
 Zero-shot: shared prefixes, plain rows, and rows as HFLM runs them: 64 at once, logits at every position.
+
+Every stage is a line, and in --output, as soon as it has ended: a run that is cut off keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +29,13 @@ from bench_common import benchmark_parser, median_times, table, write_json
 from make_random_model import config_of
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
+from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.evaluation.engine.prefix_trees import count_tokens, score_items, unsupported_reason
 from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.loading import set_up_gpu
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 from tune_prune.pruning.statistics.taylor import Importance, taylor
@@ -73,6 +78,7 @@ class Bench:
     peak_flops: float  # per second, of a matmul in the model's dtype
     repeats: int
     rows: list[dict[str, Any]]
+    output: Path | None = None  # of the stages so far
 
     @property
     def device(self) -> torch.device:
@@ -91,14 +97,21 @@ class Bench:
         try:
             seconds, results = median_times({name: self._synchronised(call)}, self.repeats)
         except torch.OutOfMemoryError:
-            self.rows.append(row | {"out_of_memory": True})
+            self._note(row | {"out_of_memory": True})
             return None
         row |= {"seconds": seconds[name], "tokens_per_s": tokens / seconds[name]}
         row["utilisation"] = flops / seconds[name] / self.peak_flops
         if self.device.type == "cuda":
             row["peak_bytes"] = torch.cuda.max_memory_allocated()
-        self.rows.append(row)
+        self._note(row)
         return results[name]
+
+    def _note(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        said = "out of memory" if row["out_of_memory"] else f"{row['seconds']:.3g} s"
+        print(f"{row['stage']}: {said}", flush=True)
+        if self.output is not None:
+            atomic_write_text(self.output, to_json({"benchmark": "gpu", "complete": False, "stages": self.rows}))
 
     def _synchronised(self, call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -173,8 +186,8 @@ def score_as_hflm(model: PreTrainedModel, items: list[list[Request]]) -> np.ndar
     return found
 
 
-def prune_stages(bench: Bench, args: Any) -> PreTrainedModel:
-    """Gradient pass, removal pass and pruning; gives the pruned model."""
+def prune_stages(bench: Bench, args: Any) -> PreTrainedModel | None:
+    """Gradient pass, removal pass and pruning; gives the pruned model, None where the gradients do not fit."""
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(
         bench.model.config.vocab_size, (args.samples, args.seq_len), generator=generator, dtype=torch.long
@@ -196,19 +209,23 @@ def prune_stages(bench: Bench, args: Any) -> PreTrainedModel:
         few.numel() * (whole + heads), lambda: removal_losses(bench.model, bench.family, few, kinds),
     )  # fmt: skip
     if not found:
-        raise SystemExit(f"error: the gradient pass does not fit into the memory of {bench.device}; use a larger GPU")
+        return None
     scores = found[args.samples].groups.per_parameter(bench.geometry)
     plan = select(scores, bench.geometry, 0.2)
     return bench.stage("prune 20%", 0, 0, lambda: prune(bench.model, bench.family, plan))
 
 
-def evaluate_stages(bench: Bench, args: Any) -> dict[str, Any]:
-    """Perplexity and zero-shot of the dense model; gives tokens and scaling of the zero-shot items."""
+def evaluate_stages(bench: Bench, pruned: PreTrainedModel | None, args: Any) -> dict[str, Any]:
+    """Perplexity of both models and zero-shot of the dense one; gives tokens and scaling of the zero-shot items."""
     vocab_size, longest = bench.model.config.vocab_size, int(bench.model.config.max_position_embeddings)
     text = torch.randint(vocab_size, (args.text_tokens,), generator=torch.Generator().manual_seed(1))
     window = min(2048, longest, args.text_tokens)
     flops = 2 * args.text_tokens * (bench.geometry.prunable_params + bench.head)
     bench.stage("perplexity", args.text_tokens, flops, lambda: perplexity(bench.model, text, window))
+    if pruned is not None:
+        weights = sum(parameter.numel() for parameter in pruned.parameters()) - bench.head  # but the embedding
+        flops = 2 * args.text_tokens * weights
+        bench.stage("pruned: perplexity", args.text_tokens, flops, lambda: perplexity(pruned, text, window))
 
     by_task = random_items(vocab_size, args.items, min(longest, 1024))
     items = [item for task in by_task.values() for item in task]
@@ -333,19 +350,23 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         raise SystemExit("error: torch finds no GPU here; try the code with --device cpu --tiny")
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
+    if args.device == "cuda":
+        set_up_gpu()  # as workers have it
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     peak = matmul_peak(device, dtype, 8192 if args.device == "cuda" else 512)
     model = build(args, device, dtype)
     family = family_of(model.config.model_type)
-    bench = Bench(model, family, read_geometry(model, family), peak, args.repeats, [])
+    bench = Bench(model, family, read_geometry(model, family), peak, args.repeats, [], args.output)
     # The pruned copy stays while the dense model is measured: a trial holds both.
     pruned = prune_stages(bench, args)
-    zero_shot = evaluate_stages(bench, args)
-    del pruned
+    zero_shot = evaluate_stages(bench, pruned, args)
+    if pruned is None:
+        raise SystemExit(f"error: the gradient pass does not fit into the memory of {device}; use a larger GPU")
     projected = projection(bench, zero_shot, args)
     print(report(bench, zero_shot, projected))
     values = {
         "benchmark": "gpu",
+        "complete": True,
         "params": bench.geometry.total_params,
         "dtype": str(dtype).removeprefix("torch."),
         "device": args.device,

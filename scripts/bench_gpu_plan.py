@@ -260,7 +260,12 @@ def main(argv: list[str] | None = None) -> None:
         if time.monotonic() - started > args.limit:
             print(json.dumps({"stopped before": name}), flush=True)
             break
-        print(json.dumps({"measured": name, **function()}), flush=True)
+        try:
+            found = function()
+        except torch.OutOfMemoryError:  # of a GPU that is smaller than this asks for: the next one may fit
+            torch.cuda.empty_cache()
+            found = {"out_of_memory": True}
+        print(json.dumps({"measured": name, **found}), flush=True)
 
 
 if __name__ == "__main__":
