@@ -1,6 +1,6 @@
 """Whether a GPU is what plans take it for: what is assumed, beside what is measured, a JSON line each.
 
-    python scripts/bench_gpu_plan.py                        one GPU of 40 GB or more, a few minutes
+    python scripts/bench_gpu_plan.py                        one GPU of 80 GB, a few minutes; a smaller one leaves some out
     python scripts/bench_gpu_plan.py --device cpu --tiny    the same code on a model of toy size
 
 Needs torch, transformers and NumPy only. Each line is printed as soon as it is measured, and after --limit seconds no other one is
