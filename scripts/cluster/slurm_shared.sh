@@ -50,9 +50,11 @@ exec ray start "$@" --block --temp-dir="$RAY_FILES/r" --num-cpus="$SLURM_CPUS_ON
     --min-worker-port=$((PORTS + 10)) --max-worker-port=$((PORTS + 199))'
 # Not `ray stop`, which would end every Ray of this user on these nodes. A node that has ended already is no failure here: the exit
 # code is the search's. RAY_FILES may be a folder that was there before: only what is Ray's goes.
-# shellcheck disable=SC2016  # expanded on each node
-clear='rm -rf "$RAY_FILES/r"; rmdir --ignore-fail-on-non-empty "$RAY_FILES"'
-trap 'kill $(jobs -p) 2>/dev/null || true; wait || true; "${on_all[@]}" bash -c "$clear" || true' EXIT
+remove_files() {
+    # shellcheck disable=SC2016  # expanded on each node
+    "${on_all[@]}" bash -c 'rm -rf "$RAY_FILES/r"; rmdir --ignore-fail-on-non-empty "$RAY_FILES"' || true
+}
+trap 'kill $(jobs -p) 2>/dev/null || true; wait || true; remove_files' EXIT
 "${on_head[@]}" bash -c "$start" ray --head --port="$PORTS" --include-dashboard=false &
 others=$((SLURM_JOB_NUM_NODES - 1))
 if [ "$others" -gt 0 ]; then
