@@ -208,8 +208,8 @@ class KillsTheFirst(Observer):
     def on_start(self, work: Work) -> None:
         if type(work) not in self.killed:
             self.killed[type(work)] = work
-            (worker,) = [actor["Pid"] for actor in actors(actor_state_name="ALIVE").values()]
-            os.kill(worker, signal.SIGKILL)
+            worker = max(actors(actor_state_name="ALIVE").values(), key=lambda actor: actor["StartTime"])
+            os.kill(worker["Pid"], signal.SIGKILL)
 
 
 def test_after_the_death_of_a_worker_its_work_takes_as_little_memory_as_it_can(two_cpus, without_ray, tmp_path):
