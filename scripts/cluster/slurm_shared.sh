@@ -52,7 +52,8 @@ exec ray start "$@" --block --temp-dir="$RAY_FILES/r" --num-cpus="$SLURM_CPUS_ON
 # code is the search's. RAY_FILES may be a folder that was there before: only what is Ray's goes.
 remove_files() {
     # shellcheck disable=SC2016  # expanded on each node
-    "${on_all[@]}" bash -c 'rm -rf "$RAY_FILES/r"; rmdir --ignore-fail-on-non-empty "$RAY_FILES"' || true
+    "${on_all[@]}" bash -c 'rm -rf "$RAY_FILES/r"; rmdir --ignore-fail-on-non-empty "$RAY_FILES"' ||
+        echo "warning: files of Ray may be left in $RAY_FILES on some node" >&2
 }
 trap 'kill $(jobs -p) 2>/dev/null || true; wait || true; remove_files' EXIT
 "${on_head[@]}" bash -c "$start" ray --head --port="$PORTS" --include-dashboard=false &

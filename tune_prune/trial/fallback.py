@@ -61,13 +61,11 @@ class Fallback:
     def notes(self) -> tuple[str, ...]:
         """What did not fit, in sentences."""
         died = [f"a worker died with the model {self._died[0]}, so it is {self._died[1]}"] if self._died else []
-        return (*died, *self._notes_of_stages())
-
-    def _notes_of_stages(self) -> tuple[str, ...]:
-        return tuple(
+        fell = (
             f"memory did not suffice for the stage {stage} {first}, so it was made {last}"
             for stage, (first, last) in self._fell.items()
         )
+        return (*died, *fell)
 
     def ways(
         self, stage: str, use: Use, device: str, most_halvings: Callable[[], int], readable: Callable[[], bool]
