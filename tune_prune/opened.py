@@ -33,6 +33,7 @@ from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import readable_in_place
+from tune_prune.models.runner.out_of_memory import release
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import surgery
@@ -131,14 +132,8 @@ class Model:
         Statistics that an earlier call or, in ./ray_results, a search has computed are used again. Raises UserError for a value
         out of bounds, a ratio that the model cannot give up, a text with too few samples, and for a model that is already pruned.
         """
-        values = {
-            "method": method,
-            "pruning_ratio": ratio,
-            "seq_len": seq_len,
-            "num_samples": num_samples,
-            "removal_divisor": removal_divisor,
-            "shape": shape,
-        }
+        values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples)
+        values |= dict(removal_divisor=removal_divisor, shape=shape)
         return self.execute(self.request(values, align), on_stage)
 
     def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
@@ -207,6 +202,7 @@ class Model:
     ) -> Residency:
         ways = self._shapes.ways(passes, evaluation, readable_in_place(self._source))
         bounds = on_this_machine()
+        release(torch.device(self.device))  # what torch keeps of earlier work is free, too
         bounds["device"] = torch.cuda.mem_get_info()[0] if self.device == "cuda" else bounds["host"]
         if self._loaded is not None and not self._loaded.residency.from_files:
             bounds["device"] += ways[0].weights
@@ -349,7 +345,7 @@ class PrunedModel:
         check_folder(path, overwrite)
         kind = getattr(torch, dtype) if dtype else getattr(self.dense._config, "dtype", None) or torch.float32
         return save_checkpoint(
-            self.dense.loaded(kind, self.dense._way_to_save(kind, whole=format == "gguf" or measure)),
+            self.dense.loaded(kind, self.dense._way_to_save(kind, whole=measure)),
             self.plan,
             self._request.origin(),
             path,

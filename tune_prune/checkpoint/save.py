@@ -72,11 +72,10 @@ def save_checkpoint(
     """
     _clear_killed(folder)
     check_folder(folder, overwrite)
-    if dense.residency.weights is not None and (fmt == "gguf" or measure_speed):
-        what = "a GGUF file is written from" if fmt == "gguf" else "speed is measured on"
+    if dense.residency.weights is not None and measure_speed:
         raise UserError(
-            f"{what} a model that is in memory, but the weights of {dense.source.label} were left in their files; leave that out "
-            "(a checkpoint of format hf can be converted later), or load the model"
+            f"speed is measured on a model that is in memory, but the weights of {dense.source.label} were left in their files; "
+            "leave that out, or load the model"
         )
     _check_plan(plan, dense)
     with _renamed_at_the_end(folder) as work:
@@ -120,13 +119,14 @@ def _write(
     geometry, family = dense.geometry, dense.family
     pruned, dropped = layers.compact(dense.model, family, plan)
     rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
+    weights = layers.compact_weights(dense, plan, pruned, dropped)
     notes: list[str] = []
     if fmt == "gguf":
         model = pruned
-        notes += _write_gguf(dense, pruned, work)
+        notes += _write_gguf(dense, pruned, weights, work)
     else:
         model = as_saved(dense.model, pruned, family, geometry, fmt)
-        _write_hf(dense, model, layers.compact_weights(dense, plan, pruned, dropped), work, shard_bytes)
+        _write_hf(dense, model, weights, work, shard_bytes)
         if fmt == "hf-padded":
             rows["padded"] = sizes(model, family)
     measured = generation_speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
@@ -284,7 +284,10 @@ def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> N
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_gguf(dense: loading.LoadedModel, pruned: PreTrainedModel, folder: Path) -> tuple[str, ...]:
+def _write_gguf(
+    dense: loading.LoadedModel, pruned: PreTrainedModel, weights: Mapping[str, torch.Tensor] | None, folder: Path
+) -> tuple[str, ...]:
+    """`weights` as in `_write_hf`."""
     from tune_prune.checkpoint.gguf import gguf_file  # its library is needed for this format only
 
     dtype = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dense.model.dtype]
@@ -292,7 +295,7 @@ def _write_gguf(dense: loading.LoadedModel, pruned: PreTrainedModel, folder: Pat
     loading.original_tokenizer(dense.source).save_pretrained(tokenizer)
     name = f"{dense.source.label}-pruned"
     try:
-        return tuple(gguf_file.write_gguf(pruned, dense.family, tokenizer, folder / f"{name}.gguf", dtype, name=name))
+        return gguf_file.write_gguf(pruned, dense.family, tokenizer, folder / f"{name}.gguf", dtype, name, weights)
     finally:
         shutil.rmtree(tokenizer)
 

@@ -17,7 +17,7 @@ Sources: github.com/ggml-org/ggml, docs/gguf.md; llama.cpp as architecture.py sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -60,6 +60,9 @@ _NAMES = {
 }
 
 
+_Read = Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class _Tensor:
     """One tensor of the file: `sources` stacked by rows, put together when it is written."""
@@ -72,9 +75,9 @@ class _Tensor:
     def shape(self) -> tuple[int, ...]:
         return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
 
-    def values(self, dtype: torch.dtype) -> torch.Tensor:
+    def values(self, dtype: torch.dtype, read: _Read) -> torch.Tensor:
         """Raises UserError where a weight is too large for `dtype`."""
-        stacked = torch.cat([source.detach().cpu() for source in self.sources])
+        stacked = torch.cat([read(source).detach().cpu() for source in self.sources])
         if self.pair_heads:  # [heads, 2 halves, d/2, ...] -> [heads, d/2, 2, ...]
             stacked = stacked.unflatten(0, (self.pair_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         values = stacked.to(dtype).contiguous()
@@ -93,13 +96,15 @@ def write_gguf(
     path: Path,
     dtype: str = "f16",
     name: str = "tune_prune",
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[str, ...]:
     """Write `model` with the tokenizer of the folder `tokenizer_dir` to `path`, and return what a user should know about
     the file, a sentence each.
 
     `model` is of the family's own class, its layers cut by layers.compact or all alike; widths are read off its modules.
-    `dtype` is that of the matrices, one of DTYPES; `name` is what llama.cpp shows. Takes the memory of one tensor. A file
-    that is there is replaced once the new one is complete. Raises UserError for what llama.cpp cannot represent.
+    `dtype` is that of the matrices, one of DTYPES; `name` is what llama.cpp shows; `weights`: those of `model` by name, where it
+    has none itself. Takes the memory of one tensor. A file that is there is replaced once the new one is complete. Raises UserError
+    for what llama.cpp cannot represent.
     """
     if dtype not in _FLOATS:
         raise UserError(f"the dtype of a GGUF file cannot be {dtype!r} ({did_you_mean(dtype, _FLOATS)})")
@@ -107,7 +112,8 @@ def write_gguf(
     architecture = choose_architecture(model, family)
     vocabulary = read_vocabulary(tokenizer_dir, embedding(model).shape[0])
     sizes = widths(model, family)
-    tensors = list(_tensors(model, family, architecture, sizes))
+    read = _reader(model, weights)
+    tensors = list(_tensors(model, family, architecture, sizes, read))
     unfinished = path.with_name(f"{path.name}.unfinished")
     writer = gguf.GGUFWriter(unfinished, architecture.name)
     writer.add_type("model")
@@ -127,7 +133,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in progress.over(tensors, "writing", "tensors"):
-            values = tensor.values(torch_dtype if len(tensor.shape) > 1 else torch.float32)
+            values = tensor.values(torch_dtype if len(tensor.shape) > 1 else torch.float32, read)
             # numpy has no bfloat16, but its bits
             writer.write_tensor_data((values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy())
         writer.close()
@@ -136,6 +142,14 @@ def write_gguf(
         writer.close()
         unfinished.unlink(missing_ok=True)
     return (*_notes(model, family, architecture, sizes), *vocabulary.notes)
+
+
+def _reader(model: PreTrainedModel, weights: Mapping[str, torch.Tensor] | None) -> _Read:
+    """What has the values of a parameter of `model`."""
+    if weights is None:
+        return lambda source: source
+    names = {id(p): name for name, p in model.named_parameters()}
+    return lambda source: weights[names[id(source)]] if id(source) in names else source
 
 
 def _add_sizes(
@@ -188,7 +202,7 @@ def _frequencies(config: PretrainedConfig) -> torch.Tensor:
 
 
 def _tensors(
-    model: PreTrainedModel, family: Family, architecture: Architecture, sizes: Sequence[LayerWidths]
+    model: PreTrainedModel, family: Family, architecture: Architecture, sizes: Sequence[LayerWidths], read: _Read
 ) -> Iterator[_Tensor]:
     """Every tensor of the file, in order."""
     layers = decoder_layers(model, family)
@@ -205,7 +219,7 @@ def _tensors(
             attention = _attention(layer, family, architecture, size)
         else:
             attention = _no_attention(layer, family, architecture, family.head_dim(layers[0]))
-        for tensor in (*attention, *_mlp(layer, behind, family, size)):
+        for tensor in (*attention, *_mlp(layer, behind, family, size, read)):
             yield _Tensor(f"blk.{index}.{tensor.name}", tensor.sources, tensor.pair_heads)
 
 
@@ -228,13 +242,15 @@ def _no_attention(layer: nn.Module, family: Family, architecture: Architecture, 
     norm = _norm("attn_norm", layer, family.layer_norms[0])
     yield norm
     (like,) = norm.sources
-    yield _Tensor("attn_qkv.weight", (like.new_zeros(3 * head_dim, len(like)),))
-    yield _Tensor("attn_output.weight", (like.new_zeros(len(like), head_dim),))
+    yield _Tensor("attn_qkv.weight", (torch.zeros(3 * head_dim, len(like)),))
+    yield _Tensor("attn_output.weight", (torch.zeros(len(like), head_dim),))
     for name in family.head_norms:
-        yield _Tensor(f"attn_{name}.weight", (like.new_ones(head_dim),))
+        yield _Tensor(f"attn_{name}.weight", (torch.ones(head_dim),))
 
 
-def _mlp(layer: nn.Module, behind: nn.Module | None, family: Family, size: LayerWidths) -> Iterator[_Tensor]:
+def _mlp(
+    layer: nn.Module, behind: nn.Module | None, family: Family, size: LayerWidths, read: _Read
+) -> Iterator[_Tensor]:
     """`behind` is the next layer if its attention is gone: this MLP adds the output bias that may be left of that."""
     norm = _norm("ffn_norm", layer, family.layer_norms[1])
     yield norm
@@ -245,14 +261,14 @@ def _mlp(layer: nn.Module, behind: nn.Module | None, family: Family, size: Layer
         yield _Tensor("ffn_down.weight", (linear["down"].weight,))
     else:
         (like,) = norm.sources
-        rows = like.new_zeros(STAND_IN, len(like))
+        rows = torch.zeros(STAND_IN, len(like))
         yield _Tensor("ffn_gate.weight", (rows,))
         yield _Tensor("ffn_up.weight", (rows,))
         yield _Tensor("ffn_down.weight", (rows.T,))
     paths = family.projections()
     biases = [parameter(layer, f"{paths['down']}.bias")]
     biases += [parameter(behind, f"{paths['output']}.bias")] if behind is not None else []
-    added = [bias.detach().float() for bias in biases if bias is not None]
+    added = [read(bias).detach().float() for bias in biases if bias is not None]
     if added:
         yield _Tensor("ffn_down.bias", (torch.stack(added).sum(0),))
 

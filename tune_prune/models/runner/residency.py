@@ -16,7 +16,8 @@ Place = Literal["device", "host", "file"]
 
 @dataclass(frozen=True)
 class Residency:
-    """Where weights and hidden states are, and how much is there at once. No number depends on it."""
+    """Where weights and hidden states are, and how much is there at once. No number depends on it, but for zero-shot rows that
+    are halved (on GPUs): their sums are rounded otherwise, by up to 1e-4 nats."""
 
     # By parameter name, in host memory or files, for layers that are brought one at a time; None: the model's own, on the device.
     weights: Mapping[str, torch.Tensor] | None = None
