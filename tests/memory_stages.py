@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.residencies import in_way
 from tune_prune.cost_model.memory import Shapes, StageMemory
+from tune_prune.evaluation.divergence import head_inputs, token_divergences
+from tune_prune.evaluation.engine.prefix_trees import score_items
+from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
@@ -37,6 +40,15 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "removal streamed": ("block_removal", (12,)),
     "input_norms streamed": ("input_norms", (10,)),
     "evaluation streamed": ("", ()),
+    "kl": ("", ()),
+    "kl streamed": ("", ()),
+    "zero_shot": ("", ()),
+    "zero_shot streamed": ("", ()),
+    "taylor bfloat16": ("taylor", (10,)),
+    "removal bfloat16": ("block_removal", (6,)),
+    "evaluation bfloat16": ("", ()),
+    "kl bfloat16": ("", ()),
+    "zero_shot bfloat16": ("", ()),
 }
 
 
@@ -60,7 +72,8 @@ def build(name: str) -> Stage:
         num_key_value_heads=3,
         max_position_embeddings=512,
     )
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float32
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     way = RESIDENT
     if name.endswith("by layer"):
         way = WAYS[1]
@@ -69,12 +82,21 @@ def build(name: str) -> Stage:
     elif name.endswith("halved"):
         way = replace(RESIDENT, halvings=1)
     family = family_of("llama")
-    shapes = Shapes(read_geometry(model, family), config, 4, "cpu")
+    shapes = Shapes(read_geometry(model, family), config, dtype.itemsize, "cpu")
     windows = torch.randint(vocab, (20, 256))
     if not statistic:
+        held = replace(way, from_files=way.streamed)
+        _, kl, text, zero_shot = shapes.evaluation(0, 512, 5 * 512, 64, 20 * 64, held)
+        if name.startswith("kl"):
+            samples = list(windows[:8])
+            dense = head_inputs(model, samples, way)
+            return Stage(kl, lambda: token_divergences(model, samples, dense, way))
+        if name.startswith("zero_shot"):
+            rows = [[Request(row[:64].numpy(), row[60:64].numpy()) for row in pair] for pair in windows.split(2)]
+            score_items(model, [[Request(row[:4], row[:1]) for row in [windows[0].numpy()]]], residency=way)
+            return Stage(zero_shot, lambda: score_items(model, rows, residency=way))
         perplexity(model, windows[0, :4], 4, residency=way)
-        _, _, stage, _ = shapes.evaluation(0, 512, 5 * 512, 64, way=replace(way, from_files=way.streamed))
-        return Stage(stage, lambda: perplexity(model, windows.flatten()[: 5 * 512], 512, residency=way))
+        return Stage(text, lambda: perplexity(model, windows.flatten()[: 5 * 512], 512, residency=way))
     found = load_statistic(statistic)
     needs = [Need(statistic, kind, n) for kind in (KINDS if statistic == "block_removal" else ("",)) for n in numbers]
     plans = shapes.ways([(found.stage, found.work(needs, 256, 4, "cpu"))])

@@ -19,6 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from tests.memory_stages import resident
 from tune_prune.checkpoint.save import Origin, save_checkpoint
 from tune_prune.core.config import PruningConfig
+from tune_prune.evaluation.divergence import head_inputs, token_divergences
+from tune_prune.evaluation.engine.prefix_trees import score_items
+from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.catalog import resolve
 from tune_prune.models.loading import LoadedModel
@@ -58,6 +61,7 @@ def write_model(folder: Path, num_layers: int) -> None:
 def stages(dense: LoadedModel, folder: Path) -> dict[str, Callable[[], Any]]:
     model, family, how = dense.model, dense.family, dense.residency
     windows = torch.randint(VOCABULARY, (8, 32))
+    rows = [[Request(row.numpy(), row[-4:].numpy()) for row in pair] for pair in windows.split(2)]
     kept = PruningPlan.keep_all(dense.geometry)
     plan = PruningPlan(kept.kept_groups, tuple(width[::2] for width in kept.kept_channels), 0, 0, kept.total_params)
     origin = Origin(PruningConfig("random", 16, 8, 0.2), None, None, None, None)
@@ -65,7 +69,10 @@ def stages(dense: LoadedModel, folder: Path) -> dict[str, Callable[[], Any]]:
         "gradients": lambda: taylor(model, family, windows, [8], how),
         "removals": lambda: removal_losses(model, family, windows[:2], KINDS, how),
         "perplexity": lambda: perplexity(model, windows.flatten(), 64, residency=how),
+        "kl": lambda: token_divergences(model, list(windows), head_inputs(model, list(windows), how), how),
+        "zero-shot": lambda: score_items(model, rows, residency=how),
         "checkpoint": lambda: save_checkpoint(dense, plan, origin, folder / "pruned"),
+        "GGUF file": lambda: save_checkpoint(dense, plan, origin, folder / "gguf", "gguf"),
     }
 
 

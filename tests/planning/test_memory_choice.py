@@ -28,7 +28,7 @@ from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
 
 pytestmark = pytest.mark.usefixtures("short_text")
-SPACE = "search: grid\nmethod: [taylor, layerwise]\nseq_len: 256\nnum_samples: [5, 16]\n"
+SPACE = "search: grid\nmethod: [taylor, layerwise]\nseq_len: 256\nnum_samples: [5, 32]\n"
 
 
 def planned(**settings: object) -> Plan:

@@ -194,24 +194,25 @@ class Shapes:
         longest zero-shot item; `row_tokens`: of all of them."""
         vocab, device, config = self.config.vocab_size, self.device, self.config
         positions = window * max(1, min(way.at_once(windows_at_once(window, config, device)), text_tokens // window))
-        at_once = min(
-            positions, max(1, MAX_LOGIT_ELEMENTS[device] // vocab)
-        )  # positions whose logits are there at a time
+        at_once = max(1, MAX_LOGIT_ELEMENTS[device] // vocab)  # positions whose logits are there at a time
         # They come when the layers are done, but the allocator has kept some of the layers' blocks.
-        perplexity = positions * self._inner, at_once * vocab * (self.itemsize + 2 * FLOAT32) // 2
+        layers, parts = positions * self._inner, min(positions, at_once) * vocab
+        behind = parts * (self.itemsize % FLOAT32 + 2 * FLOAT32) + self._head_inputs(positions)
+        perplexity = layers, max(parts * (self.itemsize + 2 * FLOAT32) // 2, behind - layers)
         tokens = max(way.at_once(default_batch_tokens(config, device)), longest_row)
         scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
         masks = tokens * longest_row * (8 + 4 + self.itemsize)  # made from distances in int64
         logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
         scores = FLOAT32 * logits + self.itemsize * (logits if device == "cuda" else scored * vocab)
         zero_shot = tokens * self._inner + masks, scores
-        # Batches as large as zero-shot's, or one window; logits of two models, half as many of each.
-        kl = max(tokens, window) * self._inner, perplexity[1]
+        # Batches as large as zero-shot's, or one window. Of two models, half as many: logits, log-softmax, difference.
+        compared = max(tokens, window)
+        kl = compared * self._inner, min(compared, at_once // 2) * vocab * (2 * self.itemsize + 3 * FLOAT32)
         pruning = self.pruning(removed_params, replace(way, halvings=0))
         together = way.at_once(BLOCK_TOKENS)
         block = min(max(together, tokens), row_tokens)
         needs = {
-            "kl": (kl, min(max(together, tokens, window), TEXT_TOKENS + TASK_TOKENS), 0),
+            "kl": (kl, min(max(together, compared), TEXT_TOKENS + TASK_TOKENS), 0),
             "perplexity": (perplexity, min(max(together, positions), text_tokens), 0),
             "zero_shot": (zero_shot, block, block * longest_row * self.itemsize),
         }
@@ -277,8 +278,8 @@ class Shapes:
 
     def _forward(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, tokens = self.geometry.hidden_size, work.batch_tokens
-        # Logits, in float32 too, and their log-softmax; what goes into the head, and its norm in float32.
-        head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + tokens * 2 * h * (self.itemsize + FLOAT32)
+        # Logits, in float32 too, and their log-softmax.
+        head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + self._head_inputs(tokens)
         layers, carried = tokens * self._inner, tokens * work.carried
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
@@ -322,6 +323,10 @@ class Shapes:
         return min(
             MAX_LOGIT_ELEMENTS[self.device], work.batch_tokens * self.config.vocab_size * bool(work.head_positions)
         )
+
+    def _head_inputs(self, tokens: int) -> int:
+        """What goes into the head, and its norm in float32."""
+        return tokens * 2 * self.geometry.hidden_size * (self.itemsize + FLOAT32)
 
     @property
     def _inner(self) -> int:

@@ -145,7 +145,8 @@ def _divergences(dense: Tensor, own: Tensor) -> Tensor:
         torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         for logits in (dense, own)
     )
-    return (wanted.exp() * (wanted - found)).sum(dim=-1)  # a quarter of the time that F.kl_div takes on a CPU
+    nats = wanted - found
+    return nats.mul_(wanted.exp_()).sum(dim=-1)  # a quarter of the time that F.kl_div takes on a CPU
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,6 +1,9 @@
 """The two ways of batches of rows through a model: a batch after the other through the whole of it; or, where its weights are
 elsewhere, all batches of a block through each layer together, so that a layer is read once per block.
 
+The first gives the same bits as the second and is kept for its speed on small models: by layers the zero-shot stage took 5 to 10%
+longer on the embedded models, and 4% on SmolLM2-135M, as shells are made for each slice and entered twice for each batch.
+
 Legend: R rows of a batch, T tokens of its longest row, P scored positions of a batch, H hidden size, V vocabulary.
 """
 
