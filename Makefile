@@ -1,10 +1,10 @@
 # Everything a fresh machine needs is Python >= 3.11 with pip.
 #   make demo    whole search (45 trials) on an embedded model, its analysis in results/, its best model in results/tiny-llama-pruned
-#   make test    all tests
+#   make test    the tests, but for those that make test-slow runs: whole searches, kills of them, benchmarks (ten minutes more)
 #   make test-oldest   the tests of checkpoints with the oldest packages that pyproject.toml admits, in .venv-oldest
 #   make torture   searches that are killed at random moments, for ten minutes (docs/reliability.md)
 #   make lint    formatting, lint, types
-#   make check   lint and the fast tests
+#   make check   lint and make test
 #   make format  rewrite the code in the project's format
 #   make study   the study of SmolLM2-135M, hours (docs/gguf.md); STUDY="--data-dir DATA --limit 100" are its flags
 #   make train   train the embedded models again (about 15 minutes on one core)
@@ -19,7 +19,7 @@ OLDEST_READY := $(OLDEST)/.installed
 # A process that imports torch and this package compiles them once, and not every time it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest torture study lint check format train clean
+.PHONY: demo test test-slow test-oldest torture study lint check format train clean
 
 demo: $(READY)
 	$(BIN)/python -m tune_prune.search --model tiny-llama
@@ -29,7 +29,10 @@ demo: $(READY)
 	$(BIN)/python -m tune_prune.prune --config ray_results/tiny-llama-20-paper_grid --output results/tiny-llama-pruned --overwrite
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 test-oldest: $(OLDEST_READY)
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/checkpoint/test_checkpoint_loading.py tests/checkpoint/test_checkpoint_tools.py tests/pruning/test_surgery.py
@@ -45,8 +48,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+check: lint test
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -25,6 +25,8 @@ from tune_prune.core.store import LEDGER, FolderStore, Store, open_store
 
 SPACE = "search: grid\nmethod: [taylor, magnitude]\nseq_len: 16\nnum_samples: [8, 16]\n"
 LEASE_S = 1.0
+pytestmark = pytest.mark.slow  # a search on a server, killed
+
 WITH_SHORT_LEASE = f"""
 import sys
 from tune_prune import search
