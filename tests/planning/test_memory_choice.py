@@ -23,7 +23,7 @@ from tune_prune.cost_model import machine
 from tune_prune.cost_model import memory as memory_plan
 from tune_prune.cost_model.machine import Memory, at_least, parse_size
 from tune_prune.models.runner.residency import WAYS
-from tune_prune.planning import preflight
+from tune_prune.planning import memory_bounds
 from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
 
@@ -75,7 +75,7 @@ def test_memory_that_is_free_decides_where_none_is_named(bound: int, monkeypatch
     worker = bound - memory_plan.INLINE_BYTES["cpu"]
     for free, slots, way in ((worker, 1, "by layer"), (4 * worker, 4, "by layer"), (8 * worker, 4, "resident")):
         monkeypatch.setattr(machine, "memory", lambda free=free: Memory(2**40, free))
-        monkeypatch.setattr(preflight, "trial_slots", lambda *_, slots=slots: slots)
+        monkeypatch.setattr(memory_bounds, "trial_slots", lambda *_, slots=slots: slots)
         plan = make_plan(SearchSettings(("tiny-llama",), "space.yaml", tasks=("boolq",), limit=4))
         assert str(plan.memory.way) == way
     monkeypatch.setattr(machine, "memory", lambda: Memory(2**40, bound // 2))

@@ -32,8 +32,9 @@ from tune_prune.cost_model.machine import Memory
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading
 from tune_prune.planning import experiment, search_space
+from tune_prune.planning.memory_bounds import check_memory
 from tune_prune.planning.plan import SearchSettings
-from tune_prune.planning.preflight import _check_memory, make_plan
+from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning import shapes
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
@@ -404,7 +405,7 @@ def test_damaged_ledger_is_known_before_the_search(started: Path, refusal: Calla
 def test_trials_that_do_not_fit_into_memory_are_refused(trial_gib, slots, says):
     refused = pytest.raises(UserError, match=says) if says else contextlib.nullcontext()
     with refused:
-        _check_memory(trial_gib * 2**30, slots, Memory(24 * 2**30, 21 * 2**30))
+        check_memory(trial_gib * 2**30, slots, Memory(24 * 2**30, 21 * 2**30), 4)
 
 
 def test_draws_and_texts_are_the_trials_of_runs_with_those(

@@ -93,6 +93,13 @@ def test_a_job_that_cannot_be_done_ends_the_search_in_its_own_words(jobs, tmp_pa
     assert Ledger(FolderStore(tmp_path / "other")).records() == []
 
 
+def test_a_job_without_memory_costs_no_trial_that_does_without_it(jobs, tmp_path, breaks, capfd):
+    breaks(None, MemoryError("no room"))  # the baseline
+    result = run_search(jobs, TuneOptions(tmp_path, inline=True))
+    assert result.count("complete") == 3 and result.baselines == {}
+    assert "[prepare 1/1] baseline of tiny-llama: given up (no room)" in capfd.readouterr().out
+
+
 SPACE = "search: grid\nmethod: random\nseq_len: 16\nnum_samples: [8]\npruning_ratio: [0.1, 0.2, 0.3]\n"
 
 

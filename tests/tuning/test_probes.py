@@ -23,6 +23,7 @@ from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
 
 GPU = Gpu("H200", Memory(80 * 2**30, 79 * 2**30), True)
 MEMORY = Memory(512 * 2**30, 500 * 2**30)
+FILE_ROOM = 5 * 2**30
 
 
 def node(name: str, gpus: float = 2.0, cpus: float = 8.0) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     said = SimpleNamespace(
         nodes=[node("1"), node("2")],
         about=lambda name: (here, time.time()),
-        hardware=lambda name: (MEMORY, [GPU]),
+        hardware=lambda name: (MEMORY, FILE_ROOM, [GPU]),
         here=here,
         order="1234",
     )
@@ -157,7 +158,7 @@ def test_gpus_are_asked_where_they_are_free_and_only_their_nodes_run_trials(clus
     found = nodes.survey(use_gpus=True)
     assert [(one.runs_trials, one.gpus) for one in found] == [(True, (GPU,)), (True, (GPU,)), (False, ())]
     assert cluster.asked == [("1", {"num_gpus": 2}), ("2", {"num_gpus": 0.01})]
-    assert found[0].memory == MEMORY and found[2].memory is None
+    assert (found[0].memory, found[0].file_room) == (MEMORY, FILE_ROOM) and found[2].memory is None
     assert found[0].versions == cluster.here and found[0].skew_s == 0
     cluster.asked.clear()
     cluster.nodes.append(node("4", cpus=0.0))
@@ -166,7 +167,7 @@ def test_gpus_are_asked_where_they_are_free_and_only_their_nodes_run_trials(clus
 
 
 def test_a_node_whose_torch_sees_no_gpu_is_named(cluster) -> None:
-    cluster.hardware = lambda name: (MEMORY, [])
+    cluster.hardware = lambda name: (MEMORY, FILE_ROOM, [])
     with pytest.raises(UserError, match="offers GPUs but its torch sees none"):
         nodes.survey(use_gpus=True)
 

@@ -10,7 +10,9 @@ from ray.tune.search import Searcher
 
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
+from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.pruning.statistics import Need
+from tune_prune.trial.failures import Hung, LostWorker
 from tune_prune.tuning.messages import JobMessage
 from tune_prune.tuning.preparation import Work, prepare_jobs
 from tune_prune.tuning.queue import WorkQueue
@@ -86,7 +88,10 @@ def test_a_method_that_reads_no_data_waits_for_no_pass(specs):
     assert prepare_jobs(free, []) == []
 
 
-@pytest.mark.parametrize("outcome", [{"last": JobMessage(refused="no such text")}, {"last": None, "error": True}])
+FAILURES = [{"last": JobMessage(refused="no such text")}, {"last": None, "error": RuntimeError("no such kernel")}]
+
+
+@pytest.mark.parametrize("outcome", FAILURES)
 def test_nothing_is_handed_out_after_a_failure(specs, outcome: dict[str, Any]):
     jobs = prepare_jobs(specs, [])
     queue = WorkQueue(jobs, specs)
@@ -94,6 +99,29 @@ def test_nothing_is_handed_out_after_a_failure(specs, outcome: dict[str, Any]):
     assert not queue.failed
     queue.end(jobs[0], **outcome)
     assert queue.next() is None and queue.failed and queue.empty
+
+
+@pytest.mark.parametrize("error", [LostWorker("gone"), OutOfMemory("too much"), Hung("late"), MemoryError()])
+def test_the_trials_of_a_job_that_died_try_until_one_dies_of_it_too(specs, error):
+    """Gradients are there, and the sweep of removals is what a worker does not survive; other samples are not concerned."""
+    jobs = prepare_jobs(specs, [])
+    queue = WorkQueue(jobs, specs)
+    take(queue, 2)
+    queue.end(jobs[0], DONE)
+    assert queue.end(jobs[1], None, error) == [] and not queue.failed
+    short = [spec for spec in specs if spec.config.seq_len == 16]
+    long = [spec for spec in specs if spec.config.seq_len == 32]
+    assert take(queue, 7) == specs[:7]  # of taylor all, of layerwise those of 8 and 40 samples at 16, and one at 32
+    tried = next(spec for spec in short if spec.config.method == "layerwise")
+    alive = next(spec for spec in long if spec.config.method == "layerwise")
+    assert queue.end(alive, None, error) == []  # of a trial whose job was done
+    measured = stage_message(short[0].key, "importance")
+    assert queue.end(short[0], measured, error) == []  # it had its statistics
+    reached = stage_message(tried.key, "importance")
+    blockwise = [spec for spec in short if spec.config.method == "blockwise"]
+    assert queue.end(tried, reached, error) == blockwise
+    assert take(queue, 4) == [*[spec for spec in specs[7:] if spec not in blockwise], None]
+    assert queue.empty and not queue.failed
 
 
 def test_an_adaptive_search_asks_for_the_baseline_first_and_hears_of_trials_only(specs):

@@ -197,6 +197,11 @@ def test_optuna_with_asha_tries_distinct_points_and_records_what_was_stopped(two
         assert record.metrics == result.records[key].metrics
 
 
+def kill_the_newest_worker() -> None:
+    worker = max(actors(actor_state_name="ALIVE").values(), key=lambda actor: actor["StartTime"])
+    os.kill(worker["Pid"], signal.SIGKILL)
+
+
 class KillsTheFirst(Observer):
     """The worker of the first job and of the first trial is killed when it begins, as a kernel does where memory runs out."""
 
@@ -206,8 +211,20 @@ class KillsTheFirst(Observer):
     def on_start(self, work: Work) -> None:
         if type(work) not in self.killed:
             self.killed[type(work)] = work
-            worker = max(actors(actor_state_name="ALIVE").values(), key=lambda actor: actor["StartTime"])
-            os.kill(worker["Pid"], signal.SIGKILL)
+            kill_the_newest_worker()
+
+
+class KillsGradients(Observer):
+    """Every worker that begins the job or the first trial that takes gradients is killed; `started`: all that have begun."""
+
+    def __init__(self, first: TrialSpec) -> None:
+        self._first = first
+        self.started: list[Work] = []
+
+    def on_start(self, work: Work) -> None:
+        self.started.append(work)
+        if isinstance(work, PrepareJob) or work == self._first:
+            kill_the_newest_worker()
 
 
 def test_after_the_death_of_a_worker_its_work_takes_as_little_memory_as_it_can(two_cpus, without_ray, tmp_path):
@@ -222,6 +239,24 @@ def test_after_the_death_of_a_worker_its_work_takes_as_little_memory_as_it_can(t
     for spec in jobs:
         assert result.records[spec.key].metrics == alone.records[spec.key].metrics
     assert result.baselines["tiny-llama"].metrics == alone.baselines["tiny-llama"].metrics
+
+
+def test_a_job_whose_workers_die_costs_the_trials_that_need_it(two_cpus, tmp_path, capfd):
+    configs = [PruningConfig("taylor", 16, 8), PruningConfig("taylor", 16, 16), PruningConfig("random", 16, 8)]
+    jobs = specs_of("tiny-llama", configs, tmp_path / "artifacts")
+    other = specs_of("tiny-llama", [PruningConfig("random", 16, 8, 0.4)], tmp_path / "artifacts")
+    run_search(other, TuneOptions(tmp_path, inline=True))  # the baseline is there
+    kills = KillsGradients(jobs[0])
+    result = run_search(jobs, TuneOptions(tmp_path, resources=ONE_AT_A_TIME, observers=[kills]))
+    died, not_run, alive = (result.records[spec.key] for spec in jobs)
+    assert [record.failure for record in (died, not_run, alive)] == ["lost_worker", "lost_worker", ""]
+    assert alive.status == "complete"
+    assert died.reason.startswith("the worker of the trial died") and not_run.reason.startswith("not run: ")
+    assert kills.started.count(jobs[0]) == 2 and kills.started.count(jobs[1]) == 1  # by its record alone
+    told = capfd.readouterr().out
+    assert told.count("given up (") == 1 and "[3/3] running 0, failed 2" in told
+    again = run_search(jobs, TuneOptions(tmp_path, inline=True))
+    assert again.ran == [jobs[0].key, jobs[1].key] and again.count("complete") == 3
 
 
 def test_what_cannot_work_is_a_user_error_before_any_trial(two_cpus, tmp_path):

@@ -123,9 +123,11 @@ def choose(ways: Sequence[MemoryPlan], bounds: Bounds) -> MemoryPlan:
     return next((plan for plan in ways if plan.fits(bounds)), leanest)
 
 
-def choose_within(ways: Sequence[MemoryPlan], bounds: Bounds, limit: int | None, what: str) -> MemoryPlan:
+def choose_within(
+    ways: Sequence[MemoryPlan], bounds: Bounds, limit: int | None, what: str, folder: str = ""
+) -> MemoryPlan:
     """The same, where `limit` bytes of the device were allowed by hand (None: as the bounds say). Raises UserError where `what`
-    needs more than that in its leanest way, or has no place for its hidden states."""
+    needs more than that in its leanest way, or has no place for its hidden states; `folder`: what holds them in a file."""
     if limit is not None:
         bounds = {**bounds, "device": min(limit, bounds.get("device", limit))}
     plan = choose(ways, bounds)
@@ -137,8 +139,8 @@ def choose_within(ways: Sequence[MemoryPlan], bounds: Bounds, limit: int | None,
     if plan.total <= bounds.get("device", plan.total) and not plan.fits(bounds):
         raise UserError(
             f"{what} fits into memory only layer by layer, with hidden states that need {size(plan.away)}, and "
-            f"{size(bounds['file'])} are free for them in {tempfile.gettempdir()}: set TMPDIR to a folder with more room, or use "
-            "fewer or shorter samples"
+            f"{size(bounds['file'])} are free for them in {folder or tempfile.gettempdir()}: set TMPDIR to a folder with more "
+            "room, or use fewer or shorter samples"
         )
     return plan
 

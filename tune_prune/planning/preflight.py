@@ -8,8 +8,6 @@ experiment (may it go on) -> plan_cost.
 from __future__ import annotations
 
 import contextlib
-import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,29 +19,20 @@ from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig, tri
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import Location, ObjectPath, location, open_store
 from tune_prune.cost_model import machine, own_process
-from tune_prune.cost_model.memory import INLINE_BYTES, Bounds, choose_within, on_this_machine
+from tune_prune.cost_model.memory import INLINE_BYTES
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.geometry import Geometry
-from tune_prune.models.runner.residency import Place, Residency
-from tune_prune.planning import experiment, plan_cost, resolve
+from tune_prune.planning import experiment, memory_bounds, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
 from tune_prune.pruning.selection import target_params
 from tune_prune.tuning.ray_cluster import address
-from tune_prune.tuning.ray_cluster.resources import (
-    MAX_TRIALS_PER_GPU,
-    Node,
-    TrialResources,
-    plan_resources,
-    sharing_trials,
-    trial_slots,
-    usable_bytes,
-)
+from tune_prune.tuning.ray_cluster.resources import MAX_TRIALS_PER_GPU, Node, plan_resources, usable_bytes
 
 
 def make_plan(settings: SearchSettings) -> Plan:
@@ -71,19 +60,18 @@ def make_plan(settings: SearchSettings) -> Plan:
         # Inline, the trial of the moment has a GPU to itself, or several.
         share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
         smallest = min((gpu.memory for gpu in gpus), key=usable_bytes, default=None)
-        bounds = _bounds(settings, nodes, share, smallest)
-        models = tuple(
-            replace(model, memory=choose_within(model.ways, bounds, settings.memory, f"a trial of {model.run.label}"))
-            for model in models
-        )
+        bounds = memory_bounds.bounds(settings, nodes, told, share, smallest)
+        models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
         trial_bytes = max(model.memory.total for model in models)
         waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
-        most = min((bounds[place] // away for place, away in waiting if place in bounds), default=MAX_TRIALS_PER_GPU)
+        most = min(
+            (bounds.of[place] // away for place, away in waiting if place in bounds.of), default=MAX_TRIALS_PER_GPU
+        )
         resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most)
-        slots = _slots(settings, resources, nodes)
-        gpu_ways = _ways_of_kinds(settings, models, nodes, resources, gpus)
-        if resources.gpus == 0 and settings.address is None:
-            _check_memory(trial_bytes, slots, machine.memory())
+        slots = memory_bounds.slots(settings, resources, nodes)
+        gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus)
+        if resources.gpus == 0:
+            memory_bounds.check(trial_bytes, slots, told, resources)
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         results = open_store(folder)
         records = experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
@@ -219,71 +207,6 @@ def _configs(space: SearchSpace, geometry: Geometry, run: ModelRun, source: Mode
     values = {"shape": tuple(named.values()), "calibration": tuple(texts.values())}
     configs = replace(space, values=space.values | values).configs()
     return tuple(config.within(run) for config in configs)
-
-
-def _slots(settings: SearchSettings, resources: TrialResources, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Trials that run at once."""
-    return min(trial_slots(resources, nodes), 1 if settings.inline else sys.maxsize)
-
-
-def _bounds(
-    settings: SearchSettings, nodes: Sequence[Mapping[str, float]], share: float | None, gpu: machine.Memory | None
-) -> Bounds:
-    """What a trial may take: of the GPU with the least room or, on CPUs, of the memory of this machine; and of what this machine
-    has where hidden states can wait. Of the nodes of a cluster only GPUs are known."""
-    bounds: dict[Place, int] = {}
-    if gpu is not None:
-        bounds["device"] = usable_bytes(gpu) // sharing_trials(share or 1.0)
-    if settings.address is None:
-        # Without a share of those that would have a GPU of their own.
-        slots = _slots(settings, plan_resources(settings.cpus_per_trial, share or float(gpu is not None), nodes), nodes)
-        bounds |= on_this_machine(slots)
-        bounds.setdefault("device", bounds["host"])
-    return bounds
-
-
-def _ways_of_kinds(
-    settings: SearchSettings,
-    models: Sequence[ModelPlan],
-    nodes: Sequence[Mapping[str, float]],
-    resources: TrialResources,
-    gpus: Sequence[machine.Gpu],
-) -> dict[str, dict[str, Residency]]:
-    """By the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest kind in a
-    lean way may fit another in a faster one, which gives the same numbers."""
-    kinds: dict[str, machine.Memory] = {}
-    for gpu in sorted(gpus, key=lambda gpu: usable_bytes(gpu.memory), reverse=True):
-        kinds[gpu.name] = gpu.memory  # the least of a kind
-    if len(kinds) < 2 or not 0 < resources.gpus <= 1:
-        return {}
-    ways = {}
-    for name, memory in kinds.items():
-        bounds = _bounds(settings, nodes, resources.gpus, memory)
-        ways[name] = {
-            model.run.label: choose_within(model.ways, bounds, settings.memory, f"a trial of {model.run.label}").way
-            for model in models
-        }
-    return ways
-
-
-def _check_memory(trial_bytes: int, slots: int, memory: machine.Memory) -> None:
-    """Raise UserError where `slots` trials on CPUs do not fit together into the memory that this process may use."""
-    need, total, free = (f"{size / 2**30:.1f} GiB" for size in (trial_bytes, memory.total, memory.available))
-    if trial_bytes > memory.total:
-        raise UserError(
-            f"a trial needs about {need} of memory and this machine has {total}; use a machine with a larger GPU or more memory, "
-            "or a smaller model"
-        )
-    fits = memory.available // trial_bytes
-    if fits == 0:
-        raise UserError(
-            f"a trial needs about {need} of memory and {free} of {total} are free; end other programs, or wait for them"
-        )
-    if slots > fits:
-        raise UserError(
-            f"{slots} trials at once need about {need} each and {free} of {total} are free; let at most {fits} run at once: "
-            f"--cpus-per-trial {math.ceil(machine.cpus() / fits)}"
-        )
 
 
 @contextlib.contextmanager

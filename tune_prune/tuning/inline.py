@@ -9,7 +9,7 @@ import torch
 from tune_prune.core.errors import MachineError
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.observers.results import last_message
+from tune_prune.tuning.observers.results import end_by_error
 from tune_prune.tuning.preparation import Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.stages import StageRunner
@@ -32,11 +32,11 @@ def run(
     try:
         while (work := queue.next()) is not None:
             last, error = _run_one(work, runner, queue, rule, observers)
-            queue.end(work, last, error is not None)
             if error is None:
+                queue.end(work, last)
                 observers.on_end(work, last)
             else:
-                observers.on_error(work, last_message(settings, work, last, error), error)
+                end_by_error(queue, observers, settings, work, last, error)
                 error = None  # with its frames, which hold the model
                 runner.forget_model()
     finally:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tune_prune.core.config import ModelRun, Samples
 from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.statistics import by_statistic, load_statistic
+from tune_prune.trial.failures import is_given_up
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.searcher import OptunaSearcher
@@ -17,13 +20,16 @@ from tune_prune.tuning.worker import TrialSpec
 
 class WorkQueue:
     """Hands out `jobs`, then `specs` in their order or, with `adaptive`, what that proposes. Nothing more once a job has
-    failed."""
+    failed, unless it was given up: then its trials try by themselves, until one dies in the same way."""
 
     def __init__(
         self, jobs: Sequence[PrepareJob], specs: Sequence[TrialSpec], adaptive: OptunaSearcher | None = None
     ) -> None:
         self._jobs = list(jobs)
         self._unprepared = {(job.run, job.samples) for job in jobs}
+        self._given_up: set[tuple[ModelRun, Samples | None]] = (
+            set()
+        )  # after the death of a worker, not in its own words
         self._waiting = [] if adaptive is not None else list(specs)
         methods = dict.fromkeys(spec.config.method for spec in self._waiting)
         self._needing = {method for method in methods if load_method(method).statistics}
@@ -56,10 +62,36 @@ class WorkQueue:
         if self._adaptive is not None and isinstance(work, TrialSpec) and isinstance(message, TrialMessage):
             self._adaptive.report(work, message)
 
-    def end(self, work: Work, last: Message | None, error: bool = False) -> None:
-        """A job or trial is done, was stopped or has failed after the message `last`."""
+    def end(self, work: Work, last: Message | None, error: BaseException | None = None) -> list[TrialSpec]:
+        """A job or trial is done, was stopped or has failed after the message `last`. The trials that are not handed out any more,
+        as they would die of the same."""
         if isinstance(work, PrepareJob):
             self._unprepared.discard((work.run, work.samples))
-            self.failed = self.failed or error or (isinstance(last, JobMessage) and bool(last.refused))
-        elif self._adaptive is not None:
-            self._adaptive.tell(work, last if isinstance(last, TrialMessage) else None, error)
+            if error is not None and is_given_up(error):
+                self._given_up.add((work.run, work.samples))
+            else:
+                refused = isinstance(last, JobMessage) and bool(last.refused)
+                self.failed = self.failed or error is not None or refused
+            return []
+        if self._adaptive is not None:
+            self._adaptive.tell(work, last if isinstance(last, TrialMessage) else None, error is not None)
+        elif error is not None and is_given_up(error) and (work.run, work.config.samples) in self._given_up:
+            return self._drop_like(work, last)
+        return []
+
+    def _drop_like(self, spec: TrialSpec, last: Message | None) -> list[TrialSpec]:
+        """The waiting trials on the same samples that need the statistic of which the trial has died; none where it had all."""
+        done = {report.stage for report in last.progress.reports} if isinstance(last, TrialMessage) else set()
+        died = next((name for name in _statistics(spec) if load_statistic(name).stage not in done), None)
+        dropped = [
+            other
+            for other in self._waiting
+            if (other.run, other.config.samples) == (spec.run, spec.config.samples) and died in _statistics(other)
+        ]
+        self._waiting = [other for other in self._waiting if other not in dropped]
+        return dropped
+
+
+def _statistics(spec: TrialSpec) -> list[str]:
+    """Names, in pass order."""
+    return list(by_statistic(load_method(spec.config.method).needs(spec.config).values()))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tune_prune.core.config import ModelRun
-from tune_prune.core.errors import MachineError, UserError
+from tune_prune.core.errors import UserError
 from tune_prune.core.records import TrialRecord
+from tune_prune.trial.failures import failure_of, is_given_up
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
+from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.worker import WorkerSettings
 
 
@@ -39,7 +41,7 @@ class LedgerObserver(Observer):
 
 
 class PrepareObserver(Observer):
-    """Has baselines kept as jobs find them (`keep`), and remembers the first failure of a job."""
+    """Has baselines kept as jobs find them (`keep`), and remembers the first failure of a job that was not given up."""
 
     def __init__(self, keep: Callable[[ModelRun, TrialRecord], None]) -> None:
         self._keep = keep
@@ -53,9 +55,8 @@ class PrepareObserver(Observer):
                 self._keep(work.run, last.baseline)
 
     def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
-        if isinstance(work, PrepareJob) and self.failure is None:
-            kind = MachineError if isinstance(error, MachineError) else RuntimeError
-            self.failure = kind(f"{work} failed: {last_line(error)}")
+        if isinstance(work, PrepareJob) and self.failure is None and not is_given_up(error):
+            self.failure = RuntimeError(f"{work} failed: {last_line(error)}")
             self.failure.__cause__ = error
 
 
@@ -76,11 +77,37 @@ class PrepareLines(Observer):
             for note in last.baseline.notes if last.baseline is not None else ():
                 self._say(f"note: {work.run.label}: {note}")
 
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
+        self.on_end(work, last)
+
+
+def end_by_error(
+    queue: WorkQueue,
+    observers: Observer,
+    settings: WorkerSettings,
+    work: Work,
+    last: Message | None,
+    error: BaseException,
+) -> None:
+    """Work has ended by `error` after the message `last`: queue and observers hear of it, and of the trials that are not run
+    because of it."""
+    last = last_message(settings, work, last, error)
+    not_run = queue.end(work, last, error)
+    observers.on_error(work, last, error)
+    for other in not_run:
+        progress = TrialProgress(other.key, other.run.label, other.config, "", "")
+        reason = f"not run: it needs what another trial on the same samples has died of ({last_line(error)})"
+        record = settings.write_record(progress, "failed", reason, failure_of(error))
+        message = TrialMessage(progress, record=record)
+        observers.on_start(other)
+        observers.on_message(other, message)
+        observers.on_end(other, message)
+
 
 def last_message(settings: WorkerSettings, work: Work, last: Message | None, error: BaseException) -> Message | None:
     """What is said last of work that `error` has ended: of a trial a message with its failed record, which the ledger has."""
     if isinstance(work, PrepareJob):
-        return last
+        return JobMessage(given_up=f"given up ({last_line(error)})") if is_given_up(error) else last
     progress = last.progress if isinstance(last, TrialMessage) else None
     record = settings.failed(work, progress, error)
     return TrialMessage(progress or TrialProgress(work.key, work.run.label, work.config), record=record)

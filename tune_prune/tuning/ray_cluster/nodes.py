@@ -25,6 +25,7 @@ from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import Location, open_store
 from tune_prune.cost_model import machine
+from tune_prune.cost_model.memory import on_this_machine
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
 from tune_prune.tuning.ray_cluster.resources import Node, TrialResources, slots_on
@@ -88,8 +89,8 @@ def survey(use_gpus: bool) -> list[Node]:
     found, problems = _ask([node for node in nodes if node.runs_trials], hardware)
     for index, node in enumerate(nodes):
         if node.node_id in found:
-            memory, gpus = found[node.node_id]
-            nodes[index] = replace(node, memory=memory, gpus=tuple(gpus))
+            memory, file_room, gpus = found[node.node_id]
+            nodes[index] = replace(node, memory=memory, file_room=file_room, gpus=tuple(gpus))
             if on_gpus and not gpus:
                 problems[node.name] = (
                     "offers GPUs but its torch sees none: install a torch build for them there, or use --gpus-per-trial 0"
@@ -247,8 +248,8 @@ def _not_shared(folder: Location, why: str) -> str:
 
 
 @ray.remote(num_cpus=0)  # Ray ends a worker after a task with a share of a GPU
-def _hardware(on_gpus: bool) -> tuple[machine.Memory, list[machine.Gpu]]:
-    return machine.memory(), machine.gpus() if on_gpus else []
+def _hardware(on_gpus: bool) -> tuple[machine.Memory, int, list[machine.Gpu]]:
+    return machine.memory(), on_this_machine()["file"], machine.gpus() if on_gpus else []
 
 
 @ray.remote(num_cpus=0)

@@ -45,6 +45,7 @@ class Node:
     versions: Mapping[str, str] = field(default_factory=dict)  # of packages
     skew_s: float = 0.0  # its clock is at least so many seconds ahead of this machine's
     memory: Memory | None = None  # None: it was not asked
+    file_room: int = 0  # bytes that are free for hidden states in a file, where it was asked
     gpus: tuple[Gpu, ...] = ()  # those that were free to be asked; at least one where trials run on GPUs
 
 

@@ -28,7 +28,7 @@ from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.trial.failures import Hung, LostWorker
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.observers.observer import Observer
-from tune_prune.tuning.observers.results import last_line, last_message
+from tune_prune.tuning.observers.results import end_by_error, last_line
 from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH, PruneTrainable, message_in, work_of
@@ -77,7 +77,7 @@ def run(
         run_config=tune.RunConfig(
             name=f"{datetime.now():%Y%m%d-%H%M%S}-{settings.search_id}",
             storage_path=state,
-            callbacks=[_ObserverCallback(observers, settings, lambda trial: work_of(trial.config, specs, jobs))],
+            callbacks=[_ObserverCallback(queue, observers, settings, lambda trial: work_of(trial.config, specs, jobs))],
             failure_config=tune.FailureConfig(max_failures=CRASHES_PER_TRIAL),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             stop=_StopAtFailure(queue),
@@ -114,7 +114,9 @@ class QueueSearcher(Searcher):
             self._queue.report(self._given[trial_id], message)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        self._queue.end(self._given.pop(trial_id), message_in(result), error)
+        work = self._given.pop(trial_id)
+        if not error:  # else the callback ends it, which is called next and knows why
+            self._queue.end(work, message_in(result))
 
     def save(self, checkpoint_path: str) -> None:
         """Ray asks for a checkpoint; there is nothing to keep, as every start reads the ledger."""
@@ -153,8 +155,13 @@ class _ObserverCallback(Callback):
     """
 
     def __init__(
-        self, observers: Observer, settings: WorkerSettings, work_of_trial: Callable[[RayTrial], Work]
+        self,
+        queue: WorkQueue,
+        observers: Observer,
+        settings: WorkerSettings,
+        work_of_trial: Callable[[RayTrial], Work],
     ) -> None:
+        self._queue = queue
         self._observers = observers
         self._settings = settings
         self._work = work_of_trial
@@ -209,8 +216,7 @@ class _ObserverCallback(Callback):
         error = self._cause(trial)
         if isinstance(error, MachineError) and not isinstance(error, Hung | LostWorker):
             raise error  # no trial's failure
-        last = last_message(self._settings, work, message_in(trial.last_result), error)
-        self._observers.on_error(work, last, error)
+        end_by_error(self._queue, self._observers, self._settings, work, message_in(trial.last_result), error)
 
     def _cause(self, trial: RayTrial) -> BaseException:
         """What has ended a trial, in our terms."""
