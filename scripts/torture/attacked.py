@@ -113,7 +113,12 @@ class Attacked:
                 found[path.name] = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 self.problems.append(f"{path.name} is not valid: {error}")
-        return found
+        # A failure that was written while its trial was finished does not count.
+        return {
+            name: one
+            for name, one in found.items()
+            if name.replace(".failed.", ".") == name or f"{one['key']}.json" not in found
+        }
 
     def look(self) -> None:
         """Compare what is complete with what was."""

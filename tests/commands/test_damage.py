@@ -21,10 +21,12 @@ import pytest
 from tests.search_folders import TINY
 from tune_prune import results, search
 from tune_prune.analysis.figures.figures_best import layer_table
-from tune_prune.cli import prune_request
+from tune_prune.analysis.input.results_csv import read_results_csv
+from tune_prune.analysis.tables import trial_tables
+from tune_prune.cli import prune_request, status
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_about, write_baselines
+from tune_prune.core.ledger import AttemptLog, Ledger, read_about, read_baselines, write_about, write_baselines
 from tune_prune.core.store import FolderStore
 from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.perplexity import PerplexityResult
@@ -66,7 +68,7 @@ class Finished:
                 return self.folder / "trials" / best / kind
             paths = [self.folder / "trials" / key / kind for key in (best, *keys)]
             return next(path for path in paths if path.is_file() and path.read_bytes() != paths[0].read_bytes())
-        if kind in ("ledger", "passes"):
+        if kind in ("ledger", "passes", "attempts"):
             return sorted((self.folder / kind).iterdir())[number]
         return self.folder / kind
 
@@ -78,6 +80,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, short_text: None) -> Iterato
         patch.chdir(storage)
         argv = [*ARGV, "--storage-path", str(storage)]
         assert search.main(argv) == 0
+        store = FolderStore(storage / NAME)
+        for record in Ledger(store).records()[:2]:  # as of workers that were killed
+            AttemptLog(store).write(replace(record, search_id=f"killed-{record.key}"), 1.5)
         yield Finished(storage, make_plan(search.settings_from(search.parser().parse_args(argv))))
 
 
@@ -100,6 +105,35 @@ def analysed(kept: Finished) -> str:
     (model,) = results.load(kept.folder).findings.study.models.values()
     problems = [problem for problem in model.problems if problem.where]  # without a place: of the five tasks left out
     return "unseen" if len(model.rows) == 6 and not problems else "left out"
+
+
+def accounted(kept: Finished) -> str:
+    """What a search reads at its begin and its end, for what it has cost."""
+    store = FolderStore(kept.folder)
+    return "unseen" if len(AttemptLog(store).read(Ledger(store).records())) == 2 else "left out"
+
+
+def costed(kept: Finished) -> str:
+    """What the analysis reads of the costs."""
+    found = results.load(kept.folder)
+    (model,) = found.findings.study.models.values()
+    if found.cost:
+        assert trial_tables.costs(found.findings) is not None
+        return "unseen"
+    return "left out" if str(kept.file("cost.json")) in [problem.where for problem in model.problems] else "lost"
+
+
+def said(kept: Finished) -> str:
+    """What `search --status` reads of the last search."""
+    store = FolderStore(kept.folder)
+    found = status.read(store)
+    named = any(sentence.startswith(f"{kept.file('status.json')} is ") for sentence in found["damaged"])
+    return "unseen" if found["search"] is not None and not named else "left out" if named else "lost"
+
+
+def tabled(kept: Finished) -> str:
+    """What `analysis --csv` reads."""
+    return "unseen" if len(read_results_csv(kept.file("all_methods_results.csv"), None).rows) == 6 else "lost"
 
 
 def pruned(kept: Finished) -> str:
@@ -148,6 +182,10 @@ READ: dict[str, Callable[[Finished], str]] = {
     "baseline.json": plan_again,
     "experiment.json": plan_again,
     "passes": plan_again,
+    "attempts": accounted,
+    "cost.json": costed,
+    "status.json": said,
+    "all_methods_results.csv": tabled,
     "items.parquet": analysed,
     "global_best_config.json": pruned,
     "pruning_plan.json": pruned,
@@ -171,6 +209,12 @@ def another(kept: Finished, kind: str) -> bytes:
     elif kind == "global_best_config.json":
         text = kept.file(kind).read_text()
         other.put(kind, re.sub(r'"method": "[a-z]+"', '"method": "random"', text))
+    elif kind == "all_methods_results.csv":
+        return kept.file(kind).read_bytes().replace(b"taylor", b"random")
+    elif kind == "status.json":
+        return b'{"state": "ended", "plan": "of another version"}'
+    elif kind in ("cost.json", "method_comparison.json"):
+        return kept.file("cost.json" if kind == "method_comparison.json" else "method_comparison.json").read_bytes()
     elif kind in ("suite", "dense_states"):  # there is one of them
         return kept.file("perplexity").read_bytes()
     else:
@@ -182,7 +226,9 @@ def flipped(kept: Finished, kind: str) -> bytes:
     content = kept.file(kind).read_bytes()
     if kind == "global_best_config.json":
         return content.replace(b'"num_samples": 8', b'"num_samples": 9')
-    if not kind.endswith(".json") and kind not in ("ledger", "passes"):
+    if kind == "all_methods_results.csv":
+        return re.sub(rb",0[.]2,", b",0.3,", content, count=1)
+    if kind not in TEXTS:
         return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 4]) + content[len(content) // 2 + 1 :]
     place = re.search(rb"(?<=: )\d", content)  # of the first number
     assert place is not None
@@ -192,6 +238,8 @@ def flipped(kept: Finished, kind: str) -> bytes:
 
 def not_a_number(kept: Finished, kind: str) -> bytes:
     content = kept.file(kind).read_bytes()
+    if kind == "all_methods_results.csv":
+        return re.sub(rb",0[.]\d+,", b",NaN,", content, count=1)
     return re.sub(rb"(?<=: )[\d.e-]+", b"NaN", content, count=1) if kind in TEXTS else np.array(np.nan).tobytes()
 
 
@@ -202,7 +250,8 @@ def nulls(kept: Finished, kind: str) -> bytes:
     return json.dumps(dict.fromkeys(set(json.loads(kept.file(kind).read_bytes())) - {"checksum"})).encode()
 
 
-TEXTS = [kind for kind in READ if kind.endswith(".json") or kind in ("ledger", "passes")]
+VIEWS = ("all_methods_results.csv", "global_best_config.json", "method_comparison.json", "cost.json")
+TEXTS = [kind for kind in (*READ, *VIEWS) if kind.endswith(".json") or kind in ("ledger", "passes", "attempts")]
 DAMAGES: dict[str, Callable[[Finished, str], bytes | None]] = {
     "cut": lambda kept, kind: kept.file(kind).read_bytes()[: kept.file(kind).stat().st_size // 2],
     "empty": lambda kept, kind: b"",
@@ -214,6 +263,12 @@ DAMAGES: dict[str, Callable[[Finished, str], bytes | None]] = {
     "folder": lambda kept, kind: None,
 }
 SEEN = {"ledger": "refused", "baseline.json": "refused", "experiment.json": "refused", "passes": "refused"}
+SEEN |= {
+    "attempts": "refused",
+    "cost.json": "left out",
+    "status.json": "left out",
+    "all_methods_results.csv": "refused",
+}
 SEEN |= {"items.parquet": "refused", "global_best_config.json": "refused", "pruning_plan.json": "computed again"}
 SEEN |= {
     "gradient_diagnosis.json": "refused",
@@ -223,6 +278,11 @@ SEEN |= {
 OTHERWISE = {
     ("experiment.json", "of another"): "refused: its settings",
     ("passes", "folder"): "unseen",  # it holds no cost
+    ("attempts", "folder"): "left out",  # likewise
+    # Views have no checksum: what has their form is believed, by who reads them alone, until a search writes them again.
+    **{("cost.json", damage): "unseen" for damage in ("flipped", "of another")},
+    ("status.json", "flipped"): "unseen",
+    **{("all_methods_results.csv", damage): "unseen" for damage in ("flipped", "of another", "NaN")},
     **{(kind, "folder"): "refused" for kind in KINDS},  # nothing could be stored there
 }
 
@@ -232,7 +292,7 @@ def refusal(sentence: str, path: Path) -> str:
     if "\n" in sentence or len(sentence) > 700:
         return sentence
     settings = "was made with other settings (tiny-llama: seed was 1, is 0)" in sentence
-    named = sentence.startswith(f"{path} ") or f"{path} is " in sentence
+    named = sentence.startswith(f"{path} ") or f"{path} is " in sentence or f"{path}, line " in sentence
     return "refused" if named else "refused: its settings" if settings else sentence
 
 
@@ -261,6 +321,29 @@ def test_damage_matrix(kind: str, finished: Finished, caplog: pytest.LogCaptureF
         path.rmdir() if path.is_dir() else path.unlink()
         path.write_bytes(content)
     assert found == expected
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_views_are_written_again(damage: str, finished: Finished, capfd: pytest.CaptureFixture[str]) -> None:
+    """The next search reads none of them."""
+    contents = {kind: finished.file(kind).read_bytes() for kind in VIEWS}
+    for kind, damaged in {kind: DAMAGES[damage](finished, kind) for kind in VIEWS}.items():
+        path = finished.folder / kind
+        path.unlink()
+        path.mkdir() if damaged is None else path.write_bytes(damaged)
+    assert search.main([*ARGV, "--storage-path", str(finished.storage)]) == 0
+    error = capfd.readouterr().err
+    found = {}
+    for kind, content in contents.items():
+        path = finished.folder / kind
+        if path.is_dir():
+            found[kind] = "refused" if f"{path} " in error or f"{kind}: not written: " in error else "lost"
+            continue
+        now = path.read_bytes()
+        if kind == "cost.json":  # with the time that this start has taken
+            now, content = (str(sorted(json.loads(one))).encode() for one in (now, content))
+        found[kind] = "written again" if now == content else "changed"
+    assert found == dict.fromkeys(VIEWS, "refused" if damage == "folder" else "written again")
 
 
 def test_artifacts_under_each_others_names_change_no_number(

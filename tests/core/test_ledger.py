@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import random
+import uuid
 from dataclasses import asdict, replace
 from pathlib import Path
 from pprint import pformat
@@ -19,7 +20,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines, stranger, trial_file, write_baselines
 from tune_prune.core.records import StageReport, TrialRecord
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import FolderStore, Store, open_store
 
 RECORD = TrialRecord(
     key="0f",
@@ -102,6 +103,50 @@ def test_records_come_by_key_and_only_failed_ones_are_replaced(tmp_path: Path) -
     assert trials.write(late) == replace(RECORD, key="b")
     reasons = [(record.key, record.reason) for record in trials.records()]
     assert reasons == [("a", ""), ("b", ""), ("c", ""), ("d", "stopped_early later")]
+
+
+@pytest.mark.parametrize("earlier", ["older version", "failed", "none"])
+def test_a_record_that_is_finished_while_a_failure_is_written_stays(tmp_path: Path, earlier: str) -> None:
+    """Whichever request of the one process the other's record comes before."""
+    finished, failed = replace(RECORD, reason="finished"), replace(RECORD, status="failed", reason="lost worker")
+
+    def write(place: Store, other_at: int) -> int:
+        """The requests that it has taken."""
+        requests = 0
+
+        class Interrupted(type(place)):  # type: ignore[misc]
+            def __getattribute__(self, name: str) -> object:
+                nonlocal requests
+                if name in ("get", "put", "put_new", "remove", "has", "names"):
+                    requests += 1
+                    if requests == other_at:
+                        assert Ledger(place).write(finished) == finished
+                return super().__getattribute__(name)
+
+        if earlier == "older version":
+            place.put("ledger/0f.json", files.to_json(replace(failed, reason="before").to_dict()))
+        elif earlier == "failed":
+            Ledger(place).write(replace(failed, reason="before"))
+        Ledger(Interrupted(place.folder)).write(failed)
+        return requests
+
+    for number in range(1, 20):
+        for place in (FolderStore(tmp_path / f"{number}"), open_store(f"memory://{uuid.uuid4().hex}/results")):
+            requests, records = write(place, number), Ledger(place).records()
+            assert records == [finished] if requests >= number else [failed], (place, number, requests)
+            assert Ledger(place).read("0f") == records[0]
+    assert requests < number  # so it has come before each of them
+
+
+def test_a_failure_has_a_file_of_its_own_until_the_trial_is_finished(tmp_path: Path) -> None:
+    trials, failed = Ledger(FolderStore(tmp_path)), replace(RECORD, status="failed")
+    trials.write(failed)
+    assert trials.path("0f") == tmp_path / "ledger" / "0f.failed.json" and trials.path("0f").is_file()
+    text = trials.path("0f").read_text()
+    trials.write(RECORD)
+    assert [path.name for path in (tmp_path / "ledger").iterdir()] == ["0f.json"] == [trials.path("0f").name]
+    (tmp_path / "ledger" / "0f.failed.json").write_text(text)  # of one who comes late
+    assert trials.records() == [RECORD] == [trials.read("0f")]
 
 
 def test_stray_files_are_ignored(tmp_path: Path) -> None:

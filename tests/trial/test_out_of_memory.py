@@ -59,6 +59,9 @@ def opened(suite, tmp_path, monkeypatch) -> Callable[[str], TrialContext]:
     def make(name: str) -> TrialContext:
         context = open_context(tmp_path / name, SMALL)
         context.suite = suite
+        assert (
+            context.non_finite_weight is None
+        )  # looked for before: it takes no memory but the weights', which are there
         context.perplexity_tokens = context.perplexity_tokens[:3000].clone()
         return context
 

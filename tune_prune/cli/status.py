@@ -130,7 +130,7 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
 
 def _said(store: Store) -> dict[str, Any] | None:
     """status.json; None where there is none. Raises DamagedFile."""
-    step = "the next start of the search writes it anew"
+    step = "delete it: it is only a word of the last start, and the next one that runs a trial writes it anew"
     try:
         values = store.read(STATUS)
         if values is not None:

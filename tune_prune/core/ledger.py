@@ -38,33 +38,48 @@ class Ledger:
         self._store = store
 
     def path(self, key: str) -> Location:
-        return self._store.path(_name(key))
+        """Where the record of a trial is, for messages."""
+        failed = self._store.has(_failed(key)) and not self._store.has(_name(key))
+        return self._store.path(_failed(key) if failed else _name(key))
 
     def write(self, record: TrialRecord) -> TrialRecord:
         """Record a trial, and return what the ledger holds of it now: a failed record is replaced, a finished one never, whichever
         process comes late. Raises DamagedFile."""
-        name, text = _name(record.key), _sealed_text(_name(record.key), record.to_dict())
-        if self._store.put_new(name, text):
-            return record
-        earlier = self.read(record.key)
-        if earlier is not None and earlier.status != "failed":
-            return earlier
-        self._store.put(name, text)
+        key = record.key
+        if record.status == "failed":
+            earlier = self.read(key)
+            if earlier is None or earlier.status == "failed":
+                # Under a name of its own, so that it replaces nothing of a process that finishes the trial at this moment.
+                self._store.put(_failed(key), _sealed_text(_failed(key), record.to_dict()))
+            return self.read(key) or record
+        text = _sealed_text(_name(key), record.to_dict())
+        if not self._store.put_new(_name(key), text):
+            finished = self._read(key, _name(key))
+            if finished is not None and finished.status != "failed":
+                return finished
+            self._store.put(_name(key), text)  # in place of a failed one of an older version, which has that name
+        self._store.remove(_failed(key))
         return record
 
     def seal(self, record: TrialRecord) -> None:
         """Write the record of an older version as they are written today."""
-        self._store.put(_name(record.key), _sealed_text(_name(record.key), record.to_dict()))
+        if record.status != "failed":  # it is tried again
+            self._store.put(_name(record.key), _sealed_text(_name(record.key), record.to_dict()))
 
     def read(self, key: str) -> TrialRecord | None:
         """The record of a trial, None if it has none. Raises DamagedFile."""
-        values, path = self._store.read(_name(key)), self.path(key)
+        failed = self._read(key, _failed(key))  # first, as it is removed when the finished one is there
+        finished = self._read(key, _name(key))
+        return failed if finished is None or (failed is not None and finished.status == "failed") else finished
+
+    def _read(self, key: str, name: str) -> TrialRecord | None:
+        values, path = self._store.read(name), self._store.path(name)
         if values is None:
             return None
         record = parse_record(values, path)
         if record.key != key:
             raise DamagedFile(path, f"the record of another trial, {record.key!r}")
-        _check_seal(_name(key), values, path)
+        _check_seal(name, values, path)
         try:
             PruningConfig.from_dict(record.config)
         except (UserError, TypeError) as error:
@@ -80,21 +95,23 @@ class Ledger:
 
     def readable(self) -> tuple[list[TrialRecord], list[DamagedFile]]:
         """The records that can be read, by key, and what is wrong with the others."""
-        keys = [PurePosixPath(name).stem for name in self._store.names(LEDGER) if name.endswith(".json")]
+        names = {PurePosixPath(name).name for name in self._store.names(LEDGER) if name.endswith(".json")}
+        keys = sorted({name.removesuffix(".json").removesuffix(".failed") for name in names})
+
+        def found_or_damage(key: str) -> TrialRecord | DamagedFile | None:
+            try:
+                return self.read(key) if f"{key}.failed.json" in names else self._read(key, _name(key))
+            except DamagedFile as error:
+                return error
+
         if self._store.readers == 1:
-            found = [self._read_or_damage(key) for key in keys]
+            found = [found_or_damage(key) for key in keys]
         else:
             with ThreadPoolExecutor(self._store.readers) as pool:
-                found = list(pool.map(self._read_or_damage, keys))
+                found = list(pool.map(found_or_damage, keys))
         # A record may have been removed since they were listed.
         records = [one for one in found if isinstance(one, TrialRecord)]
         return records, [one for one in found if isinstance(one, DamagedFile)]
-
-    def _read_or_damage(self, key: str) -> TrialRecord | DamagedFile | None:
-        try:
-            return self.read(key)
-        except DamagedFile as error:
-            return error
 
     def trial_file(self, key: str, name: str) -> bytes | None:
         """A file of a trial's folder; None if it is not there. Raises DamagedFile where it is not the one that the trial's record
@@ -278,6 +295,10 @@ def parse_record(values: Any, path: Location) -> TrialRecord:
 
 def _name(key: str) -> str:
     return f"{LEDGER}/{key}.json"
+
+
+def _failed(key: str) -> str:
+    return f"{LEDGER}/{key}.failed.json"
 
 
 def _attempt(record: TrialRecord) -> str:

@@ -16,11 +16,10 @@ configuration the dense model is measured: the baseline.
 
 from __future__ import annotations
 
-import math
 import platform
 import resource
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -182,18 +181,17 @@ class Trial:
 
     def _measure(self, plan: PruningPlan) -> Iterator[StageReport]:
         context = self.context
+        self._check_weights()
         if plan.removed_params:  # else it is the dense model, which diverges from itself by 0
             with self._stage("kl") as report:
                 self._divergences, report.tokens = measure_kl(context, plan)
                 report.way = context.way_to_measure("kl", plan) if report.tokens else ""
-                self._check_weights(found.mean for found in self._divergences.values())
                 for name, found in self._divergences.items():
                     report.metrics |= {f"kl_{name}": found.mean, f"kl_{name}_stderr": found.stderr}
             yield report
         with self._stage("perplexity") as report:
             result, report.tokens = context.measure_perplexity(plan)
             report.way = context.way_to_measure("perplexity", plan) if report.tokens else ""
-            self._check_weights([result.ppl])
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
@@ -204,17 +202,16 @@ class Trial:
             with self._stage("zero_shot") as report:
                 added, report.tokens = context.item_scores(plan, index)
                 report.way = context.way_to_measure("zero_shot", plan) if report.tokens else ""
-                self._check_weights(value for item in added for value in item.loglikelihoods)
                 self.items += added
                 report.metrics, report.outcomes = summarize(self.items), outcomes_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items
                 self._caveats = context.notes
             yield report
 
-    def _check_weights(self, found: Iterable[float]) -> None:
-        """Raise NotFinite where something `found` in a measurement is not finite and neither is a weight of the dense model, which
-        is looked at only then: reading all weights can take minutes."""
-        if not all(map(math.isfinite, found)) and (name := self.context.non_finite_weight) is not None:
+    def _check_weights(self) -> None:
+        """Raise NotFinite where a weight of the dense model is not finite: what is measured may not show it, as where it is of a
+        token that no text has."""
+        if (name := self.context.non_finite_weight) is not None:
             raise NotFinite(
                 f"{self.context.run.label} cannot be measured: its weight {name} holds NaN or infinity; save or download the model "
                 "again"

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 Weights = Mapping[str, Tensor]
 
-_LOOKED_AT = 1 << 24  # elements at once: what is computed of them takes memory, too
-
 
 class LazyWeights(Mapping[str, Tensor]):
     """The weights of `names`, each found by `find` whenever it is asked for."""
@@ -65,8 +63,10 @@ def bring(model: nn.Module, weights: Weights, device: torch.device) -> None:
 def first_non_finite(weights: Weights) -> str | None:
     """The name of the first one that holds NaN or infinity. One weight is in memory at a time."""
 
-    def finite(tensor: Tensor) -> bool:
-        return all(bool(part.isfinite().all()) for part in tensor.flatten().split(_LOOKED_AT))
+    def finite(
+        tensor: Tensor,
+    ) -> bool:  # ten times as fast as isfinite, without its memory; NaN is both least and largest
+        return not tensor.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
 
     return next((name for name in weights if not finite(weights[name])), None)
 
