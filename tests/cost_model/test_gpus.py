@@ -25,9 +25,11 @@ from tune_prune.cost_model.device_speed import CALL_S, SpeedRequest, _Bench
 from tune_prune.cost_model.estimate import estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.machine import Gpu, Memory
+from tune_prune.cost_model.memory import MemoryPlan
+from tune_prune.cost_model.workload import memory_of
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import RESIDENT
-from tune_prune.planning import plan_cost
+from tune_prune.planning import plan_cost, preflight
 from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning.groups import PruningPlan
@@ -173,6 +175,25 @@ def test_a_trial_on_several_gpus_needs_less_of_each(planned) -> None:
     assert planned([small, small], gpus_per_trial=1).memory.way.halvings == 1
     with pytest.raises(UserError, match=r"2 GPUs but no node has them together"):
         planned([CARD], gpus_per_trial=2)
+
+
+def test_a_trial_that_would_fit_one_gpu_layer_by_layer_is_sent_there(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a model's layers, which for tiny-llama are made out to be larger, do not fit a GPU on which two of them do."""
+    ways = planned([CARD], gpus_per_trial=1).models[0].ways
+    size = min(plan.total for plan in ways if plan.way.from_files) / GIB
+
+    def larger(*arguments: Any) -> list[MemoryPlan]:
+        found = memory_of(*arguments)
+        return [replace(plan, weights=plan.weights + GIB) if plan.weights else plan for plan in found]
+
+    monkeypatch.setattr(preflight, "memory_of", larger)
+    fits = ("A10", 8, (size + 2**20 / GIB) / 0.9, (size + 2**20 / GIB) / 0.9)
+    with pytest.raises(UserError, match=r"GiB to use: use --gpus-per-trial 1 \(layers .*\), or choose a smaller model"):
+        planned([fits, fits], gpus_per_trial=2)
+    assert planned([fits, fits], gpus_per_trial=1).memory.way.from_files
+    less = ("A10", 8, (size - 2**20 / GIB) / 0.9, (size - 2**20 / GIB) / 0.9)
+    with pytest.raises(UserError, match=r"GiB to use: choose a smaller model"):
+        planned([less, less], gpus_per_trial=2)
 
 
 def test_a_stage_waits_for_all_gpus_and_the_fullest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
