@@ -230,21 +230,28 @@ def test_each_kind_of_gpu_holds_models_as_suits_it(planned, monkeypatch: pytest.
         assert settings.way("tiny-llama") == way
 
 
-def test_a_share_leaves_room_for_the_context(gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch counts what it allocates against the fraction, and the CUDA context beside it."""
-    gpus(("A10", 8, 24, 24))
+def test_a_share_is_one_of_what_was_free_and_leaves_room_for_the_context(
+    gpus, planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts what it allocates against the fraction of all memory, and the CUDA context beside it."""
+    free = planned([("A10", 8, 16, 24), ("A10", 8, 18, 24), CARD]).gpu_free
+    assert free == {"A10": 16 * GIB, "H100": 79 * GIB}
+    gpus(("A10", 8, 2, 24))  # when other trials have begun
     fractions = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A10")
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     threads = torch.get_num_threads()
     try:
         for share in (0, 0.5, 1):
-            resources.limit_process(resources.TrialResources(1, share))
+            resources.limit_process(resources.TrialResources(1, share), {})
+        resources.limit_process(resources.TrialResources(1, 0.5), free)
     finally:
         torch.set_num_threads(threads)
-    (fraction,) = fractions
-    context = (0.5 - fraction) * 24 * GIB
+    of_all, of_free = (fraction * 24 * GIB for fraction in fractions)
+    context = 12 * GIB - of_all
     assert 0.4 * GIB < context < 1.5 * GIB
+    assert of_free == pytest.approx(8 * GIB - context)
 
 
 def test_settings_of_a_process_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

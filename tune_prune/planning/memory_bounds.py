@@ -95,6 +95,11 @@ def choose(settings: SearchSettings, model: ModelPlan, within: MemoryBounds) -> 
     return choose_within(model.ways, within.of, settings.memory, what, within.folder)
 
 
+def kinds_of(gpus: Sequence[machine.Gpu]) -> dict[str, machine.Memory]:
+    """By name, the memory of that of a kind of GPU which has least to use."""
+    return {gpu.name: gpu.memory for gpu in sorted(gpus, key=lambda gpu: usable_bytes(gpu.memory), reverse=True)}
+
+
 def ways_of_kinds(
     settings: SearchSettings,
     models: Sequence[ModelPlan],
@@ -105,9 +110,7 @@ def ways_of_kinds(
 ) -> dict[str, dict[str, Residency]]:
     """By the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest kind in a
     lean way may fit another in a faster one, which gives the same numbers."""
-    kinds: dict[str, machine.Memory] = {}
-    for gpu in sorted(gpus, key=lambda gpu: usable_bytes(gpu.memory), reverse=True):
-        kinds[gpu.name] = gpu.memory  # the least of a kind
+    kinds = kinds_of(gpus)
     if len(kinds) < 2 or not 0 < resources.gpus <= 1:
         return {}
     ways = {}

@@ -112,6 +112,7 @@ class Plan:
     gpu_ways: Mapping[str, Mapping[str, Residency]] = field(
         default_factory=dict
     )  # by kind of GPU and label; of several kinds
+    gpu_free: Mapping[str, int] = field(default_factory=dict)  # bytes by kind of GPU, of that with least to use
 
     @property
     def trials_per_model(self) -> int:

@@ -81,7 +81,8 @@ def make_plan(settings: SearchSettings) -> Plan:
         finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
         names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
-        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, None, told, gpu_ways)
+        gpu_free = {name: memory.available for name, memory in memory_bounds.kinds_of(gpus).items()}
+        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, None, told, gpu_ways, gpu_free)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
 

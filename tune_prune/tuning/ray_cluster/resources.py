@@ -164,9 +164,9 @@ def slots_on(resources: TrialResources, node: Mapping[str, float]) -> int:
     return min(slots, math.floor(node.get("GPU", 0) / resources.gpus)) if resources.gpus else slots
 
 
-def limit_process(resources: TrialResources) -> None:
+def limit_process(resources: TrialResources, gpu_free: Mapping[str, int]) -> None:
     """Hold this process to its reservation: CPU threads, and the share of the GPU's memory, of which torch counts all but the CUDA
-    context."""
+    context. `gpu_free`: bytes by kind of GPU that were free before the first trial, as other programs may hold some; else all."""
     import torch  # here, so that a command line can check its flags without it
 
     from tune_prune.cost_model.memory import PROCESS_BYTES
@@ -176,5 +176,6 @@ def limit_process(resources: TrialResources) -> None:
     if resources.gpus > 0:
         loading.set_up_gpu()
     if 0 < resources.gpus < 1:
-        context = PROCESS_BYTES["cuda"] / torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(max(0.0, resources.gpus - context))
+        total = torch.cuda.get_device_properties(0).total_memory
+        own = resources.gpus * gpu_free.get(torch.cuda.get_device_name(), total) - PROCESS_BYTES["cuda"]
+        torch.cuda.set_per_process_memory_fraction(max(0.0, own / total))
