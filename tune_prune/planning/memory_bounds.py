@@ -111,7 +111,10 @@ def ways_of_kinds(
     """By the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest kind in a
     lean way may fit another in a faster one, which gives the same numbers."""
     kinds = kinds_of(gpus)
-    if len(kinds) < 2 or not 0 < resources.gpus <= 1:
+    nodes_gpus = [node.gpus for node in told] or [tuple(gpus)]
+    # A trial on several GPUs has those of one node, and goes by the first of them: they have to be of one kind.
+    mixed = resources.gpus > 1 and any(len(kinds_of(own)) > 1 for own in nodes_gpus)
+    if len(kinds) < 2 or resources.gpus == 0 or mixed:
         return {}
     ways = {}
     for name, memory in kinds.items():
