@@ -163,6 +163,7 @@ def _run(
         resources=plan.resources,
         ways={model.run.label: model.memory.way for model in plan.models},
         gpu_ways=plan.gpu_ways,
+        gpu_free=plan.gpu_free,
         trial_timeout_s=settings.trial_timeout_s,
         cost=plan.cost,
         observers=observers,

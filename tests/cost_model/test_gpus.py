@@ -25,9 +25,11 @@ from tune_prune.cost_model.device_speed import CALL_S, SpeedRequest, _Bench
 from tune_prune.cost_model.estimate import estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.machine import Gpu, Memory
+from tune_prune.cost_model.memory import MemoryPlan
+from tune_prune.cost_model.workload import memory_of
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import RESIDENT
-from tune_prune.planning import plan_cost
+from tune_prune.planning import plan_cost, preflight
 from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning.groups import PruningPlan
@@ -175,6 +177,25 @@ def test_a_trial_on_several_gpus_needs_less_of_each(planned) -> None:
         planned([CARD], gpus_per_trial=2)
 
 
+def test_a_trial_that_would_fit_one_gpu_layer_by_layer_is_sent_there(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a model's layers, which for tiny-llama are made out to be larger, do not fit a GPU on which two of them do."""
+    ways = planned([CARD], gpus_per_trial=1).models[0].ways
+    size = min(plan.total for plan in ways if plan.way.from_files) / GIB
+
+    def larger(*arguments: Any) -> list[MemoryPlan]:
+        found = memory_of(*arguments)
+        return [replace(plan, weights=plan.weights + GIB) if plan.weights else plan for plan in found]
+
+    monkeypatch.setattr(preflight, "memory_of", larger)
+    fits = ("A10", 8, (size + 2**20 / GIB) / 0.9, (size + 2**20 / GIB) / 0.9)
+    with pytest.raises(UserError, match=r"GiB to use: use --gpus-per-trial 1 \(layers .*\), or choose a smaller model"):
+        planned([fits, fits], gpus_per_trial=2)
+    assert planned([fits, fits], gpus_per_trial=1).memory.way.from_files
+    less = ("A10", 8, (size - 2**20 / GIB) / 0.9, (size - 2**20 / GIB) / 0.9)
+    with pytest.raises(UserError, match=r"GiB to use: choose a smaller model"):
+        planned([less, less], gpus_per_trial=2)
+
+
 def test_a_stage_waits_for_all_gpus_and_the_fullest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
@@ -209,21 +230,28 @@ def test_each_kind_of_gpu_holds_models_as_suits_it(planned, monkeypatch: pytest.
         assert settings.way("tiny-llama") == way
 
 
-def test_a_share_leaves_room_for_the_context(gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch counts what it allocates against the fraction, and the CUDA context beside it."""
-    gpus(("A10", 8, 24, 24))
+def test_a_share_is_one_of_what_was_free_and_leaves_room_for_the_context(
+    gpus, planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts what it allocates against the fraction of all memory, and the CUDA context beside it."""
+    free = planned([("A10", 8, 16, 24), ("A10", 8, 18, 24), CARD]).gpu_free
+    assert free == {"A10": 16 * GIB, "H100": 79 * GIB}
+    gpus(("A10", 8, 2, 24))  # when other trials have begun
     fractions = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A10")
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     threads = torch.get_num_threads()
     try:
         for share in (0, 0.5, 1):
-            resources.limit_process(resources.TrialResources(1, share))
+            resources.limit_process(resources.TrialResources(1, share), {})
+        resources.limit_process(resources.TrialResources(1, 0.5), free)
     finally:
         torch.set_num_threads(threads)
-    (fraction,) = fractions
-    context = (0.5 - fraction) * 24 * GIB
+    of_all, of_free = (fraction * 24 * GIB for fraction in fractions)
+    context = 12 * GIB - of_all
     assert 0.4 * GIB < context < 1.5 * GIB
+    assert of_free == pytest.approx(8 * GIB - context)
 
 
 def test_settings_of_a_process_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,10 +87,23 @@ def test_hidden_states_wait_where_the_node_with_least_room_has_some(planned) -> 
         planned(large, node("small", MUCH, file_room=in_file.away - 1), **tight)
 
 
-def test_states_of_a_gpu_wait_in_the_memory_of_its_node(planned) -> None:
-    def gpu(name: str, size: float) -> Gpu:
-        return Gpu(name, Memory(int(size / 0.9), int(size / 0.9)), True)
+def gpu(name: str, size: float) -> Gpu:
+    """Of whose memory `size` bytes are used."""
+    return Gpu(name, Memory(int(size / 0.9) + 1, int(size / 0.9) + 1), True)
 
+
+def test_a_trial_on_several_gpus_goes_by_their_kind_where_a_node_has_one(planned) -> None:
+    large, whole = gpu("H100", MUCH), planned(node("one", MUCH, gpus=(gpu("H100", MUCH),) * 2), gpus_per_trial=2)
+    small = gpu("A10", whole.memory.total - 1)
+    plan = planned(node("one", MUCH, gpus=(large, large)), node("two", MUCH, gpus=(small, small)), gpus_per_trial=2)
+    lean = plan.memory.way
+    assert (str(whole.memory.way), lean.gpus) == ("resident, on 2 GPUs", 2) and lean != whole.memory.way
+    assert plan.gpu_ways == {"H100": {"tiny-llama": whole.memory.way}, "A10": {"tiny-llama": lean}}
+    mixed = (node("one", MUCH, gpus=(large, small)), node("two", MUCH, gpus=(large, large)))
+    assert planned(*mixed, gpus_per_trial=2).gpu_ways == {}
+
+
+def test_states_of_a_gpu_wait_in_the_memory_of_its_node(planned) -> None:
     ways = planned(node("one", MUCH, gpus=(gpu("H100", MUCH),))).models[0].ways
     in_host = next(  # what is chosen on a GPU with that much memory
         way

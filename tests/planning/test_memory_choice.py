@@ -12,9 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import tune_prune
-from tests.search_folders import TINY
+from tests.search_folders import TINY, data_folder, model_folder
 from tune_prune import prune, search
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog
@@ -182,6 +184,34 @@ def test_too_little_memory_is_a_sentence_with_what_would_fit(refusal: Callable[.
         )
         != "resident"
     )
+
+
+def test_pickled_weights_that_would_fit_as_safetensors_are_refused_with_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("space.yaml").write_text(SPACE)
+    data = data_folder(tmp_path)
+    folder = model_folder(tmp_path / "saved")
+    (weights,) = folder.glob("*.safetensors")
+
+    def plan(**settings: object) -> Plan:
+        where = {"data_dir": str(data), "calibration": "embedded", "tasks": ("boolq",), "inline": True}
+        return make_plan(SearchSettings((str(folder),), "space.yaml", limit=4, **where, **settings))
+
+    streamed = min(way.total for way in plan().models[0].ways)
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    assert streamed < min(way.total for way in plan().models[0].ways)
+    with pytest.raises(UserError, match=r"; save the model with save_pretrained, .*, or use --memory "):
+        plan(memory=streamed)
+    with pytest.raises(UserError, match=r"\); use --memory "):
+        plan(memory=streamed - 1)
+    monkeypatch.setattr(machine, "memory", lambda: Memory(streamed, streamed))
+    with pytest.raises(
+        UserError, match=r"and this machine has .*; save the model with save_pretrained, .*, or use a machine"
+    ):
+        plan()
 
 
 def test_a_model_is_pruned_within_what_it_may_take(refused: Callable[..., str], tmp_path: Path) -> None:

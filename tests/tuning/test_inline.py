@@ -20,6 +20,7 @@ from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
+from tune_prune.tuning import worker
 from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.observers import status
 from tune_prune.tuning.worker import TrialSpec
@@ -79,6 +80,14 @@ def test_what_was_learned_of_memory_stays_where_a_trial_raises(jobs, tmp_path, b
     monkeypatch.setattr(TrialContext, "open", lambda *args: held.append(args[-1]) or original(*args))
     run_search(jobs, TuneOptions(tmp_path, inline=True))
     assert len(held) == 2 and held[0] is held[1]
+
+
+def test_a_worker_is_held_to_what_the_plan_knows_of_gpus(jobs, tmp_path, monkeypatch):
+    held = []
+    monkeypatch.setattr(worker, "limit_process", lambda *arguments: held.append(arguments))
+    options = TuneOptions(tmp_path, inline=True, gpu_free={"A10": 7})
+    run_search(jobs[:1], options)
+    assert held == [(options.resources, {"A10": 7})]
 
 
 def test_a_job_that_cannot_be_done_ends_the_search_in_its_own_words(jobs, tmp_path, breaks):

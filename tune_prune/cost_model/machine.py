@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from tune_prune.core.errors import UserError
+
 ROOT = Path("/")  # of proc/ and sys/
 UNITS = {
     "MiB": 2**20,
@@ -32,6 +34,14 @@ class Memory:
 
     total: int
     available: int
+
+
+class TooLittleMemory(UserError):
+    """It does not fit: `fact` says what, `step` what to do, which who knows more may replace."""
+
+    def __init__(self, fact: str, step: str) -> None:
+        super().__init__(f"{fact}{step}")
+        self.fact, self.step = fact, step
 
 
 @dataclass(frozen=True)

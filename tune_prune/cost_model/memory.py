@@ -29,7 +29,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model import machine
-from tune_prune.cost_model.machine import at_least, size
+from tune_prune.cost_model.machine import TooLittleMemory, at_least, size
 from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
@@ -132,9 +132,10 @@ def choose_within(
         bounds = {**bounds, "device": min(limit, bounds.get("device", limit))}
     plan = choose(ways, bounds)
     if limit is not None and plan.total > limit:
-        raise UserError(
+        raise TooLittleMemory(
             f"--memory is {size(limit)}, but {what} needs {size(plan.total)} in its leanest way ({plan.way}; the most in its stage "
-            f"{plan.largest.stage}); use --memory {at_least(plan.total)} or more, or a smaller model"
+            f"{plan.largest.stage}); ",
+            f"use --memory {at_least(plan.total)} or more, or a smaller model",
         )
     if plan.total <= bounds.get("device", plan.total) and not plan.fits(bounds):
         raise UserError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model import machine
+from tune_prune.cost_model.machine import TooLittleMemory
 from tune_prune.cost_model.memory import Bounds, MemoryPlan, choose_within, on_this_machine
 from tune_prune.models.runner.residency import Place, Residency
 from tune_prune.planning.plan import ModelPlan, SearchSettings
@@ -73,10 +75,29 @@ def bounds(
     return MemoryBounds(found, folder)
 
 
+@contextmanager
+def other_steps(settings: SearchSettings, models: Sequence[ModelPlan], within: MemoryBounds) -> Iterator[None]:
+    """A trial that is refused within, but fits in ways that are not open to it as it was asked for, is refused with what opens
+    them."""
+    try:
+        yield
+    except TooLittleMemory as error:
+        there = {**within.of, "device": min(settings.memory or sys.maxsize, within.of.get("device", sys.maxsize))}
+        for model in models:
+            if not any(way.fits(there) for way in model.ways) and any(way.fits(there) for way in model.other_ways):
+                raise UserError(f"{error.fact}{model.other_step}, or {error.step}") from None
+        raise
+
+
 def choose(settings: SearchSettings, model: ModelPlan, within: MemoryBounds) -> MemoryPlan:
     """How trials of a model hold it. Raises UserError where there is no way."""
     what = f"a trial of {model.run.label}"
     return choose_within(model.ways, within.of, settings.memory, what, within.folder)
+
+
+def kinds_of(gpus: Sequence[machine.Gpu]) -> dict[str, machine.Memory]:
+    """By name, the memory of that of a kind of GPU which has least to use."""
+    return {gpu.name: gpu.memory for gpu in sorted(gpus, key=lambda gpu: usable_bytes(gpu.memory), reverse=True)}
 
 
 def ways_of_kinds(
@@ -89,10 +110,11 @@ def ways_of_kinds(
 ) -> dict[str, dict[str, Residency]]:
     """By the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest kind in a
     lean way may fit another in a faster one, which gives the same numbers."""
-    kinds: dict[str, machine.Memory] = {}
-    for gpu in sorted(gpus, key=lambda gpu: usable_bytes(gpu.memory), reverse=True):
-        kinds[gpu.name] = gpu.memory  # the least of a kind
-    if len(kinds) < 2 or not 0 < resources.gpus <= 1:
+    kinds = kinds_of(gpus)
+    nodes_gpus = [node.gpus for node in told] or [tuple(gpus)]
+    # A trial on several GPUs has those of one node, and goes by the first of them: they have to be of one kind.
+    mixed = resources.gpus > 1 and any(len(kinds_of(own)) > 1 for own in nodes_gpus)
+    if len(kinds) < 2 or resources.gpus == 0 or mixed:
         return {}
     ways = {}
     for name, memory in kinds.items():
@@ -110,8 +132,8 @@ def check(trial_bytes: int, at_once: int, told: Sequence[Node], resources: Trial
         try:
             cpus = math.ceil(host.trials * resources.cpus)
             check_memory(trial_bytes, host.trials, host.memory, cpus, f"node {host.name}")
-        except UserError as error:
-            raise UserError(f"{error}; or end Ray there (`ray stop`) to do without it") from None
+        except TooLittleMemory as error:
+            raise TooLittleMemory(error.fact, f"{error.step}; or end Ray there (`ray stop`) to do without it") from None
 
 
 def check_memory(trial_bytes: int, at_once: int, memory: machine.Memory, cpus: int, node: str = "") -> None:
@@ -119,19 +141,20 @@ def check_memory(trial_bytes: int, at_once: int, memory: machine.Memory, cpus: i
     need, total, free = (f"{size / 2**30:.1f} GiB" for size in (trial_bytes, memory.total, memory.available))
     there = f" on {node}" if node else ""
     if trial_bytes > memory.total:
-        raise UserError(
-            f"a trial needs about {need} of memory and {node or 'this machine'} has {total}; use a machine with a larger GPU or "
-            "more memory, or a smaller model"
+        raise TooLittleMemory(
+            f"a trial needs about {need} of memory and {node or 'this machine'} has {total}; ",
+            "use a machine with a larger GPU or more memory, or a smaller model",
         )
     fits = memory.available // trial_bytes
     if fits == 0:
-        raise UserError(
-            f"a trial needs about {need} of memory and {free} of {total} are free{there}; end other programs, or wait for them"
+        raise TooLittleMemory(
+            f"a trial needs about {need} of memory and {free} of {total} are free{there}; ",
+            "end other programs, or wait for them",
         )
     if at_once > fits:
-        raise UserError(
-            f"{at_once} trials at once need about {need} each and {free} of {total} are free{there}; let at most {fits} run at "
-            f"once: --cpus-per-trial {math.ceil(cpus / fits)}"
+        raise TooLittleMemory(
+            f"{at_once} trials at once need about {need} each and {free} of {total} are free{there}; ",
+            f"let at most {fits} run at once: --cpus-per-trial {math.ceil(cpus / fits)}",
         )
 
 

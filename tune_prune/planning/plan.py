@@ -69,6 +69,8 @@ class ModelPlan:
     ways: tuple[MemoryPlan, ...]  # memory of its largest trial, the fastest way first
     memory: MemoryPlan  # that which was chosen
     gguf: GgufOrigin | None = None  # the file that the model was read from, if it was one
+    other_ways: tuple[MemoryPlan, ...] = ()  # that `other_step` would open to its trials
+    other_step: str = ""
     found_as: str = ""  # where the model was found, if that is not clear from its name
 
     @property
@@ -110,6 +112,7 @@ class Plan:
     gpu_ways: Mapping[str, Mapping[str, Residency]] = field(
         default_factory=dict
     )  # by kind of GPU and label; of several kinds
+    gpu_free: Mapping[str, int] = field(default_factory=dict)  # bytes by kind of GPU, of that with least to use
 
     @property
     def trials_per_model(self) -> int:

@@ -19,7 +19,7 @@ from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig, tri
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import Location, ObjectPath, location, open_store
 from tune_prune.cost_model import machine, own_process
-from tune_prune.cost_model.memory import INLINE_BYTES
+from tune_prune.cost_model.memory import INLINE_BYTES, MemoryPlan
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
@@ -61,17 +61,18 @@ def make_plan(settings: SearchSettings) -> Plan:
         share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
         smallest = min((gpu.memory for gpu in gpus), key=usable_bytes, default=None)
         bounds = memory_bounds.bounds(settings, nodes, told, share, smallest)
-        models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
-        trial_bytes = max(model.memory.total for model in models)
-        waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
-        most = min(
-            (bounds.of[place] // away for place, away in waiting if place in bounds.of), default=MAX_TRIALS_PER_GPU
-        )
-        resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most)
-        slots = memory_bounds.slots(settings, resources, nodes)
-        gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus)
-        if resources.gpus == 0:
-            memory_bounds.check(trial_bytes, slots, told, resources)
+        with memory_bounds.other_steps(settings, models, bounds):
+            models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
+            trial_bytes = max(model.memory.total for model in models)
+            waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
+            most = min(
+                (bounds.of[place] // away for place, away in waiting if place in bounds.of), default=MAX_TRIALS_PER_GPU
+            )
+            resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most)
+            slots = memory_bounds.slots(settings, resources, nodes)
+            gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus)
+            if resources.gpus == 0:
+                memory_bounds.check(trial_bytes, slots, told, resources)
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         results = open_store(folder)
         records = experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
@@ -80,7 +81,8 @@ def make_plan(settings: SearchSettings) -> Plan:
         finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
         names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
-        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, None, told, gpu_ways)
+        gpu_free = {name: memory.available for name, memory in memory_bounds.kinds_of(gpus).items()}
+        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, None, told, gpu_ways, gpu_free)
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
 
@@ -168,9 +170,20 @@ def _plan_model(
     # Of a hub's model it is not known before it is downloaded, and hardly any has pickled weights alone.
     from_files = source.kind == "hub" or bool(weight_files.files(Path(source.location)))
     gpus = max(1, int(settings.gpus_per_trial or 1))
-    ways = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files, gpus)
-    if settings.inline:
-        ways = [replace(plan, process=plan.process + INLINE_BYTES[device]) for plan in ways]
+
+    def ways(from_files: bool, gpus: int) -> tuple[MemoryPlan, ...]:
+        found = memory_of(work, geometry, configs, min(targets.values()), itemsize, device, from_files, gpus)
+        own = INLINE_BYTES[device] if settings.inline else 0
+        return tuple(replace(plan, process=plan.process + own) for plan in found)
+
+    steps = []  # for layers to be brought one at a time
+    if not from_files:
+        steps.append(
+            "save the model with save_pretrained, which writes safetensors (tensors of a pickle cannot be read one at a time)"
+        )
+    if gpus > 1:
+        steps.append("use --gpus-per-trial 1 (layers are brought one at a time to one GPU only)")
+    asked = ways(from_files, gpus)
     return ModelPlan(
         run=run,
         geometry=geometry,
@@ -180,8 +193,10 @@ def _plan_model(
         targets=targets,
         trials=tuple((one, trial_key(one, model_fingerprint, data[run.of(one).calibration], run)) for one in configs),
         workload=work,
-        ways=tuple(ways),
-        memory=ways[0],
+        ways=asked,
+        memory=asked[0],
+        other_ways=ways(True, 1) if steps else (),
+        other_step=" and ".join(steps),
         gguf=source.gguf,
         found_as=source.found_as,
     )

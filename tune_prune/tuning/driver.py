@@ -62,6 +62,7 @@ class TuneOptions:
     resources: TrialResources = field(default_factory=TrialResources)  # of one trial
     ways: Mapping[str, Residency] = field(default_factory=dict)  # by label, how models are held; else resident
     gpu_ways: Mapping[str, Mapping[str, Residency]] = field(default_factory=dict)  # the same by kind of GPU
+    gpu_free: Mapping[str, int] = field(default_factory=dict)  # bytes by kind of GPU, where trials share one
     trial_timeout_s: float | None = None
     cost: CostEstimate | None = None  # for the time left; None: it is not shown
     observers: Sequence[Observer] = ()  # besides those that every search has
@@ -107,7 +108,13 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
     with _slots(options, runs) as slots:
         artifact_dir = options.artifact_dir or folder / artifact_cache.FOLDER
         settings = WorkerSettings(
-            folder, artifact_dir, options.resources, options.ways, options.trial_timeout_s, gpu_ways=options.gpu_ways
+            folder,
+            artifact_dir,
+            options.resources,
+            options.ways,
+            options.trial_timeout_s,
+            gpu_ways=options.gpu_ways,
+            gpu_free=options.gpu_free,
         )
 
         finished = [record for record in recorded if record.status != "failed"]

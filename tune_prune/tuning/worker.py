@@ -60,6 +60,7 @@ class WorkerSettings:
     gpu_ways: Mapping[str, Mapping[str, Residency]] = field(
         default_factory=dict
     )  # `ways` by kind of GPU, where there are several
+    gpu_free: Mapping[str, int] = field(default_factory=dict)  # bytes by kind of GPU, before the first trial
     search_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of this start, in the records that it makes
 
     @property
@@ -139,7 +140,7 @@ class ContextCache:
         if self._context is None or self._run != run or after_a_death:
             self._context = None  # let go of the old model first: two may not fit
             settings = self.settings
-            limit_process(settings.resources)
+            limit_process(settings.resources, settings.gpu_free)
             fallback = self._fallbacks.setdefault(run, Fallback(settings.way(run.label)))
             if after_a_death:
                 fallback.after_a_death(lambda: readable_in_place(catalog.resolve(run.model, run.revision)))

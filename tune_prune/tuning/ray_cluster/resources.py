@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tune_prune.core.errors import UserError
-from tune_prune.cost_model.machine import Gpu, Memory
+from tune_prune.cost_model.machine import Gpu, Memory, TooLittleMemory
 
 MAX_TRIALS_PER_GPU = 4  # beyond that the trials of one GPU only wait for each other
 USABLE_GPU_MEMORY = 0.9  # the rest is left to fragmentation and to what other programs may come to need
@@ -89,13 +89,14 @@ def fitting_trials(trial_bytes: int, gpu: Memory) -> int:
     if trial_bytes > usable:
         need, total = (f"{size / 2**30:.1f} GiB" for size in (trial_bytes, gpu.total))
         if trial_bytes <= USABLE_GPU_MEMORY * gpu.total:
-            raise UserError(
+            raise TooLittleMemory(
                 f"a trial needs about {need} of GPU memory and {gpu.available / 2**30:.1f} GiB of {total} are free on the fullest "
-                "GPU: end other programs on it, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+                "GPU: ",
+                "end other programs on it, or choose other GPUs with CUDA_VISIBLE_DEVICES",
             )
-        raise UserError(
-            f"a trial needs about {need} of GPU memory but the smallest GPU has {usable / 2**30:.1f} GiB to use: choose a smaller "
-            "model, --dtype bfloat16, or --gpus-per-trial 0 for CPUs"
+        raise TooLittleMemory(
+            f"a trial needs about {need} of GPU memory but the smallest GPU has {usable / 2**30:.1f} GiB to use: ",
+            "choose a smaller model, --dtype bfloat16, or --gpus-per-trial 0 for CPUs",
         )
     return usable // max(1, trial_bytes)
 
@@ -163,9 +164,9 @@ def slots_on(resources: TrialResources, node: Mapping[str, float]) -> int:
     return min(slots, math.floor(node.get("GPU", 0) / resources.gpus)) if resources.gpus else slots
 
 
-def limit_process(resources: TrialResources) -> None:
+def limit_process(resources: TrialResources, gpu_free: Mapping[str, int]) -> None:
     """Hold this process to its reservation: CPU threads, and the share of the GPU's memory, of which torch counts all but the CUDA
-    context."""
+    context. `gpu_free`: bytes by kind of GPU that were free before the first trial, as other programs may hold some; else all."""
     import torch  # here, so that a command line can check its flags without it
 
     from tune_prune.cost_model.memory import PROCESS_BYTES
@@ -175,5 +176,6 @@ def limit_process(resources: TrialResources) -> None:
     if resources.gpus > 0:
         loading.set_up_gpu()
     if 0 < resources.gpus < 1:
-        context = PROCESS_BYTES["cuda"] / torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(max(0.0, resources.gpus - context))
+        total = torch.cuda.get_device_properties(0).total_memory
+        own = resources.gpus * gpu_free.get(torch.cuda.get_device_name(), total) - PROCESS_BYTES["cuda"]
+        torch.cuda.set_per_process_memory_fraction(max(0.0, own / total))
