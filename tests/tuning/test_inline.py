@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from tests.search_folders import TINY
 from tune_prune import results, search
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
-from tune_prune.core.errors import UserError
+from tune_prune.core.errors import Infeasible, NotFinite, UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
@@ -201,3 +202,18 @@ def test_a_defect_in_a_view_is_raised(tmp_path, monkeypatch):
     argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
     with pytest.raises(ZeroDivisionError):
         search.main([*argv, "--storage-path", str(tmp_path), "--name", "one"])
+
+
+def test_a_search_ends_with_the_classes_of_its_failures(tmp_path, capfd, breaks):
+    (tmp_path / "space.yaml").write_text(SPACE)
+    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
+    argv += ["--storage-path", str(tmp_path), "--name", "one"]
+    breaks(CONFIGS[0], Infeasible("too much"))
+    breaks(CONFIGS[2], NotFinite("3 scores are not finite"))
+    assert search.main(argv) == 0
+    summary = capfd.readouterr().out.splitlines()[-3:]
+    assert summary[0].startswith("failed       2 of 3 trials: 1 infeasible, 1 not finite (see all_methods_results.csv)")
+    assert summary[1:] == [
+        "             the same command tries them again:",
+        f"             python -m tune_prune.search {shlex.join(argv)}",
+    ]

@@ -3,9 +3,11 @@ replaced."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,13 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, WorkerCrashedError
 
+from tests.trials import RUN
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import location, open_store
 from tune_prune.cost_model.machine import Gpu, Memory
+from tune_prune.data.sources import data_fingerprint
+from tune_prune.models import loading
+from tune_prune.models.catalog import ModelSource, resolve
 from tune_prune.tuning.ray_cluster import nodes
 from tune_prune.tuning.ray_cluster.resources import Node, TrialResources
 
@@ -210,3 +217,98 @@ def test_a_worker_that_dies_while_it_measures_is_a_sentence_and_a_late_one_is_no
     answers(ZeroDivisionError())  # of the function: a defect keeps its traceback
     with pytest.raises(ZeroDivisionError):
         nodes.call(len, (), TrialResources())
+
+
+@pytest.mark.parametrize(
+    ("answers", "sentence"),
+    [
+        ({}, None),
+        ({"2": "cannot download weights (no network): let it reach the hub"}, r"node gpu-2 .* \(no network\): let it"),
+        ({"1": "x", "2": "y"}, "2 of 2 nodes cannot run trials"),
+        ({"2": WorkerCrashedError()}, r"node gpu-2 .* cannot run tune_prune \("),
+    ],
+)
+def test_weights_are_fetched_on_nodes_where_a_trial_fits(
+    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], sentence: str | None
+) -> None:
+    cluster.nodes.append(node("3", cpus=0.0))
+    fetch = Task(answers.get)
+    monkeypatch.setattr(nodes, "_fetch", fetch)
+    nodes.fetch_weights([RUN], TrialResources(1.0, 0.0))
+    assert fetch.asked == []  # a model that is no hub's
+    with contextlib.nullcontext() if sentence is None else pytest.raises(UserError, match=sentence):
+        nodes.fetch_weights([RUN, replace(RUN, model="somebody/model")], TrialResources(1.0, 0.0))
+    assert [name for name, _ in fetch.asked] == ["1", "2"]
+
+
+def test_a_node_that_cannot_download_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: ModelSource) -> None:
+        if source.location == "somebody/gone":
+            raise UserError("it is not there")
+
+    monkeypatch.setattr(loading, "fetch_weights", refuse)
+    runs = [replace(RUN, model="somebody/model"), replace(RUN, model="somebody/gone")]
+    assert nodes._fetch._function(runs[:1]) is None
+    assert nodes._fetch._function(runs) == (
+        "cannot download weights (it is not there): let it reach the hub, or set HF_HOME to a folder that every node mounts"
+    )
+
+
+@pytest.fixture
+def reach(cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a node does in place of `_reach`, by its name; the others do what it does."""
+    otherwise: dict[str, Any] = {}
+
+    def options(scheduling_strategy: Any) -> Any:
+        name = scheduling_strategy.node_id[0]
+        return SimpleNamespace(remote=lambda *more: partial(otherwise.get(name, lambda *_: cluster.ask(*more)), name))
+
+    monkeypatch.setattr(nodes, "_reach", SimpleNamespace(options=options))
+    cluster.ask = nodes_reach
+    return otherwise
+
+
+nodes_reach = nodes._reach._function
+WORKERS = [Node(name * 56, f"gpu-{name}", {}, runs_trials=True) for name in "12"]
+
+
+def test_nodes_that_reach_everything_leave_nothing(reach: dict[str, Any], tmp_path: Path) -> None:
+    source = resolve(RUN.model)
+    model = (RUN, loading.model_fingerprint(source, loading.load_config(source)), data_fingerprint(RUN))
+    nodes.check_reach(WORKERS, tmp_path / "new" / "results", [model])
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["results", "memory://bucket/results"])
+def test_an_answer_that_is_not_seen_here_is_a_folder_that_is_not_shared(
+    reach: dict[str, Any], tmp_path: Path, folder: str
+) -> None:
+    place = location(folder) if "://" in folder else tmp_path / folder
+    reach["2"] = lambda name: None  # it has written somewhere
+    said = "does not reach memory://bucket/results as" if "://" in folder else f"does not share the folder {place}"
+    with pytest.raises(UserError, match=rf"^node gpu-2 {said} .*\(what it writes is not seen here\)"):
+        nodes.check_reach(WORKERS, place, [])
+    assert open_store(place).names() == [] and not any(tmp_path.iterdir())
+
+
+def test_what_a_node_does_not_reach_is_named(tmp_path: Path) -> None:
+    """On the node, branch by branch."""
+    store, source = open_store(tmp_path), resolve(RUN.model)
+    model, data = loading.model_fingerprint(source, loading.load_config(source)), data_fingerprint(RUN)
+
+    def said(models: list[Any], question: str = "question", answer: str = "answer", token: str = "token") -> Any:
+        return nodes_reach(tmp_path, question, answer, token, models)
+
+    store.put("question", "token")
+    assert said([(RUN, model, data)]) is None and store.get("answer") == b"token"
+    assert "(it does not see what this machine writes): set --storage-path" in said([], question="elsewhere")
+    assert "(it does not see what this machine writes)" in said([], token="of another folder with that name")
+    (tmp_path / "in_the_way").touch()
+    assert "(FileExistsError: File exists)" in said([], answer="in_the_way/answer")
+    assert said([(RUN, "another", data)]).startswith(f"has another model in {source.location}: copy")
+    assert said([(RUN, model, "another")]) == ("has other texts or tasks than this machine (embedded): copy them there")
+    lacking = said([(replace(RUN, model=str(tmp_path / "nothing")), model, data)])
+    assert (
+        lacking.startswith(f"lacks what tiny-llama needs (model folder {tmp_path}/nothing does not exist")
+        and "mounts" in lacking
+    )
