@@ -14,9 +14,10 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayTaskError
 
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import MachineError, UserError
-from tune_prune.tuning.messages import Message, TrialMessage
+from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
+from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster import tuner
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH
@@ -62,7 +63,7 @@ class Ended:
         self.settings = WorkerSettings(
             experiment_dir=folder, artifact_dir=folder, resources=TrialResources(), trial_timeout_s=7.5
         )
-        self.callback = tuner._ObserverCallback(self.told, self.settings, lambda trial: work)
+        self.callback = tuner._ObserverCallback(WorkQueue([], [SPEC]), self.told, self.settings, lambda trial: work)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,8 @@ def test_a_job_that_dies_has_no_record(tmp_path: Path) -> None:
     ended = Ended(NodeDiedError("The node died."), tmp_path, job)
     ended.callback.on_trial_error(0, [], ended.trial)
     ((work, last, error),) = ended.told.errors
-    assert (work, last, str(error)) == (job, None, "The node died.") and ended.settings.ledger.records() == []
+    assert (work, str(error)) == (job, "The node died.") and ended.settings.ledger.records() == []
+    assert last == JobMessage(given_up="given up (The node died.)")
 
 
 def test_the_text_of_ray_s_memory_monitor_is_that_of_this_ray() -> None:
