@@ -145,9 +145,25 @@ class Attacked:
         if left:
             self.problems.append(f"temporary files are left: {', '.join(left[:5])}")
 
+    def no_partial_files(self) -> None:
+        """What killed writers have left among the results goes with the next start, once it is old, which it is made here."""
+        if left := self.partial_files():
+            for path in left:
+                os.utime(path, (0, 0))
+            if not self.where and (code := self.start().wait()):
+                self.problems.append(f"exit code {code} of a start after the last: {self.told()[-300:]}")
+        if left := self.partial_files():
+            self.problems.append(f"partial files are left: {', '.join(path.name for path in left[:5])}")
+
+    def partial_files(self) -> list[Path]:
+        """Hidden files but those of the lock."""
+        hidden = (path for path in self.storage.rglob(".*") if path.is_file())
+        return sorted(path for path in hidden if path.name not in (".lock", ".lock.json"))
+
     def finished(self, reference: Path, same: bool) -> None:
         """Check a search that has come to its end: against that of `reference`, in all its files where it has tried the `same`
         configurations in an order that nothing changes, else in every number of its trials."""
+        self.no_partial_files()
         self.look()
         self.gone()
         self.no_files_left()
@@ -188,8 +204,8 @@ def moment(chance: random.Random, most: float) -> float:
     return min(most, chance.expovariate(3 / most))
 
 
-def forked(search: Attacked) -> int:
-    """The process id of a child that runs the command."""
+def forked(search: Attacked, *more: str) -> int:
+    """The process id of a child that runs the command, with `more` flags."""
     module = importlib.import_module("tune_prune.search")
     for name in (
         "results",
@@ -211,7 +227,7 @@ def forked(search: Attacked) -> int:
         os.dup2(log, stream)
     code = 70
     try:
-        code = module.main(search.arguments)
+        code = module.main([*search.arguments, *more])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     finally:

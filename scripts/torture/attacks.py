@@ -4,12 +4,14 @@ on where the results lie are in storage_attacks.py; here:
 workers     a process that does what a worker does, killed (-9) at any moment and begun again: many kills in little time
 searches    the command with a local Ray: its driver, a worker, the raylet or the GCS killed, TERM, INT once or twice
 cluster     a search on three nodes that ask for a token, each of which dies once
+hostile     a model whose name is a formula, a tag or a command, and tasks that would run code; killed as `workers`
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -25,12 +27,28 @@ import psutil
 from torture import storage_attacks
 from torture.attacked import Attacked, forked, kill, moment, wait_until
 from torture.setting import GRID, PARTIAL, START_S, Setting
+from tune_prune import embedded
 
 END_S = 900.0  # in which a search that nobody disturbs any more ends
 # What dies in an attack on a whole search, and the exit code of the driver then (None: it lives on, or is dead itself).
 TARGETS: Mapping[str, int | None] = {
     "driver": None, "worker": None, "raylet": 1, "gcs": 1, "TERM": 143, "INT": 130, "INT INT": 130,
 }  # fmt: skip
+
+LABELS = (
+    "=1+cmd|' C calc'!A0",
+    "<img src=x onerror=alert(1)>",
+    "$(touch ran)",
+    "`touch ran`;touch ran",
+    "%s {0} \\input{x}",
+)
+_ESCAPE = "{{ cycler.__init__.__globals__.os.system('touch ran') }}"
+EVIL = (  # what a definition has besides, and what the sentence says
+    ("process_results: !function evil.go\n", "!function evil.go would run code"),
+    (f'description: "{_ESCAPE}"\n', "SecurityError"),
+    ("include: ../../../../etc/passwd\n", "outside its folder"),
+    ("x: !!python/object/apply:os.system [touch ran]\n", "evil/task.yaml"),
+)
 
 
 # --- a worker's code
@@ -40,6 +58,12 @@ def workers(setting: Setting, number: int) -> Attacked:
     """`--inline` in forks of this process, which has imported everything before: a start is a second and not ten."""
     how = setting.chance.choice(["grid", *PARTIAL])
     search = Attacked(setting.folder / f"w{number}", (*GRID, *PARTIAL.get(how, ()), "--inline"))
+    _killed_until_it_ends(search, setting)
+    search.finished(setting.reference, same=how == "grid")
+    return search
+
+
+def _killed_until_it_ends(search: Attacked, setting: Setting) -> None:
     while True:
         pid = forked(search)
         if search.kills < setting.most_kills:
@@ -52,7 +76,48 @@ def workers(setting: Setting, number: int) -> Attacked:
             break
         search.kills += 1
         search.look()
-    search.finished(setting.reference, same=how == "grid")
+
+
+def hostile(setting: Setting, number: int) -> Attacked:
+    """Every start is made in a folder where a file `ran` would tell that something ran."""
+    chance, folder = setting.chance, setting.folder / f"e{number}"
+    model = shutil.copytree(embedded.model_dir("tiny-llama"), folder / chance.choice(LABELS))
+    tasks = shutil.copytree(embedded.tasks_dir(), folder / "data" / "tasks")
+    evil = shutil.copytree(tasks / "boolq", tasks / "evil")
+    (evil / "evil.py").write_text("open('ran', 'w')\ndef go(doc, results): return {'acc': 1}\n", encoding="utf-8")
+    (folder / "data" / "text").mkdir()
+    (folder / "data" / "text" / "wikitext2-raw.test.txt").write_text(
+        embedded.perplexity_text()[:5000], encoding="utf-8"
+    )
+    own = (
+        "--model",
+        str(model),
+        *GRID[2:],
+        "--data-dir",
+        str(folder / "data"),
+        "--calibration",
+        "embedded",
+        "--inline",
+    )
+    search, whole = Attacked(folder, own), Attacked(folder / "whole", own)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for definition, says in chance.sample(EVIL, len(EVIL)):
+            text = (tasks / "boolq" / "task.yaml").read_text(encoding="utf-8")
+            (evil / "task.yaml").write_text(text + definition, encoding="utf-8")
+            said = len(search.told())
+            code = os.waitstatus_to_exitcode(os.waitpid(forked(search, "--tasks", "boolq,evil"), 0)[1])
+            told = search.told()[said:]
+            if code != 2 or told.count("error: ") != 1 or says not in told or "Traceback" in told:
+                search.problems.append(f"exit code {code} of a hostile task: {told[-300:]}")
+        os.waitpid(forked(whole), 0)
+        _killed_until_it_ends(search, setting)
+        if list(folder.rglob("ran")):
+            search.problems.append("code of a task or a name was run")
+    finally:
+        os.chdir(before)
+    search.finished(whole.experiment, same=True)
     return search
 
 
@@ -164,7 +229,9 @@ def cluster(setting: Setting, number: int) -> Attacked:
     _kill_node(head)
     search.kills += 1
     try:
-        running.wait(timeout=2 * LEFT_AFTER_S)
+        code = running.wait(timeout=2 * LEFT_AFTER_S)
+        if wrong := wrong_end(code, search.told()):
+            search.problems.append(f"after the head's death {wrong}: {search.told()[-300:]}")
     except subprocess.TimeoutExpired:
         search.problems.append(f"its driver did not end after the head's death: {search.told()[-300:]}")
         kill(running)
@@ -183,6 +250,17 @@ def cluster(setting: Setting, number: int) -> Attacked:
     rest.finished(setting.reference, same=True)
     search.problems += rest.problems
     return search
+
+
+def wrong_end(code: int, told: str) -> str:
+    """What is wrong with the end of a search whose cluster's head has died."""
+    if code != 1:
+        return f"exit code {code} and not 1"
+    if "error: Ray has ended: its head at " not in told or "Traceback (most recent call last)" in told:
+        return "no sentence, or a traceback"
+    if not re.search(r"to go on, run the same command again:\n  python -m tune_prune.search .*--address", told):
+        return "no line that resumes it"
+    return ""
 
 
 def _free_port() -> int:
@@ -215,6 +293,7 @@ ATTACKS: Mapping[str, Callable[[Setting, int], Attacked]] = {
     "workers": workers,
     "searches": searches,
     "cluster": cluster,
+    "hostile": hostile,
     "damage": storage_attacks.damage,
     "drivers": storage_attacks.drivers,
     "disk": storage_attacks.disk,

@@ -156,6 +156,11 @@ def test_files_of_an_earlier_best_do_not_stay(tmp_path: Path) -> None:
     assert not list(best.glob("analysis/*")) and not list(best.glob("visualization/*"))
     assert "pruning_comparison.json: damaged: " in (best / "README.txt").read_text()
     assert (best / "notes.txt").read_text() == "mine"
+    written = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    for path, content in written.items():
+        path.write_bytes(content[: len(content) // 2])
+    write_layout(found, output)  # what is damaged is written again
+    assert {path for path, content in written.items() if path.read_bytes() != content} == {best / "notes.txt"}
     assert not list(output.rglob("*.tmp"))
 
 

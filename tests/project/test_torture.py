@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from torture import attacked
 from torture.attacked import MARK, Attacked
+from torture.attacks import wrong_end
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "torture"
 
@@ -22,7 +23,7 @@ def test_a_search_whose_worker_code_is_killed_loses_and_repeats_nothing(tmp_path
         sys.executable,
         str(SCRIPT),
         "--only",
-        "workers",
+        "hostile",
         "--searches",
         "1",
         "--kills",
@@ -37,7 +38,7 @@ def test_a_search_whose_worker_code_is_killed_loses_and_repeats_nothing(tmp_path
     assert run.returncode == 0, run.stdout + run.stderr
     (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines())
     assert 1 <= line["kills"] <= 3 and line["problems"] == []
-    assert run.stdout.splitlines()[-1].split() == ["workers", "1", str(line["kills"]), "0"]
+    assert run.stdout.splitlines()[-1].split() == ["hostile", "1", str(line["kills"]), "0"]
 
 
 def test_an_unknown_attack_is_a_sentence() -> None:
@@ -45,7 +46,7 @@ def test_an_unknown_attack_is_a_sentence() -> None:
         [sys.executable, str(SCRIPT), "--only", "disks"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-    assert "unknown attack 'disks'; known: workers, searches, cluster, damage, drivers, disk, s3" in run.stderr
+    assert "unknown attack 'disks'; known: workers, searches, cluster, hostile, damage, drivers, disk, s3" in run.stderr
 
 
 def test_no_attack_that_can_be_made_is_no_success(
@@ -101,6 +102,34 @@ def test_what_outlives_a_search_is_seen(search: Attacked, monkeypatch: pytest.Mo
     search.no_files_left()
     assert search.problems.pop() == "temporary files are left: tune_prune_x"
     assert os.environ.get(MARK) is None
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_partial_files_that_no_start_removes_are_seen(search: Attacked, removed: bool) -> None:
+    partial = search.experiment / "ledger" / f".a.json.{'0' * 32}.tmp"
+    partial.write_text("{")
+    for name in (".lock", ".lock.json"):
+        (search.experiment / name).touch()
+    ages = "all(p.stat().st_mtime == 0 for p in found)"
+    code = f"import pathlib, sys; found = list(pathlib.Path(sys.argv[-1]).rglob('*.tmp')); assert {ages}\n"
+    search.program = ("-c", code + "for p in found: p.unlink()" * removed)
+    search.no_partial_files()
+    assert search.problems == ([] if removed else [f"partial files are left: {partial.name}"])
+
+
+def test_how_a_search_ends_when_its_head_has_died() -> None:
+    sentence = "error: Ray has ended: its head at 127.0.0.1:6379 died (load 1 of 2 CPUs)\n"
+    advice = (
+        "finished trials are kept; to go on, run the same command again:\n  python -m tune_prune.search --address a:1\n"
+    )
+    assert wrong_end(1, sentence + advice) == ""
+    assert wrong_end(0, sentence + advice) == "exit code 0 and not 1"
+    assert wrong_end(1, sentence) == "no line that resumes it"
+    assert (
+        wrong_end(1, advice)
+        == "no sentence, or a traceback"
+        == wrong_end(1, "Traceback (most recent call last)\n" + sentence)
+    )
 
 
 def test_other_numbers_than_those_of_an_undisturbed_search_are_seen(search: Attacked, tmp_path: Path) -> None:
