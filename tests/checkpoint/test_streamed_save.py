@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -74,15 +75,23 @@ def test_what_a_killed_save_has_left_is_cleared(tmp_path: Path, replaced: bool) 
     with subprocess.Popen(["true"]) as ended:
         pass
     output = tmp_path / "small [1]"
-    old, left, written = (
+    here, there = f"{platform.node()}-{ended.pid}", f"another-{platform.node()}-{ended.pid}"
+    old, left, older, *written = (
         tmp_path / f".small [1].{end}"
-        for end in (f"replaced-{ended.pid}", f"partial-{ended.pid}", f"partial-{os.getppid()}")
+        for end in (
+            f"replaced-{here}",
+            f"partial-{here}",
+            f"partial-{ended.pid}",  # of an older version
+            f"partial-{platform.node()}-{os.getppid()}",
+            f"partial-{there}",  # where that process may live
+            f"replaced-{there}",
+        )
     )
-    for path in (old, left, written, *([output] if replaced else [])):
+    for path in (old, left, older, *written, *([output] if replaced else [])):
         path.mkdir()
         (path / "name").write_text(path.name)
     _clear_killed(output)
-    assert sorted(tmp_path.iterdir()) == [written, output]
+    assert sorted(tmp_path.iterdir()) == sorted([*written, output])
     assert (output / "name").read_text() == (output.name if replaced else old.name)
 
 

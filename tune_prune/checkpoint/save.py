@@ -14,6 +14,7 @@ import glob
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -183,11 +184,13 @@ def check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def _clear_killed(folder: Path) -> None:
-    """Remove what killed processes have left beside `folder`; an old checkpoint that was not replaced yet is put back."""
+    """Remove what killed processes of this machine have left beside `folder`; an old checkpoint that was not replaced yet is put
+    back. Of another machine that shares the folder nobody here knows which processes live."""
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.*-*"):
         kind, _, pid = path.name.removeprefix(f".{folder.name}.").rpartition("-")
-        if kind not in ("partial", "replaced") or not pid.isdecimal():
-            continue
+        kind, _, host = kind.partition("-")
+        if kind not in ("partial", "replaced") or host not in ("", platform.node()) or not pid.isdecimal():
+            continue  # without a host: of an older version
         if int(pid) != os.getpid() and psutil.pid_exists(int(pid)):  # in a container ids come again
             continue
         if kind == "replaced" and not folder.exists():
@@ -200,12 +203,12 @@ def _clear_killed(folder: Path) -> None:
 def _renamed_at_the_end(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` that takes its place when all went well, and is removed otherwise."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    work = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    work = folder.with_name(f".{folder.name}.partial-{platform.node()}-{os.getpid()}")
     work.mkdir()
     try:
         yield work
         if folder.exists():
-            old = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+            old = folder.with_name(f".{folder.name}.replaced-{platform.node()}-{os.getpid()}")
             folder.rename(old)
             work.rename(folder)
             shutil.rmtree(old)
