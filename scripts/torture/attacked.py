@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from compare_results import compare, differences
 
-from tune_prune.core.store import LEDGER
+from tune_prune.core.store import LEDGER, TUNE
 
 NAME = "attacked"
 MARK = "TUNE_PRUNE_TORTURE"  # in the environment of every process of a search: those that outlive it are found by it
@@ -156,8 +156,8 @@ class Attacked:
             self.problems.append(f"partial files are left: {', '.join(path.name for path in left[:5])}")
 
     def partial_files(self) -> list[Path]:
-        """Hidden files but those of the lock."""
-        hidden = (path for path in self.storage.rglob(".*") if path.is_file())
+        """Hidden files but those of the lock and of Ray Tune."""
+        hidden = (path for path in self.storage.rglob(".*") if path.is_file() and TUNE not in path.parts)
         return sorted(path for path in hidden if path.name not in (".lock", ".lock.json"))
 
     def finished(self, reference: Path, same: bool) -> None:

@@ -89,16 +89,8 @@ def hostile(setting: Setting, number: int) -> Attacked:
     (folder / "data" / "text" / "wikitext2-raw.test.txt").write_text(
         embedded.perplexity_text()[:5000], encoding="utf-8"
     )
-    own = (
-        "--model",
-        str(model),
-        *GRID[2:],
-        "--data-dir",
-        str(folder / "data"),
-        "--calibration",
-        "embedded",
-        "--inline",
-    )
+    data = ("--data-dir", str(folder / "data"), "--calibration", "embedded")
+    own = ("--model", str(model), *GRID[2:], *data, "--inline", "--search-space", "smoke")
     search, whole = Attacked(folder, own), Attacked(folder / "whole", own)
     before = Path.cwd()
     os.chdir(folder)
@@ -272,7 +264,7 @@ def _free_port() -> int:
 def _node(search: Attacked, *flags: str) -> psutil.Process:
     """A node as a person starts it, which stays in the foreground here."""
     command = [str(Path(sys.executable).with_name("ray")), "start", *flags, "--num-cpus", "1", "--block"]
-    with search.log.open("ab") as log:
+    with (search.folder / "nodes").open("ab") as log:  # Ray's own tracebacks are not the search's
         begun = subprocess.Popen(
             command, env=search.variables(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
