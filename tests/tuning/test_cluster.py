@@ -42,7 +42,23 @@ def join(**options):
     print("driver on", ray.util.get_node_ip_address())
 ray.init = join
 from tune_prune import search
-sys.exit(search.main(sys.argv[1:]))
+sys.exit(search.main([*sys.argv[1:], "--dry-run"]) or search.main(sys.argv[1:]))
+"""
+# `ray stop` ends every Ray of its user: here it sees the processes of this cluster alone.
+OF_THIS_CLUSTER = """
+import os
+import psutil
+everything = psutil.process_iter
+def here(attributes=None):
+    for process in everything(attributes):
+        try:
+            if process.environ().get("RAY_TMPDIR") == os.environ["RAY_TMPDIR"]:
+                yield process
+        except psutil.Error:
+            pass
+psutil.process_iter = here
+from ray.scripts.scripts import main
+main()
 """
 
 
@@ -122,11 +138,13 @@ def test_a_search_from_a_node_that_is_not_the_head(cluster, tmp_path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    assert f"driver on {WORKER}" in done.stdout and "[1/1]" in done.stdout
-    lines = done.stdout.splitlines()
+    planned, ran = done.stdout.split("\ndry run: nothing was started\n")
+    assert f"driver on {WORKER}" in ran and "[1/1]" in ran and "[1/1]" not in planned
+    assert "nodes        2, all with tune_prune 0." in planned
+    lines = ran.splitlines()
     (first,) = (index for index, line in enumerate(lines) if line.startswith("nodes        2, all with tune_prune 0."))
     table = [line.split() for line in lines[first + 1 : first + 4]]
     assert table[0] == ["CPUs", "memory", "GPUs", "clock"]
@@ -134,6 +152,19 @@ def test_a_search_from_a_node_that_is_not_the_head(cluster, tmp_path) -> None:
     assert table[1][2:] == ["0", "-", "no", "trials", "here", "-"]
     assert table[2][2] == "1" and table[2][-1] == "equal"
     assert list((tmp_path / "not" / "yet" / "ray_results").glob(".node-check*")) == []
+
+
+@pytest.mark.slow
+def test_the_end_of_ray(cluster) -> None:
+    """The last of this cluster."""
+    _, environment = cluster
+    (stop,) = {command for command in COMMANDS if "stop" in command}
+    argv = [sys.executable, "-c", OF_THIS_CLUSTER, *shlex.split(stop)[1:]]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and re.search(r"Stopped all \d+ Ray processes", done.stdout), done.stdout + done.stderr
+    daemons = ("gcs_server", "raylet")
+    left = [p.info for p in psutil.process_iter(["name", "environ"]) if p.info["name"] in daemons]
+    assert [one for one in left if (one["environ"] or {}).get("RAY_TMPDIR") == environment["RAY_TMPDIR"]] == []
 
 
 # --- what a node looks for, asked of this machine
