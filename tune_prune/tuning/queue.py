@@ -27,9 +27,8 @@ class WorkQueue:
     ) -> None:
         self._jobs = list(jobs)
         self._unprepared = {(job.run, job.samples) for job in jobs}
-        self._given_up: set[tuple[ModelRun, Samples | None]] = (
-            set()
-        )  # after the death of a worker, not in its own words
+        # Jobs that memory, the death of a worker or the time limit has ended.
+        self._given_up: set[tuple[ModelRun, Samples | None]] = set()
         self._waiting = [] if adaptive is not None else list(specs)
         methods = dict.fromkeys(spec.config.method for spec in self._waiting)
         self._needing = {method for method in methods if load_method(method).statistics}

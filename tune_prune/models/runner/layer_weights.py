@@ -63,9 +63,8 @@ def bring(model: nn.Module, weights: Weights, device: torch.device) -> None:
 def first_non_finite(weights: Weights) -> str | None:
     """The name of the first one that holds NaN or infinity. One weight is in memory at a time."""
 
-    def finite(
-        tensor: Tensor,
-    ) -> bool:  # ten times as fast as isfinite, without its memory; NaN is both least and largest
+    def finite(tensor: Tensor) -> bool:
+        # Ten times as fast as isfinite, without its memory; NaN is both least and largest.
         return not tensor.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
 
     return next((name for name in weights if not finite(weights[name])), None)
