@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from tune_prune import __version__, embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun
 from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.cost_model.machine import cpus
+from tune_prune.core.process.machine import cpus
 from tune_prune.data import calibration
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading

@@ -35,8 +35,9 @@ from bench_common import benchmark_parser, timed
 from bench_gpu import build
 
 from tune_prune.checkpoint import generation_speed
-from tune_prune.cost_model import estimate, machine, own_process
+from tune_prune.cost_model import estimate, own_process
 from tune_prune.cost_model.device_speed import SpeedRequest, measure
+from tune_prune.cost_model.gpus import visible_gpus
 from tune_prune.cost_model.memory import Shapes
 from tune_prune.models import loading
 from tune_prune.models.families import family_of
@@ -85,7 +86,7 @@ class Bench:
 
     def left_behind(self) -> dict[str, float]:
         def free() -> int:
-            return sum(gpu.memory.available for gpu in own_process.call(machine.gpus))
+            return sum(gpu.memory.available for gpu in own_process.call(visible_gpus))
 
         before = free()
         self.speed = own_process.call(measure, self.request())

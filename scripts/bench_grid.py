@@ -45,8 +45,8 @@ from bench_passes import removal_kinds
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.ledger import Ledger
+from tune_prune.core.process.machine import cpus
 from tune_prune.core.store import FolderStore
-from tune_prune.cost_model.machine import cpus
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.evaluation.item_scores import metric_of
 from tune_prune.planning import search_space

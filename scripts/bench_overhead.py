@@ -36,8 +36,8 @@ from bench_grid import run_search
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
 from tune_prune.core.files import parse_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines
+from tune_prune.core.process.machine import cpus
 from tune_prune.core.store import ITEMS, PASSES, TRIALS, FolderStore
-from tune_prune.cost_model.machine import cpus
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.statistics import needs_of
 from tune_prune.trial.trial import prepare, run_trial

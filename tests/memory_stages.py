@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.residencies import in_way
-from tune_prune.cost_model.memory import Shapes, StageMemory
+from tune_prune.cost_model.memory import Shapes
+from tune_prune.cost_model.memory_plan import StageMemory
 from tune_prune.evaluation.divergence import head_inputs, token_divergences
 from tune_prune.evaluation.engine.prefix_trees import score_items
 from tune_prune.evaluation.engine.rows import Request

@@ -73,7 +73,7 @@ def open(
         raise UserError(f"seed is {seed!r}; it must be {whole}")
     if perplexity_window is not None and not (whole := Whole(2, 10**6)).holds(perplexity_window):
         raise UserError(f"perplexity_window is {perplexity_window!r}; it must be {whole}")
-    from tune_prune.cost_model.machine import parse_size
+    from tune_prune.core.process.machine import parse_size
     from tune_prune.data import calibration as texts  # imports torch
     from tune_prune.models.loading import pick_device, usual_dtype
     from tune_prune.opened import Model

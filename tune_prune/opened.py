@@ -24,7 +24,8 @@ from tune_prune.core.errors import UserError, require
 from tune_prune.core.process import temporary
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import Location
-from tune_prune.cost_model.memory import Shapes, StageMemory, choose_within, on_this_machine
+from tune_prune.cost_model.memory import Shapes
+from tune_prune.cost_model.memory_plan import StageMemory, choose_within, on_this_machine
 from tune_prune.cost_model.workload import LONGEST_ROW, passes_of
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.checks import check_data
@@ -32,7 +33,7 @@ from tune_prune.data.sources import EMBEDDED_DATA, uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.loading import LoadedModel
-from tune_prune.models.runner.mapped_model import readable_in_place
+from tune_prune.models.runner.mapped_model import readable_in_place, to_bring_layers
 from tune_prune.models.runner.out_of_memory import release
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.planning.resolve import DenseModel
@@ -200,13 +201,14 @@ class Model:
         evaluation: Callable[[Residency], Sequence[StageMemory]],
         what: str,
     ) -> Residency:
-        ways = self._shapes.ways(passes, evaluation, readable_in_place(self._source))
+        readable = readable_in_place(self._source)
+        ways, streamed = (self._shapes.ways(passes, evaluation, from_files) for from_files in (readable, True))
         bounds = on_this_machine()
         release(torch.device(self.device))  # what torch keeps of earlier work is free, too
         bounds["device"] = torch.cuda.mem_get_info()[0] if self.device == "cuda" else bounds["host"]
         if self._loaded is not None and not self._loaded.residency.from_files:
             bounds["device"] += ways[0].weights
-        return choose_within(ways, bounds, self._memory, what).way
+        return choose_within(ways, bounds, self._memory, what, "", streamed, to_bring_layers(readable, 1)).way
 
     def evaluate(
         self,

@@ -141,7 +141,7 @@ def test_no_more_threads_than_cpus(
     main: Callable[..., int], argv: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container that has the time of one CPU of many."""
-    monkeypatch.setattr("tune_prune.cost_model.machine.cpus", lambda: 1)
+    monkeypatch.setattr("tune_prune.core.process.machine.cpus", lambda: 1)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -18,6 +18,7 @@ from transformers import GPT2TokenizerFast, MistralConfig
 
 from tests.conftest import build_tiny
 from tune_prune.core.config import EvaluationProtocol, Samples
+from tune_prune.core.process.machine import Load
 from tune_prune.cost_model import device_speed, tokens
 from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model.device_speed import (
@@ -32,7 +33,6 @@ from tune_prune.cost_model.device_speed import (
 )
 from tune_prune.cost_model.estimate import ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.machine import Load
 from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens
 from tune_prune.data.task_files import TaskSource
 from tune_prune.evaluation.engine.rows import Request, score_requests

@@ -19,13 +19,15 @@ from tune_prune.cli.plan_text import describe
 from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import MachineError, UserError
-from tune_prune.cost_model import device_speed, machine, own_process
+from tune_prune.core.process import machine
+from tune_prune.core.process.machine import Memory
+from tune_prune.cost_model import device_speed, own_process
 from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model.device_speed import CALL_S, SpeedRequest, _Bench
 from tune_prune.cost_model.estimate import estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.machine import Gpu, Memory
-from tune_prune.cost_model.memory import MemoryPlan
+from tune_prune.cost_model.gpus import Gpu, visible_gpus
+from tune_prune.cost_model.memory_plan import MemoryPlan
 from tune_prune.cost_model.workload import memory_of
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import RESIDENT
@@ -79,7 +81,7 @@ def test_a_process_that_dies_is_a_sentence() -> None:
 
 def test_free_memory_is_told_beside_the_total(gpus) -> None:
     gpus(("V100", 7, 30, 32), ("H100", 9, 20, 80))
-    assert machine.gpus() == [
+    assert visible_gpus() == [
         Gpu("V100", Memory(32 * GIB, 30 * GIB), False),
         Gpu("H100", Memory(80 * GIB, 20 * GIB), True),
     ]
@@ -111,7 +113,7 @@ CARD = ("H100", 9, 79, 80)
 
 def test_a_plan_asks_and_measures_a_gpu_in_processes_that_end(planned) -> None:
     plan = planned([CARD, CARD])
-    assert planned.calls == [machine.gpus, plan_cost.measure]
+    assert planned.calls == [visible_gpus, plan_cost.measure]
     assert (plan.resources.gpus, plan.slots, plan.gpu_names) == (0.25, min(8, machine.cpus()), ("H100",))
     assert plan.models[0].run.dtype == "bfloat16"
     planned.calls.clear()

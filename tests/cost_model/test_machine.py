@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.cost_model import machine
-from tune_prune.cost_model.machine import Load, Memory
+from tune_prune.core.process import machine
+from tune_prune.core.process.machine import Load, Memory
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -33,7 +33,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_an_affinity_mask_counts() -> None:
     one = str(min(os.sched_getaffinity(0)))
-    code = "from tune_prune.cost_model import machine; print(machine.cpus())"
+    code = "from tune_prune.core.process import machine; print(machine.cpus())"
     done = subprocess.run(
         ["taskset", "-c", one, sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -15,7 +15,8 @@ from torch.profiler import profile
 from transformers import MistralConfig
 
 from tests.memory_stages import STAGES, build
-from tune_prune.cost_model.memory import EVALUATION_SLACK, FRAGMENTATION, PROCESS_BYTES, MemoryPlan, Shapes, choose
+from tune_prune.cost_model.memory import EVALUATION_SLACK, FRAGMENTATION, PROCESS_BYTES, Shapes
+from tune_prune.cost_model.memory_plan import MemoryPlan, choose
 from tune_prune.models import loading
 from tune_prune.models.runner import layer_weights
 from tune_prune.pruning.statistics import Need

@@ -11,11 +11,11 @@ import pytest
 from make_random_model import config_of
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.process.machine import Memory
 from tune_prune.cost_model.device_speed import DeviceSpeed, Line
 from tune_prune.cost_model.estimate import ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.machine import Memory
-from tune_prune.cost_model.memory import MemoryPlan, choose
+from tune_prune.cost_model.memory_plan import MemoryPlan, choose
 from tune_prune.cost_model.tokens import ZeroShotTokens
 from tune_prune.cost_model.workload import memory_of
 from tune_prune.models import loading

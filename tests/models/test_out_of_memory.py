@@ -12,6 +12,8 @@ import torch
 
 from tests.limited_memory import LimitedMemory
 from tests.residencies import in_way
+from tune_prune.core.process import machine
+from tune_prune.core.process.machine import Memory
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.runner.out_of_memory import OutOfMemory, Shortage, attempt, first_that_fits, is_out_of_memory
@@ -88,17 +90,18 @@ def test_what_the_failed_attempt_had_is_gone_when_the_next_one_begins():
     assert held == [0, 0, 0]
 
 
-def test_where_nothing_fits_the_error_has_the_figures():
+def test_where_nothing_fits_the_error_has_the_figures(monkeypatch):
     def run(_):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 8 GiB"
         )
 
+    monkeypatch.setattr(machine, "memory", lambda: Memory(64 * 2**30, 3 * 2**30))  # in a container
     with pytest.raises(OutOfMemory) as raised:
-        first_that_fits("perplexity", HALVED[:3], run, CPU)
+        first_that_fits("perplexity", HALVED[:3], run, CPU, lambda: "stop")
     said = str(raised.value)
-    assert said.startswith("perplexity does not fit into memory, even resident, 1/4 at once (20.0 MiB asked for, ")
-    assert "iB free; the first of 3 ways tried: resident)" in said and said.endswith("or a smaller model")
+    assert said.startswith("perplexity does not fit into memory, even resident, 1/4 at once (20 MiB asked for, ")
+    assert ", 3.0 GiB free; the first of 3 ways tried: resident); stop, free some of this cpu's memory" in said
 
 
 def windows(count: int, length: int) -> torch.Tensor:

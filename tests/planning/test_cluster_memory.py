@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.process.machine import Memory
 from tune_prune.cost_model import own_process
-from tune_prune.cost_model.machine import Gpu, Memory
+from tune_prune.cost_model.gpus import Gpu
 from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.planning import plan_cost, preflight
 from tune_prune.planning.plan import Plan, SearchSettings

@@ -20,14 +20,15 @@ from tests.search_folders import TINY, data_folder, model_folder
 from tune_prune import prune, search
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, PassLog
+from tune_prune.core.process import machine
+from tune_prune.core.process.machine import Memory, at_least, parse_size
 from tune_prune.core.store import FolderStore
-from tune_prune.cost_model import machine
-from tune_prune.cost_model import memory as memory_plan
-from tune_prune.cost_model.machine import Memory, at_least, parse_size
+from tune_prune.cost_model.memory import INLINE_BYTES
 from tune_prune.models.runner.residency import WAYS
 from tune_prune.planning import memory_bounds
 from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
+from tune_prune.pruning.selection import target_params
 
 pytestmark = pytest.mark.usefixtures("short_text")
 SPACE = "search: grid\nmethod: [taylor, layerwise]\nseq_len: 256\nnum_samples: [5, 32]\n"
@@ -74,7 +75,7 @@ def test_the_whole_model_at_once_where_that_fits(bound: int) -> None:
 
 def test_memory_that_is_free_decides_where_none_is_named(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each of the trials that run at once."""
-    worker = bound - memory_plan.INLINE_BYTES["cpu"]
+    worker = bound - INLINE_BYTES["cpu"]
     for free, slots, way in ((worker, 1, "by layer"), (4 * worker, 4, "by layer"), (8 * worker, 4, "resident")):
         monkeypatch.setattr(machine, "memory", lambda free=free: Memory(2**40, free))
         monkeypatch.setattr(memory_bounds, "trial_slots", lambda *_, slots=slots: slots)
@@ -128,7 +129,7 @@ def test_no_number_knows_the_way(bound: int, tmp_path: Path, monkeypatch: pytest
         ("copies read", None, streamed[:1]),
         ("streamed", None, streamed[1:]),
     ):
-        monkeypatch.setattr(memory_plan, "WAYS", ways)
+        monkeypatch.setattr("tune_prune.cost_model.memory.WAYS", ways)
         folder = tmp_path / name
         tune_prune.search(
             "tiny-llama", "space.yaml", tasks=["boolq"], limit=4, inline=True, gpus_per_trial=0, storage_path=folder,
@@ -207,6 +208,12 @@ def test_pickled_weights_that_would_fit_as_safetensors_are_refused_with_that_ste
         plan(memory=streamed)
     with pytest.raises(UserError, match=r"\); use --memory "):
         plan(memory=streamed - 1)
+    shapes = tune_prune.open(str(folder), device="cpu")._shapes
+    removed = target_params(shapes.geometry, 0.2, "free")
+    least = min(way.total for way in shapes.ways([], lambda way: [shapes.pruning(removed, way)]))
+    model = tune_prune.open(str(folder), device="cpu", memory=f"{least / 2**20}MiB")
+    with pytest.raises(UserError, match=r"\); save the model with save_pretrained, .*, or use --memory "):
+        model.prune("magnitude")
     monkeypatch.setattr(machine, "memory", lambda: Memory(streamed, streamed))
     with pytest.raises(
         UserError, match=r"and this machine has .*; save the model with save_pretrained, .*, or use a machine"

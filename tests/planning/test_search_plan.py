@@ -25,10 +25,10 @@ from tune_prune.analysis.input.study import Model
 from tune_prune.core.config import ModelRun, PruningConfig, Samples, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, write_baselines
+from tune_prune.core.process.machine import Memory
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import EXPERIMENT, FolderStore
 from tune_prune.core.validation import validated
-from tune_prune.cost_model.machine import Memory
 from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.models import catalog, loading
 from tune_prune.planning import experiment, search_space

@@ -20,8 +20,9 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, WorkerCrashedError
 
 from tests.trials import RUN
 from tune_prune.core.errors import UserError
+from tune_prune.core.process.machine import Memory
 from tune_prune.core.store import location, open_store
-from tune_prune.cost_model.machine import Gpu, Memory
+from tune_prune.cost_model.gpus import Gpu
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource, resolve

@@ -17,8 +17,8 @@ import wrapt
 
 from tune_prune.core.config import HYPERPARAMETERS, PERPLEXITY_TOKENS, ZERO_SHOT_TASKS, Hyperparameter
 from tune_prune.core.errors import whole_number
+from tune_prune.core.process import machine
 from tune_prune.core.process.ending import exit_code
-from tune_prune.cost_model import machine
 from tune_prune.pruning.methods import method_names
 
 _LIBRARIES = "transformers.modeling_utils"  # the last import that every model needs

@@ -11,11 +11,11 @@ import torch
 
 from tune_prune.analysis.cost import between, duration
 from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, ModelRun, alignment, group_labels
+from tune_prune.core.process import machine
+from tune_prune.core.process.machine import size
 from tune_prune.core.records import in_order
 from tune_prune.core.store import Location, ObjectPath
 from tune_prune.core.values.kinds import texts_of
-from tune_prune.cost_model import machine
-from tune_prune.cost_model.machine import size
 from tune_prune.data.sources import uses_embedded_data
 from tune_prune.planning.plan import Plan
 from tune_prune.pruning import shapes

@@ -23,9 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from tune_prune.cost_model import machine
+from tune_prune.core.process import machine
+from tune_prune.core.process.machine import Load
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.machine import Load
 from tune_prune.evaluation.engine.prefix_trees import Rows, score_planned
 from tune_prune.evaluation.engine.rows import Row, default_batch_tokens, token_log_probs
 from tune_prune.models import loading

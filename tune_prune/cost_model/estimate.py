@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from tune_prune.core.config import Samples
+from tune_prune.core.process.machine import Load
 from tune_prune.core.records import MODEL_STAGES, in_order
 from tune_prune.cost_model.device_speed import DeviceSpeed
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.machine import Load
 from tune_prune.cost_model.tokens import ZeroShotTokens
 from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS, compared_tokens
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS

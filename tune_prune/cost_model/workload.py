@@ -11,7 +11,8 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import ModelRun, PruningConfig, Samples
-from tune_prune.cost_model.memory import MemoryPlan, Shapes
+from tune_prune.cost_model.memory import Shapes
+from tune_prune.cost_model.memory_plan import MemoryPlan
 from tune_prune.cost_model.tokens import (
     HUB_PERPLEXITY_TOKENS,
     ZeroShotTokens,

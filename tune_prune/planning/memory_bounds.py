@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tune_prune.core.errors import UserError
-from tune_prune.cost_model import machine
-from tune_prune.cost_model.machine import TooLittleMemory
-from tune_prune.cost_model.memory import Bounds, MemoryPlan, choose_within, on_this_machine
+from tune_prune.core.process import machine
+from tune_prune.core.process.machine import TooLittleMemory
+from tune_prune.cost_model.gpus import Gpu
+from tune_prune.cost_model.memory_plan import Bounds, MemoryPlan, advised, choose_within, on_this_machine
 from tune_prune.models.runner.residency import Place, Residency
 from tune_prune.planning.plan import ModelPlan, SearchSettings
 from tune_prune.tuning.ray_cluster.resources import (
@@ -84,8 +84,9 @@ def other_steps(settings: SearchSettings, models: Sequence[ModelPlan], within: M
     except TooLittleMemory as error:
         there = {**within.of, "device": min(settings.memory or sys.maxsize, within.of.get("device", sys.maxsize))}
         for model in models:
-            if not any(way.fits(there) for way in model.ways) and any(way.fits(there) for way in model.other_ways):
-                raise UserError(f"{error.fact}{model.other_step}, or {error.step}") from None
+            found = advised(error, model.ways, model.other_ways, model.other_step, there)
+            if found is not error:
+                raise found from None
         raise
 
 
@@ -95,7 +96,7 @@ def choose(settings: SearchSettings, model: ModelPlan, within: MemoryBounds) -> 
     return choose_within(model.ways, within.of, settings.memory, what, within.folder)
 
 
-def kinds_of(gpus: Sequence[machine.Gpu]) -> dict[str, machine.Memory]:
+def kinds_of(gpus: Sequence[Gpu]) -> dict[str, machine.Memory]:
     """By name, the memory of that of a kind of GPU which has least to use."""
     return {gpu.name: gpu.memory for gpu in sorted(gpus, key=lambda gpu: usable_bytes(gpu.memory), reverse=True)}
 
@@ -106,7 +107,7 @@ def ways_of_kinds(
     nodes: Sequence[Mapping[str, float]],
     told: Sequence[Node],
     resources: TrialResources,
-    gpus: Sequence[machine.Gpu],
+    gpus: Sequence[Gpu],
 ) -> dict[str, dict[str, Residency]]:
     """By the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest kind in a
     lean way may fit another in a faster one, which gives the same numbers."""

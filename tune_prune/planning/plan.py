@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
 from tune_prune.core.store import Location
 from tune_prune.cost_model.estimate import CostEstimate
-from tune_prune.cost_model.memory import MemoryPlan
+from tune_prune.cost_model.memory_plan import MemoryPlan
 from tune_prune.cost_model.workload import Workload
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.gguf.files import GgufOrigin

@@ -17,15 +17,19 @@ import torch
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
+from tune_prune.core.process import machine
 from tune_prune.core.store import Location, ObjectPath, location, open_store
-from tune_prune.cost_model import machine, own_process
-from tune_prune.cost_model.memory import INLINE_BYTES, MemoryPlan
+from tune_prune.cost_model import own_process
+from tune_prune.cost_model.gpus import Gpu, visible_gpus
+from tune_prune.cost_model.memory import INLINE_BYTES
+from tune_prune.cost_model.memory_plan import MemoryPlan
 from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.geometry import Geometry
+from tune_prune.models.runner.mapped_model import to_bring_layers
 from tune_prune.planning import experiment, memory_bounds, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
@@ -176,13 +180,7 @@ def _plan_model(
         own = INLINE_BYTES[device] if settings.inline else 0
         return tuple(replace(plan, process=plan.process + own) for plan in found)
 
-    steps = []  # for layers to be brought one at a time
-    if not from_files:
-        steps.append(
-            "save the model with save_pretrained, which writes safetensors (tensors of a pickle cannot be read one at a time)"
-        )
-    if gpus > 1:
-        steps.append("use --gpus-per-trial 1 (layers are brought one at a time to one GPU only)")
+    step = to_bring_layers(from_files, gpus)
     asked = ways(from_files, gpus)
     return ModelPlan(
         run=run,
@@ -195,8 +193,8 @@ def _plan_model(
         workload=work,
         ways=asked,
         memory=asked[0],
-        other_ways=ways(True, 1) if steps else (),
-        other_step=" and ".join(steps),
+        other_ways=ways(True, 1) if step else (),
+        other_step=step,
         gguf=source.gguf,
         found_as=source.found_as,
     )
@@ -258,10 +256,10 @@ def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelP
     nodes.check_reach(told, folder, data)
 
 
-def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[machine.Gpu]]:
+def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[Gpu]]:
     """CPUs and GPUs of each node, of this machine or of the connected cluster, and what GPUs those are, if they are to be used."""
     if told:
         return [node.resources for node in told], [gpu for node in told for gpu in node.gpus]
     count = torch.cuda.device_count()
-    gpus = own_process.call(machine.gpus) if count and settings.gpus_per_trial != 0 else []
+    gpus = own_process.call(visible_gpus) if count and settings.gpus_per_trial != 0 else []
     return [{"CPU": machine.cpus(), "GPU": count}], gpus

@@ -314,7 +314,8 @@ class TrialContext:
             self._hold(self.fallback.way)
             return run(way.halvings)
 
-        return first_that_fits(f"{stage} of {self.run.label}", ways, attempt, device)
+        step = partial(self.fallback.step, source)
+        return first_that_fits(f"{stage} of {self.run.label}", ways, attempt, device, step)
 
     def _hold(self, way: Residency) -> None:
         """Have the model in that way. Weights leave the device where it says so."""

@@ -16,7 +16,7 @@ import torch
 from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import LoadedModel
-from tune_prune.models.runner.mapped_model import map_model, readable_in_place
+from tune_prune.models.runner.mapped_model import map_model, readable_in_place, to_bring_layers
 from tune_prune.models.runner.out_of_memory import first_that_fits
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
 
@@ -90,6 +90,10 @@ class Fallback:
         """The way, as far as that stage asks for it."""
         return replace(_part(self.way, use, device), halvings=self.halvings.get(stage, 0))
 
+    def step(self, source: ModelSource) -> str:
+        """What would let the model be held with less; "" where its weights can stay in their files."""
+        return to_bring_layers(readable_in_place(source), self.way.gpus)
+
     def _leaner(self, use: Use, device: str) -> Iterator[Residency]:
         """Those after the present one that save something; none where that is no such way."""
         own = self.way
@@ -125,4 +129,5 @@ def load(
         return (map_model if way.from_files else loading.load_model)(source, dtype, device, way)
 
     ways = fallback.ways("loading", "load", device, lambda: 0, lambda: leaner and readable_in_place(source))
-    return first_that_fits(f"loading of {label}", ways, in_its_way, torch.device(device))
+    step = partial(fallback.step, source) if leaner else str
+    return first_that_fits(f"loading of {label}", ways, in_its_way, torch.device(device), step)

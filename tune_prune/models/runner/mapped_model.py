@@ -63,6 +63,18 @@ def readable_in_place(source: ModelSource) -> bool:
     return bool(weight_files.files(_folder(source)))
 
 
+def to_bring_layers(readable: bool, gpus: int) -> str:
+    """What has to be done before layers can be brought one at a time, of weights that are `readable_in_place` or not, to so many
+    GPUs; "" where they can be."""
+    steps = {
+        "save the model with save_pretrained, which writes safetensors (tensors of a pickle cannot be read one at a time)": (
+            not readable
+        ),
+        "use --gpus-per-trial 1 (layers are brought one at a time to one GPU only)": gpus > 1,
+    }
+    return " and ".join(step for step, needed in steps.items() if needed)
+
+
 def _stored_weights(places: Mapping[str, weight_files.Place], dtype: torch.dtype) -> LazyWeights:
     """Parameters as `dtype`; `places`: where each is. A file is opened for every tensor, so that none stays mapped. A tensor that
     cannot be read any more is a UserError, and so is one whose file has changed: numbers would be those of two models, and to read

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import re
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,6 +14,8 @@ from typing import TypeVar
 import torch
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.process import machine
+from tune_prune.core.process.machine import size
 from tune_prune.models.runner.residency import Residency
 
 log = logging.getLogger(__name__)
@@ -81,9 +82,15 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def first_that_fits(what: str, ways: Iterable[Residency], run: Callable[[Residency], T], device: torch.device) -> T:
+def first_that_fits(
+    what: str,
+    ways: Iterable[Residency],
+    run: Callable[[Residency], T],
+    device: torch.device,
+    step: Callable[[], str] = str,
+) -> T:
     """What `run` gives in the first of `ways` in which memory suffices; the next one is asked for when all that the one before had
-    is given back. Raises OutOfMemory where none does, and whatever else `run` raises."""
+    is given back. Raises OutOfMemory where none does, which begins its advice with `step`, and whatever else `run` raises."""
     tried: list[str] = []
     for way in ways:
         found = attempt(partial(run, way), device)
@@ -93,18 +100,11 @@ def first_that_fits(what: str, ways: Iterable[Residency], run: Callable[[Residen
         tried.append(str(way))
         shortage = found
     before = f"; the first of {len(tried)} ways tried: {tried[0]}" if tried[1:] else ""
+    advice = f"{more}, " if (more := step()) else ""
     raise OutOfMemory(
-        f"{what} does not fit into memory, even {tried[-1]} ({shortage}{before}); free some of this {device.type}'s memory, take a "
-        "machine with more, or a smaller model"
+        f"{what} does not fit into memory, even {tried[-1]} ({shortage}{before}); {advice}free some of this {device.type}'s "
+        "memory, take a machine with more, or a smaller model"
     )
-
-
-def size(count: int) -> str:
-    """Bytes as text."""
-    unit, name = next(
-        ((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= unit), (1, "bytes")
-    )
-    return f"{count / unit:.1f} {name}" if unit > 1 else f"{count} {name}"
 
 
 def _bytes(amount: re.Pattern[str], message: str) -> int | None:
@@ -112,9 +112,7 @@ def _bytes(amount: re.Pattern[str], message: str) -> int | None:
     return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
 
 
-def _free(device: torch.device) -> int | None:
+def _free(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return machine.memory().available

@@ -19,7 +19,7 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
 from tune_prune.core.errors import NotStarted, UserError
-from tune_prune.cost_model import machine
+from tune_prune.core.process import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
 from tune_prune.tuning.ray_cluster.local import INSTEAD, LocalRay

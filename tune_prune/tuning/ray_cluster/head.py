@@ -24,8 +24,7 @@ from typing import Any
 import psutil
 
 from tune_prune.core.errors import MachineError, UserError
-from tune_prune.core.process import temporary
-from tune_prune.cost_model import machine
+from tune_prune.core.process import machine, temporary
 from tune_prune.tuning.ray_cluster.local import INSTEAD
 
 ATTEMPTS = 2

@@ -18,8 +18,7 @@ from types import TracebackType
 import psutil
 
 from tune_prune.core.errors import NotStarted, UserError
-from tune_prune.core.process import temporary
-from tune_prune.cost_model import machine
+from tune_prune.core.process import machine, temporary
 
 INSTEAD = "try again when the machine is less busy, or add --inline, which runs the trials in this process without Ray"
 _HEAD = "tune_prune.tuning.ray_cluster.head"

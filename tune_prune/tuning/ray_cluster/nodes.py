@@ -23,9 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.errors import UserError
+from tune_prune.core.process import machine
 from tune_prune.core.store import Location, open_store
-from tune_prune.cost_model import machine
-from tune_prune.cost_model.memory import on_this_machine
+from tune_prune.cost_model.gpus import Gpu, visible_gpus
+from tune_prune.cost_model.memory_plan import on_this_machine
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
 from tune_prune.tuning.ray_cluster.resources import Node, TrialResources, slots_on
@@ -248,8 +249,8 @@ def _not_shared(folder: Location, why: str) -> str:
 
 
 @ray.remote(num_cpus=0)  # Ray ends a worker after a task with a share of a GPU
-def _hardware(on_gpus: bool) -> tuple[machine.Memory, int, list[machine.Gpu]]:
-    return machine.memory(), on_this_machine()["file"], machine.gpus() if on_gpus else []
+def _hardware(on_gpus: bool) -> tuple[machine.Memory, int, list[Gpu]]:
+    return machine.memory(), on_this_machine()["file"], visible_gpus() if on_gpus else []
 
 
 @ray.remote(num_cpus=0)

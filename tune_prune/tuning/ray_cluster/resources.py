@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tune_prune.core.errors import UserError
-from tune_prune.cost_model.machine import Gpu, Memory, TooLittleMemory
+from tune_prune.core.process.machine import Memory, TooLittleMemory
+from tune_prune.cost_model.gpus import Gpu
 
 MAX_TRIALS_PER_GPU = 4  # beyond that the trials of one GPU only wait for each other
 USABLE_GPU_MEMORY = 0.9  # the rest is left to fragmentation and to what other programs may come to need

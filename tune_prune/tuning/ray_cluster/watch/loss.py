@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tune_prune.core.errors import MachineError, UserError
-from tune_prune.core.process import ending
-from tune_prune.cost_model import machine
+from tune_prune.core.process import ending, machine
 from tune_prune.tuning.ray_cluster import address as address_check
 
 A_SIGNAL_S = 1.0  # in which a signal that has ended Ray reaches this process, too, and is the reason

@@ -45,15 +45,6 @@ class TooLittleMemory(UserError):
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A GPU that this process sees; of its memory, what no process holds is available."""
-
-    name: str
-    memory: Memory
-    bfloat16: bool  # whether it computes in it, not only by way of float32
-
-
-@dataclass(frozen=True)
 class Load:
     """How busy the CPUs were."""
 
@@ -102,19 +93,6 @@ def in_memory(folder: str) -> bool:
     return bool(holding) and kinds[max(holding, key=len)] in ("tmpfs", "ramfs")
 
 
-def gpus() -> list[Gpu]:
-    """Every GPU. To ask for free memory takes a CUDA context on each, which stays until the process ends: `own_process.call(gpus)`
-    leaves none behind."""
-    import torch  # here, as the rest is asked for where nothing heavy is imported
-
-    found = []
-    for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(about.name, Memory(total, free), bool(torch.version.hip) or about.major >= 8))
-    return found
-
-
 def load() -> Load:
     """What the CPUs were doing in the last minute."""
     return Load(os.getloadavg()[0], cpus())
@@ -131,7 +109,8 @@ def parse_size(text: str) -> int:
 
 def size(count: float) -> str:
     """Bytes as text."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
+    return f"{count / unit:.{int(name == 'GiB' or count < unit)}f} {name}"
 
 
 def at_least(count: int) -> str:

@@ -1,0 +1,29 @@
+"""The GPUs that this process sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tune_prune.core.process.machine import Memory
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process sees; of its memory, what no process holds is available."""
+
+    name: str
+    memory: Memory
+    bfloat16: bool  # whether it computes in it, not only by way of float32
+
+
+def visible_gpus() -> list[Gpu]:
+    """Every GPU. To ask for free memory takes a CUDA context on each, which stays until the process ends:
+    `own_process.call(visible_gpus)` leaves none behind."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(about.name, Memory(total, free), bool(torch.version.hip) or about.major >= 8))
+    return found
