@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from tune_prune.core.process.machine import Memory
 
 
@@ -21,6 +19,8 @@ class Gpu:
 def visible_gpus() -> list[Gpu]:
     """Every GPU. To ask for free memory takes a CUDA context on each, which stays until the process ends:
     `own_process.call(visible_gpus)` leaves none behind."""
+    import torch  # here: flags are read without it
+
     found = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
