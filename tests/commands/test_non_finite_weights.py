@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.search_folders import data_folder, model_folder
 from tests.trials import RUN
-from tune_prune import api, embedded, evaluate, search
+from tune_prune import api, embedded, evaluate, prune, search
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import NotFinite, UserError
 from tune_prune.data.perplexity_text import TEXT_FILE
@@ -64,7 +64,7 @@ def test_evaluate_names_the_weight(number: float, refused: Callable[..., str], t
     sentence = refused(evaluate.main, *argv, begun=True)
     assert (
         sentence
-        == f"error: m cannot be measured: its weight {NAME} holds NaN or infinity; save or download the model again\n"
+        == f"error: m cannot be pruned or measured: its weight {NAME} holds NaN or infinity; save or download the model again\n"
     )
 
 
@@ -106,7 +106,7 @@ def test_a_search_ends_with_the_baseline_however_often_it_is_started(
     argv += ["--gpus-per-trial", "0"]
     for _ in range(2):
         sentence = refused(search.main, *argv, begun=True)
-        assert f"m cannot be measured: its weight {EMBEDDING} holds NaN" in sentence
+        assert f"m cannot be pruned or measured: its weight {EMBEDDING} holds NaN" in sentence
     assert not [*(tmp_path / "kept").glob("*/baseline.json"), *(tmp_path / "kept").glob("*/ledger/*")]
 
 
@@ -116,7 +116,16 @@ def test_a_trial_of_a_worker_that_has_not_measured_the_dense_model(tmp_path: Pat
     trial = Trial(RANDOM, TrialContext.open(run, tmp_path / "cache", "cpu"))
     with pytest.raises(NotFinite, match=f"its weight {EMBEDDING} holds NaN"):
         list(trial.stages())
-    assert [report.stage for report in trial.progress.reports] == ["pruning"]
+    assert trial.progress.reports == ()
+
+
+def test_it_is_not_pruned(refused: Callable[..., str], tmp_path: Path) -> None:
+    """Though magnitudes of other weights, and no score, would show it."""
+    model, out = unused_row_broken(tmp_path / "m"), tmp_path / "out"
+    argv = ("--model", model, "--method", "magnitude", "--device", "cpu", "--output", out)
+    sentence = refused(prune.main, *argv, begun=True)
+    assert sentence.startswith(f"error: m cannot be pruned or measured: its weight {EMBEDDING} holds NaN")
+    assert not out.exists()
 
 
 def test_weights_are_looked_at_once_and_infinite_perplexity_is_a_result(

@@ -155,6 +155,7 @@ class Trial:
                 self._files |= statistic.files(arrays)
             yield report
 
+        self._check_weights()
         with self._stage("pruning") as report:
             values = {name: load_statistic(need.statistic).value(found[need], need) for name, need in needs.items()}
 
@@ -209,12 +210,12 @@ class Trial:
             yield report
 
     def _check_weights(self) -> None:
-        """Raise NotFinite where a weight of the dense model is not finite: what is measured may not show it, as where it is of a
-        token that no text has."""
+        """Raise NotFinite where a weight of the dense model is not finite: neither scores nor what is measured may show it, as
+        where it is of a token that no text has."""
         if (name := self.context.non_finite_weight) is not None:
             raise NotFinite(
-                f"{self.context.run.label} cannot be measured: its weight {name} holds NaN or infinity; save or download the model "
-                "again"
+                f"{self.context.run.label} cannot be pruned or measured: its weight {name} holds NaN or infinity; save or download "
+                "the model again"
             )
 
     @contextmanager
