@@ -111,6 +111,21 @@ def test_stopping_early_makes_the_cost_an_upper_bound(plan_text: Callable[..., s
     assert "an upper bound: asha stops trials early" in plan_text(*TINY, "--scheduler", "asha")
 
 
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
+    plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+    for there in (False, True):
+        monkeypatch.setattr(
+            "torch.cpu.get_capabilities", lambda there=there: {"architecture": "x86_64", "avx512_bf16": there}
+        )
+        shown += [
+            "dtype        bfloat16, which this CPU has no instructions for" in plan_text(*TINY, *flags)
+            for flags in (("--dtype", "bfloat16", "--gpus-per-trial", "0"), ("--gpus-per-trial", "0"))
+        ]
+    assert shown == [True, False, False, False]
+
+
 def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Callable[..., str]) -> None:
     """After a worker has made the statistics of one seq_len and the requests, only the other seq_len is left, and the
     zero-shot tokens are exact; a trial of the ledger and the baseline are not run again."""
