@@ -11,8 +11,7 @@ layer, over the weights of its projections, for the record: `*_ratio` is the lar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,12 +21,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.core.store import GRADIENTS
-from tune_prune.core.terminal import progress
-from tune_prune.models.families import Family, decoder_layers
-from tune_prune.models.head import NextTokenLosses
-from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.families import Family
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.batches import batch_size, batches, check_snapshots, needs_copy, runs, samples_run
+from tune_prune.pruning.batches import batch_size, needs_copy
+from tune_prune.pruning.gradient_pass import Sums, gradient_pass, gradient_work
 from tune_prune.pruning.group_sums import layer_group_sums
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
@@ -87,17 +84,7 @@ class Taylor(Statistic):
 
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
         wanted, step = [need.num_samples for need in needs], batch_size(seq_len, device)
-        samples = samples_run(wanted, step)
-        return PassWork(
-            tokens=max(wanted) * seq_len,
-            attention_tokens=samples * seq_len * num_layers,
-            mlp_tokens=samples * seq_len * num_layers,
-            head_positions=samples * (seq_len - 1),
-            batch_tokens=min(step, max(wanted)) * seq_len,
-            backward=True,
-            snapshots=len(wanted),
-            weight_sums=2 if needs_copy(wanted, step) else 1,
-        )
+        return gradient_work(wanted, seq_len, num_layers, step, weight_sums=2 if needs_copy(wanted, step) else 1)
 
     def value(self, arrays: Arrays, need: Need) -> GroupScores:
         """I(group), not yet divided by what a group costs."""
@@ -122,121 +109,15 @@ def taylor(
     snapshots: Sequence[int],
     residency: Residency = RESIDENT,
 ) -> dict[int, Importance]:
-    """Importance from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`.
-
-    One forward and backward pass over max(snapshots) samples. Weights are not changed; gradients are taken for the
-    projections only. Raises ValueError when a snapshot is not within 1..len(windows).
-
-    Of the whole model at once, or layer by layer (`residency.by_layer`): then the sums of one layer are there at a time and, in
-    `residency.states`, the inputs of all layers; the forward pass is made twice. Both give the same bits on a CPU.
-    """
-    wanted = check_snapshots(snapshots, len(windows))
-    runner = LayerRunner(model, family, residency)
-    step = batch_size(windows.shape[1], runner.device.type)
-    with _no_gradients(model):
-        found = (_by_layer if residency.by_layer else _whole)(runner, windows, wanted, step)
+    """Importance from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`, by one `gradient_pass`. Raises
+    ValueError when a snapshot is not within 1..len(windows)."""
+    found = gradient_pass(model, family, windows, snapshots, residency, _Accumulator)
     return {n: Importance(n, *_joined(layers)) for n, layers in found.items()}
 
 
 def _joined(layers: Sequence[_LayerResult]) -> tuple[GroupScores, LayerGradients]:
     groups = GroupScores(tuple(one.attention for one in layers), tuple(one.mlp for one in layers))
     return groups, LayerGradients(*np.array([one.statistics for one in layers]).T)
-
-
-def _whole(
-    runner: LayerRunner, windows: torch.Tensor, wanted: Sequence[int], step: int
-) -> dict[int, list[_LayerResult]]:
-    model = runner.model
-    with (
-        _Accumulator(runner.family, decoder_layers(model, runner.family)) as sums,
-        progress.step("gradients", lambda: samples_run(wanted, step), "samples") as advance,
-    ):
-        losses = NextTokenLosses(model)
-
-        def add(start: int, stop: int) -> None:
-            losses.backward(windows[start:stop].to(model.device))
-            advance(stop - start)
-
-        return _snapshots(sums, add, wanted, step)
-
-
-def _by_layer(
-    runner: LayerRunner, windows: torch.Tensor, wanted: Sequence[int], step: int
-) -> dict[int, list[_LayerResult]]:
-    """Forward layer by layer, keeping the inputs of each; the head's gradients; and back, each layer run again for all batches
-    before the one in front of it."""
-
-    def gradient(hidden: torch.Tensor) -> torch.Tensor:
-        assert hidden.grad is not None
-        return hidden.grad
-
-    last = runner.num_layers
-    parts = {(start, stop): windows[start:stop] for start, stop in runs(wanted, step)}
-    found: dict[int, list[_LayerResult]] = {n: [] for n in wanted}
-    with progress.step("gradients", lambda: 2 * last, "layers") as advance, torch.no_grad():
-        carried = runner.embedded(parts)
-        states = carried.states  # by (batch, layer): its inputs; by batch: gradients of what it has given
-        for batch in parts:
-            states[batch, 0] = states.pop(batch)
-        for index, layer in runner.layers():
-            for batch in parts:
-                states[batch, index + 1] = carried.run(layer, index, batch, states[batch, index])
-            advance(1)
-        with runner.tail() as losses:
-            for batch, samples in parts.items():
-                hidden = states.pop((batch, last)).requires_grad_(True)
-                losses.backward(samples.to(runner.device), hidden)
-                states[batch] = gradient(hidden)
-        for index, layer in runner.layers(range(last - 1, -1, -1)):
-
-            @torch.enable_grad()
-            def add(start: int, stop: int, index: int = index, layer: nn.Module = layer) -> None:
-                batch = (start, stop)
-                hidden = states.pop((batch, index)).requires_grad_(index > 0)  # nobody asks for that of the embeddings
-                output = carried.run(layer, index, batch, hidden)
-                output.backward(states[batch].to(output.device))
-                if index:
-                    states[batch] = gradient(hidden)
-
-            with _Accumulator(runner.family, [layer]) as sums:
-                for n, (result,) in _snapshots(sums, add, wanted, step).items():
-                    found[n].insert(0, result)
-            advance(1)
-    return found
-
-
-def _snapshots(
-    sums: _Accumulator, add: Callable[[int, int], None], wanted: Sequence[int], step: int
-) -> dict[int, list[_LayerResult]]:
-    """What `sums` come to after each number of samples in `wanted`; `add(start, stop)` adds the gradients of samples."""
-    found = {}
-    for start, inside, end in batches(wanted, step):
-        # The sums are put back only where something follows: a copy is as large as the sums themselves.
-        before = sums.copy() if len(inside) > 1 or (inside and end is not None) else {}
-        for n in inside:
-            add(start, n)
-            found[n] = sums.results(n)
-            sums.restore(before)
-        if end is not None:
-            add(start, end)
-            if end in wanted:
-                found[end] = sums.results(end)
-    return found
-
-
-@contextmanager
-def _no_gradients(model: nn.Module) -> Iterator[None]:
-    """Within it no parameter of `model` has or wants a gradient; afterwards they are as they were."""
-    before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    try:
-        for p, _, _ in before:
-            p.requires_grad_(False)
-            p.grad = None
-        yield
-    finally:
-        for p, requires_grad, grad in before:
-            p.requires_grad_(requires_grad)
-            p.grad = grad
 
 
 @dataclass(frozen=True)
@@ -248,7 +129,7 @@ class _LayerResult:
     statistics: tuple[float, float, float, float]
 
 
-class _Accumulator:
+class _Accumulator(Sums[_LayerResult]):
     """Signed sums of per-sample gradients of `layers` in float32 (float64 for float64 models), filled by hooks as each is ready,
     so that a model in bfloat16 never sums in bfloat16 and no gradient lives longer than its layer's backward pass."""
 

@@ -1,0 +1,180 @@
+"""One forward and backward pass over calibration samples, for every statistic that decides by gradients.
+
+Of the whole model at once, or layer by layer (`residency.by_layer`): then what is summed up of one layer is there at a time and,
+in `residency.states`, the inputs of all layers; the forward pass is made twice. Both give the same bits on a CPU. Weights are not
+changed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tune_prune.core.terminal import progress
+from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.head import NextTokenLosses
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.residency import Residency
+from tune_prune.pruning.batches import batch_size, batches, check_snapshots, runs, samples_run
+from tune_prune.pruning.statistics import PassWork
+
+T = TypeVar("T")
+
+
+class Sums(ABC, Generic[T]):
+    """What the backward passes of some layers add up to. Within its context it fills itself, by hooks; afterwards the layers are as
+    they were. `T`: of one layer after so many samples."""
+
+    @abstractmethod
+    def __enter__(self) -> Sums[T]: ...
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+    @abstractmethod
+    def copy(self) -> Any:
+        """What was added so far, for `restore`."""
+
+    @abstractmethod
+    def restore(self, saved: Any) -> None: ...
+
+    @abstractmethod
+    def results(self, num_samples: int) -> list[T]:
+        """By layer, of the mean over so many samples."""
+
+
+MakeSums = Callable[[Family, Iterable[nn.Module]], Sums[T]]
+
+
+def gradient_pass(
+    model: PreTrainedModel,
+    family: Family,
+    windows: torch.Tensor,
+    snapshots: Sequence[int],
+    residency: Residency,
+    make: MakeSums[T],
+    together: int | None = None,
+) -> dict[int, list[T]]:
+    """What `make`'s sums come to, by layer, from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`: of
+    the gradients of the sum over samples of their mean next-token losses, `together` samples at a time (None: as many as
+    `batch_size` says). Raises ValueError when a snapshot is not within 1..len(windows)."""
+    wanted = check_snapshots(snapshots, len(windows))
+    runner = LayerRunner(model, family, residency)
+    step = together or batch_size(windows.shape[1], runner.device.type)
+    with _no_gradients(model):
+        return (_by_layer if residency.by_layer else _whole)(runner, windows, wanted, step, make)
+
+
+def gradient_work(wanted: Sequence[int], seq_len: int, num_layers: int, step: int, weight_sums: int) -> PassWork:
+    """What such a pass computes; `weight_sums`: float32 numbers that its sums keep per weight."""
+    samples = samples_run(wanted, step)
+    return PassWork(
+        tokens=max(wanted) * seq_len,
+        attention_tokens=samples * seq_len * num_layers,
+        mlp_tokens=samples * seq_len * num_layers,
+        head_positions=samples * (seq_len - 1),
+        batch_tokens=min(step, max(wanted)) * seq_len,
+        backward=True,
+        snapshots=len(wanted),
+        weight_sums=weight_sums,
+    )
+
+
+def _whole(
+    runner: LayerRunner, windows: torch.Tensor, wanted: Sequence[int], step: int, make: MakeSums[T]
+) -> dict[int, list[T]]:
+    model = runner.model
+    with (
+        make(runner.family, decoder_layers(model, runner.family)) as sums,
+        progress.step("gradients", lambda: samples_run(wanted, step), "samples") as advance,
+    ):
+        losses = NextTokenLosses(model)
+
+        def add(start: int, stop: int) -> None:
+            losses.backward(windows[start:stop].to(model.device))
+            advance(stop - start)
+
+        return _snapshots(sums, add, wanted, step)
+
+
+def _by_layer(
+    runner: LayerRunner, windows: torch.Tensor, wanted: Sequence[int], step: int, make: MakeSums[T]
+) -> dict[int, list[T]]:
+    """Forward layer by layer, keeping the inputs of each; the head's gradients; and back, each layer run again for all batches
+    before the one in front of it."""
+
+    def gradient(hidden: torch.Tensor) -> torch.Tensor:
+        assert hidden.grad is not None
+        return hidden.grad
+
+    last = runner.num_layers
+    parts = {(start, stop): windows[start:stop] for start, stop in runs(wanted, step)}
+    found: dict[int, list[T]] = {n: [] for n in wanted}
+    with progress.step("gradients", lambda: 2 * last, "layers") as advance, torch.no_grad():
+        carried = runner.embedded(parts)
+        states = carried.states  # by (batch, layer): its inputs; by batch: gradients of what it has given
+        for batch in parts:
+            states[batch, 0] = states.pop(batch)
+        for index, layer in runner.layers():
+            for batch in parts:
+                states[batch, index + 1] = carried.run(layer, index, batch, states[batch, index])
+            advance(1)
+        with runner.tail() as losses:
+            for batch, samples in parts.items():
+                hidden = states.pop((batch, last)).requires_grad_(True)
+                losses.backward(samples.to(runner.device), hidden)
+                states[batch] = gradient(hidden)
+        for index, layer in runner.layers(range(last - 1, -1, -1)):
+
+            @torch.enable_grad()
+            def add(start: int, stop: int, index: int = index, layer: nn.Module = layer) -> None:
+                batch = (start, stop)
+                hidden = states.pop((batch, index)).requires_grad_(index > 0)  # nobody asks for that of the embeddings
+                output = carried.run(layer, index, batch, hidden)
+                output.backward(states[batch].to(output.device))
+                if index:
+                    states[batch] = gradient(hidden)
+
+            with make(runner.family, [layer]) as sums:
+                for n, (result,) in _snapshots(sums, add, wanted, step).items():
+                    found[n].insert(0, result)
+            advance(1)
+    return found
+
+
+def _snapshots(sums: Sums[T], add: Callable[[int, int], None], wanted: Sequence[int], step: int) -> dict[int, list[T]]:
+    """What `sums` come to after each number of samples in `wanted`; `add(start, stop)` adds the gradients of samples."""
+    found = {}
+    for start, inside, end in batches(wanted, step):
+        # The sums are put back only where something follows: a copy is as large as the sums themselves.
+        before = sums.copy() if len(inside) > 1 or (inside and end is not None) else {}
+        for n in inside:
+            add(start, n)
+            found[n] = sums.results(n)
+            sums.restore(before)
+        if end is not None:
+            add(start, end)
+            if end in wanted:
+                found[end] = sums.results(end)
+    return found
+
+
+@contextmanager
+def _no_gradients(model: nn.Module) -> Iterator[None]:
+    """Within it no parameter of `model` has or wants a gradient; afterwards they are as they were."""
+    before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    try:
+        for p, _, _ in before:
+            p.requires_grad_(False)
+            p.grad = None
+        yield
+    finally:
+        for p, requires_grad, grad in before:
+            p.requires_grad_(requires_grad)
+            p.grad = grad
