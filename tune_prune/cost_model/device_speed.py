@@ -32,7 +32,7 @@ from tune_prune.models import loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.pruning.batches import BATCH_TOKENS
-from tune_prune.pruning.statistics import Need, load_statistic, statistic_names
+from tune_prune.pruning.statistics import Need, load_statistic
 
 SHORT_ROW = 32  # tokens; attention's share is small
 LONG_ROW = 512
@@ -53,6 +53,7 @@ class SpeedRequest:
     threads: int
     longest_row: int  # tokens of the longest rows in the plan
     rows: Rows | None = None  # of some zero-shot items
+    statistics: tuple[str, ...] = ("taylor",)  # with gradient passes
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class _Bench:
         self.model.requires_grad_(False)
         head = self._steady(self._head, self.batch_tokens) * self.head_share
         head_gradient = self._steady(self._head_gradient, self.gradient_tokens) * self.head_share
-        snapshots = {name: self._snapshot(name) for name in statistic_names() if load_statistic(name).backward}
+        snapshots = {name: self._snapshot(name) for name in self.request.statistics}
         engine = self._engine(forward, head)
         return DeviceSpeed(forward, gradient, head, head_gradient, snapshots, engine, median(self.spreads or [1.0]))
 

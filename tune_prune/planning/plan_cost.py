@@ -14,6 +14,8 @@ from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, measur
 from tune_prune.cost_model.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.workload import passes_to_make
+from tune_prune.pruning.statistics import by_statistic, load_statistic
+from tune_prune.trial.statistics import needs_of
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 
 if TYPE_CHECKING:
@@ -86,6 +88,11 @@ def _speed(model: ModelPlan, resources: TrialResources, settings: SearchSettings
         max(1, int(resources.cpus)),
         max(model.workload.perplexity_window, *(config.seq_len for config, _ in model.trials)),
         model.workload.zero_shot.rows,
+        tuple(
+            name
+            for name in by_statistic(needs_of(config for config, _ in model.trials))
+            if load_statistic(name).backward
+        ),
     )
     if settings.address is None:
         return own_process.call(measure, request) if request.device == "cuda" else measure(request)

@@ -49,6 +49,57 @@ class Sums(ABC, Generic[T]):
         """By layer, of the mean over so many samples."""
 
 
+class WeightSums(Sums[T]):
+    """A sum for each weight of the projections of `layers`, in float32 (float64 for float64 models), filled by hooks as gradients
+    get ready, so that a model in bfloat16 never sums in bfloat16 and no gradient lives longer than its layer's backward pass."""
+
+    def __init__(self, family: Family, layers: Iterable[nn.Module]) -> None:
+        self.family = family
+        self.layers = list(layers)
+        # The large allocation comes first: where it fails, the model, which other trials use, is as it was.
+        self.sums: dict[torch.Tensor, torch.Tensor] = {
+            p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            for layer in self.layers
+            for role, linear in family.linears(layer).items()
+            for p in _members(linear, role)
+        }
+
+    def __enter__(self) -> WeightSums[T]:
+        self.handles = [p.requires_grad_(True).register_post_accumulate_grad_hook(self._take) for p in self.sums]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A hook holds this object, and so its layers and their hooks: without this, they would live until a garbage collection.
+        for handle in self.handles:
+            handle.remove()
+        for p in self.sums:
+            p.requires_grad_(False)
+        self.sums = {}  # now, and not when the next layer's are there, too
+
+    def _take(self, p: torch.Tensor) -> None:
+        assert p.grad is not None
+        self.sums[p] += self.added(p, p.grad)
+        p.grad = None
+
+    def added(self, p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """What the gradient of a batch adds to the sum of `p`."""
+        return gradient
+
+    def copy(self) -> dict[torch.Tensor, torch.Tensor]:
+        return {p: total.clone() for p, total in self.sums.items()}
+
+    def restore(self, saved: dict[torch.Tensor, torch.Tensor]) -> None:
+        for p, total in saved.items():
+            self.sums[p].copy_(total)
+
+
+def _members(linear: nn.Linear, role: str) -> list[torch.Tensor]:
+    """Parameters of a projection that belong to groups: o and down keep their bias whatever is removed."""
+    if linear.bias is None or role in ("output", "down"):
+        return [linear.weight]
+    return [linear.weight, linear.bias]
+
+
 MakeSums = Callable[[Family, Iterable[nn.Module]], Sums[T]]
 
 
@@ -153,11 +204,12 @@ def _snapshots(sums: Sums[T], add: Callable[[int, int], None], wanted: Sequence[
     found = {}
     for start, inside, end in batches(wanted, step):
         # The sums are put back only where something follows: a copy is as large as the sums themselves.
-        before = sums.copy() if len(inside) > 1 or (inside and end is not None) else {}
+        before = sums.copy() if len(inside) > 1 or (inside and end is not None) else None
         for n in inside:
             add(start, n)
             found[n] = sums.results(n)
-            sums.restore(before)
+            if before is not None:
+                sums.restore(before)
         if end is not None:
             add(start, end)
             if end in wanted:

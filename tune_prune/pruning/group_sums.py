@@ -15,7 +15,7 @@ from tune_prune.pruning.groups import GroupScores
 def group_sums(layers: Iterable[nn.Module], family: Family, number: Callable[[Tensor], Tensor]) -> GroupScores:
     """For every group the sum of `number` over its weights and biases. `number` maps a parameter to a tensor of its shape."""
     found = [layer_group_sums(layer, family, number) for layer in layers]
-    return GroupScores(tuple(attention for attention, _ in found), tuple(mlp for _, mlp in found))
+    return GroupScores.of_layers(found)
 
 
 @torch.no_grad()

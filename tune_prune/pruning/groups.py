@@ -7,6 +7,7 @@ column. Arrays come one per layer: shape [K] for groups, [M] for channels. Plain
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,23 @@ class GroupScores:
 
     attention: tuple[np.ndarray, ...]  # per layer, float64 [K]
     mlp: tuple[np.ndarray, ...]  # per layer, float64 [M]
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[tuple[np.ndarray, np.ndarray]]) -> GroupScores:
+        """From [K] and [M] of each layer."""
+        return cls(tuple(attention for attention, _ in layers), tuple(mlp for _, mlp in layers))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Flat arrays for the artifact cache: attention_<layer>, mlp_<layer>."""
+        found = {}
+        for layer, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
+            found[f"attention_{layer}"], found[f"mlp_{layer}"] = attention, mlp
+        return found
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> GroupScores:
+        layers = range(sum(name.startswith("mlp_") for name in arrays))
+        return cls.of_layers([(arrays[f"attention_{layer}"], arrays[f"mlp_{layer}"]) for layer in layers])
 
     def per_parameter(self, geometry: Geometry) -> GroupScores:
         """Divided by what each group costs, so that a large group does not win by its size."""

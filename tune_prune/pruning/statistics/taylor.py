@@ -11,7 +11,7 @@ layer, over the weights of its projections, for the record: `*_ratio` is the lar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,7 +24,7 @@ from tune_prune.core.store import GRADIENTS
 from tune_prune.models.families import Family
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.batches import batch_size, needs_copy
-from tune_prune.pruning.gradient_pass import Sums, gradient_pass, gradient_work
+from tune_prune.pruning.gradient_pass import WeightSums, gradient_pass, gradient_work
 from tune_prune.pruning.group_sums import layer_group_sums
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
@@ -50,19 +50,13 @@ class Importance:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Flat arrays for the artifact cache."""
-        result = {f"gradient_{f.name}": getattr(self.gradients, f.name) for f in fields(LayerGradients)}
-        for layer, (attention, mlp) in enumerate(zip(self.groups.attention, self.groups.mlp, strict=True)):
-            result[f"attention_{layer}"], result[f"mlp_{layer}"] = attention, mlp
-        return result
+        gradients = {f"gradient_{f.name}": getattr(self.gradients, f.name) for f in fields(LayerGradients)}
+        return gradients | self.groups.arrays()
 
     @classmethod
     def from_arrays(cls, num_samples: int, arrays: Arrays) -> Importance:
         gradients = LayerGradients(**{f.name: arrays[f"gradient_{f.name}"] for f in fields(LayerGradients)})
-        layers = range(len(gradients.norm))
-        groups = GroupScores(
-            tuple(arrays[f"attention_{layer}"] for layer in layers), tuple(arrays[f"mlp_{layer}"] for layer in layers)
-        )
-        return cls(num_samples, groups, gradients)
+        return cls(num_samples, GroupScores.from_arrays(arrays), gradients)
 
 
 class Taylor(Statistic):
@@ -116,7 +110,7 @@ def taylor(
 
 
 def _joined(layers: Sequence[_LayerResult]) -> tuple[GroupScores, LayerGradients]:
-    groups = GroupScores(tuple(one.attention for one in layers), tuple(one.mlp for one in layers))
+    groups = GroupScores.of_layers([(one.attention, one.mlp) for one in layers])
     return groups, LayerGradients(*np.array([one.statistics for one in layers]).T)
 
 
@@ -129,44 +123,8 @@ class _LayerResult:
     statistics: tuple[float, float, float, float]
 
 
-class _Accumulator(Sums[_LayerResult]):
-    """Signed sums of per-sample gradients of `layers` in float32 (float64 for float64 models), filled by hooks as each is ready,
-    so that a model in bfloat16 never sums in bfloat16 and no gradient lives longer than its layer's backward pass."""
-
-    def __init__(self, family: Family, layers: Iterable[nn.Module]) -> None:
-        self.family = family
-        self.layers = list(layers)
-        # The large allocation comes first: where it fails, the model, which other trials use, is as it was.
-        self.sums: dict[torch.Tensor, torch.Tensor] = {
-            p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            for layer in self.layers
-            for role, linear in family.linears(layer).items()
-            for p in _members(linear, role)
-        }
-
-    def __enter__(self) -> _Accumulator:
-        self.handles = [p.requires_grad_(True).register_post_accumulate_grad_hook(self._take) for p in self.sums]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # A hook holds this object, and so its layers and their hooks: without this, they would live until a garbage collection.
-        for handle in self.handles:
-            handle.remove()
-        for p in self.sums:
-            p.requires_grad_(False)
-        self.sums = {}  # now, and not when the next layer's are there, too
-
-    def _take(self, p: torch.Tensor) -> None:
-        assert p.grad is not None
-        self.sums[p] += p.grad
-        p.grad = None
-
-    def copy(self) -> dict[torch.Tensor, torch.Tensor]:
-        return {p: total.clone() for p, total in self.sums.items()}
-
-    def restore(self, saved: dict[torch.Tensor, torch.Tensor]) -> None:
-        for p, total in saved.items():
-            self.sums[p].copy_(total)
+class _Accumulator(WeightSums[_LayerResult]):
+    """Signed sums of per-sample gradients."""
 
     @torch.no_grad()
     def results(self, num_samples: int) -> list[_LayerResult]:
@@ -194,13 +152,6 @@ class _Accumulator(Sums[_LayerResult]):
             largest = max(largest, gradient.abs().max().item())
         mean = plain / count
         return absolute / count, math.sqrt(squares), math.sqrt(max(0.0, squares / count - mean**2)), largest
-
-
-def _members(linear: nn.Linear, role: str) -> list[torch.Tensor]:
-    """Parameters of a projection that belong to groups: o and down keep their bias whatever is removed."""
-    if linear.bias is None or role in ("output", "down"):
-        return [linear.weight]
-    return [linear.weight, linear.bias]
 
 
 def gradient_metrics(gradients: LayerGradients) -> dict[str, float]:

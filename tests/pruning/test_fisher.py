@@ -1,0 +1,140 @@
+"""`fisher` and `gate_fisher` against plain loops: one sample at a time through the whole model, by autograd of what they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.residencies import WAYS, in_way
+from tune_prune.core.config import PruningConfig
+from tune_prune.models.families import FAMILIES, decoder_layers
+from tune_prune.models.geometry import read_geometry
+from tune_prune.pruning import batches
+from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.methods import Dense, load_method
+from tune_prune.pruning.statistics import Need, load_statistic
+
+SEQ_LEN = 9
+KV_HEADS, CHANNELS = 4, 40  # of the tiny models, whose groups have two query heads of 6
+
+
+def windows(count: int) -> Tensor:
+    return torch.randint(0, 64, (count, SEQ_LEN), generator=torch.Generator().manual_seed(5))
+
+
+def collected(name: str, model: nn.Module, samples: Tensor) -> GroupScores:
+    statistic, need = load_statistic(name), Need(name, "", len(samples))
+    return statistic.value(statistic.collect(model, FAMILIES[model.config.model_type], samples, [need])[need], need)
+
+
+def loss(model: nn.Module, sample: Tensor) -> Tensor:
+    return F.cross_entropy(model(input_ids=sample[None]).logits[0, :-1], sample[1:])
+
+
+def gate_information(model: nn.Module, samples: Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Mean over samples of the squared derivatives by factors in front of o's and down's inputs, which are one."""
+
+    def scaled(gates: Tensor, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (args[0] * gates.repeat_interleave(args[0].shape[-1] // len(gates)),)
+
+    gates, handles = [], []
+    for layer in decoder_layers(model, FAMILIES[model.config.model_type]):
+        for linear, count in ((layer.self_attn.o_proj, KV_HEADS), (layer.mlp.down_proj, CHANNELS)):
+            gates.append(torch.ones(count, dtype=torch.float64, requires_grad=True))
+            handles.append(linear.register_forward_pre_hook(partial(scaled, gates[-1])))
+    squares = [torch.autograd.grad(loss(model, sample), gates) for sample in samples]
+    for handle in handles:
+        handle.remove()
+    means = [torch.stack(one).square().mean(0).numpy() for one in zip(*squares, strict=True)]
+    return list(zip(means[::2], means[1::2], strict=True))
+
+
+def weight_information(model: nn.Module, samples: Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Sums over the weights of every group of w^2 times the mean over samples of squared gradients."""
+    parameters = dict(model.named_parameters())
+    gradients = []
+    for sample in samples:
+        for p in parameters.values():
+            p.requires_grad_(True)
+        found = torch.autograd.grad(loss(model, sample), list(parameters.values()))
+        gradients.append(dict(zip(parameters, found, strict=True)))
+    for p in parameters.values():
+        p.requires_grad_(False)
+    information = {
+        name: (p * torch.stack([one[name] for one in gradients])).square().mean(0) for name, p in parameters.items()
+    }
+    found = []
+    for index in range(len(decoder_layers(model, FAMILIES[model.config.model_type]))):
+        own = {
+            name.split(f"layers.{index}.")[1]: value
+            for name, value in information.items()
+            if f"layers.{index}." in name
+        }
+        attention, mlp = np.zeros(KV_HEADS), np.zeros(CHANNELS)
+        for k in range(KV_HEADS):
+            attention[k] += float(own["self_attn.o_proj.weight"][:, 12 * k : 12 * k + 12].sum())
+            for role, width in (("q", 12), ("k", 6), ("v", 6)):
+                for kind in ("weight", "bias"):
+                    if (value := own.get(f"self_attn.{role}_proj.{kind}")) is not None:
+                        attention[k] += float(value[width * k : width * k + width].sum())
+        for j in range(CHANNELS):
+            mlp[j] += float(own["mlp.down_proj.weight"][:, j].sum())
+            for role in ("gate", "up"):
+                for kind in ("weight", "bias"):
+                    if (value := own.get(f"mlp.{role}_proj.{kind}")) is not None:
+                        mlp[j] += float(value[j].sum())
+        found.append((attention, mlp))
+    return found
+
+
+@pytest.mark.parametrize(("name", "truth"), [("gate_fisher", gate_information), ("fisher", weight_information)])
+def test_it_is_the_formula(tiny, variant: str, name: str, truth: Callable[..., list[tuple[np.ndarray, np.ndarray]]]):
+    model, samples = tiny(variant, torch.float64), windows(5)
+    found = collected(name, model, samples)
+    for index, (attention, mlp) in enumerate(truth(model, samples)):
+        np.testing.assert_allclose(found.attention[index], attention, rtol=1e-9, atol=1e-18)
+        np.testing.assert_allclose(found.mlp[index], mlp, rtol=1e-9, atol=1e-18)
+
+
+@pytest.mark.parametrize("name", ["gate_fisher", "fisher"])
+def test_a_score_is_the_information_per_parameter(tiny, name: str):
+    model, samples = tiny("llama"), windows(4)
+    family, geometry = FAMILIES["llama"], read_geometry(model, FAMILIES["llama"])
+    method, information = load_method(name), collected(name, model, samples)
+    assert set(method.needs(PruningConfig(name, SEQ_LEN, 4))) == {name}
+    scores = method.scores(Dense(model, family, geometry, 0, {name: information}))
+    for index in range(len(scores.mlp)):
+        np.testing.assert_array_equal(
+            scores.attention[index], information.attention[index] / geometry.group_cost[index]
+        )
+        np.testing.assert_array_equal(scores.mlp[index], information.mlp[index] / geometry.channel_cost[index])
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
+@pytest.mark.parametrize("name", ["gate_fisher", "fisher"])
+def test_by_layer_and_streamed_it_has_the_same_bits(tiny, name: str, way: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+    model, samples, statistic = tiny("qwen2"), windows(7), load_statistic(name)
+    needs = [Need(name, "", count) for count in (1, 3, 4, 7)]
+    held, residency = in_way(model, way, tmp_path)
+    whole = statistic.collect(model, FAMILIES["qwen2"], samples, needs)
+    found = statistic.collect(held, FAMILIES["qwen2"], samples, needs, residency)
+    for need in needs:
+        assert whole[need].keys() == found[need].keys()
+        for array in whole[need]:
+            np.testing.assert_array_equal(found[need][array], whole[need][array], err_msg=f"{need} {array}")
+
+
+def test_in_bfloat16_squares_are_summed_in_float64(tiny):
+    """One sample alone many times adds as often, which sums in bfloat16 would stop at some hundreds."""
+    model, sample = tiny("mistral", torch.bfloat16), windows(1)
+    once, often = collected("gate_fisher", model, sample), collected("gate_fisher", model, sample.expand(64, -1))
+    for one, other in zip(once.mlp, often.mlp, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0.05)
