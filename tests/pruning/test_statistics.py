@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -108,6 +109,21 @@ def norms_by_loop(model: nn.Module, samples: torch.Tensor) -> dict[str, list[lis
     return sums
 
 
+def inputs_by_loop(model: nn.Module, path: str, samples: torch.Tensor) -> list[np.ndarray]:
+    """What goes into that projection of every layer, [tokens, inputs]."""
+    found = []
+    for layer in model.model.layers:
+        seen = []
+        handle = layer.get_submodule(path).register_forward_hook(
+            lambda _module, args, _output, seen=seen: seen.append(args[0])
+        )
+        for sample in samples:
+            model(input_ids=sample[None])
+        handle.remove()
+        found.append(torch.cat(seen, 1)[0].double().numpy())
+    return found
+
+
 def scores_of(method: str, model: nn.Module, samples: torch.Tensor):
     family, config = family_of(model), PruningConfig(method, SEQ_LEN, len(samples))
     values = {}
@@ -130,6 +146,26 @@ def test_wanda_sp_is_the_formula(tiny, variant):
         for j in range(40):
             expected = sum(abs(row[j]) for row in down) * norms["mlp.down_proj"][index][j]
             assert scores.mlp[index][j] == pytest.approx(expected / geometry.channel_cost[index], rel=1e-10)
+
+
+def test_flap_is_the_formula(tiny, variant):
+    model, samples = tiny(variant), windows(3)
+    scores = scores_of("flap", model, samples)
+    inputs = {path: inputs_by_loop(model, path, samples) for path in ("self_attn.o_proj", "mlp.down_proj")}
+    for index, layer in enumerate(model.model.layers):
+        z = {}
+        for path, power in (("self_attn.o_proj", 2), ("mlp.down_proj", 1)):
+            weights = layer.get_submodule(path).weight.double().numpy()
+            metric = [
+                (statistics.variance(x.tolist()) * sum(w * w for w in column)) ** power
+                for x, column in zip(inputs[path][index].T, weights.T.tolist(), strict=True)
+            ]
+            mean, spread = statistics.mean(metric), statistics.stdev(metric)
+            z[path] = [(value - mean) / spread for value in metric]
+        for k in range(4):
+            expected = statistics.mean(z["self_attn.o_proj"][12 * k : 12 * k + 12])  # two query heads of 6
+            assert scores.attention[index][k] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert scores.mlp[index].tolist() == pytest.approx(z["mlp.down_proj"], rel=1e-5, abs=1e-6)
 
 
 def test_magnitude_is_the_mean_weight_of_a_group(tiny, variant):
@@ -162,7 +198,7 @@ def test_what_methods_read():
     reads = {name: load_method(name).reads for name in method_names()}
     samples = {"seq_len", "num_samples", "seed", "calibration"}
     assert reads["magnitude"] == set() and reads["random"] == {"seed"}
-    assert reads["taylor"] == reads["wanda_sp"] == samples
+    assert reads["taylor"] == reads["wanda_sp"] == reads["flap"] == samples
     assert reads["layerwise"] == reads["blockwise"] == {*samples, "removal_divisor"}
 
 

@@ -29,6 +29,7 @@ _METHODS = {  # with keys of templates/references.bib, as pandoc reads them
     "blockwise": "blockwise (Taylor importance weighted by the loss increase without the attention or MLP block, compare "
     "[@zhang2024finercut])",
     "wanda_sp": "wanda_sp (absolute weights times the norms of their inputs [@an2024flap; @sun2024wanda])",
+    "flap": "flap (standardised variance of inputs times squared weights [@an2024flap])",
     "fisher": "fisher (diagonal Fisher information of the weights [@lecun1989obd; @theis2018fisher])",
     "gate_fisher": "gate_fisher (Fisher information of a factor in front of every group [@theis2018fisher])",
     "magnitude": "magnitude (mean absolute weight [@li2017pruning])",

@@ -1,9 +1,10 @@
-"""Norms of what goes into the last projection of each block, o of attention and down of the MLP, feature by feature.
+"""Norms and variances of what goes into the last projection of each block, o of attention and down of the MLP, feature by feature.
 
     ||X_j|| = sqrt(sum over all calibration tokens of x_j^2)
+    Var_j   = sum over them of (x_j - mean)^2 / (tokens - 1)
 
-Wanda (Sun et al. 2023, arXiv:2306.11695) weighs weights by them. One forward pass without the head; squares are summed in
-float64.
+Wanda (Sun et al. 2023, arXiv:2306.11695) weighs weights by the first, FLAP (An et al. 2023, arXiv:2312.11983) by the second. One
+forward pass without the head; squares are summed in float64.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
 @dataclass(frozen=True)
 class InputNorms:
-    """||X_j|| per layer, float64."""
+    """Per layer, float64: of o's inputs [K*g*d], head by head, and of down's inputs [M]."""
 
-    attention: tuple[np.ndarray, ...]  # of o's inputs [K*g*d]: head by head
-    mlp: tuple[np.ndarray, ...]  # of down's inputs [M]
+    attention: tuple[np.ndarray, ...]  # ||X_j||
+    mlp: tuple[np.ndarray, ...]
+    attention_variance: tuple[np.ndarray, ...]  # Var_j
+    mlp_variance: tuple[np.ndarray, ...]
 
 
 class _InputNorms(Statistic):
-    version = 1
+    version = 2
     stage = "input_norms"
     label = "input norm"
 
@@ -60,17 +63,21 @@ class _InputNorms(Statistic):
                 carried = runner.embedded(block)
                 for index, layer in runner.layers():
                     for key, samples in block.items():
-                        with _squares(family, layer, index) as squares:
+                        with _sums(family, layer, index) as sums:
                             carried.states[key] = carried.run(layer, index, key, carried.states[key])
                         start, stop = key
-                        for name, value in squares.items():
+                        for name, value in sums.items():
                             value = total[name] + value if start else value
                             if stop in found:
                                 found[stop][name] = value
                             if stop - start == step:  # else it ends inside a batch that is run as a whole, too
                                 total[name] = value
                         advance(len(samples))
-        return {need: {name: value.cpu().numpy() for name, value in found[need.num_samples].items()} for need in needs}
+        return {
+            need: {name: value.cpu().numpy() for name, value in found[need.num_samples].items()}
+            | {"tokens": np.array([need.num_samples * windows.shape[1]])}
+            for need in needs
+        }
 
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
         wanted, step = [need.num_samples for need in needs], batch_size(seq_len, device)
@@ -84,20 +91,29 @@ class _InputNorms(Statistic):
         )
 
     def value(self, arrays: Arrays, need: Need) -> InputNorms:
-        layers = range(len(arrays) // 2)
-        attention, mlp = (tuple(np.sqrt(arrays[f"{block}_{i}"]) for i in layers) for block in ("attention", "mlp"))
-        return InputNorms(attention, mlp)
+        layers = range(sum(name.startswith("mlp_") for name in arrays))
+
+        def variance(block: str, layer: int) -> np.ndarray:
+            tokens, total = int(arrays["tokens"][0]), arrays[f"sum_{block}_{layer}"]
+            squares: np.ndarray = arrays[f"{block}_{layer}"] - np.square(total) / tokens
+            return squares.clip(0) / max(1, tokens - 1)
+
+        blocks = ("attention", "mlp")
+        norms = [tuple(np.sqrt(arrays[f"{block}_{i}"]) for i in layers) for block in blocks]
+        return InputNorms(*norms, *(tuple(variance(block, i) for i in layers) for block in blocks))
 
 
 @contextmanager
-def _squares(family: Family, layer: nn.Module, index: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Sums of squares over the tokens that `layer`, number `index`, is run on: "attention_<index>" and "mlp_<index>"."""
+def _sums(family: Family, layer: nn.Module, index: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Over the tokens that `layer`, number `index`, is run on, of squares: "attention_<index>" and "mlp_<index>", and of the inputs
+    themselves: "sum_attention_<index>" and "sum_mlp_<index>"."""
     sums: dict[str, torch.Tensor] = {}
 
     def record(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
             sums[name] = x.square().sum(dim=(0, 1), dtype=torch.float64)
+            sums[f"sum_{name}"] = x.sum(dim=(0, 1), dtype=torch.float64)
 
         return hook
 

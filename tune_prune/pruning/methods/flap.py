@@ -1,0 +1,44 @@
+"""Fluctuation of the inputs of o and of down times their weights, standardised in every layer (FLAP, arXiv:2312.11983).
+
+    metric_j = Var(x_j) * sum_i W_ij^2  of down's inputs, and its square of o's
+    z_j      = (metric_j - mean) / standard deviation,   over the inputs of that projection in that layer
+    score    = z of a channel; of a KV group the mean z over its columns of o
+
+The WIFV metric with the adaptive structure AL-AM, squared for attention as in the authors' code: the scores of all layers are
+compared with each other, whatever a group costs. FLAP then adds a bias for what was removed; here nothing is added.
+"""
+
+import numpy as np
+import torch
+
+from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.methods import Dense
+from tune_prune.pruning.statistics.input_norms import InputNorms
+
+STATISTICS = ("input_norms",)
+
+
+def scores(dense: Dense) -> GroupScores:
+    inputs: InputNorms = dense.statistics["input_norms"]
+    layers = []
+    for index, layer in enumerate(dense.layers()):
+        part = dense.family.linears(layer)
+        by_input = np.square(inputs.attention_variance[index] * _squared_columns(part["output"]))
+        attention = _standardised(by_input).reshape(dense.geometry.kv_heads[index], -1).mean(1)
+        mlp = _standardised(inputs.mlp_variance[index] * _squared_columns(part["down"]))
+        layers.append((attention, mlp))
+    return GroupScores.of_layers(layers)
+
+
+def _standardised(metric: np.ndarray) -> np.ndarray:
+    """0 where all are equal."""
+    centred: np.ndarray = metric - metric.mean()
+    spread = metric.std(ddof=1)
+    return centred / spread if spread > 0 else centred
+
+
+@torch.no_grad()
+def _squared_columns(linear: torch.nn.Linear) -> np.ndarray:
+    """sum_i W_ij^2, float64 [inputs]."""
+    sums: np.ndarray = linear.weight.double().square().sum(0).cpu().numpy()
+    return sums
