@@ -26,7 +26,7 @@ from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 class _Fisher(Statistic):
     version = 1
     stage = "fisher"
-    label = "gradient, one sample at a time,"
+    label = "Fisher"
     backward = True
 
     def collect(

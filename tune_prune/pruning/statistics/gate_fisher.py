@@ -30,7 +30,7 @@ from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 class _GateFisher(Statistic):
     version = 1
     stage = "gate_fisher"
-    label = "gate gradient"
+    label = "gate Fisher"
     backward = True
 
     def collect(
