@@ -40,6 +40,7 @@ def open(
     perplexity_window: int | None = None,
     perplexity_tokens: int | None = None,
     memory: str | int | None = None,
+    base: str | Path | None = None,
 ) -> Model:
     """The model of that name, with everything checked that can be without loading its weights.
 
@@ -59,6 +60,7 @@ def open(
     perplexity_tokens    perplexity is measured on so many tokens of its text, the first; None: all
     memory       most that pruning and measuring may take, e.g. "20GiB", or in bytes: where the whole model does not fit, it goes
                  layer by layer, from its files if need be: slower, the same numbers; None: what is free
+    base         of a pruned checkpoint, where the dense model is now, for `evaluate(kl=True)`; None: where its tune_prune.json says
 
     Returns a Model, whose weights are loaded when they are needed. Raises UserError for a name that is unknown, a model that is
     not available, damaged or of another family, and for a keyword's value.
@@ -97,7 +99,7 @@ def open(
     run = model_run(settings, name, source, dtype or usual_dtype(device))
     if calibration is not None:
         calibration = texts.resolve(calibration, run.data_dir, source.kind == "embedded")
-    return Model(run, device, calibration, perplexity_window, limit)
+    return Model(run, device, calibration, perplexity_window, limit, None if base is None else str(base))
 
 
 def search(

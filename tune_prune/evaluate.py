@@ -1,8 +1,8 @@
 """Measure any checkpoint as a search measures its trials: `python -m tune_prune.evaluate --model DIR`.
 
-Perplexity and zero-shot accuracies by the search's own protocol, engine and data, in this process and without Ray. The
-numbers of a dense model equal those of a search's baseline, those of a pruned checkpoint its trial's, which are printed beside
-them where they were measured in the same way.
+Perplexity and zero-shot accuracies by the search's own protocol, engine and data, in this process and without Ray; with --kl the
+divergence of a pruned checkpoint from its dense model, too. The numbers of a dense model equal those of a search's baseline,
+those of a pruned checkpoint its trial's, which are printed beside them where they were measured in the same way.
 """
 
 from __future__ import annotations
@@ -26,11 +26,23 @@ def parser() -> Parser:
         examples={
             "--model tiny-llama": "a dense model",
             "--model DIR --limit 100": "a pruned checkpoint, on part of the items",
+            "--model DIR --kl": "and how far it is from its dense model",
             "--model DIR --data-dir DATA --tasks boolq,piqa": "without a hub, two tasks",
         },
     )
     p.add_argument("--model", type=flags.text, required=True, metavar="NAME", help=flags.MODEL_HELP)
     p.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
+    p.add_argument(
+        "--kl",
+        action="store_true",
+        help="measure the KL divergence of a pruned checkpoint from its dense model, too, as a search does (default: no)",
+    )
+    p.add_argument(
+        "--base",
+        type=flags.text,
+        metavar="DIR",
+        help="with --kl: where the dense model is now, hub id, folder or GGUF file (default: where tune_prune.json says)",
+    )
     flags.add_measurement_flags(p)
     p.add_argument(
         "--seed",
@@ -58,6 +70,8 @@ def _main(argv: list[str]) -> None:
     from tune_prune import api
     from tune_prune.cli.names import check_names
 
+    if args.base is not None and not args.kl:
+        raise UserError("--base is read with --kl only; add --kl, or leave it out")
     check_names([args.model], args.data_dir, args.tasks, None)
     flags.limit_threads()
     model = api.open(
@@ -71,6 +85,7 @@ def _main(argv: list[str]) -> None:
         memory=args.memory,
         perplexity_window=args.perplexity_window,
         perplexity_tokens=args.perplexity_tokens,
+        base=args.base,
     )
     run = model.protocol(args.limit, args.tasks)
     from tune_prune.checkpoint import recorded
@@ -78,7 +93,8 @@ def _main(argv: list[str]) -> None:
     from tune_prune.core.files import to_json
     from tune_prune.data.sources import measured_on
 
-    model.loaded(way=model.way_to_measure(run))  # weights that are not there are said before anything else
+    base = model.base if args.kl else None
+    model.loaded(way=model.way_to_measure(run, kl=args.kl))  # weights that are not there are said before anything else
     print(
         f"{model.label}: {model.params:,} parameters, {model.geometry.num_layers} layers, {run.dtype} on {model.device}",
         flush=True,
@@ -87,7 +103,11 @@ def _main(argv: list[str]) -> None:
         print(f"weights      {model.found_as}", flush=True)
     if model.manifest is not None:
         print(evaluation_text.checkpoint_line(model.manifest), flush=True)
-    found = model.evaluate(args.limit, args.tasks, lambda stage: print(evaluation_text.stage_line(stage), flush=True))
+    if base is not None:
+        print(f"dense model  {base.label}, to which KL is measured", flush=True)
+    found = model.evaluate(
+        args.limit, args.tasks, lambda stage: print(evaluation_text.stage_line(stage), flush=True), args.kl
+    )
     earlier = None if model.manifest is None else recorded.comparable(model.manifest, run, measured_on(run))
     print(f"\n{evaluation_text.result_text(found, earlier)}")
     for note in [*found.notes, *(earlier.notes if earlier else ())]:
@@ -95,7 +115,8 @@ def _main(argv: list[str]) -> None:
     if output is not None:
         recorded_metrics = {} if model.manifest is None else {"recorded": model.manifest.metrics}
         origin = {} if model.gguf is None else {"gguf": asdict(model.gguf)}
-        content = to_json(found.record.to_dict() | {"run": run.to_dict()} | origin | recorded_metrics)
+        compared = {} if base is None else {"base": base.name}
+        content = to_json(found.record.to_dict() | {"run": run.to_dict()} | origin | compared | recorded_metrics)
         open_store(output.parent).put(output.name, content)
         print(f"\nrecord       {output}")
 

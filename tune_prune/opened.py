@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tune_prune import embedded
+from tune_prune import embedded, measuring
 from tune_prune.checkpoint import origin
 from tune_prune.checkpoint.manifest import Format, Manifest
 from tune_prune.checkpoint.save import check_folder, save_checkpoint
@@ -32,6 +32,7 @@ from tune_prune.data.checks import check_data
 from tune_prune.data.sources import EMBEDDED_DATA, uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
+from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import readable_in_place, to_bring_layers
 from tune_prune.models.runner.out_of_memory import release
@@ -70,10 +71,11 @@ class Model:
         calibration: str | None = None,
         perplexity_window: int | None = None,
         memory: int | None = None,
+        base: str | None = None,
     ) -> None:
         """`calibration`: as `data.calibration.resolve` gives it; None: what suits the model, once it is needed.
         `perplexity_window`: None: as recorded of a checkpoint, else the run's. `memory`: bytes that `prune` and `evaluate` may
-        take; None: what is free then."""
+        take; None: what is free then. `base`: the model that a checkpoint was pruned from; None: where its manifest says."""
         self.device = loading.pick_device(device)
         self._source = catalog.resolve(run.model, run.revision)
         self._config = loading.load_config(self._source)
@@ -90,7 +92,7 @@ class Model:
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(self._source)
         if self._source.kind != "hub":
             weight_files.check_weights(Path(self._source.location), loading.meta_model(self._config))
-        self._calibration, self._memory = calibration, memory
+        self._calibration, self._memory, self._base = calibration, memory, base
         self._loaded: LoadedModel | None = None
         self._fallback = Fallback()
         # What was computed for this model, and is found again; what a search has measured is not asked for.
@@ -176,14 +178,15 @@ class Model:
         cut = self._shapes.pruning
         return self._fastest(passes, lambda way: [cut(removed, way)], f"to prune {self.label} by {config.name}")
 
-    def way_to_measure(self, run: ModelRun, removed_params: int = 0) -> Residency:
-        """The same while it is measured, without so many parameters."""
+    def way_to_measure(self, run: ModelRun, removed_params: int = 0, kl: bool = False) -> Residency:
+        """The same while it is measured, without so many parameters; with `kl` beside its base model."""
         text = perplexity_text.load_text(run.data_dir, uses_embedded_data(run))
         tokens = len(calibration.tokenize(self.tokenizer, text)[: run.protocol.perplexity_tokens])
         positions = self._config.max_position_embeddings
         read = min(run.protocol.perplexity_window, positions), tokens, min(LONGEST_ROW, positions)
-        measured = partial(self._shapes.evaluation, removed_params, *read)
-        return self._fastest([], lambda way: measured(way=way), f"to measure {self.label}")
+        measured, itemsize = partial(self._shapes.evaluation, removed_params, *read), self._shapes.itemsize
+        beside = [measuring.base_memory(self.base, itemsize, self.device, *read)] if kl else []
+        return self._fastest([], lambda way: [*measured(way=way), *beside], f"to measure {self.label}")
 
     def _way_to_save(self, dtype: torch.dtype, whole: bool) -> Residency:
         """A tensor at a time from its files, unless the model is there in `dtype` or `whole` is wanted."""
@@ -210,11 +213,17 @@ class Model:
             bounds["device"] += ways[0].weights
         return choose_within(ways, bounds, self._memory, what, "", streamed, to_bring_layers(readable, 1)).way
 
+    @cached_property
+    def base(self) -> ModelSource:
+        """Where the model is that a checkpoint was pruned from. Raises UserError where it is not known, or another one is there."""
+        return measuring.base_of(self.label, self.manifest, self._base)
+
     def evaluate(
         self,
         limit: int | None = None,
         tasks: Sequence[str] | str | None = None,
         on_stage: Callable[[StageReport], None] = _silent,
+        kl: bool = False,
     ) -> Evaluation:
         """Perplexity and zero-shot accuracies (fractions, with standard errors), by the protocol of a search's trials: the numbers
         of a search's dense baseline.
@@ -222,10 +231,11 @@ class Model:
         limit     at most this many items per task, the first ones; None: all
         tasks     names of zero-shot tasks, as a list or with commas between them; None: the seven of core.config.ZERO_SHOT_TASKS
         on_stage  is called with each stage's report as it ends; those of the zero-shot stages have the accuracies so far
+        kl        measure a checkpoint's KL divergence from the model that it was pruned from, too, as a search does
 
-        Raises UserError where texts or tasks are not available.
+        Raises UserError where texts, tasks or that model are not available.
         """
-        return self._measured(self.protocol(limit, tasks), None, None, on_stage)
+        return self._measured(self.protocol(limit, tasks), None, None, on_stage, kl)
 
     def protocol(self, limit: int | None = None, tasks: Sequence[str] | str | None = None) -> ModelRun:
         """The settings by which `evaluate` measures, once texts and tasks were found. Raises UserError."""
@@ -244,19 +254,10 @@ class Model:
         config: PruningConfig | None,
         plan: PruningPlan | None,
         on_stage: Callable[[StageReport], None],
+        kl: bool = False,
     ) -> Evaluation:
-        way = self.way_to_measure(run, 0 if plan is None else plan.removed_params)
-        context = self._context(run, way)
-        largest, vocab_size = int(context.perplexity_tokens.max()), context.loaded.model.config.vocab_size
-        if largest >= vocab_size:
-            raise UserError(
-                f"the tokenizer of {self.label} gives the token id {largest}, but vocab_size in its config.json is {vocab_size}; "
-                "use the model's own tokenizer files"
-            )
-        trial = Trial(config, context, key=context.key(config and replace(config, calibration=None)))  # it is not read
-        for report in trial.stages() if plan is None else trial.measure(plan):
-            on_stage(report)
-        return Evaluation(run, trial.progress.record("complete"), tuple(trial.items), context.perplexity_window)
+        context = self._context(run, self.way_to_measure(run, 0 if plan is None else plan.removed_params, kl))
+        return measuring.measure(context, config, plan, self.base if kl else None, on_stage)
 
     def _context(self, run: ModelRun, way: Residency, artifact_dir: Location | None = None) -> TrialContext:
         """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
@@ -316,7 +317,7 @@ class PrunedModel:
         tasks: Sequence[str] | str | None = None,
         on_stage: Callable[[StageReport], None] = _silent,
     ) -> Evaluation:
-        """As `Model.evaluate`: the numbers of the trial of this configuration in a search."""
+        """As `Model.evaluate` with `kl`: the numbers of the trial of this configuration in a search."""
         return self.dense._measured(self.dense.protocol(limit, tasks), self.config, self.plan, on_stage)
 
     def save(

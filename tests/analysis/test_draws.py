@@ -255,7 +255,7 @@ def test_cross_fitting_leaves_the_draw_out() -> None:
     index = pd.MultiIndex.from_product([["a"], range(10)], names=["task", "doc_id"])
     draws = [[pd.Series(np.ones(10), index), pd.Series(np.zeros(10), index)], [pd.Series(np.full(10, 0.4), index)]]
     scores = PairedScores({"a": np.column_stack([np.full(10, 0.5), np.full(10, 0.4)])}, np.arange(2))
-    tables = by_draw(scores, [2, 1], draws)
+    tables = by_draw(draws)
     fit = cross_fit(scores, ["x", "y"], lambda values: int(values.argmax()), np.random.default_rng(0), tables)
     assert fit.naive == 0.5 and fit.corrected == pytest.approx(0.2)  # 0 where x is chosen, .4 where y is
     assert fit.chosen == {"x": 0.5, "y": 0.5}

@@ -40,6 +40,18 @@ def test_numbers_measured_in_the_same_way_are_compared(about: Manifest) -> None:
     assert compared(about, other_order, tasks={"piqa": "p", "boolq": "b"}) == expected
 
 
+def test_kl_is_compared_on_the_same_texts(about: Manifest) -> None:
+    about = replace(about, metrics=METRICS | {"kl_text": 0.3, "kl_tasks": 0.2})
+    assert compared(about).kl == {"text": 0.3, "tasks": 0.2}
+    for changes in ({"perplexity_window": 64}, {"perplexity_tokens": 5000}):
+        assert compared(about, replace(RUN, protocol=replace(PROTOCOL, **changes))).kl == {"tasks": 0.2}
+    assert compared(about, text="u").kl == {"tasks": 0.2}
+    # other items, or the same ones in another order, of which the first are read
+    for changes in ({"limit": None}, {"tasks": ("piqa", "boolq")}):
+        assert compared(about, replace(RUN, protocol=replace(PROTOCOL, **changes))).kl == {"text": 0.3}
+    assert compared(about, tasks={"boolq": "b"}).kl == {"text": 0.3}
+
+
 def test_each_difference_takes_out_what_it_touches_and_is_said(about: Manifest) -> None:
     boolq_piqa = {"boolq": 0.6, "piqa": 0.4}
     other = compared(about, text="u")

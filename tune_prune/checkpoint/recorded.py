@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tune_prune.checkpoint.manifest import Manifest
 from tune_prune.core.config import ModelRun
@@ -17,6 +17,7 @@ class Recorded:
     accuracies: dict[str, float]  # by task
     acc_mean: float | None
     notes: tuple[str, ...]  # sentences
+    kl: dict[str, float] = field(default_factory=dict)  # to the dense model, by "text" and "tasks"
 
 
 def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Recorded:
@@ -54,6 +55,8 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
             f"measure {again} to compare"
         )
 
+    kl = {"text": metrics.get("kl_text")} if ppl is not None else {}  # by the same text, cut in the same way
+
     accuracies: dict[str, float] = {}
     limits = then.protocol.limit, run.protocol.limit
     if limits[0] != limits[1]:
@@ -76,9 +79,12 @@ def comparable(manifest: Manifest, run: ModelRun, measured_on: MeasuredOn) -> Re
     same = set(accuracies) == set(measured_on.tasks) == set(before.tasks)
     if accuracies and not same:
         notes.append(f"the recorded mean is not compared: it is over {', '.join(before.tasks)}")
+    if same and then.protocol.tasks == run.protocol.tasks:  # items of the tasks in turn, up to some tokens
+        kl["tasks"] = metrics.get("kl_tasks")
     if then.dtype != run.dtype:
         notes.append(f"recorded in {then.dtype}, measured in {run.dtype}: differences by rounding are to be expected")
-    return Recorded(ppl, accuracies, metrics.get("acc_mean") if same else None, tuple(notes))
+    mean, kept = metrics.get("acc_mean") if same else None, {n: value for n, value in kl.items() if value is not None}
+    return Recorded(ppl, accuracies, mean, tuple(notes), kept)
 
 
 def _nothing(reason: str) -> Recorded:

@@ -24,6 +24,11 @@ def checkpoint_line(manifest: Manifest) -> str:
 def stage_line(report: StageReport) -> str:
     """A line for a stage that is done."""
     metrics, seconds = report.metrics, f"{report.duration_s:.1f} s"
+    if report.stage == "kl":
+        values = ", ".join(
+            f"{name} {metrics[f'kl_{name}']:.4f}" for name in ("text", "tasks") if f"kl_{name}" in metrics
+        )
+        return f"KL           {values}  ({report.tokens:,} tokens, {seconds})"
     if report.stage == "perplexity":
         return f"perplexity   {_perplexity(metrics['ppl'])}  ({report.tokens:,} tokens, {seconds})"
     items = f"{report.items_scored:,} of {report.items_total:,} items"
@@ -36,8 +41,9 @@ def _perplexity(value: float) -> str:
 
 
 def result_text(found: Evaluation, earlier: Recorded | None) -> str:
-    """The result as text for the screen: perplexity, a row per task, what each stage cost; the log-probabilities of right choices
-    are in nats. `earlier`: numbers recorded for a pruned checkpoint, to stand beside the measured ones."""
+    """The result as text for the screen: KL where it was measured, perplexity, a row per task, what each stage cost; the
+    log-probabilities of right choices are in nats. `earlier`: numbers recorded for a pruned checkpoint, to stand beside the
+    measured ones."""
     metrics = found.record.metrics
     beside = () if earlier is None else ("recorded", "difference")
     rows = [("task", "metric", "accuracy", "stderr", *beside, "chance", "items", "gold logprob", "stderr")]
@@ -61,6 +67,7 @@ def result_text(found: Evaluation, earlier: Recorded | None) -> str:
         compared = f"; recorded {_perplexity(earlier.ppl)}, difference {_difference(found.ppl, earlier.ppl)}"
     return "\n".join(
         [
+            *_kl_lines(found, earlier),
             f"perplexity {_perplexity(found.ppl)} on {text}, windows of {found.perplexity_window:,} tokens{compared}",
             "",
             *aligned(rows, left=2),
@@ -68,6 +75,16 @@ def result_text(found: Evaluation, earlier: Recorded | None) -> str:
             *aligned(costs),
         ]
     )
+
+
+def _kl_lines(found: Evaluation, earlier: Recorded | None) -> list[str]:
+    """A line for each text that KL to the dense model was measured on."""
+    on, lines = {"text": "the perplexity text", "tasks": "right answers"}, []
+    for name, (value, stderr) in found.kl.items():
+        recorded = None if earlier is None else earlier.kl.get(name)
+        compared = "" if recorded is None else f"; recorded {recorded:.4f}, difference {_difference(value, recorded)}"
+        lines.append(f"KL         {value:.4f} ± {_stderr(stderr)} nats per token on {on[name]}{compared}")
+    return lines
 
 
 def _gold(metrics: Mapping[str, float], task: str) -> tuple[str, str]:

@@ -39,6 +39,17 @@ class Evaluation:
         return self.record.metrics["acc_mean_stderr"]
 
     @property
+    def kl(self) -> dict[str, tuple[float, float]]:
+        """KL(dense || this model) in nats per token and its standard error, on "text" (the perplexity text) and on "tasks"
+        (questions with their right answers); empty where it was not measured."""
+        metrics = self.record.metrics
+        return {
+            name: (metrics[f"kl_{name}"], metrics[f"kl_{name}_stderr"])
+            for name in ("text", "tasks")
+            if f"kl_{name}" in metrics
+        }
+
+    @property
     def tasks(self) -> pd.DataFrame:
         """A row per task, by its name: metric (acc, or acc_norm: by log-likelihood per character), accuracy, stderr, chance (what
         picking choices blindly gives) and items (their number); gold_logprob, the mean log-probability of the right choice in nats,

@@ -1,7 +1,8 @@
 """The KL divergence of a trial's model from the dense one, on the first tokens of the perplexity text and on items of the tasks.
 
 Kept by what it depends on: by the structure that was measured and the tokens it was measured on. So are the dense model's
-hidden states, which the first trial makes for all of them.
+hidden states, which the first trial makes for all of them. The dense model of a trial is there with it; that of a checkpoint is
+another model (`base`), opened beside it for one pass.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.evaluation.divergence import (
     BLOCK,
@@ -26,28 +28,38 @@ from tune_prune.evaluation.divergence import (
     token_divergences,
 )
 from tune_prune.evaluation.engine.rows import default_batch_tokens
+from tune_prune.models import loading
+from tune_prune.models.catalog import ModelSource
+from tune_prune.models.loading import LoadedModel
+from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.fallback import Fallback, load
 
 T = TypeVar("T")
 
 BLOCKS = {"text": BLOCK, "tasks": None}  # of an item all tokens are one observation
 
 
-def measure_kl(context: TrialContext, plan: PruningPlan) -> tuple[dict[str, Divergence], int]:
+def measure_kl(
+    context: TrialContext, plan: PruningPlan, base: ModelSource | None = None
+) -> tuple[dict[str, Divergence], int]:
     """KL(dense || pruned) of the model that keeps what `plan` says, on "text" and on "tasks" (not there where no item has a single
-    right choice); and the tokens forwarded to get it, those of the dense model among them (0: it was cached)."""
+    right choice); and the tokens forwarded to get it, those of the dense model among them (0: it was cached). `base`: the dense
+    model of a checkpoint, which keeps all that it has; None: that of `context`. Raises UserError where `base` is of another
+    vocabulary or has another head."""
+    other = {} if base is None else {"base": loading.model_fingerprint(base, loading.load_config(base))}
     parts = {name: samples for name, samples in _samples(context).items() if samples}
     found, keys = {}, {}
     for name, samples in parts.items():
-        keys[name] = context.measurement_key(plan.structure, tokens=_content(samples), block=BLOCKS[name])
+        keys[name] = context.measurement_key(plan.structure, tokens=_content(samples), block=BLOCKS[name], **other)
         found[name] = context.artifacts.get("kl", keys[name], Divergence.from_arrays)
     kept = {name: divergence for name, divergence in found.items() if divergence is not None}
     if len(kept) == len(parts):
         return kept, 0
     together = [sample for samples in parts.values() for sample in samples]  # one pass: a streamed model is read once
-    dense, forwarded = _dense_states(context, together)
+    dense, forwarded = _dense_states(context if base is None else _opened_beside(context, base), together)
 
     def run(residency: Residency) -> np.ndarray:
         return token_divergences(context.model_of(plan), together, dense, residency)
@@ -102,6 +114,36 @@ def _dense_states(context: TrialContext, samples: Sequence[Tensor]) -> tuple[Ten
     states = _fitted(context, plan, samples, run)
     context.artifacts.put("dense_states", key, {"states": states.view(-1).view(torch.uint8).numpy()})
     return states, count
+
+
+def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
+    """The dense model of the checkpoint that `context` holds. Its weights stay in their files where they can: they are wanted for
+    one pass. Raises UserError."""
+    own, run = context.loaded, context.run
+    fallback = Fallback(Residency(from_files=readable_in_place(base)))
+    loaded = load(base, own.model.dtype, own.device.type, base.label, fallback)
+    dense = TrialContext(replace(run, label=base.label), loaded, context.artifacts, fallback)
+    same_words = loaded.tokenizer.get_vocab() == own.tokenizer.get_vocab()
+    if not same_words or not torch.equal(dense.perplexity_tokens, context.perplexity_tokens):
+        raise UserError(
+            f"{run.label} cannot be compared with {base.label}, whose tokenizer is another one; name the model that it was pruned "
+            "from with --base"
+        )
+    heads = list(zip(_head(loaded), _head(own), strict=True))
+    if not all(torch.equal(one, other) for one, other in heads):  # else both logits could not be made by one head
+        raise UserError(
+            f"{run.label} cannot be compared with {base.label}: pruning leaves the output head as it is, and theirs differ in "
+            f"{run.dtype}; name the model that it was pruned from with --base, or measure in the data type that it was saved in "
+            "with --dtype"
+        )
+    return dense
+
+
+def _head(loaded: LoadedModel) -> list[Tensor]:
+    """The weights of the output head, on the CPU."""
+    named = dict(loaded.model.named_parameters(remove_duplicate=False))
+    names, weights = {id(p): name for name, p in named.items()}, loaded.residency.weights or named
+    return [weights[names[id(p)]].cpu() for p in loaded.model.get_output_embeddings().parameters()]
 
 
 def _fitted(context: TrialContext, plan: PruningPlan, samples: Sequence[Tensor], run: Callable[[Residency], T]) -> T:

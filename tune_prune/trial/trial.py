@@ -37,6 +37,7 @@ from tune_prune.core.records import Failure, StageReport, Status, TrialRecord
 from tune_prune.core.store import ITEMS, KL, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
+from tune_prune.models.catalog import ModelSource
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import Dense, load_method
@@ -104,7 +105,7 @@ class TrialProgress:
 class Trial:
     """One trial and what it has found so far. `config` None: the dense model. `shared`: what trials beside it will need of
     the dense model, so that one pass serves them too. `key`: in the ledger; None: by model, configuration and data, which have
-    to be there."""
+    to be there. `base`: the model that a checkpoint was pruned from, to which its KL is measured."""
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Trial:
         context: TrialContext,
         shared: Sequence[Need] = (),
         key: str | None = None,
+        base: ModelSource | None = None,
     ) -> None:
         self.config = config
         self.context = context
@@ -124,7 +126,7 @@ class Trial:
         )
         self.items: list[ItemScore] = []
         self.plan: PruningPlan | None = None
-        self._shared = shared
+        self._shared, self._base = shared, base
         self._caveats: tuple[str, ...] = ()  # of what was measured
         self._divergences: dict[str, Divergence] = {}  # of a pruned model
         self._files: dict[str, Any] = {}  # of the statistics, for the trial's folder
@@ -183,9 +185,9 @@ class Trial:
     def _measure(self, plan: PruningPlan) -> Iterator[StageReport]:
         context = self.context
         self._check_weights()
-        if plan.removed_params:  # else it is the dense model, which diverges from itself by 0
+        if plan.removed_params or self._base:  # else it is the dense model, which diverges from itself by 0
             with self._stage("kl") as report:
-                self._divergences, report.tokens = measure_kl(context, plan)
+                self._divergences, report.tokens = measure_kl(context, plan, self._base)
                 report.way = context.way_to_measure("kl", plan) if report.tokens else ""
                 for name, found in self._divergences.items():
                     report.metrics |= {f"kl_{name}": found.mean, f"kl_{name}_stderr": found.stderr}

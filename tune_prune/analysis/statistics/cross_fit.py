@@ -1,5 +1,6 @@
 """The best configuration's accuracy without selection bias: chosen on one part of the items, scored on the other. Of a
-configuration with several draws of calibration samples one draw, too, is left out of the choice and scored."""
+configuration with several draws of calibration samples one draw, too, is left out of the choice and scored. A rule that
+chooses by log-probabilities of right choices chooses by those of the same items and draws, and is scored by accuracy."""
 
 from __future__ import annotations
 
@@ -68,49 +69,52 @@ def cross_fit_rule(
     fixed = names.index(best)  # perplexity and KL are measured on other text: no part of the items changes the choice
     other = {"one-standard-error": cheapest, **dict.fromkeys(("perplexity", "kl"), lambda accuracies: fixed)}
     pick, measure = other.get(rule, most_accurate), scores.accuracies
-    if rule == "gold_logprob":
-        golds = _golds(scores, rows)
-        if golds is None:
-            return None
-        measure = np.mean([values.mean(axis=0) for values in golds], axis=0)
-        draws = [(golds, list(scores.by_task.values()))]
-    else:
-        draws = by_draw(scores, rows["draws"].tolist(), [items.draws(folder) for folder in rows["output_dir"]])
+    draws = [items.draws(folder) for folder in rows["output_dir"]]
+    golds = _golds(rows, items, draws[0][0].index) if rule == "gold_logprob" else None
+    if golds is not None:
+        measure = np.array([np.mean([_mean_of_tasks(one) for one in series]) for series in golds])
+    elif rule == "gold_logprob":
+        return None
     if abs(scores.accuracies[pick(measure)] - rows["acc_mean"].iloc[fixed]) > 1e-6:
         return None  # `best` was chosen with the help of rows without items
-    return cross_fit(scores, names, pick, generator, draws, comparison.draw_variances[scores.rows], measure)
+    tables = by_draw(draws, golds)
+    return cross_fit(scores, names, pick, generator, tables, comparison.draw_variances[scores.rows], measure)
 
 
-def _golds(scores: PairedScores, rows: pd.DataFrame) -> Scores | None:
-    """Log-probabilities of right choices on the items of `scores`; None where an item has no single right choice or no finite one,
-    and with several draws of a configuration."""
-    series = [gold_logprobs(folder) for folder in rows["output_dir"]] if (rows["draws"] == 1).all() else []
-    known = [one for one in series if one is not None and np.isfinite(one).all()]
-    if len(known) < len(rows) or not all(one.index.equals(known[0].index) for one in known):
-        return None
-    table, tasks = np.column_stack(known), known[0].index.get_level_values("task")
-    found = [table[tasks == task] for task in scores.by_task]
-    same = all(len(one) == len(other) for one, other in zip(found, scores.by_task.values(), strict=True))
-    return found if same else None
+def _golds(rows: pd.DataFrame, items: DrawItems, index: pd.Index) -> list[list[pd.Series]] | None:
+    """Of each row its draws' log-probabilities of right choices on the items of `index`; None where a draw's were not kept, or an
+    item has no single right choice or no finite log-probability of it."""
+    found = []
+    for folder, count in zip(rows["output_dir"], rows["draws"], strict=True):
+        series = [one for name in items.folders(folder) if (one := gold_logprobs(name)) is not None]
+        if len(series) != count or not all(one.index.equals(index) and np.isfinite(one).all() for one in series):
+            return None
+        found.append(series)
+    return found
+
+
+def _mean_of_tasks(items: pd.Series) -> float:
+    return float(items.groupby(level="task").mean().mean())
 
 
 def by_draw(
-    scores: PairedScores, counts: Sequence[int], draws: Sequence[Sequence[pd.Series]]
+    draws: Sequence[Sequence[pd.Series]], measures: Sequence[Sequence[pd.Series]] | None = None
 ) -> list[tuple[Scores, Scores]]:
     """For each number of a draw what the others choose by, and what that draw scores: a column of several draws without it and
-    with it alone, any other column as it is in both. `draws`: of each column its draws' item scores. Empty where no column has
-    several."""
-    tables = []
-    for number in range(max(counts)) if max(counts) > 1 else ():
-        train, held = ([values.astype(np.float32) for values in scores.by_task.values()] for _ in range(2))
-        for column, series in enumerate(draws):
-            if len(series) > 1:
-                rest, own = left_out([one.to_numpy(np.float32) for one in series], number)
-                tasks = series[0].index.get_level_values("task")
-                for place, task in enumerate(scores.by_task):
-                    train[place][:, column], held[place][:, column] = rest[tasks == task], own[tasks == task]
-        tables.append((train, held))
-    return tables
+    with it alone, any other column as it is in both. `draws`: of each column its draws' item scores; `measures`: of each column
+    the values, item by item, that its draws are chosen by, if not the scores. Empty where all items and draws choose by what they
+    score: no column has several draws, and there are no `measures`."""
+    tasks = draws[0][0].index.get_level_values("task")
+    parts = [tasks == task for task in tasks.unique()]
+
+    def table(columns: Sequence[Sequence[pd.Series]], number: int, part: int) -> Scores:
+        stacked = [left_out([one.to_numpy(np.float32) for one in series], number)[part] for series in columns]
+        whole = np.column_stack(stacked)
+        return [whole[items] for items in parts]
+
+    count = max(map(len, draws))
+    numbers = range(count) if count > 1 or measures is not None else ()
+    return [(table(measures or draws, number, 0), table(draws, number, 1)) for number in numbers]
 
 
 def cross_fit(

@@ -73,15 +73,19 @@ class DrawItems:
         """The draws of a configuration; the first stands for all."""
         self._folders[folders[0]] = folders
 
+    def folders(self, folder: str) -> Sequence[str]:
+        """Of each draw of the configuration whose first one this is."""
+        return self._folders.get(folder, (folder,))
+
     def draws(self, folder: str) -> list[pd.Series]:
         """Of each draw the score of every item; none where a draw has no items, or other ones."""
-        found = [self._read(name) for name in self._folders.get(folder, [folder])]
+        found = [self._read(name) for name in self.folders(folder)]
         series = [items for items in found if items is not None]
         same = all(items.index.equals(series[0].index) for items in series)
         return series if same and len(series) == len(found) else []
 
     def __call__(self, folder: str) -> pd.Series | None:
-        if len(self._folders.get(folder, ())) < 2:
+        if len(self.folders(folder)) < 2:
             return self._read(folder)
         if folder not in self._means:
             series = self.draws(folder)
