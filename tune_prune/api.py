@@ -150,8 +150,9 @@ def search(
     draws           up to so many draws for the configurations that may still be the best, one for the others; None: no more than
                     `seeds` says
     tasks, limit    as for `Model.evaluate`
-    scheduler       which trials are stopped early: none; race, what cannot be the best any more (95% confidence); asha, the weaker
-                    half at a quarter and at half of the items
+    scheduler       which trials are stopped early: none; race, what cannot be the most accurate any more (95% confidence);
+                    race-gold, the same by the log-probability of right choices; asha, the weaker half at a quarter and at half of
+                    the items
     memory          most that a trial may take, e.g. "20GiB", as for `open`
     gpus_per_trial  GPUs of one trial: 0, 1, 1/k for k trials on each GPU, several to spread its layers over, or auto
     cpus_per_trial  CPUs of one trial, or auto

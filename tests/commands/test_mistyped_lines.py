@@ -40,7 +40,7 @@ MISTYPED = {
         f"--method is a key of search spaces: write `method: [...]` into a YAML file and name it with --search-space{SEE}"
     ),
     "search --model tiny-llama --scheduler racing": (
-        f"--scheduler: unknown value 'racing'; did you mean 'race'? known: asha, none, race{SEE}"
+        f"--scheduler: unknown value 'racing'; did you mean 'race'? known: asha, none, race, race-gold{SEE}"
     ),
     "search --model tiny-llama --search bayesian": (
         f"--search: unknown value 'bayesian'; did you mean 'optuna'? known: grid, optuna{SEE}"

@@ -58,6 +58,10 @@ def _finite_or_not(value: Any) -> Any:
 _StageValue = Annotated[Any, BeforeValidator(_finite_or_not)]  # text or a number, as before `to_json`
 
 
+# Fields of a StageReport that are said once, with the slice that they are of: a trial's items.parquet keeps them, no record does.
+PER_ITEM = ("outcomes", "gold_logprobs")
+
+
 @dataclass
 class StageReport:
     """What one stage of a trial reports: its name, its cost and its metrics."""
@@ -72,6 +76,8 @@ class StageReport:
         ""  # how the model was held for what it computed, if not as usual: nothing that was measured depends on it
     )
     outcomes: dict[str, str] = field(default_factory=dict)  # of this slice: task -> "0" or "1" per item, in order
+    # Likewise, of the items that have a single right choice: its log-probability in nats.
+    gold_logprobs: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass

@@ -58,6 +58,24 @@ def check_data(run: ModelRun) -> None:
             raise UserError(f"the perplexity text {path} is empty; put the raw WikiText-2 test there")
 
 
+def check_right_choices(run: ModelRun) -> None:
+    """Raise UserError where definitions say that no item of the run's tasks can have a single right choice, which a race by
+    log-probabilities compares. What only the items, the hub or a program can say is not looked for."""
+    source, tasks = task_source(run), run.protocol.tasks
+    if source.kind != "folder":
+        return
+    for task in task_files.task_files(source, tasks):
+        if task.definition.name != task_files.OWN_DEFINITION:
+            return  # one of the seven
+        values = read_definition(task.definition) if source.is_data(task) else followed(task.definition)[0]
+        if values.get("output_type") != "loglikelihood":
+            return
+    raise UserError(
+        f"--scheduler race-gold compares log-probabilities of right choices, but {', '.join(tasks)} have none (output_type "
+        "loglikelihood); use --scheduler race, or add a multiple_choice task to --tasks"
+    )
+
+
 def check_calibration(
     run: ModelRun,
     source: ModelSource,

@@ -49,13 +49,11 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
     gold_logprob: the log-probability of an item's right choice, the sum over its tokens, averaged in the same way. Items without
     a single right choice (gold -1) are left out, and so is a task that has no others.
     """
+    items = list(items)
     scores: dict[str, list[float]] = {}
     chances: dict[str, list[float]] = {}
-    golds: dict[str, list[float]] = {}
     for item in items:
         scores.setdefault(item.task, []).append(item.score)
-        if item.gold >= 0:
-            golds.setdefault(item.task, []).append(item.loglikelihoods[item.gold])
         chances.setdefault(item.task, []).append(1 / len(item.loglikelihoods))
     means = {task: sum(values) / len(values) for task, values in scores.items()}
     errors = {
@@ -68,7 +66,7 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
     metrics["chance_acc_mean"] = sum(sum(values) / len(values) for values in chances.values()) / len(chances)
     metrics["acc_mean"] = sum(means.values()) / len(means)
     metrics["acc_mean_stderr"] = math.sqrt(sum(error**2 for error in errors.values())) / len(errors)
-    return metrics | _gold_logprobs(golds)
+    return metrics | _gold_logprobs(gold_logprobs_by_task(items))
 
 
 def _gold_logprobs(golds: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -96,6 +94,16 @@ def outcomes_by_task(items: Iterable[ItemScore]) -> dict[str, str]:
     for item in items:
         outcomes.setdefault(item.task, []).append("1" if item.score else "0")
     return {task: "".join(scores) for task, scores in outcomes.items()}
+
+
+def gold_logprobs_by_task(items: Iterable[ItemScore]) -> dict[str, tuple[float, ...]]:
+    """The log-probability, in nats, of the right choice of each task's items in the order given. Items without a single right
+    choice are left out, and so is a task that has no others."""
+    golds: dict[str, list[float]] = {}
+    for item in items:
+        if item.gold >= 0:
+            golds.setdefault(item.task, []).append(item.loglikelihoods[item.gold])
+    return {task: tuple(values) for task, values in golds.items()}
 
 
 _SCHEMA = pyarrow.schema(

@@ -9,6 +9,7 @@ known beforehand, so judging thousands of items takes milliseconds; items of oth
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -56,6 +57,7 @@ class ZeroShotSuite:
         for item in self._items:
             by_task.setdefault(item.task, []).append(item)
         self.items_per_task = {task: len(members) for task, members in by_task.items()}
+        self.gold_items_per_task = dict(Counter(item.task for item in self._items if item.gold >= 0))
         added: list[list[Item]] = [[] for _ in protocol.slices]
         counts = even_slices(self.items_per_task, protocol.slices)
         for task, members in by_task.items():

@@ -43,7 +43,7 @@ class SearchSettings:
         None  # at most, of each configuration: more than one for those that may be the best; None: as `seeds` says
     )
     dtype: str | None = None
-    scheduler: Literal["none", "race", "asha"] = "none"
+    scheduler: Literal["none", "race", "race-gold", "asha"] = "none"
     memory: int | None = None  # bytes that a trial may take; None: what is free
     gpus_per_trial: float | None = None
     cpus_per_trial: float | None = None

@@ -150,6 +150,8 @@ def _plan_model(
         sizes = dict.fromkeys((config.pruning_ratio, config.shape) for config in configs)
         targets = {ratio: target_params(geometry, ratio, shape) for ratio, shape in sizes}
         checks.check_data(run)
+        if settings.scheduler == "race-gold":
+            checks.check_right_choices(run)
         seq_lens = dict.fromkeys(config.seq_len for config in configs)
         most = max(config.num_samples for config in configs)
         texts = dict.fromkeys([run.calibration, *(run.of(config).calibration for config in configs)])

@@ -33,10 +33,10 @@ from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.errors import NotFinite
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import file_checksum
-from tune_prune.core.records import Failure, StageReport, Status, TrialRecord
+from tune_prune.core.records import PER_ITEM, Failure, StageReport, Status, TrialRecord
 from tune_prune.core.store import ITEMS, KL, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.divergence import Divergence
-from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
+from tune_prune.evaluation.item_scores import ItemScore, gold_logprobs_by_task, outcomes_by_task, summarize, to_parquet
 from tune_prune.models.catalog import ModelSource
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
@@ -58,7 +58,7 @@ class TrialProgress:
     host: str = field(default_factory=platform.node)
     device_name: str = ""  # until a model is opened
     torch_version: str = ""
-    reports: tuple[StageReport, ...] = ()  # without outcomes: `items` of the trial has them
+    reports: tuple[StageReport, ...] = ()  # without PER_ITEM: `items` of the trial has them
     peak_memory_bytes: int = 0
     notes: tuple[str, ...] = ()
 
@@ -86,7 +86,7 @@ class TrialProgress:
             failure=failure or "",
             metrics=self.metrics,
             stages=[
-                {name: value for name, value in asdict(report).items() if name not in ("metrics", "outcomes")}
+                {name: value for name, value in asdict(report).items() if name not in ("metrics", *PER_ITEM)}
                 for report in self.reports
             ],
             search_id=search_id,
@@ -206,7 +206,8 @@ class Trial:
                 added, report.tokens = context.item_scores(plan, index)
                 report.way = context.way_to_measure("zero_shot", plan) if report.tokens else ""
                 self.items += added
-                report.metrics, report.outcomes = summarize(self.items), outcomes_by_task(added)
+                report.metrics = summarize(self.items)
+                report.outcomes, report.gold_logprobs = outcomes_by_task(added), gold_logprobs_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items
                 self._caveats = context.notes
             yield report
@@ -232,7 +233,8 @@ class Trial:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
             report.duration_s = time.perf_counter() - started
-            self.progress = replace(self.progress, reports=(*self.progress.reports, replace(report, outcomes={})))
+            kept = replace(report, outcomes={}, gold_logprobs={})
+            self.progress = replace(self.progress, reports=(*self.progress.reports, kept))
         finally:  # what a failed stage has taken is recorded too
             peak = max(peak_memory_bytes(device) for device in devices)  # of the fullest: another one must be as large
             notes = (*self._caveats, *self.context.fallback.notes)

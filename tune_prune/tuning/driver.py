@@ -36,9 +36,12 @@ from tune_prune.tuning.ray_cluster.local import LocalRay
 from tune_prune.tuning.ray_cluster.resources import TrialResources, trial_slots
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.stopping.asha import AshaRule
+from tune_prune.tuning.stopping.measures import ACCURACY, GOLD_LOGPROB, ItemValues, Measure
 from tune_prune.tuning.stopping.race import RaceRule, read_outcomes
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings, labels_of_groups
+
+RACES: dict[str, Measure] = {"race": ACCURACY, "race-gold": GOLD_LOGPROB}  # schedulers that race, and by what
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class TuneOptions:
     seed: int = 0  # of the sampler
     only: frozenset[str] | None = None  # keys of the jobs that are run now; None: all
     goes_on: bool = False  # with other jobs after these: the search has not ended with them
-    scheduler: Literal["none", "asha", "race"] = "none"
+    scheduler: Literal["none", "asha", "race", "race-gold"] = "none"
     inline: bool = False  # one trial after the other in this process, without Ray
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
     num_cpus: int | None = None  # of the local Ray; None: all
@@ -135,7 +138,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
             settings.attempts.drop(baseline)
 
         rule = _rule(options, specs, finished)
-        if options.scheduler == "race":
+        if options.scheduler in RACES:
             pending = _shuffled(pending, options.seed)
         queue = WorkQueue(prepared, pending, searcher)
         ledger_observer = LedgerObserver(settings, rule.reasons)
@@ -202,8 +205,9 @@ def _pending(
 def _rule(options: TuneOptions, specs: dict[str, TrialSpec], finished: list[TrialRecord]) -> StoppingRule:
     if options.scheduler == "asha":
         return AshaRule(specs)
-    if options.scheduler == "race":
-        return RaceRule(specs, _known_outcomes(options.experiment_dir, specs, finished))
+    if options.scheduler in RACES:
+        measure = RACES[options.scheduler]
+        return RaceRule(specs, _known_outcomes(options.experiment_dir, specs, finished, measure), measure=measure)
     return StoppingRule()
 
 
@@ -218,11 +222,12 @@ def _shuffled(pending: list[TrialSpec], seed: int) -> list[TrialSpec]:
 
 
 def _known_outcomes(
-    folder: Location, specs: dict[str, TrialSpec], finished: list[TrialRecord]
-) -> dict[str, list[dict[str, str]]]:
-    """The item outcomes of complete trials, slice by slice: they go on eligible when a race is started again."""
-    return {
-        record.key: read_outcomes(folder / TRIALS / record.key / ITEMS, len(specs[record.key].run.protocol.slices))
-        for record in finished
-        if record.status == "complete"
-    }
+    folder: Location, specs: dict[str, TrialSpec], finished: list[TrialRecord], measure: Measure
+) -> dict[str, list[dict[str, ItemValues]]]:
+    """The items' scores of complete trials, slice by slice: they go on eligible when a race is started again."""
+    found = {}
+    for record in finished:
+        if record.status == "complete":
+            path, num_slices = folder / TRIALS / record.key / ITEMS, len(specs[record.key].run.protocol.slices)
+            found[record.key] = read_outcomes(path, num_slices, measure)
+    return found

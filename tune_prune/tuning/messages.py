@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tune_prune.core.records import StageReport, TrialRecord, pass_name
 from tune_prune.trial.trial import TrialProgress
@@ -23,6 +23,9 @@ class Slice:
     fraction: float  # of all items, as the protocol says it: stopping levels are met exactly, whatever the rounding
     outcomes: Mapping[str, str]  # task -> "0" or "1" per item that it adds, in the order that is the same for all
     items_per_task: Mapping[str, int]  # in the protocol
+    # Task -> log-probability in nats of the right choice, of those of its items that have a single one, in the same order.
+    gold_logprobs: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    gold_items_per_task: Mapping[str, int] = field(default_factory=dict)  # those in the protocol; no task without any
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,15 @@ class StageRunner:
     def _message(self, report: StageReport) -> TrialMessage:
         part = None
         if report.items_scored and self._trial is not None:
-            fractions, sizes = self._spec.run.protocol.slices, self._trial.context.suite.items_per_task
-            part = Slice(self._slice_index, fractions[self._slice_index], report.outcomes, sizes)
+            fraction, suite = self._spec.run.protocol.slices[self._slice_index], self._trial.context.suite
+            part = Slice(
+                self._slice_index,
+                fraction,
+                report.outcomes,
+                suite.items_per_task,
+                report.gold_logprobs,
+                suite.gold_items_per_task,
+            )
             self._slice_index += 1
         self._stage_index += 1
         return TrialMessage(self._progress, report, self._stage_index - 1, part)

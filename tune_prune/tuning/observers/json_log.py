@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from tune_prune.core.files import to_json
-from tune_prune.core.records import StageReport
+from tune_prune.core.records import PER_ITEM, StageReport
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import PrepareJob, Work
@@ -68,7 +68,7 @@ def _named(work: Work) -> dict[str, Any]:
 
 
 def _stage(report: StageReport) -> dict[str, Any]:
-    return {name: value for name, value in asdict(report).items() if name != "outcomes"}
+    return {name: value for name, value in asdict(report).items() if name not in PER_ITEM}
 
 
 def _said(error: BaseException) -> str:
