@@ -1,0 +1,66 @@
+"""How often the winner of one draw of calibration samples is the winner of all: of a search that measured every configuration on
+the same draws.
+
+    python -m tune_prune.search --model tiny-llama --model tiny-qwen2 --model tiny-mistral --seeds 0,1,2 --name draws
+    python scripts/winners_by_draw.py ray_results/draws
+
+Of each model the most accurate configuration of each draw, its place among the means of all draws, the points it loses there, and
+those by which its own draw flattered it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tune_prune import load_results
+from tune_prune.core.files import atomic_write_text, to_json
+
+CONFIGURATION = ["method", "seq_len", "num_samples"]
+
+
+def winners(trials: pd.DataFrame) -> list[dict[str, Any]]:
+    """A row per model and draw; `trials` as `Results.trials` has them. Only configurations with all draws count."""
+    rows = []
+    for model, own in trials[trials["success"]].groupby("model", sort=False):
+        scores = own.pivot_table(
+            index=CONFIGURATION, columns=own["seed"].fillna(-1), values="acc_mean", dropna=False
+        ).dropna()
+        means = scores.mean(axis=1).sort_values(ascending=False, kind="stable")
+        for number, draw in enumerate(scores):
+            best = scores[draw].idxmax()
+            place = int((means > means[best]).sum()) + 1
+            rows.append(
+                {
+                    "model": model,
+                    "draw": number,
+                    "winner": "-".join(map(str, best)),
+                    "place": place,
+                    "of": len(means),
+                    "lost_points": 100 * float(means.iloc[0] - means[best]),
+                    "optimistic_points": 100 * float(scores[draw].max() - means[best]),
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", help="its folder")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
+    args = parser.parse_args()
+    rows = winners(load_results(args.experiment).trials)
+    table = pd.DataFrame(rows)
+    print(table.to_string(index=False, float_format="{:.2f}".format))
+    won = sum(row["place"] == 1 for row in rows)
+    lost = table["lost_points"].mean()
+    print(f"\n{won} of {len(rows)} winners of one draw are the winner of all; {lost:.2f} points are lost on average")
+    if args.output:
+        atomic_write_text(args.output, to_json(rows))
+
+
+if __name__ == "__main__":
+    main()

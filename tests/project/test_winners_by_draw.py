@@ -1,0 +1,35 @@
+"""scripts/winners_by_draw.py, on scores whose winners are known."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from winners_by_draw import winners
+
+
+def test_the_winner_of_each_draw_has_its_place_among_the_means() -> None:
+    scores = {
+        ("taylor", 16): (0.60, 0.50, 0.52),
+        ("layerwise", 16): (0.55, 0.58, 0.55),
+        ("random", 16): (0.4, 0.4, None),
+    }
+    rows = [
+        {
+            "model": "m",
+            "method": method,
+            "seq_len": length,
+            "num_samples": 8,
+            "seed": seed,
+            "acc_mean": score,
+            "success": True,
+        }
+        for (method, length), draws in scores.items()
+        for seed, score in zip((None, 1, 2), draws, strict=True)
+        if score is not None
+    ]
+    rows.append({**rows[0], "method": "magnitude", "acc_mean": 0.9, "success": False})
+    first, second, third = winners(pd.DataFrame(rows))
+    assert (first["winner"], first["place"], first["of"]) == ("taylor-16-8", 2, 2)  # random lacks a draw
+    assert first["lost_points"] == pytest.approx(100 * ((0.55 + 0.58 + 0.55) - (0.60 + 0.50 + 0.52)) / 3)
+    assert first["optimistic_points"] == pytest.approx(100 * (0.60 - 0.54))
+    assert [(row["winner"], row["place"]) for row in (second, third)] == [("layerwise-16-8", 1)] * 2
