@@ -32,7 +32,16 @@ REACHED = 0.4  # of the peak
 # The seven tasks of the hub, all items, and WikiText-2: about.
 ZERO_SHOT = ZeroShotTokens(items=20_465, tokens=1_650_000, scored=600_000, exact=True)
 TEXT = 300_000
-NAMES = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Mistral-7B", "Qwen2.5-7B", "Llama-3-8B", "Llama-3-70B")
+NAMES = (
+    "SmolLM2-135M",
+    "Qwen2.5-0.5B",
+    "Llama-3.2-1B",
+    "Llama-3.2-3B",
+    "Mistral-7B",
+    "Qwen2.5-7B",
+    "Llama-3-8B",
+    "Llama-3-70B",
+)
 
 
 def on_card(ways: list[MemoryPlan], gigabytes: int, geometry: Geometry, vocab_size: int) -> str:
