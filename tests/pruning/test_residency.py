@@ -115,8 +115,9 @@ def test_removals_in_one_sweep_have_the_bits_of_removed_models(tiny, variant, wa
 
 
 @torch.inference_mode()
-def squares_of_whole_model(model: nn.Module, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-    sums: dict[str, torch.Tensor] = {}
+def inputs_of_whole_model(model: nn.Module, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums of what goes into o and down, and of its squares, as the statistic names them."""
+    sums: dict[str, torch.Tensor] = {"tokens": torch.tensor([samples.numel()])}
     for part in samples.split(4):
         handles = []
         for index, layer in enumerate(model.model.layers):
@@ -124,8 +125,9 @@ def squares_of_whole_model(model: nn.Module, samples: torch.Tensor) -> dict[str,
 
                 def add(_: nn.Module, args: tuple[torch.Tensor], key: str = f"{name}_{index}") -> None:
                     x = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
-                    value = x.square().sum(dim=(0, 1), dtype=torch.float64)
-                    sums[key] = sums[key] + value if key in sums else value
+                    for own, numbers in ((key, x.square()), (f"sum_{key}", x)):
+                        value = numbers.sum(dim=(0, 1), dtype=torch.float64)
+                        sums[own] = sums[own] + value if own in sums else value
 
                 handles.append(linear.register_forward_pre_hook(add))
         model.model(input_ids=part, use_cache=False)
@@ -142,7 +144,7 @@ def test_input_norms_have_the_bits_of_the_whole_model(tiny, variant, way, dtype,
     needs = [Need("input_norms", "", n) for n in (3, 11)]
     found = statistic.collect(held, family_of(model), samples, needs, residency)
     for need in needs:
-        expected = squares_of_whole_model(model, samples[: need.num_samples])
+        expected = inputs_of_whole_model(model, samples[: need.num_samples])
         assert found[need].keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(found[need][name], value.numpy(), err_msg=name)
