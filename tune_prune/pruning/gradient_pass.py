@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,9 +21,10 @@ from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.layer_runner import LayerRunner
-from tune_prune.models.runner.residency import Residency
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.batches import batch_size, batches, check_snapshots, runs, samples_run
-from tune_prune.pruning.statistics import PassWork
+from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
 T = TypeVar("T")
 
@@ -135,6 +137,35 @@ def gradient_work(wanted: Sequence[int], seq_len: int, num_layers: int, step: in
         snapshots=len(wanted),
         weight_sums=weight_sums,
     )
+
+
+class GroupInformation(Statistic):
+    """A statistic whose `sums` come to a number for every group, [K] and [M] of each layer."""
+
+    backward = True
+    sums: MakeSums[tuple[np.ndarray, np.ndarray]]
+    together: int | None = None  # samples of a batch; None: as many as `batch_size` says
+    weight_sums: int  # as `PassWork` has them
+
+    def collect(
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        windows: torch.Tensor,
+        needs: Sequence[Need],
+        residency: Residency = RESIDENT,
+    ) -> dict[Need, dict[str, np.ndarray]]:
+        wanted = [need.num_samples for need in needs]
+        found = gradient_pass(model, family, windows, wanted, residency, self.sums, self.together)
+        return {need: GroupScores.of_layers(found[need.num_samples]).arrays() for need in needs}
+
+    def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
+        step = self.together or batch_size(seq_len, device)
+        return gradient_work([need.num_samples for need in needs], seq_len, num_layers, step, self.weight_sums)
+
+    def value(self, arrays: Arrays, need: Need) -> GroupScores:
+        """Not yet divided by what a group costs."""
+        return GroupScores.from_arrays(arrays)
 
 
 def _whole(

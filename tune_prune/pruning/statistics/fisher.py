@@ -9,44 +9,11 @@ run one at a time, as a batch would add up their gradients before they are squar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from tune_prune.models.families import Family
-from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.gradient_pass import WeightSums, gradient_pass, gradient_work
+from tune_prune.pruning.gradient_pass import GroupInformation, WeightSums
 from tune_prune.pruning.group_sums import layer_group_sums
-from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
-
-
-class _Fisher(Statistic):
-    version = 1
-    stage = "fisher"
-    label = "Fisher"
-    backward = True
-
-    def collect(
-        self,
-        model: PreTrainedModel,
-        family: Family,
-        windows: torch.Tensor,
-        needs: Sequence[Need],
-        residency: Residency = RESIDENT,
-    ) -> dict[Need, dict[str, np.ndarray]]:
-        wanted = [need.num_samples for need in needs]
-        found = gradient_pass(model, family, windows, wanted, residency, _Squares, together=1)
-        return {need: GroupScores.of_layers(found[need.num_samples]).arrays() for need in needs}
-
-    def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
-        return gradient_work([need.num_samples for need in needs], seq_len, num_layers, 1, 1)
-
-    def value(self, arrays: Arrays, need: Need) -> GroupScores:
-        """F(group), not yet divided by what a group costs."""
-        return GroupScores.from_arrays(arrays)
 
 
 class _Squares(WeightSums[tuple[np.ndarray, np.ndarray]]):
@@ -58,6 +25,15 @@ class _Squares(WeightSums[tuple[np.ndarray, np.ndarray]]):
 
     def results(self, num_samples: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return [layer_group_sums(layer, self.family, lambda p: self.sums[p] / num_samples) for layer in self.layers]
+
+
+class _Fisher(GroupInformation):
+    version = 1
+    stage = "fisher"
+    label = "Fisher"
+    sums = _Squares
+    together = 1
+    weight_sums = 1
 
 
 STATISTIC = _Fisher()

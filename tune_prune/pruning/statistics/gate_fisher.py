@@ -10,46 +10,16 @@ weights). Gradients of activations only: no sums of gradients of weights are kep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from tune_prune.models.families import Family
-from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.batches import batch_size
-from tune_prune.pruning.gradient_pass import Sums, gradient_pass, gradient_work
-from tune_prune.pruning.groups import GroupScores
-from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
-
-
-class _GateFisher(Statistic):
-    version = 1
-    stage = "gate_fisher"
-    label = "gate Fisher"
-    backward = True
-
-    def collect(
-        self,
-        model: PreTrainedModel,
-        family: Family,
-        windows: torch.Tensor,
-        needs: Sequence[Need],
-        residency: Residency = RESIDENT,
-    ) -> dict[Need, dict[str, np.ndarray]]:
-        found = gradient_pass(model, family, windows, [need.num_samples for need in needs], residency, _Squares)
-        return {need: GroupScores.of_layers(found[need.num_samples]).arrays() for need in needs}
-
-    def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
-        return gradient_work([need.num_samples for need in needs], seq_len, num_layers, batch_size(seq_len, device), 0)
-
-    def value(self, arrays: Arrays, need: Need) -> GroupScores:
-        """F(group), not yet divided by what a group costs."""
-        return GroupScores.from_arrays(arrays)
+from tune_prune.pruning.gradient_pass import GroupInformation, Sums
 
 
 class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
@@ -109,6 +79,14 @@ class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):
     def results(self, num_samples: int) -> list[tuple[np.ndarray, np.ndarray]]:
         means = [(total / num_samples).cpu().numpy() for total in self.sums]
         return list(zip(means[::2], means[1::2], strict=True))
+
+
+class _GateFisher(GroupInformation):
+    version = 1
+    stage = "gate_fisher"
+    label = "gate Fisher"
+    sums = _Squares
+    weight_sums = 0
 
 
 STATISTIC = _GateFisher()
