@@ -18,6 +18,7 @@ from tune_prune.core.store import FolderStore
 from tune_prune.data.sources import measured_on
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial
 
 CONFIG = PruningConfig("layerwise", 16, 8, 0.3)
@@ -52,7 +53,7 @@ def save(
     """The checkpoint of the model of `context` pruned by `plan`."""
     run = context.run
     origin = Origin(config=CONFIG, source=run, metrics=metrics, measured_on=measured_on(run), baseline=None)
-    save_checkpoint(context.loaded, plan, origin, folder, fmt)
+    save_checkpoint(context.loaded, Recipe(plan), origin, folder, fmt)
     return folder
 
 

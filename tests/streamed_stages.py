@@ -32,6 +32,7 @@ from tune_prune.models.weight_files import write_weights
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 from tune_prune.pruning.statistics.taylor import taylor
+from tune_prune.trial.recipe import Recipe
 
 HIDDEN, CHANNELS, VOCABULARY = 768, 2048, 1000
 LAYER_BYTES = 4 * (3 * HIDDEN * HIDDEN + 3 * HIDDEN * CHANNELS)  # in float32; half of the query heads share their keys
@@ -71,8 +72,8 @@ def stages(dense: LoadedModel, folder: Path) -> dict[str, Callable[[], Any]]:
         "perplexity": lambda: perplexity(model, windows.flatten(), 64, residency=how),
         "kl": lambda: token_divergences(model, list(windows), head_inputs(model, list(windows), how), how),
         "zero-shot": lambda: score_items(model, rows, residency=how),
-        "checkpoint": lambda: save_checkpoint(dense, plan, origin, folder / "pruned"),
-        "GGUF file": lambda: save_checkpoint(dense, plan, origin, folder / "gguf", "gguf"),
+        "checkpoint": lambda: save_checkpoint(dense, Recipe(plan), origin, folder / "pruned"),
+        "GGUF file": lambda: save_checkpoint(dense, Recipe(plan), origin, folder / "gguf", "gguf"),
     }
 
 

@@ -16,19 +16,19 @@ from tune_prune.models import catalog, loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.residency import Residency
-from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial
 
 
 def measure(
     context: TrialContext,
     config: PruningConfig | None,
-    plan: PruningPlan | None,
+    recipe: Recipe | None,
     base: ModelSource | None,
-    on_stage: Callable[[StageReport], None],
+    on_stage: Callable[[StageReport], object],
 ) -> Evaluation:
-    """The model of `context` as it is, or cut by the `plan` of `config`; `base`: as `base_of` gives it, for KL to it. Raises
+    """The model of `context` as it is, or as the `recipe` of `config` makes it; `base`: as `base_of` gives it, for KL to it. Raises
     UserError."""
     largest, vocab_size = int(context.perplexity_tokens.max()), context.loaded.model.config.vocab_size
     if largest >= vocab_size:
@@ -38,7 +38,7 @@ def measure(
         )
     key = context.key(config and replace(config, calibration=None))  # it is not read
     trial = Trial(config, context, key=key, base=base)
-    for report in trial.stages() if plan is None else trial.measure(plan):
+    for report in trial.stages() if recipe is None else trial.measure(recipe):
         on_stage(report)
     record = trial.progress.record("complete")
     return Evaluation(context.run, record, tuple(trial.items), context.perplexity_window)

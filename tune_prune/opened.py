@@ -26,7 +26,7 @@ from tune_prune.core.records import StageReport
 from tune_prune.core.store import Location
 from tune_prune.cost_model.memory import Shapes
 from tune_prune.cost_model.memory_plan import StageMemory, choose_within, on_this_machine
-from tune_prune.cost_model.workload import LONGEST_ROW, passes_of
+from tune_prune.cost_model.workload import LONGEST_ROW, passes_of, refits_of
 from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.checks import check_data
 from tune_prune.data.sources import EMBEDDED_DATA, uses_embedded_data
@@ -44,11 +44,8 @@ from tune_prune.pruning.selection import target_params
 from tune_prune.pruning.statistics import PassWork
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.fallback import Fallback, load
+from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial
-
-
-def _silent(_: StageReport) -> None:
-    """What is done with the report of a stage where nobody asks for it."""
 
 
 class Model:
@@ -118,7 +115,10 @@ class Model:
         removal_divisor: int | None = None,
         shape: str = "free",
         align: int | None = None,
-        on_stage: Callable[[StageReport], None] = _silent,
+        compensation: str = "none",
+        damping: float | None = None,
+        refit_tokens: int | None = None,
+        on_stage: Callable[[StageReport], object] = id,
     ) -> PrunedModel:
         """A smaller model, as a PrunedModel. This one is not changed; every tensor that is not cut is shared with it.
 
@@ -130,13 +130,18 @@ class Model:
         shape            widths of the pruned layers: free, any; aligned, MLP widths in multiples of `align` (or aligned-N);
                          uniform, the same in every layer (docs/methods.md, "Shapes")
         align            channels; None: 64, from 1B parameters on 256
+        compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
+        damping          of a refit, how strongly it keeps to the old weights; None: 0.1
+        refit_tokens     calibration tokens of a refit; None: 16,384
         on_stage         is called with each stage's report (name, seconds, tokens) as it ends
 
         Statistics that an earlier call or, in ./ray_results, a search has computed are used again. Raises UserError for a value
         out of bounds, a ratio that the model cannot give up, a text with too few samples, and for a model that is already pruned.
         """
-        values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples)
-        values |= dict(removal_divisor=removal_divisor, shape=shape)
+        values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples, shape=shape)
+        values |= dict(
+            removal_divisor=removal_divisor, compensation=compensation, damping=damping, refit_tokens=refit_tokens
+        )
         return self.execute(self.request(values, align), on_stage)
 
     def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
@@ -150,32 +155,29 @@ class Model:
             DenseModel(source, run, self._config, self.geometry, self.tokenizer), values, align
         )
 
-    def execute(self, request: PruneRequest, on_stage: Callable[[StageReport], None] = _silent) -> PrunedModel:
-        """The pruned model of a request for this model: by the plan of a search where there is one, else found as in a trial.
-        Raises UserError."""
+    def execute(self, request: PruneRequest, on_stage: Callable[[StageReport], object] = id) -> PrunedModel:
+        """The pruned model of a request: by the plan of a search where there is one, else found as in a trial. Raises UserError."""
         origin.require_dense(self._source, self._config)
         if request.fingerprint is not None and not loading.is_model_of(request.fingerprint, self._source, self._config):
             raise UserError(
                 f"{self._source.location} is not the model that was searched (the contents of its files differ); name that one "
                 "with --base, or search again"
             )
-        plan = request.plan
-        if plan is None:
-            context = self._context(request.run, self._way(request.config), request.artifact_dir)
-            trial = Trial(request.config, context, key="")  # nothing is measured: no tasks have to be there
-            for report in trial.stages():
-                on_stage(report)
-                if trial.plan is not None:
-                    break
-            plan = trial.plan
-        assert plan is not None
-        return PrunedModel(self, request, plan)
+        config, plan = request.config, request.plan
+        if plan is not None and config.compensation == "none":  # no text has to be there
+            return PrunedModel(self, request, Recipe(plan))
+        context = self._context(request.run, self._way(config, plan), request.artifact_dir)
+        trial = Trial(config, context, key="")  # nothing is measured: no tasks have to be there
+        for report in trial.recipe(config, plan):
+            on_stage(report)
+        assert trial.made is not None
+        return PrunedModel(self, request, trial.made)
 
-    def _way(self, config: PruningConfig) -> Residency:
-        """The fastest to hold the model in that fits while it is pruned. Raises UserError for too little `memory`."""
+    def _way(self, config: PruningConfig, plan: PruningPlan | None) -> Residency:
+        """The fastest to hold the model in that fits while it is pruned, by `plan` where that is known. Raises UserError."""
         removed = target_params(self.geometry, config.pruning_ratio, config.shape)
-        passes = passes_of([config], self.geometry.num_layers, self.device)
-        cut = self._shapes.pruning
+        wanted, cut = passes_of if plan is None else refits_of, self._shapes.pruning
+        passes = wanted([config], self.geometry.num_layers, self.device)
         return self._fastest(passes, lambda way: [cut(removed, way)], f"to prune {self.label} by {config.name}")
 
     def way_to_measure(self, run: ModelRun, removed_params: int = 0, kl: bool = False) -> Residency:
@@ -204,9 +206,8 @@ class Model:
         evaluation: Callable[[Residency], Sequence[StageMemory]],
         what: str,
     ) -> Residency:
-        readable = readable_in_place(self._source)
+        readable, bounds = readable_in_place(self._source), on_this_machine()
         ways, streamed = (self._shapes.ways(passes, evaluation, from_files) for from_files in (readable, True))
-        bounds = on_this_machine()
         release(torch.device(self.device))  # what torch keeps of earlier work is free, too
         bounds["device"] = torch.cuda.mem_get_info()[0] if self.device == "cuda" else bounds["host"]
         if self._loaded is not None and not self._loaded.residency.from_files:
@@ -222,7 +223,7 @@ class Model:
         self,
         limit: int | None = None,
         tasks: Sequence[str] | str | None = None,
-        on_stage: Callable[[StageReport], None] = _silent,
+        on_stage: Callable[[StageReport], object] = id,
         kl: bool = False,
     ) -> Evaluation:
         """Perplexity and zero-shot accuracies (fractions, with standard errors), by the protocol of a search's trials: the numbers
@@ -252,12 +253,12 @@ class Model:
         self,
         run: ModelRun,
         config: PruningConfig | None,
-        plan: PruningPlan | None,
-        on_stage: Callable[[StageReport], None],
+        recipe: Recipe | None,
+        on_stage: Callable[[StageReport], object],
         kl: bool = False,
     ) -> Evaluation:
-        context = self._context(run, self.way_to_measure(run, 0 if plan is None else plan.removed_params, kl))
-        return measuring.measure(context, config, plan, self.base if kl else None, on_stage)
+        context = self._context(run, self.way_to_measure(run, recipe.plan.removed_params if recipe else 0, kl))
+        return measuring.measure(context, config, recipe, self.base if kl else None, on_stage)
 
     def _context(self, run: ModelRun, way: Residency, artifact_dir: Location | None = None) -> TrialContext:
         """For a trial held in that `way`, or in a leaner one where a trial before did not fit into memory."""
@@ -284,19 +285,19 @@ class PrunedModel:
     """A pruned model.
 
     dense      the Model that it was made from
-    config     its PruningConfig: method, seq_len, num_samples, pruning_ratio, removal_divisor, shape
+    config     its PruningConfig: method, seq_len, num_samples and the other hyperparameters
     plan       its PruningPlan: kept_groups and kept_channels, indices by layer; removed_params, removed_fraction
     params     number of parameters
     tokenizer  of transformers, the dense model's
     """
 
-    def __init__(self, dense: Model, request: PruneRequest, plan: PruningPlan) -> None:
+    def __init__(self, dense: Model, request: PruneRequest, recipe: Recipe) -> None:
         self.dense = dense
         self.config = request.config
-        self.plan = plan
+        self.plan = plan = recipe.plan
         self.params = plan.total_params - plan.removed_params
         self.tokenizer = dense.tokenizer
-        self._request = request
+        self._request, self._recipe = request, recipe
 
     def __repr__(self) -> str:
         return (
@@ -309,16 +310,16 @@ class PrunedModel:
         """The model itself, a torch module in eval mode that generates as the dense one does. It shares memory with that: to
         train it, load what `save` has written."""
         loaded = self.dense.loaded()
-        return surgery.prune(loaded.model, loaded.family, self.plan)
+        return surgery.prune(loaded.model, loaded.family, self.plan, self._recipe.refitted)
 
     def evaluate(
         self,
         limit: int | None = None,
         tasks: Sequence[str] | str | None = None,
-        on_stage: Callable[[StageReport], None] = _silent,
+        on_stage: Callable[[StageReport], object] = id,
     ) -> Evaluation:
         """As `Model.evaluate` with `kl`: the numbers of the trial of this configuration in a search."""
-        return self.dense._measured(self.dense.protocol(limit, tasks), self.config, self.plan, on_stage)
+        return self.dense._measured(self.dense.protocol(limit, tasks), self.config, self._recipe, on_stage)
 
     def save(
         self,
@@ -339,8 +340,8 @@ class PrunedModel:
         overwrite  replace an earlier checkpoint of tune_prune
         measure    measure tokens per second and memory, dense beside pruned, and record them
 
-        The weights are those of the base model, cut. Raises UserError where `folder` exists or cannot be written, or where the
-        format cannot hold the model (docs/checkpoints.md).
+        The weights are those of the base model, cut or refitted. Raises UserError where `folder` exists or cannot be written, or
+        where the format cannot hold the model (docs/checkpoints.md).
         """
         require("format", format, get_args(Format))
         require("dtype", dtype or "float32", ("float32", "bfloat16", "float16"))
@@ -349,7 +350,7 @@ class PrunedModel:
         kind = getattr(torch, dtype) if dtype else getattr(self.dense._config, "dtype", None) or torch.float32
         return save_checkpoint(
             self.dense.loaded(kind, self.dense._way_to_save(kind, whole=measure)),
-            self.plan,
+            self._recipe,
             self._request.origin(),
             path,
             format,

@@ -23,6 +23,7 @@ from tune_prune.models.catalog import resolve
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel, load_model
 from tune_prune.models.runner.mapped_model import map_model
+from tune_prune.trial.recipe import Recipe
 
 ORIGIN = Origin(PruningConfig("random", 16, 8, 0.2), None, None, None, None)
 PLANS = {name: KEEP_SETS[name] for name in ("different in every layer", "both of a middle layer", "all but one group")}
@@ -58,7 +59,7 @@ def folder(tiny, variant, fields, tmp_path) -> Path:
 
 def written(dense: LoadedModel, keep: tuple, folder: Path, fmt: Format, shard_bytes: int) -> Mapping[str, bytes]:
     plan = plan_of(dense.model, dense.family, *keep)
-    save_checkpoint(dense, plan, ORIGIN, folder, fmt, shard_bytes=shard_bytes)
+    save_checkpoint(dense, Recipe(plan), ORIGIN, folder, fmt, shard_bytes=shard_bytes)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -126,5 +127,5 @@ def test_speed_of_a_model_that_is_not_in_memory_is_refused(folder, tmp_path):
     mapped = map_model(resolve(str(folder)), torch.float32, "cpu")
     plan = plan_of(mapped.model, mapped.family, *PLANS["alike"])
     with pytest.raises(UserError, match=r"speed.* weights of model were left in their files"):
-        save_checkpoint(mapped, plan, ORIGIN, tmp_path / "small", measure_speed=True)
+        save_checkpoint(mapped, Recipe(plan), ORIGIN, tmp_path / "small", measure_speed=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

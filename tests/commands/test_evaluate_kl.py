@@ -36,6 +36,7 @@ from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial import kl
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.recipe import Recipe
 
 METRICS = ("kl_text", "kl_text_stderr", "kl_tasks", "kl_tasks_stderr")
 DENSE = catalog.resolve("tiny-llama")
@@ -83,7 +84,7 @@ def opened(checkpoint: Path, artifacts: Path, way: Residency | None = None, dtyp
 
 
 def measured(context: TrialContext, name: str = "tiny-llama") -> dict[str, float]:
-    keep_all = PruningPlan.keep_all(context.loaded.geometry)
+    keep_all = Recipe(PruningPlan.keep_all(context.loaded.geometry))
     found, tokens = kl.measure_kl(context, keep_all, catalog.resolve(name))
     assert tokens > 0
     return {
@@ -184,7 +185,7 @@ def test_another_dense_model_is_another_measurement(small: Path, recorded: dict[
     context = opened(small, tmp_path / "artifacts")
     assert measured(context) == recorded
     assert measured(context, str(small)) == pytest.approx(dict.fromkeys(METRICS, 0.0), abs=1e-6)
-    keep_all = PruningPlan.keep_all(context.loaded.geometry)
+    keep_all = Recipe(PruningPlan.keep_all(context.loaded.geometry))
     again, tokens = kl.measure_kl(context, keep_all, DENSE)
     assert (again["text"].mean, tokens) == (recorded["kl_text"], 0)
     assert isinstance(context.artifacts, ArtifactStore)

@@ -56,6 +56,7 @@ def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> No
         **{"method": ["taylor", "blockwise"], "seq_len": [5, 16], "num_samples": [3, 16], "pruning_ratio": [0.2, 0.3]},
         **{"removal_divisor": [1, 3, 5, 16], "shape": ["free", "aligned-3", "aligned-16", "uniform"]},
         **{"seed": [None, 1, 16], "calibration": [None, "c4", "wikitext2+c4"]},
+        **{"compensation": ["none", "least_squares"], "damping": [0.1, 3.0, 5.0], "refit_tokens": [16_384, 2048]},
     }
     assert values.keys() == HYPERPARAMETERS.keys()
     configs = [PruningConfig(**dict(zip(values, point, strict=True))) for point in product(*values.values())]

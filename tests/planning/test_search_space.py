@@ -146,8 +146,8 @@ def test_bad_value(tmp_path: Path, name: str, value: str, expected: str) -> None
         ("shape", "64", "shape is 64; it must be free, "),
         ("num_trials", "3", "num_trials has no meaning for `search: grid`"),
         ("taylor_seqlen", "3", "unknown key 'taylor_seqlen'; did you mean 'seq_len'?"),
-        ("[a, b]", "3", "unknown key '[...]'; known: calibration, method"),
-        ("<<", "{search: grid}", "unknown key '<<'; known: calibration, method"),
+        ("[a, b]", "3", "unknown key '[...]'; known: calibration, compensation"),
+        ("<<", "{search: grid}", "unknown key '<<'; known: calibration, compensation"),
     ],
 )
 def test_bad_extra_key(tmp_path: Path, name: str, value: str, expected: str) -> None:
@@ -168,13 +168,17 @@ def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
         "shape": ("aligned", "aligned-128", "uniform", "free"),
         "seed": (3, 0, 4294967295),
         "calibration": ("c4", "wikitext2+c4"),
+        "compensation": ("least_squares", "none"),
+        "damping": (0.3, 0.1, 100),
+        "refit_tokens": (1024, 16384),
     }[name]
+    more = {"compensation": "least_squares"} if name in ("damping", "refit_tokens") else {}
     for text, values in (
         (str(several[0]), several[:1]),
         (f"[{several[0]}]", several[:1]),
         (f"[{', '.join(map(str, several))}]", several),
     ):
-        space = search_space.load(yaml_file(tmp_path, with_value(**{name: text})))
+        space = search_space.load(yaml_file(tmp_path, with_value(**{name: text} | more)))
         assert space.values[name] == values
         assert name in space.given
 
@@ -198,7 +202,7 @@ def test_a_grid_over_ratios_divisors_and_shapes(tmp_path: Path) -> None:
 
 def test_what_a_method_does_not_read_makes_no_configuration(tmp_path: Path) -> None:
     space = search_space.load(yaml_file(tmp_path, with_value(removal_divisor="[3, 5]")))
-    nothing: dict[str, tuple[str, ...]] = {"taylor": (), "blockwise": ("seq_len", "removal_divisor")}
+    nothing: dict[str, frozenset[str]] = {"taylor": frozenset(), "blockwise": frozenset({"seq_len", "removal_divisor"})}
     assert replace(space, reads=nothing).configs() == (
         PruningConfig("taylor", 64, 4, removal_divisor=3),
         *(PruningConfig("blockwise", s, 4, removal_divisor=d) for s, d in ((64, 3), (64, 5), (16, 3), (16, 5))),
@@ -224,6 +228,20 @@ def test_draws_make_configurations_of_the_methods_that_draw(tmp_path: Path) -> N
     assert set(found) == {*drawn, PruningConfig("magnitude", 16, 4)} and len(found) == 7
     [(_, problem)] = problems(tmp_path, with_value(seeds="[1, 2, 1]"))
     assert problem == "seed lists 1 twice; keep one"
+
+
+def test_what_only_a_refit_reads_makes_no_configuration_without_one(tmp_path: Path) -> None:
+    values = {"compensation": "[none, least_squares]", "damping": "[0.3, 0.1]", "refit_tokens": 2048, "seeds": "[0, 1]"}
+    text = with_value(method="magnitude", seq_len="[16, 64]", num_samples=4, **values)
+    found = search_space.load(yaml_file(tmp_path, text)).configs()
+    refits = [
+        PruningConfig("magnitude", 16, 4, seed=seed, compensation="least_squares", damping=damping, refit_tokens=2048)
+        for seed in (0, 1)  # which the samples of a refit depend on, although the method reads none
+        for damping in (0.3, 0.1)
+    ]
+    assert set(found) == {PruningConfig("magnitude", 16, 4), *refits} and len(found) == 5
+    [(_, problem)] = problems(tmp_path, with_value(damping="0.3"))
+    assert problem == "damping is of a refit; add `compensation: least_squares`, or remove it"
 
 
 @pytest.mark.parametrize("ratio", ["0.2", "2e-1", ".2", "0.5"])

@@ -22,6 +22,7 @@ from tune_prune.pruning.statistics.block_removal import removal_losses
 from tune_prune.pruning.statistics.taylor import Importance, taylor
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.statistics import StatisticCache, needs_of
 from tune_prune.trial.trial import Trial, prepare, run_trial
 
@@ -224,7 +225,7 @@ def test_removing_nothing_is_the_baseline(fresh):
 def test_bounded_tokens_are_the_first_of_the_text_and_another_measurement(fresh):
     run = replace(fresh.run, protocol=replace(fresh.run.protocol, perplexity_tokens=300))
     bounded = TrialContext(run, fresh.loaded, fresh.artifacts)
-    plan = PruningPlan.keep_all(fresh.loaded.geometry)
+    plan = Recipe(PruningPlan.keep_all(fresh.loaded.geometry))
     whole = fresh.loaded.model
     result, tokens = bounded.measure_perplexity(plan)
     direct = perplexity.perplexity(whole, fresh.perplexity_tokens[:300], fresh.perplexity_window)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tune_prune.core.files import to_json
-from tune_prune.core.records import MODEL_STAGES, TrialRecord, in_order, pass_name
+from tune_prune.core.records import MEASURING_STAGES, MODEL_STAGES, TrialRecord, in_order, pass_name
 from tune_prune.core.store import Location, open_store
 
 Totals = Mapping[str, Counter]  # "seconds", "tokens", "computed" (how often tokens were forwarded) -> sums by stage
@@ -67,7 +67,7 @@ def write_cost(
         "seconds_per_stage": seconds,
         "tokens_per_stage": now["tokens"],
         "worker_seconds": total,
-        "evaluation_fraction": sum(seconds[stage] for stage in MODEL_STAGES[1:]) / (total or 1.0),
+        "evaluation_fraction": sum(seconds[stage] for stage in MEASURING_STAGES) / (total or 1.0),
         "gpu_hours": gpu_hours(done, passes),
         "shared_passes": list(passes),
         "lost_work": {

@@ -22,7 +22,7 @@ from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, RemovedBlock
 from tune_prune.models.registration import STEMS, auto_map, register
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.surgery import prune, pruned_weights
+from tune_prune.pruning.surgery import NONE, Refitted, prune, pruned_weights
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,12 @@ class LayerWidths:
         return [kind for kind, size in zip(BLOCKS, (self.kv_heads, self.channels), strict=True) if not size]
 
 
-def compact(model: PreTrainedModel, family: Family, plan: PruningPlan) -> tuple[PreTrainedModel, list[int]]:
+def compact(
+    model: PreTrainedModel, family: Family, plan: PruningPlan, refitted: Refitted = NONE
+) -> tuple[PreTrainedModel, list[int]]:
     """The pruned copy of the dense `model` without its empty layers, and their numbers in the dense model. It shares
     every untouched tensor with `model`. Raises ValueError if the plan is for another model."""
-    pruned = prune(model, family, plan)
+    pruned = prune(model, family, plan, refitted)
     layers = decoder_layers(pruned, family)
     dropped = [index for index, layer in enumerate(layers) if not _outputs(layer, family)]
     if dropped:
@@ -61,13 +63,17 @@ def compact(model: PreTrainedModel, family: Family, plan: PruningPlan) -> tuple[
 
 
 def compact_weights(
-    dense: LoadedModel, plan: PruningPlan, pruned: PreTrainedModel, dropped: Sequence[int]
+    dense: LoadedModel,
+    plan: PruningPlan,
+    pruned: PreTrainedModel,
+    dropped: Sequence[int],
+    refitted: Refitted = NONE,
 ) -> Mapping[str, torch.Tensor] | None:
     """The weights of `pruned`, `compact`'s copy, where those of `dense` are elsewhere; each is cut when it is asked for. None: the
     copy itself has them."""
     if dense.residency.weights is None:
         return None
-    weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
+    weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights, refitted)
     kept = [index for index in range(dense.geometry.num_layers) if index not in dropped]
     layers = f"{dense.family.layers}."
 

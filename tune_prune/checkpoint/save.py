@@ -38,6 +38,7 @@ from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.families import Family
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
+from tune_prune.trial.recipe import Recipe
 
 SHARD_BYTES = 5 * 10**9
 RECORDED_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
@@ -56,7 +57,7 @@ class Origin:
 
 def save_checkpoint(
     dense: loading.LoadedModel,
-    plan: PruningPlan,
+    recipe: Recipe,
     origin: Origin,
     folder: Path,
     fmt: Format = "hf",
@@ -65,7 +66,7 @@ def save_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     measure_speed: bool = False,
 ) -> Manifest:
-    """Prune `dense` by `plan` and write the result to `folder` in the dtype of `dense`.
+    """Prune `dense` by `recipe` and write the result to `folder` in the dtype of `dense`.
 
     Everything is written to a folder beside it, which is renamed at the end. Raises UserError where `folder` exists (with
     `overwrite`: unless it is a checkpoint of tune_prune), where the plan is for another model, or where the format cannot
@@ -78,9 +79,10 @@ def save_checkpoint(
             f"speed is measured on a model that is in memory, but the weights of {dense.source.label} were left in their files; "
             "leave that out, or load the model"
         )
+    plan = recipe.plan
     _check_plan(plan, dense)
     with _renamed_at_the_end(folder) as work:
-        written = _write(dense, plan, work, fmt, shard_bytes, measure_speed)
+        written = _write(dense, recipe, work, fmt, shard_bytes, measure_speed)
         about = Manifest(
             format=fmt,
             base=_base(dense),
@@ -114,14 +116,19 @@ class _Written:
 
 
 def _write(
-    dense: loading.LoadedModel, plan: PruningPlan, work: Path, fmt: Format, shard_bytes: int, measure_speed: bool
+    dense: loading.LoadedModel, recipe: Recipe, work: Path, fmt: Format, shard_bytes: int, measure_speed: bool
 ) -> _Written:
     """Weights, config and tokenizer of the pruned model, which is gone again afterwards."""
     geometry, family = dense.geometry, dense.family
-    pruned, dropped = layers.compact(dense.model, family, plan)
+    pruned, dropped = layers.compact(dense.model, family, recipe.plan, recipe.refitted)
     rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
-    weights = layers.compact_weights(dense, plan, pruned, dropped)
+    weights = layers.compact_weights(dense, recipe.plan, pruned, dropped, recipe.refitted)
     notes: list[str] = []
+    if recipe.refitted:
+        notes.append(
+            f"the last projections of {len(recipe.refitted)} cut blocks were refitted on calibration text: the plan alone does not "
+            "rebuild this model"
+        )
     if fmt == "gguf":
         model = pruned
         notes += _write_gguf(dense, pruned, weights, work)

@@ -13,7 +13,7 @@ from tune_prune.analysis.cost import between, duration
 from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, ModelRun, alignment, group_labels
 from tune_prune.core.process import machine
 from tune_prune.core.process.machine import size
-from tune_prune.core.records import in_order
+from tune_prune.core.records import MODEL_STAGES, in_order
 from tune_prune.core.store import Location, ObjectPath
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.data.sources import uses_embedded_data
@@ -59,7 +59,7 @@ def describe(plan: Plan) -> str:
         ("", ", ".join(protocol.tasks)),
         (
             "stages",
-            ", ".join([*(statistic.stage for statistic in statistics), "pruning", "kl", "perplexity", "zero-shot "])
+            ", ".join([*(statistic.stage for statistic in statistics), *_model_stages(plan), "zero-shot "])
             + " / ".join(f"{100 * f:.4g}%" for f in protocol.slices),
         ),
         ("shared", f"{passes}1 dense baseline a model"),
@@ -70,6 +70,12 @@ def describe(plan: Plan) -> str:
     ]
     lines = [f"{name:<12} {text}" for name, text in rows]
     return "\n".join([*lines, "", *_aligned(_models(plan)), "", *_cost(plan)])
+
+
+def _model_stages(plan: Plan) -> list[str]:
+    """Those between the statistics and the zero-shot slices."""
+    refitted = any(value != "none" for value in plan.space.values["compensation"])
+    return [stage for stage in MODEL_STAGES[:-1] if stage != "refit" or refitted]
 
 
 def _searched(plan: Plan) -> list[Hyperparameter]:

@@ -26,6 +26,7 @@ from tune_prune.models import catalog
 from tune_prune.planning import resolve
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import selection, shapes
+from tune_prune.pruning.compensation.refit import windows_of
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
 
@@ -202,15 +203,23 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         raise UserError(
             f"{method.name} reads calibration samples: {' and '.join(missing)} must be given, e.g. {examples}"
         )
+    unread = [name for name, row in HYPERPARAMETERS.items() if row.read_by == "refit" and name in given]
+    if unread and given.get("compensation", "none") == "none":
+        raise UserError(
+            f"{unread[0]} is {given[unread[0]]}, but nothing is refitted; leave it out, or give compensation=least_squares"
+        )
     full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | given
     (shape,) = resolve.aligned((full["shape"],), align)
     config = PruningConfig(**full | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)}).within(
         dense.run
     )
     selection.target_params(dense.geometry, config.pruning_ratio, config.shape)
+    about = dense.run.of(config), dense.source, dense.config, dense.tokenizer
     if method.statistics:
-        lengths, count = (config.seq_len,), config.num_samples
-        checks.check_calibration(dense.run, dense.source, dense.config, dense.tokenizer, lengths, count)
+        checks.check_calibration(*about, (config.seq_len,), config.num_samples)
+    if config.compensation != "none":
+        length, count = windows_of(config.refit_tokens, dense.config.max_position_embeddings)
+        checks.check_calibration(*about, (length,), count)
     shared = Path("ray_results") / artifact_cache.FOLDER
     return PruneRequest(
         dense.run,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.core.values.kinds import SHAPE, Fraction, Kind, MethodName, ShapeName, TextNames, Whole
+from tune_prune.core.values.kinds import SHAPE, Choice, Fraction, Kind, MethodName, ShapeName, Share, TextNames, Whole
 
 # The seven zero-shot tasks and the metric each is reported by, as in the published search.
 ZERO_SHOT_METRIC = {
@@ -42,7 +42,8 @@ class Hyperparameter:
     kind: Kind
     example: str  # a value, as a search space has it
     help: str  # of its flag
-    read_by: Literal["scores", "statistics", "selection"]  # the step; statistics say which of theirs they read
+    # The step; statistics say which of theirs they read, and a refit reads what REFIT_READS names.
+    read_by: Literal["scores", "statistics", "selection", "recipe", "refit"]
     default: Any = None  # None: unless it is required, that of the run (ModelRun has a field of its name)
     name_prefix: str | None = ""  # before its value in a configuration's name; None: names do not show it
     always_in_key: bool = False  # also at its default: the hyperparameters that the first keys had
@@ -104,11 +105,26 @@ HYPERPARAMETERS = {
             "text that methods are calibrated on, or several with a plus sign between them, in equal parts", "statistics",
             name_prefix="c",
         ),
+        Hyperparameter(
+            "compensation", "Compensation", Choice(("none", "least_squares")), "least_squares",
+            "what makes up for the groups that were removed: none; least_squares, the last projections of cut blocks are refitted",
+            "recipe", "none",
+        ),
+        Hyperparameter(
+            "damping", "Damping", Share(100.0), "0.1",
+            "of a refit: how strongly it keeps to the old weights, in parts of the inputs' mean energy", "refit", 0.1, "l",
+        ),
+        Hyperparameter(
+            "refit_tokens", "Refit tokens", Whole(1024, 100_000_000), "16384",
+            "calibration tokens of a refit", "refit", 16_384, "t",
+        ),
     )
 }  # fmt: skip
 
 
 OF_RUN = tuple(name for name, row in HYPERPARAMETERS.items() if row.of_run)
+# What a configuration with a refit reads for it, of what others need not read.
+REFIT_READS = (*(name for name, row in HYPERPARAMETERS.items() if row.read_by == "refit"), *OF_RUN)
 
 # Older name, or other name in a search space -> name. `method` is pruning_method in results tables only.
 OLDER_NAMES = {row.older: row.name for row in HYPERPARAMETERS.values() if row.older}
@@ -161,6 +177,9 @@ class PruningConfig:
     shape: str = HYPERPARAMETERS["shape"].default
     seed: int | None = None
     calibration: str | None = None
+    compensation: str = HYPERPARAMETERS["compensation"].default
+    damping: float = HYPERPARAMETERS["damping"].default
+    refit_tokens: int = HYPERPARAMETERS["refit_tokens"].default
 
     def __post_init__(self) -> None:
         for name, row in HYPERPARAMETERS.items():

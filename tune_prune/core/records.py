@@ -31,8 +31,10 @@ FAILURES: dict[str, str] = {
     "error": "other error",
 }
 
-# Of every trial, after one stage for each statistic that its method decides by. The dense baseline has neither pruning nor KL.
-MODEL_STAGES = ("pruning", "kl", "perplexity", "zero_shot")
+# Of a trial, after one stage for each statistic that its method decides by. Where nothing makes up for what was removed there is no
+# refit; the dense baseline has neither pruning nor KL.
+MODEL_STAGES = ("pruning", "refit", "kl", "perplexity", "zero_shot")
+MEASURING_STAGES = MODEL_STAGES[2:]
 
 
 def pass_name(stage: str) -> str:

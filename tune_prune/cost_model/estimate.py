@@ -25,6 +25,7 @@ from tune_prune.cost_model.tokens import ZeroShotTokens
 from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS, compared_tokens
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.pruning.compensation import refit
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 
 # Measured on a two-core machine without a GPU, but for one.
@@ -70,6 +71,9 @@ class ModelWork:
     way: Residency = RESIDENT
     state_bytes: int = 0  # of a token between two layers
     slices: int = 1  # of the zero-shot items
+    refit_tokens: Sequence[
+        int
+    ] = ()  # of the refits of the trials, or of those that an adaptive search may visit; 0: none
 
 
 @dataclass(frozen=True)
@@ -224,13 +228,18 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
     if work.baseline and work.trials:  # nothing was measured yet: the first trial makes them
         trial["kl"] += states.seconds / work.trials
     made = [stage for parts in passes.values() for stage in parts]
+    if any(work.refit_tokens) and work.trials:
+        made.append(refits := _refits(work))
+        trial["refit"] = refits.seconds / work.trials
     made += [states] * (work.baseline and work.trials > 0)
     runs = [*[pruned] * work.trials, *[dense] * work.baseline]
     stages = []
     for name in in_order([*(stage.stage for stage in made), *MODEL_STAGES]):
         parts = [stage for stage in made if stage.stage == name] + [run[name] for run in runs if name in run]
+        if name == "refit" and not parts:
+            continue
         seconds = sum(part.seconds for part in parts)
-        count = len(parts)
+        count = sum(part.runs for part in parts)
         if name == "pruning":
             count, seconds = work.trials, trial["pruning"] * work.trials
         if name == "zero_shot" and work.baseline:
@@ -241,21 +250,37 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
 
 def _passes(work: ModelWork, seq_len: int, needs: Sequence[Need]) -> list[StageCost]:
     """The pass of each statistic at one seq_len."""
-    speed, arithmetic = work.speed, work.arithmetic
     stages = []
     for name, wanted in by_statistic(needs).items():
         statistic = load_statistic(name)
-        todo = statistic.work(wanted, seq_len, arithmetic.layers, work.device)
-        tokens = arithmetic.layers_of_pass(todo, seq_len) / arithmetic.all_layers(1, seq_len)
-        rate, head = (speed.gradient, speed.head_gradient) if todo.backward else (speed.forward, speed.head)
-        seconds = tokens * rate(seq_len) + todo.head_positions * head
-        seconds += todo.snapshots * speed.snapshots.get(name, 0.0)
-        if todo.backward and work.way.by_layer:
-            seconds = BY_LAYER * seconds + _waiting_s(work, todo)
-        if work.way.streamed:
-            seconds += 2 * _reading_s(work) if todo.backward else _reading_s(work, todo.tokens)
-        stages.append(StageCost(statistic.stage, 1, todo.tokens, arithmetic.of_pass(todo, seq_len), seconds))
+        todo = statistic.work(wanted, seq_len, work.arithmetic.layers, work.device)
+        stages.append(_pass(work, statistic.stage, todo, seq_len, work.speed.snapshots.get(name, 0.0)))
     return stages
+
+
+def _pass(work: ModelWork, stage: str, todo: PassWork, seq_len: int, snapshot: float = 0.0) -> StageCost:
+    """One pass; `snapshot`: seconds in which its sums are read out once."""
+    speed, arithmetic = work.speed, work.arithmetic
+    tokens = arithmetic.layers_of_pass(todo, seq_len) / arithmetic.all_layers(1, seq_len)
+    rate, head = (speed.gradient, speed.head_gradient) if todo.backward else (speed.forward, speed.head)
+    seconds = tokens * rate(seq_len) + todo.head_positions * head + todo.snapshots * snapshot
+    if todo.backward and work.way.by_layer:
+        seconds = BY_LAYER * seconds + _waiting_s(work, todo)
+    if work.way.streamed:
+        seconds += 2 * _reading_s(work) if todo.backward else _reading_s(work, todo.tokens)
+    return StageCost(stage, 1, todo.tokens, arithmetic.of_pass(todo, seq_len), seconds)
+
+
+def _refits(work: ModelWork) -> StageCost:
+    """Those of all trials; of a search that visits only some configurations as many as fall on them on average."""
+    layers, share = work.arithmetic.layers, work.trials / len(work.refit_tokens)
+    each = [
+        _pass(work, "refit", refit.work(tokens, layers, work.device), refit.WINDOW)
+        for tokens in work.refit_tokens
+        if tokens
+    ]
+    tokens, flops, seconds = (share * sum(getattr(one, of) for one in each) for of in ("tokens", "flops", "seconds"))
+    return StageCost("refit", round(share * len(each)), round(tokens), flops, seconds)
 
 
 def _waiting_s(work: ModelWork, todo: PassWork) -> float:

@@ -31,6 +31,7 @@ class Arithmetic:
     query_width: int  # Q, summed over layers
     head_weights: int  # V x H, also where the head is the embedding
     output_weights: int  # of the attention's output projections, which are part of the attention weights
+    input_squares: int = 0  # widths of what goes into the last projection of each block, squared, all layers together
 
     @classmethod
     def of(cls, geometry: Geometry, vocab_size: int) -> Arithmetic:
@@ -41,6 +42,8 @@ class Arithmetic:
             query_width=sum(geometry.kv_heads) * geometry.queries_per_kv * geometry.head_dim,
             head_weights=vocab_size * geometry.hidden_size,
             output_weights=sum(geometry.kv_heads) * geometry.queries_per_kv * geometry.head_dim * geometry.hidden_size,
+            input_squares=sum((k * geometry.queries_per_kv * geometry.head_dim) ** 2 for k in geometry.kv_heads)
+            + sum(m**2 for m in geometry.mlp_width),
         )
 
     @property
@@ -57,6 +60,7 @@ class Arithmetic:
             round(self.query_width * kept),
             self.head_weights,
             round(self.output_weights * kept),
+            self.input_squares,
         )
 
     def forward(self, tokens: float, row_length: float, scored: float | None = None) -> float:
@@ -72,9 +76,10 @@ class Arithmetic:
         return 3 * layers + 2 * head if work.backward else layers + head
 
     def layers_of_pass(self, work: PassWork, row_length: int) -> float:
-        """Operations of the layers' forward pass in it."""
+        """Operations of the layers' forward pass in it, with the products of inputs that it sums up."""
         mlp = 2 * self.mlp_weights * work.mlp_tokens
-        return (self._attention(work.attention_tokens, row_length) + mlp) / self.layers
+        products = 2 * self.input_squares * work.product_tokens
+        return (self._attention(work.attention_tokens, row_length) + mlp) / self.layers + products
 
     def head(self, positions: float) -> float:
         return 2.0 * self.head_weights * positions

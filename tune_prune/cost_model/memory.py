@@ -7,6 +7,7 @@ A worker holds the dense model all the time, unless its weights stay in their fi
       by layer      sums of one layer, what one layer saves, and, until the pass has come back to it, what every layer was
                     given: hidden states of all samples, on the device, in host memory or in a file
     other passes    one layer's activations and the hidden states that the pass carries (of all removed models at once)
+      refit         beside these the sums of products of one layer's inputs, and what solving by them takes
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
                     windows (for KL too) or zero-shot rows
     streamed        the layer of the moment and the next, or what stands before or behind the layers; the hidden states that
@@ -192,12 +193,25 @@ class Shapes:
         # Logits, in float32 too, and their log-softmax.
         head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + self._head_inputs(tokens)
         layers, carried = tokens * self._inner, tokens * work.carried
+        summed = self._products(work)
+        if summed:
+            carried = work.product_tokens  # all go through a layer before the next one
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
             states = min(max(BLOCK_TOKENS, carried), run) * h * self.itemsize
-            return self._streamed(stage, 0, states, layers, head if work.head_positions else 0, way)
+            return self._streamed(stage, summed, states, layers, head if work.head_positions else 0, way)
         activations = int(EVALUATION_SLACK[self.device] * max(layers, head))
-        return StageMemory(stage, str(RESIDENT), carried * h * self.itemsize, activations)
+        return StageMemory(stage, str(RESIDENT), summed + carried * h * self.itemsize, activations)
+
+    def _products(self, work: PassWork) -> int:
+        """Of the inputs of a layer's last projections, where a pass sums them up for a refit: the sums, the inputs of a batch and
+        those that are held out; and what solving by the larger sums takes: a copy of them, its Cholesky factor, and four matrices
+        of the projection's size."""
+        if not work.product_tokens:
+            return 0
+        item, h, q, m = max(FLOAT32, self.itemsize), self.geometry.hidden_size, self._q, self._m
+        rows = 2 * work.batch_tokens + work.product_tokens // 8
+        return item * (q**2 + m**2 + (q + m) * rows + max(q, m) * (2 * max(q, m) + 4 * h))
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
+from tune_prune.pruning.compensation import refit
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 from tune_prune.trial.context import suite_key
 from tune_prune.trial.statistics import StatisticCache, by_samples
@@ -76,7 +77,7 @@ def workload(
 def memory_of(
     work: Workload,
     geometry: Geometry,
-    configs: Iterable[PruningConfig],
+    configs: Collection[PruningConfig],
     removed_params: int,
     itemsize: int,
     device: str,
@@ -91,13 +92,23 @@ def memory_of(
     return shapes.ways(passes_of(configs, geometry.num_layers, device), lambda way: measured(way=way), from_files)
 
 
-def passes_of(configs: Iterable[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
-    """What the statistics of `configs` take: stage and work of each pass."""
-    return [
+def passes_of(configs: Collection[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
+    """What the statistics and the refits of `configs` take: stage and work of each pass."""
+    return refits_of(configs, num_layers, device) + [
         (load_statistic(name).stage, load_statistic(name).work(needs, samples.seq_len, num_layers, device))
         for samples, shared in by_samples(configs).items()
         for name, needs in by_statistic(shared).items()
     ]
+
+
+def refits_of(configs: Iterable[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
+    """Those of the refits alone."""
+    return [("refit", refit.work(tokens, num_layers, device)) for tokens in refit_tokens(configs) if tokens]
+
+
+def refit_tokens(configs: Iterable[PruningConfig]) -> tuple[int, ...]:
+    """Tokens of the refit of each; 0: it has none."""
+    return tuple(0 if config.compensation == "none" else config.refit_tokens for config in configs)
 
 
 def passes_to_make(

@@ -23,7 +23,7 @@ from tune_prune.cost_model import own_process
 from tune_prune.cost_model.gpus import Gpu, visible_gpus
 from tune_prune.cost_model.memory import INLINE_BYTES
 from tune_prune.cost_model.memory_plan import MemoryPlan
-from tune_prune.cost_model.workload import memory_of, workload
+from tune_prune.cost_model.workload import memory_of, refit_tokens, workload
 from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
@@ -34,6 +34,7 @@ from tune_prune.planning import experiment, memory_bounds, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
+from tune_prune.pruning.compensation.refit import windows_of
 from tune_prune.pruning.selection import target_params
 from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.ray_cluster.resources import MAX_TRIALS_PER_GPU, Node, plan_resources, usable_bytes
@@ -158,6 +159,9 @@ def _plan_model(
         for text in texts:
             used = replace(run, calibration=text)
             checks.check_calibration(used, source, config, model.tokenizer, seq_lens, most)
+            if tokens := max(refit_tokens(configs)):
+                length, count = windows_of(tokens, config.max_position_embeddings)
+                checks.check_calibration(used, source, config, model.tokenizer, (length,), count)
         if source.kind != "hub":
             weight_files.check_weights(Path(source.location), loading.meta_model(config))
     except UserError as error:

@@ -8,6 +8,7 @@
     removal_divisor: 5                        # optional; removal losses use the first num_samples // 5 samples
     shape: [free, aligned]                    # optional; free, aligned, aligned-N (e.g. aligned-128) or uniform
     seeds: [0, 1, 2]                          # optional; draws of calibration samples, else that of --seed
+    compensation: [none, least_squares]       # optional; with a refit also damping: 0.1 and refit_tokens: 16384
     num_trials: 6                             # search: optuna only; per model and pruning ratio
 
 A key is a row of core.config.HYPERPARAMETERS, with one value (it is fixed) or a list (it is searched). The reader is strict
@@ -26,7 +27,7 @@ from typing import Any
 import yaml
 
 import tune_prune
-from tune_prune.core.config import HYPERPARAMETERS, OLDER_NAMES, PruningConfig
+from tune_prune.core.config import HYPERPARAMETERS, OLDER_NAMES, REFIT_READS, PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.values.kinds import Kind, Whole
 from tune_prune.pruning.methods import load_method, method_names
@@ -45,7 +46,7 @@ class SearchSpace:
     num_trials: int | None  # how many configurations optuna tries per model and pruning ratio; None for a grid
     values: dict[str, tuple[Any, ...]]  # of every hyperparameter; a shape may still be "aligned", without its number
     given: Collection[str]  # hyperparameters that the file names; the others have their defaults
-    reads: Mapping[str, Collection[str]]  # method -> hyperparameters that its statistics depend on
+    reads: Mapping[str, frozenset[str]]  # method -> hyperparameters that its statistics depend on
 
     @property
     def size(self) -> int:
@@ -56,15 +57,19 @@ class SearchSpace:
         """Every distinct configuration as its values, methods innermost: neighbours share their passes.
 
         Configurations that differ only in what their method does not read are one: it has the first value of each such list, and
-        the run's seed.
+        the run's seed. So are those without a refit that differ only in what one reads: they have its defaults.
         """
         others = [name for name in HYPERPARAMETERS if name != "method"]
         points = {}
         for *point, method in product(*(self.values[name] for name in others), self.values["method"]):
             values = {"method": method} | dict(zip(others, point, strict=True))
+            refitted = values["compensation"] != "none"
+            refit = frozenset(REFIT_READS if refitted else ())
             for name in others:
                 row = HYPERPARAMETERS[name]
-                if row.read_by == "statistics" and name not in self.reads[method]:
+                if row.read_by == "refit" and not refitted:
+                    values[name] = row.default
+                elif row.read_by == "statistics" and name not in self.reads[method] | refit:
                     values[name] = None if row.of_run else self.values[name][0]
             points[tuple(values.values())] = values
         return list(points.values())
@@ -130,6 +135,9 @@ class _Reader:
         }
         # Methods import torch, which takes seconds: not where the file has problems to tell of.
         reads = {} if self.problems else {name: load_method(name).reads for name in values["method"]}
+        if values["compensation"] == ("none",):
+            for name in given.keys() & {name for name, row in HYPERPARAMETERS.items() if row.read_by == "refit"}:
+                self._problem(nodes[name], f"{name} is of a refit; add `compensation: least_squares`, or remove it")
         space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), reads)
         self._check_num_trials(nodes, space)
         if self.problems:

@@ -2,13 +2,14 @@
 
 The pruned copy shares every untouched tensor (embeddings, norms, head) with the dense model, so it costs only the sliced
 projections; the dense model is left as it was. Of a model whose weights are elsewhere the copy is as empty as the model, and
-its weights are cut one by one.
+its weights are cut one by one. What a refit has changed (pruning.compensation.refit) takes the place of what would be cut.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -19,15 +20,24 @@ from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.groups import PruningPlan
 
+Refitted = Mapping[Hashable, torch.Tensor]  # weights by their parameters' names
+NONE: Refitted = MappingProxyType({})
 
-def prune(model: PreTrainedModel, family: Family, plan: PruningPlan) -> PreTrainedModel:
-    """A copy of `model` without the groups that `plan` drops. Raises ValueError if the plan is for another model."""
+
+def prune(model: PreTrainedModel, family: Family, plan: PruningPlan, refitted: Refitted = NONE) -> PreTrainedModel:
+    """A copy of `model` without the groups that `plan` drops; the weights that `refitted` has are those, by their parameters' names
+    (pruning.compensation.refit). Raises ValueError if the plan is for another model."""
     # deepcopy takes whatever the memo already holds, so the copy is built from shared parameters and sliced modules.
     memo: dict[int, object] = {id(p): p for p in model.parameters()}
-    for layer, groups, channels in _planned(model, family, plan):
+    for index, (layer, groups, channels) in enumerate(planned_layers(model, family, plan)):
         parts = family.linears(layer)
-        for role, kept in _kept(layer, family, groups, channels).items():
-            memo[id(parts[role])] = _cut(parts[role], role, kept)
+        for role, kept in kept_members(layer, family, groups, channels).items():
+            name = weight_name(family, index, role)
+            if name in refitted:
+                like = parts[role].weight
+                memo[id(parts[role])] = _linear(refitted[name].to(like.device, like.dtype), parts[role].bias)
+            else:
+                memo[id(parts[role])] = _cut(parts[role], role, kept)
         if not groups:
             attention = layer.get_submodule(family.attention)
             memo[id(attention)] = RemovedBlock("attention", parts["output"].bias)
@@ -37,25 +47,31 @@ def prune(model: PreTrainedModel, family: Family, plan: PruningPlan) -> PreTrain
 
 
 def pruned_weights(
-    model: PreTrainedModel, family: Family, plan: PruningPlan, weights: Mapping[str, torch.Tensor]
+    model: PreTrainedModel,
+    family: Family,
+    plan: PruningPlan,
+    weights: Mapping[str, torch.Tensor],
+    refitted: Refitted = NONE,
 ) -> LazyWeights:
-    """The weights of `prune(model, family, plan)` from those of `model`, by parameter name, each cut when it is asked for; `model`
-    itself may be on the meta device. Raises ValueError if the plan is for another model."""
+    """The weights of `prune(model, family, plan, refitted)` from those of `model`, by parameter name, each cut when it is asked
+    for; `model` itself may be on the meta device. Raises ValueError if the plan is for another model."""
     cuts: dict[str, tuple[int, torch.Tensor]] = {}  # along which dimension, and what stays
-    for index, (layer, groups, channels) in enumerate(_planned(model, family, plan)):
-        for role, kept in _kept(layer, family, groups, channels).items():
-            path = f"{family.layers}.{index}.{family.projections()[role]}"
-            cuts[f"{path}.weight"] = _dimension(role), kept
+    for index, (layer, groups, channels) in enumerate(planned_layers(model, family, plan)):
+        for role, kept in kept_members(layer, family, groups, channels).items():
+            name = weight_name(family, index, role)
+            cuts[name] = _dimension(role), kept
             if _dimension(role) == 0:
-                cuts[f"{path}.bias"] = 0, kept
+                cuts[f"{name.removesuffix('weight')}bias"] = 0, kept
 
     def find(name: str) -> torch.Tensor:
+        if name in refitted:
+            return refitted[name].to(model.dtype)
         return weights[name].index_select(*cuts[name]) if name in cuts else weights[name]
 
     return LazyWeights(weights, find)
 
 
-def _planned(
+def planned_layers(
     model: PreTrainedModel, family: Family, plan: PruningPlan
 ) -> Iterator[tuple[nn.Module, tuple[int, ...], tuple[int, ...]]]:
     """Each layer with the KV groups and the channels that it keeps."""
@@ -65,7 +81,12 @@ def _planned(
     return zip(layers, plan.kept_groups, plan.kept_channels, strict=True)
 
 
-def _kept(
+def weight_name(family: Family, layer: int, role: str) -> str:
+    """Of the parameter that is the weight of a projection."""
+    return f"{family.layers}.{layer}.{family.projections()[role]}.weight"
+
+
+def kept_members(
     layer: nn.Module, family: Family, groups: tuple[int, ...], channels: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
     """What the projections of a layer keep, by role: rows, or columns of output and down. Those that keep all are left out."""

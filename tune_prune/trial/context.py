@@ -27,15 +27,15 @@ from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
-from tune_prune.models.runner.layer_weights import LazyWeights, bring, first_non_finite
+from tune_prune.models.runner.layer_weights import first_non_finite
 from tune_prune.models.runner.mapped_model import map_model, readable_in_place
 from tune_prune.models.runner.out_of_memory import first_that_fits, release
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning import padding
+from tune_prune.pruning.compensation.refit import Refit, windows_of
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Arrays, Need, Statistic, by_statistic, load_statistic
-from tune_prune.pruning.surgery import prune, pruned_weights
 from tune_prune.trial.fallback import Fallback, Use, load
+from tune_prune.trial.recipe import Recipe, refitted
 from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class TrialContext:
         self._let_go = let_go
         self._data_fingerprint = cache(data_fingerprint)  # by run
         self.calibration_tokens = cache(partial(calibration.tokens_of, loaded.tokenizer))  # by source
-        self._copy: tuple[PruningPlan, PreTrainedModel, int] | None = None  # the pruned one, and its parameters
+        self._copy: tuple[str, PreTrainedModel, int] | None = None  # by structure, the pruned one and its parameters
 
     @classmethod
     def open(
@@ -143,11 +143,13 @@ class TrialContext:
         refused = self.fitted("zero_shot", "measure", lambda _: self._sharing_unsupported)
         return (f"zero-shot choices are scored one by one: {refused}",) if refused else ()
 
-    def measure_perplexity(self, plan: PruningPlan) -> tuple[PerplexityResult, int]:
-        """The perplexity of the model that keeps what `plan` says, and the tokens forwarded to get it (0: it was cached)."""
+    def measure_perplexity(self, recipe: Recipe) -> tuple[PerplexityResult, int]:
+        """The perplexity of the model that `recipe` makes, and the tokens forwarded to get it (0: it was cached)."""
         most = self.run.protocol.perplexity_tokens
         bound = {} if most is None else {"tokens": most}
-        key = self.measurement_key(plan.structure, text=self._text_fingerprint, window=self.perplexity_window, **bound)
+        key = self.measurement_key(
+            recipe.structure, text=self._text_fingerprint, window=self.perplexity_window, **bound
+        )
         stored = self.artifacts.get("perplexity", key, PerplexityResult.from_arrays)
         if stored is not None:
             return stored, 0
@@ -157,17 +159,17 @@ class TrialContext:
             "perplexity",
             "measure",
             lambda halvings: perplexity.perplexity(
-                self.model_of(plan), tokens, window, residency=replace(self.residency_of(plan), halvings=halvings)
+                self.model_of(recipe), tokens, window, residency=replace(self.residency_of(recipe), halvings=halvings)
             ),
-            lambda: self.halvings(at_once, window, self.residency_of(plan)),
+            lambda: self.halvings(at_once, window, self.residency_of(recipe)),
         )
         self.artifacts.put("perplexity", key, {name: np.array(value) for name, value in asdict(result).items()})
         return result, result.num_tokens
 
-    def item_scores(self, plan: PruningPlan, index: int) -> tuple[list[ItemScore], int]:
+    def item_scores(self, recipe: Recipe, index: int) -> tuple[list[ItemScore], int]:
         """The scores of the items that slice `index` adds, and the tokens forwarded to get them (0: they were cached)."""
         protocol = self.run.protocol.of_items()
-        key = self.measurement_key(plan.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
+        key = self.measurement_key(recipe.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
         scores = self.suite.blank_scores(index)
         stored = self.artifacts.get("zero_shot", key, lambda arrays: self.suite.judge(index, scores.stored(arrays)))
         if stored is not None:
@@ -175,13 +177,13 @@ class TrialContext:
 
         def score(halvings: int) -> bool:
             share = self._sharing_unsupported is None
-            residency = replace(self.residency_of(plan), halvings=halvings)
-            self.suite.request_scores(self.model_of(plan), index, share=share, residency=residency, scores=scores)
+            residency = replace(self.residency_of(recipe), halvings=halvings)
+            self.suite.request_scores(self.model_of(recipe), index, share=share, residency=residency, scores=scores)
             return share
 
         def most() -> int:
             config, device = self.loaded.model.config, self.loaded.device.type
-            return self.suite.most_halvings(index, config, True, self.residency_of(plan), device)
+            return self.suite.most_halvings(index, config, True, self.residency_of(recipe), device)
 
         share = self.fitted("zero_shot", "measure", score, most)
         self.artifacts.put("zero_shot", key, {"loglikelihoods": scores.loglikelihoods, "greedy": scores.greedy})
@@ -193,46 +195,42 @@ class TrialContext:
         def make(_: int) -> tuple[PruningPlan, int]:
             self.drop_copy()
             plan = choose()
-            model = self.model_of(plan)
+            model = self.model_of(Recipe(plan))
             return plan, self._copy[2] if self._copy is not None else _count(model)
 
         return self.fitted("pruning", "measure", make)
 
-    def model_of(self, plan: PruningPlan) -> PreTrainedModel:
-        """The dense model or, where `plan` drops something, a copy without that; the last copy is kept until `drop_copy`. It is as
-        empty as the dense model is, or has its weights on the device where the residency says so. Where the device wants it its
-        MLPs are filled up (pruning.padding)."""
-        dense = self.loaded
-        if not plan.removed_params:
-            return dense.model
-        if self._copy is None or self._copy[0] != plan:
+    def refit(self, plan: PruningPlan, config: PruningConfig) -> tuple[Recipe, Refit, int]:
+        """The recipe of `plan` with the compensation of `config`, what that has done, and the tokens forwarded for it."""
+        length, count = windows_of(config.refit_tokens, self.loaded.max_length)
+        windows = self.windows(replace(config.samples, seq_len=length), count)
+
+        def make(_: int) -> tuple[Recipe, Refit]:
+            self.drop_copy()
+            return refitted(self.loaded, plan, config, windows, self.run.of(config))
+
+        return *self.fitted("refit", "forward", make), windows.numel()
+
+    def model_of(self, recipe: Recipe) -> PreTrainedModel:
+        """The dense model or, where the plan of `recipe` drops something, the copy that it makes; the last copy is kept until
+        `drop_copy`."""
+        if not recipe.plan.removed_params:
+            return self.loaded.model
+        if self._copy is None or self._copy[0] != recipe.structure:
             self._copy = None  # before the next one is made
-            model = prune(dense.model, dense.family, plan)
-            params = _count(model)  # before it is filled up
-            if dense.device.type in padding.MULTIPLE:
-                padding.pad(model, dense.family, padding.MULTIPLE[dense.device.type])
-            if dense.residency.pruned_whole and dense.residency.weights is not None:
-                bring(model, self._weights_of(plan, model), dense.device)
-            self._copy = plan, model, params
+            self._copy = recipe.structure, *recipe.make(self.loaded)
         return self._copy[1]
 
     def drop_copy(self) -> None:
         """Let go of the pruned copy."""
         self._copy = None
 
-    def residency_of(self, plan: PruningPlan) -> Residency:
-        """Of the model that keeps what `plan` says: weights that are elsewhere are cut when they are brought."""
+    def residency_of(self, recipe: Recipe) -> Residency:
+        """Of the model that `recipe` makes: weights that are elsewhere are cut when they are brought."""
         dense = self.loaded
-        if dense.residency.weights is None or (dense.residency.pruned_whole and plan.removed_params):
+        if dense.residency.weights is None or (dense.residency.pruned_whole and recipe.plan.removed_params):
             return RESIDENT
-        return replace(dense.residency, weights=self._weights_of(plan, self.model_of(plan)))
-
-    def _weights_of(self, plan: PruningPlan, model: PreTrainedModel) -> LazyWeights:
-        """The weights of `model`, which keeps what `plan` says, from those of the dense one, which are elsewhere."""
-        dense = self.loaded
-        assert dense.residency.weights is not None
-        weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights)
-        return padding.padded_weights(model, weights)
+        return replace(dense.residency, weights=recipe.weights(dense, self.model_of(recipe)))
 
     def windows(self, samples: Samples, count: int) -> torch.Tensor:
         run = self.run.of(samples)
@@ -290,9 +288,13 @@ class TrialContext:
         """How the model is held for a pass, for the record; "" where it is all there."""
         return self._way(statistic.stage, self._residency_for(statistic))
 
-    def way_to_measure(self, stage: str, plan: PruningPlan) -> str:
-        """The same of the model that keeps what `plan` says, in a stage in which it is measured."""
-        return self._way(stage, self.residency_of(plan))
+    def way_to_refit(self) -> str:
+        """The same of the dense model of a refit."""
+        return self._way("refit", self.loaded.residency.forward_only)
+
+    def way_to_measure(self, stage: str, recipe: Recipe) -> str:
+        """The same of the model that `recipe` makes, in a stage in which it is measured."""
+        return self._way(stage, self.residency_of(recipe))
 
     def _way(self, stage: str, residency: Residency) -> str:
         residency = replace(residency, halvings=self.fallback.halvings.get(stage, 0))

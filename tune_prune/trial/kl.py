@@ -36,6 +36,7 @@ from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.fallback import Fallback, load
+from tune_prune.trial.recipe import Recipe
 
 T = TypeVar("T")
 
@@ -43,9 +44,9 @@ BLOCKS = {"text": BLOCK, "tasks": None}  # of an item all tokens are one observa
 
 
 def measure_kl(
-    context: TrialContext, plan: PruningPlan, base: ModelSource | None = None
+    context: TrialContext, recipe: Recipe, base: ModelSource | None = None
 ) -> tuple[dict[str, Divergence], int]:
-    """KL(dense || pruned) of the model that keeps what `plan` says, on "text" and on "tasks" (not there where no item has a single
+    """KL(dense || pruned) of the model that `recipe` makes, on "text" and on "tasks" (not there where no item has a single
     right choice); and the tokens forwarded to get it, those of the dense model among them (0: it was cached). `base`: the dense
     model of a checkpoint, which keeps all that it has; None: that of `context`. Raises UserError where `base` is of another
     vocabulary or has another head."""
@@ -53,7 +54,7 @@ def measure_kl(
     parts = {name: samples for name, samples in _samples(context).items() if samples}
     found, keys = {}, {}
     for name, samples in parts.items():
-        keys[name] = context.measurement_key(plan.structure, tokens=_content(samples), block=BLOCKS[name], **other)
+        keys[name] = context.measurement_key(recipe.structure, tokens=_content(samples), block=BLOCKS[name], **other)
         found[name] = context.artifacts.get("kl", keys[name], Divergence.from_arrays)
     kept = {name: divergence for name, divergence in found.items() if divergence is not None}
     if len(kept) == len(parts):
@@ -62,10 +63,10 @@ def measure_kl(
     dense, forwarded = _dense_states(context if base is None else _opened_beside(context, base), together)
 
     def run(residency: Residency) -> np.ndarray:
-        return token_divergences(context.model_of(plan), together, dense, residency)
+        return token_divergences(context.model_of(recipe), together, dense, residency)
 
     sizes = [sum(map(len, samples)) for samples in parts.values()]
-    values = np.split(_fitted(context, plan, together, run), np.cumsum(sizes)[:-1])
+    values = np.split(_fitted(context, recipe, together, run), np.cumsum(sizes)[:-1])
     for (name, samples), own in zip(parts.items(), values, strict=True):
         kept[name] = Divergence.of(own, samples, BLOCKS[name])
         context.artifacts.put("kl", keys[name], asdict(kept[name]))
@@ -93,9 +94,9 @@ def _content(samples: Sequence[Tensor]) -> str:
 
 def _dense_states(context: TrialContext, samples: Sequence[Tensor]) -> tuple[Tensor, int]:
     """`head_inputs` of the dense model, and the tokens forwarded to get them."""
-    plan, count = PruningPlan.keep_all(context.loaded.geometry), sum(map(len, samples))
+    recipe, count = Recipe(PruningPlan.keep_all(context.loaded.geometry)), sum(map(len, samples))
     dtype, width = context.loaded.model.dtype, context.loaded.geometry.hidden_size
-    key = context.measurement_key(plan.structure, tokens=_content(samples))
+    key = context.measurement_key(recipe.structure, tokens=_content(samples))
 
     def read(arrays: dict[str, np.ndarray]) -> Tensor:  # as bytes: numpy has no bfloat16
         if arrays["states"].dtype != np.uint8 or arrays["states"].shape != (count * width * dtype.itemsize,):
@@ -111,7 +112,7 @@ def _dense_states(context: TrialContext, samples: Sequence[Tensor]) -> tuple[Ten
             context.drop_copy()  # the pruned one: there was no room planned for both
         return head_inputs(context.loaded.model, samples, residency)
 
-    states = _fitted(context, plan, samples, run)
+    states = _fitted(context, recipe, samples, run)
     context.artifacts.put("dense_states", key, {"states": states.view(-1).view(torch.uint8).numpy()})
     return states, count
 
@@ -146,8 +147,8 @@ def _head(loaded: LoadedModel) -> list[Tensor]:
     return [weights[names[id(p)]].cpu() for p in loaded.model.get_output_embeddings().parameters()]
 
 
-def _fitted(context: TrialContext, plan: PruningPlan, samples: Sequence[Tensor], run: Callable[[Residency], T]) -> T:
-    """What `run` gives in the first way to hold the model of `plan` in which memory suffices."""
+def _fitted(context: TrialContext, recipe: Recipe, samples: Sequence[Tensor], run: Callable[[Residency], T]) -> T:
+    """What `run` gives in the first way to hold the model of `recipe` in which memory suffices."""
     tokens, shortest = (
         default_batch_tokens(context.loaded.model.config, context.loaded.device.type),
         min(map(len, samples)),
@@ -156,6 +157,6 @@ def _fitted(context: TrialContext, plan: PruningPlan, samples: Sequence[Tensor],
     return context.fitted(
         "kl",
         "measure",
-        lambda halvings: run(replace(context.residency_of(plan), halvings=halvings)),
-        lambda: context.halvings(rows, shortest, context.residency_of(plan)),
+        lambda halvings: run(replace(context.residency_of(recipe), halvings=halvings)),
+        lambda: context.halvings(rows, shortest, context.residency_of(recipe)),
     )

@@ -2,6 +2,7 @@
 
     (statistics)    calibration windows -> what the method's scores need: a stage for each statistic, shared by trials
     pruning         method's scores + exact budget -> plan -> smaller model
+    refit           of what is left of the cut blocks, where the configuration has a compensation
     kl              divergence from the dense model, on a little of that text and of the tasks
     perplexity      on held-out text
     zero_shot       tasks in growing slices of their items; the last slice has them all
@@ -45,6 +46,7 @@ from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.kl import measure_kl
+from tune_prune.trial.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Trial:
         )
         self.items: list[ItemScore] = []
         self.plan: PruningPlan | None = None
+        self.made: Recipe | None = None
         self._shared, self._base = shared, base
         self._caveats: tuple[str, ...] = ()  # of what was measured
         self._divergences: dict[str, Divergence] = {}  # of a pruned model
@@ -137,11 +140,27 @@ class Trial:
     def stages(self) -> Iterator[StageReport]:
         """Run the trial, one stage per report."""
         if self.config is None:
-            yield from self.measure(PruningPlan.keep_all(self.context.loaded.geometry))
+            yield from self.measure(Recipe(PruningPlan.keep_all(self.context.loaded.geometry)))
         else:
-            yield from self.measure((yield from self._prune(self.config)))
+            yield from self.measure((yield from self.recipe(self.config)))
 
-    def _prune(self, config: PruningConfig) -> Generator[StageReport, None, PruningPlan]:
+    def recipe(self, config: PruningConfig, plan: PruningPlan | None = None) -> Generator[StageReport, None, Recipe]:
+        """The stages in which the pruned model is made, one per report; what they make is returned, and `made`. `plan`: what is
+        known to be kept; None: it is found."""
+        if plan is None:
+            plan = yield from self._select(config)
+        self.made = Recipe(plan)
+        if config.compensation != "none":
+            self._check_weights()
+            with self._stage("refit") as report:
+                self.made, found, report.tokens = self.context.refit(plan, config)
+                report.way = self.context.way_to_refit()
+                unused = sum(not block.used for block in found.blocks)
+                report.metrics = {"refit_error": found.error, "refit_blocks": float(len(found.blocks) - unused)}
+            yield report
+        return self.made
+
+    def _select(self, config: PruningConfig) -> Generator[StageReport, None, PruningPlan]:
         context, geometry = self.context, self.context.loaded.geometry
         method = load_method(config.method)
         needs = method.needs(config)
@@ -175,26 +194,26 @@ class Trial:
         yield report
         return self.plan
 
-    def measure(self, plan: PruningPlan) -> Iterator[StageReport]:
-        """The stages after pruning, of the model that keeps what `plan` says."""
+    def measure(self, recipe: Recipe) -> Iterator[StageReport]:
+        """The stages after pruning, of the model that `recipe` makes."""
         try:
-            yield from self._measure(plan)
+            yield from self._measure(recipe)
         finally:
             self.context.drop_copy()
 
-    def _measure(self, plan: PruningPlan) -> Iterator[StageReport]:
-        context = self.context
+    def _measure(self, recipe: Recipe) -> Iterator[StageReport]:
+        context, plan = self.context, recipe.plan
         self._check_weights()
         if plan.removed_params or self._base:  # else it is the dense model, which diverges from itself by 0
             with self._stage("kl") as report:
-                self._divergences, report.tokens = measure_kl(context, plan, self._base)
-                report.way = context.way_to_measure("kl", plan) if report.tokens else ""
+                self._divergences, report.tokens = measure_kl(context, recipe, self._base)
+                report.way = context.way_to_measure("kl", recipe) if report.tokens else ""
                 for name, found in self._divergences.items():
                     report.metrics |= {f"kl_{name}": found.mean, f"kl_{name}_stderr": found.stderr}
             yield report
         with self._stage("perplexity") as report:
-            result, report.tokens = context.measure_perplexity(plan)
-            report.way = context.way_to_measure("perplexity", plan) if report.tokens else ""
+            result, report.tokens = context.measure_perplexity(recipe)
+            report.way = context.way_to_measure("perplexity", recipe) if report.tokens else ""
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
                 removed = {"removed_fraction": plan.removed_fraction}
@@ -203,8 +222,8 @@ class Trial:
 
         for index in range(len(context.run.protocol.slices)):
             with self._stage("zero_shot") as report:
-                added, report.tokens = context.item_scores(plan, index)
-                report.way = context.way_to_measure("zero_shot", plan) if report.tokens else ""
+                added, report.tokens = context.item_scores(recipe, index)
+                report.way = context.way_to_measure("zero_shot", recipe) if report.tokens else ""
                 self.items += added
                 report.metrics = summarize(self.items)
                 report.outcomes, report.gold_logprobs = outcomes_by_task(added), gold_logprobs_by_task(added)

@@ -121,7 +121,9 @@ def command_line(folder: Path, manifest: Manifest) -> str:
         "--model": _public(base.model),
         "--revision": base.revision if base_hub_id(manifest) else None,
     }
-    flags |= {HYPERPARAMETERS[name].flag: getattr(config, name) for name in load_method(config.method).hyperparameters}
+    for row in (HYPERPARAMETERS[name] for name in load_method(config.method).hyperparameters):
+        if row.read_by not in ("recipe", "refit") or getattr(config, row.name) != row.default:
+            flags[row.flag] = getattr(config, row.name)
     flags |= {
         "--calibration": "+".join(map(_public, texts_of(source.of(config).calibration))) if source else None,
         "--seed": source.of(config).seed if source else None,

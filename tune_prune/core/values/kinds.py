@@ -69,6 +69,47 @@ class Fraction(Kind):
         return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 
+@dataclass(frozen=True)
+class Share(Kind):
+    """A number above 0, at most `high`."""
+
+    high: float
+    is_text = False
+
+    def __str__(self) -> str:
+        return f"a number above 0, at most {self.high:g}"
+
+    def read(self, text: str) -> float:
+        if not self.holds(value := float(text)):
+            raise ValueError(text)
+        return value
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= self.high
+
+    def short(self, value: float) -> str:
+        return f"{value:g}"
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of several names."""
+
+    names: tuple[str, ...]
+    is_text = True
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.names[:-1])} or {self.names[-1]}"
+
+    def read(self, text: str) -> str:
+        if not self.holds(text):
+            raise ValueError(text)
+        return text
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str) and value in self.names
+
+
 class ShapeName(Kind):
     """free, uniform or aligned-N; asked for also as aligned, which gets its N by the model's size."""
 

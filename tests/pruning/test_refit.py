@@ -1,0 +1,206 @@
+"""The refit of cut blocks against numpy's least squares on inputs that hooks take off the whole model, and its guards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.residencies import CASES, WAYS, in_way
+from tune_prune.models.families import FAMILIES, decoder_layers
+from tune_prune.models.geometry import read_geometry
+from tune_prune.models.runner.layer_weights import LazyWeights
+from tune_prune.pruning import batches
+from tune_prune.pruning.compensation import refit
+from tune_prune.pruning.compensation.refit import Refit, least_squares
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.surgery import prune, pruned_weights
+
+SEQ_LEN = 12
+WIDTH = 12  # of a KV group of the tiny models: two query heads of 6
+PLANS = {  # kept groups and channels by layer; a layer that keeps all, and blocks that are gone, are not refitted
+    "cut": (
+        ((0, 2, 3), (1, 3), (0, 1, 2, 3), (0, 1, 2, 3)),
+        (tuple(range(0, 40, 2)), tuple(range(31)), tuple(range(40)), tuple(range(40))),
+    ),
+    "gone": (((0, 1, 2, 3), (), (2,), (0, 3)), ((), tuple(range(5, 40)), (7,), tuple(range(40)))),
+}
+
+
+@pytest.fixture(autouse=True)
+def _batches_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+
+
+def windows(count: int = 19) -> Tensor:
+    return torch.randint(0, 64, (count, SEQ_LEN), generator=torch.Generator().manual_seed(8))
+
+
+def plan_of(model: nn.Module, name: str = "cut") -> PruningPlan:
+    groups, channels = PLANS[name]
+    layers = len(decoder_layers(model, FAMILIES[model.config.model_type]))
+    family = FAMILIES[model.config.model_type]
+    total = read_geometry(model, family).total_params
+    return PruningPlan(groups[:layers], channels[:layers], 0, 1, total)
+
+
+def refitted(model: nn.Module, plan: PruningPlan, samples: Tensor, damping: float = 0.1, *more: object) -> Refit:
+    return least_squares(model, FAMILIES[model.config.model_type], plan, samples, damping, *more)
+
+
+def blocks_of(model: nn.Module, samples: Tensor) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Of each layer, by role: what goes into its last projection [tokens, n], and q [tokens] of the stream behind the block."""
+    inputs, streams, handles = {}, {}, []
+    layers = decoder_layers(model, FAMILIES[model.config.model_type])
+    for index, layer in enumerate(layers):
+        for role, linear in (("output", layer.self_attn.o_proj), ("down", layer.mlp.down_proj)):
+            handles.append(
+                linear.register_forward_pre_hook(lambda _, args, at=(index, role): inputs.update({at: args[0]}))
+            )
+        # What the layer itself makes of its stream: the norm's input behind attention, its own output behind the MLP.
+        norm = layer.post_attention_layernorm
+        handles.append(
+            norm.register_forward_pre_hook(lambda _, args, at=(index, "output"): streams.update({at: args[0]}))
+        )
+        handles.append(layer.register_forward_hook(lambda _, args, out, at=(index, "down"): streams.update({at: out})))
+    with torch.no_grad():
+        model(samples)
+    for handle in handles:
+        handle.remove()
+    found = {
+        at: (x.flatten(0, 1).double().numpy(), 1 / streams[at].double().square().mean(-1).flatten().numpy())
+        for at, x in inputs.items()
+    }
+    return [{role: found[index, role] for role in ("output", "down")} for index in range(len(layers))]
+
+
+def kept_columns(plan: PruningPlan, layer: int, role: str) -> list[int]:
+    if role == "down":
+        return list(plan.kept_channels[layer])
+    return [WIDTH * group + one for group in plan.kept_groups[layer] for one in range(WIDTH)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "qwen3", "llama-biases"])
+def test_weights_are_those_of_numpy(tiny, variant, name):
+    model, samples, damping = tiny(variant, torch.float64), windows(), 0.3
+    plan = plan_of(model, name)
+    found = refitted(model, plan, samples, damping)
+    fit, held = samples[:17], samples[17:]  # 19 // 8 are held out
+    seen = 0
+    for index, (blocks, others) in enumerate(zip(blocks_of(model, fit), blocks_of(model, held), strict=True)):
+        layer = decoder_layers(model, FAMILIES[model.config.model_type])[index]
+        for role, linear in (("output", layer.self_attn.o_proj), ("down", layer.mlp.down_proj)):
+            weight, kept = linear.weight.numpy(), kept_columns(plan, index, role)
+            gone = sorted(set(range(weight.shape[1])) - set(kept))
+            path = {"output": "self_attn.o_proj", "down": "mlp.down_proj"}[role]
+            new = found.weights.get(f"model.layers.{index}.{path}.weight")
+            if not gone or not kept:
+                assert new is None
+                continue
+            seen += 1
+            (x, q), (other, other_q) = blocks[role], others[role]
+            root = np.sqrt(q)[:, None]
+            for times in (1, 10, 100):  # until the weights do not grow too much
+                ridge = np.sqrt(times * damping * np.mean(np.sum((root * x[:, kept]) ** 2, axis=0)))
+                rows = np.vstack([root * x[:, kept], ridge * np.eye(len(kept))])
+                wanted = np.vstack([root * (x[:, gone] @ weight[:, gone].T), np.zeros((len(kept), len(weight)))])
+                change = np.linalg.lstsq(rows, wanted, rcond=None)[0].T
+                if np.linalg.norm(weight[:, kept] + change) <= 2 * np.linalg.norm(weight[:, kept]):
+                    break
+            block = next(b for b in found.blocks if (b.layer, b.role) == (index, role))
+            missing = other[:, gone] @ weight[:, gone].T
+            errors = missing, missing - other[:, kept] @ change.T
+            before, after = (float(np.sum(other_q[:, None] * error**2)) for error in errors)
+            assert (block.before, block.after) == pytest.approx((before, after), rel=1e-8)
+            assert block.used == (after < before) and block.used == (new is not None)
+            if new is not None:
+                np.testing.assert_allclose(new.numpy(), weight[:, kept] + change, rtol=1e-7, atol=1e-9)
+    assert seen == len(found.blocks) and seen >= 3
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CASES)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
+def test_every_way_to_hold_the_model_gives_the_same_bits(tiny, variant, way, dtype, tmp_path):
+    model = tiny(variant, dtype)
+    plan, samples = plan_of(model), windows(9)
+    whole = refitted(model, plan, samples)
+    held, residency = in_way(model, way, tmp_path)
+    found = refitted(held, plan, samples, 0.1, residency)
+    assert found.blocks == whole.blocks and whole.weights and dict(found.weights).keys() == dict(whole.weights).keys()
+    for name, weight in whole.weights.items():
+        assert torch.equal(found.weights[name], weight) and weight.dtype == dtype, name
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_copy_and_its_lazy_weights_have_the_refitted_ones(tiny):
+    model = tiny("qwen2")
+    family, plan = FAMILIES["qwen2"], plan_of(model)
+    found = refitted(model, plan, windows())
+    copy, plain = (prune(model, family, plan, weights) for weights in (found.weights, {}))
+    weights = dict(model.state_dict())
+    lazy = pruned_weights(model, family, plan, LazyWeights(weights, weights.__getitem__), found.weights)
+    assert found.weights
+    for name, p in copy.named_parameters():
+        assert torch.equal(p, lazy[name]), name
+        assert torch.equal(p, found.weights.get(name, dict(plain.named_parameters())[name])), name
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    assert all(
+        torch.equal(p, before[name]) for name, p in tiny("qwen2").named_parameters()
+    )  # the dense one is as it was
+
+
+def test_a_refit_brings_outputs_nearer_to_the_dense_model(tiny):
+    model = tiny("llama")
+    family, plan, text, other = FAMILIES["llama"], plan_of(model), windows(65), windows(80)[65:]
+    found = refitted(model, plan, text)
+    dense = model(other).logits
+    cut, better = (
+        (prune(model, family, plan, weights)(other).logits - dense).square().mean() for weights in ({}, found.weights)
+    )
+    assert better < cut and 0 < found.error < 1
+
+
+def test_an_overfit_is_caught_and_an_innocent_refit_is_not_accused(tiny):
+    model = tiny("llama", torch.float64)
+    plan = plan_of(model)
+    one_text = windows(2).repeat(32, 1)[:56]  # two windows again and again
+    other = windows(64)[56:]
+    overfit = refitted(model, plan, torch.cat([one_text, other]), 1e-9)
+    innocent = refitted(model, plan, windows(64), 0.1)
+    assert any(not block.used for block in overfit.blocks)
+    for block in overfit.blocks:  # what is held out was never fitted to
+        assert block.used == (block.after < block.before)
+    assert all(block.used for block in innocent.blocks) and innocent.error < 1
+
+
+def test_weights_that_would_grow_get_more_damping_or_stay():
+    gram = torch.tensor([[1.0, 1.0, 50.0], [1.0, 1.0 + 1e-6, 0.0], [50.0, 0.0, 1e4]], dtype=torch.float64)
+    weight, kept, gone = torch.tensor([[1.0, 1.0, 0.2]], dtype=torch.float64), torch.tensor([0, 1]), torch.tensor([2])
+    columns = gram[:, kept]
+    grown = refit._solved(columns, weight, kept, gone, 1e-9)
+    mild = refit._solved(columns, weight, kept, gone, 100.0)
+    assert grown is None and mild is not None and mild.norm() <= 2 * weight[:, kept].norm()
+    assert refit._solved(columns, weight, kept, gone, 1e-3) is None  # nor with a hundred times as much
+    some = refit._solved(columns, weight, kept, gone, 0.1)
+    damped = columns[kept] + 100 * 0.1 * columns[kept].diagonal().mean() * torch.eye(2, dtype=torch.float64)
+    by_hand = weight[:, kept] + weight[:, gone] @ columns[gone] @ torch.linalg.inv(damped)
+    assert some is not None and torch.allclose(some, by_hand, rtol=1e-9)
+
+
+def test_features_that_are_never_active_keep_their_weights():
+    nothing = torch.zeros((3, 2))
+    weight, kept, gone = torch.ones((2, 3)), torch.tensor([0, 1]), torch.tensor([2])
+    assert refit._solved(nothing, weight, kept, gone, 0.1) is None
+
+
+def test_a_plan_that_removes_nothing_takes_no_layer(tiny):
+    model = tiny("llama")
+    keep_all = PruningPlan.keep_all(read_geometry(model, FAMILIES["llama"]))
+    assert refitted(model, keep_all, windows()) == Refit({}, ())
+    assert Refit({}, ()).error == 1.0
+    with pytest.raises(ValueError, match="the plan is for"):
+        refitted(model, replace(keep_all, kept_groups=keep_all.kept_groups[1:]), windows())

@@ -1,0 +1,1 @@
+"""What makes up for the groups that were removed."""

@@ -1,0 +1,232 @@
+"""Refit the last projection of every cut block, o of attention and down of the MLP, so that what stays makes up for what is gone.
+
+With a [n] the inputs of that projection in the dense model, W [H, n] its weights, K the inputs that stay and R those that go, the
+new weights W' [H, K] minimise, over calibration tokens t,
+
+    sum_t q_t || W_R a_R + W_K a_K - W' a_K ||^2 + lambda || W' - W_K ||^2        lambda = damping * mean of diag G_KK
+    W' = W_K + W_R G_RK (G_KK + lambda I)^-1                                       G = sum_t q_t a a^T  [n, n]
+    q_t = 1 / mean(h^2)                                                            h [H] the residual stream behind the block
+
+One shot: every block is fitted to the inputs that it has in the dense model, in one forward pass, one layer's G at a time (a ridge
+regression towards the old weights; without q and damping the update of Optimal Brain Surgeon for a group, Hassibi & Stork 1993, as
+ZipLM has it, Kurtic et al. 2023, arXiv:2302.04089). The weights q say what the next RMSNorm makes of an error: without them the few
+tokens with massive activations (Sun et al. 2024, arXiv:2402.17762) decide alone, which can destroy a model.
+
+What is fitted to little text may not hold for other text. So every eighth window is left out of G, and a block whose error on those
+does not fall keeps its old weights; so does one whose weights would grow beyond twice their norm at ten and a hundred times the
+damping, too. There are no new biases, so checkpoints stay those of the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tune_prune.core.terminal import progress
+from tune_prune.models.families import Family
+from tune_prune.models.runner.hidden_states import SpilledStates
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.residency import RESIDENT, Residency
+from tune_prune.pruning.batches import batch_size
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.statistics import PassWork
+from tune_prune.pruning.surgery import kept_members, planned_layers, weight_name
+
+VERSION = 1  # raise when the weights that come out change their meaning
+LAST = ("output", "down")  # projections, by role
+WINDOW = 128  # tokens of a sample
+HELD_OUT = 8  # one of so many windows
+MOST_GROWTH = 2.0  # of the norm of a projection's weights
+DAMPINGS = (1, 10, 100)  # times what was asked for
+
+
+@dataclass(frozen=True)
+class BlockRefit:
+    """What a refit has done to one block. Errors: the part of its weighted squared output that the missing inputs made, before,
+    and what of it the refit leaves, both on held-out windows."""
+
+    layer: int
+    role: str  # output or down
+    before: float
+    after: float
+    used: bool  # else the block keeps its old weights
+
+
+@dataclass(frozen=True)
+class Refit:
+    """`weights`: those that take the place of cut ones [H, kept], on the CPU or in a file, by parameter name."""
+
+    weights: Mapping[Hashable, Tensor]
+    blocks: tuple[BlockRefit, ...]
+
+    @property
+    def error(self) -> float:
+        """The mean over cut blocks of what is left of their error on held-out windows: 1 where nothing was gained."""
+        left = [block.after / block.before if block.used else 1.0 for block in self.blocks]
+        return sum(left) / len(left) if left else 1.0
+
+
+@torch.no_grad()
+def least_squares(
+    model: PreTrainedModel,
+    family: Family,
+    plan: PruningPlan,
+    windows: Tensor,
+    damping: float,
+    residency: Residency = RESIDENT,
+) -> Refit:
+    """The refit of what `plan` leaves of the dense `model`, on calibration `windows` [samples, WINDOW], at least two. Weights are
+    in the model's dtype; sums are in float32, float64 of a float64 model. Raises ValueError if the plan is for another model."""
+    runner = LayerRunner(model, family, residency)
+    cut = [
+        {role: kept for role, kept in kept_members(layer, family, *rest).items() if role in LAST and len(kept)}
+        for layer, *rest in planned_layers(model, family, plan)
+    ]
+    last = max((index for index, roles in enumerate(cut) if roles), default=-1)
+    fitted, step = fitted_windows(len(windows)), batch_size(windows.shape[1], runner.device.type)
+    batches = {
+        (start, min(start + step, end)): windows[start : min(start + step, end)]
+        for begin, end in ((0, fitted), (fitted, len(windows)))
+        for start in range(begin, end, step)
+    }
+    # Where the model's own weights stay in their files there is no room for these.
+    weights: MutableMapping[Hashable, Tensor] = {}
+    if residency.weights is not None:
+        weights = SpilledStates(torch.device("cpu"), residency.spill_folder)
+    blocks = []
+    with progress.step("refit", lambda: last + 1, "layers") as advance:
+        carried = runner.embedded(batches)
+        for index, layer in runner.layers(range(last + 1)) if last >= 0 else ():
+            found = {role: _Inputs(kept) for role, kept in cut[index].items()}
+            with _watched(family, layer, found) as watch:
+                for batch in batches:
+                    watch.held = batch[0] >= fitted
+                    carried.states[batch] = carried.run(layer, index, batch, carried.states[batch])
+            for role, inputs in found.items():
+                linear = family.linears(layer)[role]
+                block, weight = _fit(linear, inputs, damping, index, role)
+                blocks.append(block)
+                if weight is not None:
+                    weights[weight_name(family, index, role)] = weight.cpu()
+            found.clear()
+            advance(1)
+    return Refit(weights, tuple(blocks))
+
+
+def windows_of(tokens: int, longest: int) -> tuple[int, int]:
+    """How long the windows are that hold so many tokens, and how many there are; a model takes rows of `longest` tokens."""
+    length = min(WINDOW, longest)
+    return length, tokens // length
+
+
+def fitted_windows(count: int) -> int:
+    """How many of so many windows a refit is made of; the others are held out."""
+    return count - max(1, count // HELD_OUT)
+
+
+def work(tokens: int, num_layers: int, device: str) -> PassWork:
+    """What a refit by so many tokens computes on "cpu" or "cuda"."""
+    return PassWork(
+        tokens=tokens,
+        attention_tokens=tokens * num_layers,
+        mlp_tokens=tokens * num_layers,
+        head_positions=0,
+        batch_tokens=min(tokens, batch_size(WINDOW, device) * WINDOW),
+        product_tokens=tokens,
+    )
+
+
+class _Inputs:
+    """What goes into one projection, token by token, each times sqrt(q)."""
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept  # [K]
+        self.gram: Tensor | None = None  # [n, K]
+        self.held: list[Tensor] = []  # [tokens, n]
+
+    def add(self, inputs: Tensor, residual: Tensor, held: bool) -> None:
+        """`inputs` [B, T, n]; `residual` [B, T, H], the stream behind the block."""
+        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        energy = residual.to(dtype).square().mean(-1).flatten()
+        scaled = inputs.to(dtype).flatten(0, 1) * torch.where(energy > 0, energy.rsqrt(), 0)[:, None]
+        if held:
+            self.held.append(scaled)
+            return
+        product = scaled.T @ scaled[:, self.kept.to(scaled.device)]
+        self.gram = product if self.gram is None else self.gram.add_(product)
+
+
+@dataclass
+class _Watch:
+    """What hooks of a layer pass on to each other."""
+
+    held: bool = False
+    stream: list[Tensor] = field(
+        default_factory=list
+    )  # [B, T, H], the residual stream where the layer's block is added
+
+
+@contextmanager
+def _watched(family: Family, layer: nn.Module, found: Mapping[str, _Inputs]) -> Iterator[_Watch]:
+    """Within it, what goes into the projections of `found` is added up. Every family's layer adds what o and down put out to the
+    residual stream that it was given, one after the other."""
+    watch, parts = _Watch(), family.linears(layer)
+
+    def begin(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        watch.stream = [args[0]]
+
+    def hook(role: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def take(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            watch.stream = [watch.stream[0] + output]
+            if role in found:
+                found[role].add(args[0], watch.stream[0], watch.held)
+
+        return take
+
+    handles = [layer.register_forward_pre_hook(begin)]
+    handles += [parts[role].register_forward_hook(hook(role)) for role in LAST if role in parts]
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _fit(linear: nn.Linear, inputs: _Inputs, damping: float, layer: int, role: str) -> tuple[BlockRefit, Tensor | None]:
+    """What came of one block, and its new weights [H, K] where they are better."""
+    gram, held = inputs.gram, torch.cat(inputs.held)
+    assert gram is not None
+    stays = torch.zeros(linear.in_features, dtype=torch.bool)
+    stays[inputs.kept] = True
+    kept, gone = (torch.nonzero(which).flatten().to(gram.device) for which in (stays, ~stays))
+    weight = linear.weight.to(gram.dtype)
+    missing = held[:, gone] @ weight[:, gone].T
+    before = float(missing.square().sum())
+    new = _solved(gram, weight, kept, gone, damping)
+    if new is None:
+        return BlockRefit(layer, role, before, before, False), None
+    new = new.to(linear.weight.dtype)
+    change = new.to(gram.dtype) - weight[:, kept]
+    after = float((missing - held[:, kept] @ change.T).square().sum())
+    used = after < before
+    return BlockRefit(layer, role, before, after, used), new if used else None
+
+
+def _solved(gram: Tensor, weight: Tensor, kept: Tensor, gone: Tensor, damping: float) -> Tensor | None:
+    """W' [H, K] of the module's formula; None where no damping gives finite weights that do not grow too much."""
+    old, wanted = weight[:, kept], weight[:, gone] @ gram[gone]
+    for times in DAMPINGS:
+        damped = gram[kept]
+        damped.diagonal().add_(damping * times * damped.diagonal().mean())
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        del damped
+        if not failed:
+            new = old + torch.cholesky_solve(wanted.T, factor).T
+            if bool(new.isfinite().all()) and new.norm() <= MOST_GROWTH * old.norm():
+                return new
+    return None
