@@ -19,7 +19,7 @@ import pandas as pd
 from tune_prune import load_results
 from tune_prune.core.files import atomic_write_text, to_json
 
-CONFIGURATION = ["method", "seq_len", "num_samples"]
+CONFIGURATION = ["method", "seq_len", "num_samples", "compensation", "damping", "refit_tokens"]
 
 
 def winners(trials: pd.DataFrame) -> list[dict[str, Any]]:
@@ -27,7 +27,10 @@ def winners(trials: pd.DataFrame) -> list[dict[str, Any]]:
     rows = []
     for model, own in trials[trials["success"]].groupby("model", sort=False):
         scores = own.pivot_table(
-            index=CONFIGURATION, columns=own["seed"].fillna(-1), values="acc_mean", dropna=False
+            index=[name for name in CONFIGURATION if name in own],
+            columns=own["seed"].fillna(-1),
+            values="acc_mean",
+            dropna=False,
         ).dropna()
         means = scores.mean(axis=1).sort_values(ascending=False, kind="stable")
         for number, draw in enumerate(scores):

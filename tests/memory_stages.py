@@ -24,6 +24,8 @@ from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.runner.residency import RESIDENT, WAYS
+from tune_prune.pruning.compensation import refit
+from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics.block_removal import KINDS
 
@@ -46,6 +48,9 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "removal streamed": ("block_removal", (12,)),
     "input_norms streamed": ("input_norms", (10,)),
     "evaluation streamed": ("", ()),
+    "refit": ("", ()),
+    "refit streamed": ("", ()),
+    "refit bfloat16": ("", ()),
     "kl": ("", ()),
     "kl streamed": ("", ()),
     "zero_shot": ("", ()),
@@ -90,6 +95,14 @@ def build(name: str) -> Stage:
     family = family_of("llama")
     shapes = Shapes(read_geometry(model, family), config, dtype.itemsize, "cpu")
     windows = torch.randint(vocab, (20, 256))
+    if name.startswith("refit"):
+        samples = windows.view(-1, refit.WINDOW)
+        whole = PruningPlan.keep_all(read_geometry(model, family))
+        plan = replace(whole, kept_groups=((0, 1),) * 4, kept_channels=(tuple(range(900)),) * 4)
+        plans = shapes.ways([("refit", refit.work(samples.numel(), 4, "cpu"))])
+        (stage,) = next(ways for ways in plans if ways.way.streamed == way.streamed).stages
+        refit.least_squares(model, family, plan, samples[:2, :4], 0.1, way)
+        return Stage(stage, lambda: refit.least_squares(model, family, plan, samples, 0.1, way))
     if not statistic:
         held = replace(way, from_files=way.streamed)
         _, kl, text, zero_shot = shapes.evaluation(0, 512, 5 * 512, 64, 20 * 64, held)

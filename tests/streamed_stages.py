@@ -29,6 +29,7 @@ from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.models.runner.residency import Residency
 from tune_prune.models.weight_files import write_weights
+from tune_prune.pruning.compensation.refit import least_squares
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 from tune_prune.pruning.statistics.taylor import taylor
@@ -69,6 +70,7 @@ def stages(dense: LoadedModel, folder: Path) -> dict[str, Callable[[], Any]]:
     return {
         "gradients": lambda: taylor(model, family, windows, [8], how),
         "removals": lambda: removal_losses(model, family, windows[:2], KINDS, how),
+        "refit": lambda: least_squares(model, family, plan, windows, 0.1, how),
         "perplexity": lambda: perplexity(model, windows.flatten(), 64, residency=how),
         "kl": lambda: token_divergences(model, list(windows), head_inputs(model, list(windows), how), how),
         "zero-shot": lambda: score_items(model, rows, residency=how),

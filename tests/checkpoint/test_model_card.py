@@ -259,13 +259,15 @@ def test_how_it_was_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["free", "aligned-64", "uniform"])
 def test_the_command_makes_the_same_configuration(tmp_path: Path, shape: str) -> None:
-    config = PruningConfig("layerwise", 32, 128, 0.25, removal_divisor=3, shape=shape)
+    refit = {"compensation": "least_squares", "damping": 0.3} if shape == "uniform" else {}
+    config = PruningConfig("layerwise", 32, 128, 0.25, removal_divisor=3, shape=shape, **refit)
     text = card(tmp_path, {"dtype": "bfloat16"}, config=config, format="hf-padded")
     program, _, _, *words = shlex.split(code(text, "sh")[-1].replace("\\\n", " "))
     assert program == "python"
     args = prune.parser().parse_args(words)
     own = {name: getattr(args, name) for name, row in HYPERPARAMETERS.items() if not row.of_run}
-    assert PruningConfig(**own) == config
+    assert PruningConfig(**{name: value for name, value in own.items() if value is not None}) == config
+    assert ("--damping" in words) == ("--compensation" in words) == (shape == "uniform")
     assert (args.model, args.revision, args.calibration, args.seed) == (HUB_ID, "8cde5ca", "wiki.train.txt", 3)
     assert (args.dtype, args.format) == ("bfloat16", "hf-padded")
 

@@ -31,6 +31,8 @@ TENSORS = dict.fromkeys(STAGES, 1.25) | {
     "kl streamed": 1.35,
     "zero_shot bfloat16": 2.0,
     "gate_fisher": 1.35,
+    "refit": 1.5,  # a layer's inner products are gone when what goes into its last projection is taken
+    "refit bfloat16": 1.5,
 }
 TENSORS |= dict.fromkeys(("evaluation", "evaluation halved", "evaluation streamed"), 1.75)
 TENSORS |= dict.fromkeys(("zero_shot", "zero_shot streamed"), 1.75)

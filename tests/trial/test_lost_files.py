@@ -106,16 +106,16 @@ def test_no_room_while_a_model_is_pruned_is_a_sentence(lose, says, refused, tmp_
     monkeypatch.chdir(tmp_path)  # where no search has left statistics that would be found
     (tmp_path / "waiting").mkdir()
     flags = ["--method", "taylor", "--seq-len", "16", "--num-samples", "8", "--device", "cpu"]
-    original = Trial.stages
+    original = Trial.recipe
     with pytest.MonkeyPatch.context() as patch:
 
-        def stages(self):
+        def recipe(self, *what):
             lose(patch, tmp_path)
-            return original(self)
+            return original(self, *what)
 
         patch.setattr(tempfile, "tempdir", str(tmp_path / "waiting"))
         patch.setattr("tune_prune.opened.choose_within", lambda ways, *_: ways[-1])  # with hidden states in a file
-        patch.setattr(Trial, "stages", stages)
+        patch.setattr(Trial, "recipe", recipe)
         text = refused(prune.main, "--model", "tiny-llama", *flags, "--output", tmp_path / "out", begun=True)
     assert text.startswith("error: the file for hidden states in ") and says in text
     gc.collect()  # what an opened model has for itself goes with it

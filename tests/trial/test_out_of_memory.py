@@ -22,6 +22,7 @@ from tune_prune.models.runner import mapped_model
 from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial, run_trial
 from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.ray_cluster.resources import TrialResources
@@ -257,10 +258,10 @@ def test_a_baseline_that_fits_in_no_way_does_not_end_the_search(opened, tmp_path
     spec = spec_of(context, replace(BLOCKWISE, method="magnitude"))
     measure = TrialContext.measure_perplexity
 
-    def refuse(self: TrialContext, plan: object) -> object:
-        if not plan.removed_params:
+    def refuse(self: TrialContext, recipe: Recipe) -> object:
+        if not recipe.plan.removed_params:
             raise OutOfMemory("perplexity of tiny-llama does not fit into memory")
-        return measure(self, plan)
+        return measure(self, recipe)
 
     monkeypatch.setattr(TrialContext, "measure_perplexity", refuse)
     result = run_search([spec], TuneOptions(tmp_path / "search", inline=True))

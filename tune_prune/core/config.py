@@ -56,6 +56,11 @@ class Hyperparameter:
         return self.default is None and not self.required
 
     @property
+    def of_refit(self) -> bool:
+        """Whether it says if there is a refit, or how."""
+        return self.read_by in ("recipe", "refit")
+
+    @property
     def usual(self) -> Any:
         """The default; where there is none, the example: what a configuration holds whose method does not read it."""
         return self.kind.read(self.example) if self.required else self.default

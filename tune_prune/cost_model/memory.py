@@ -192,26 +192,28 @@ class Shapes:
         h, tokens = self.geometry.hidden_size, work.batch_tokens
         # Logits, in float32 too, and their log-softmax.
         head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + self._head_inputs(tokens)
-        layers, carried = tokens * self._inner, tokens * work.carried
-        summed = self._products(work)
-        if summed:
-            carried = work.product_tokens  # all go through a layer before the next one
+        layers, carried, sums = tokens * self._inner, tokens * work.carried, 0
+        if work.product_tokens:  # all of them go through a layer before the next one
+            carried = work.product_tokens
+            sums, batch, solving = self._products(work)
+            layers = max(layers + batch, solving)
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
             states = min(max(BLOCK_TOKENS, carried), run) * h * self.itemsize
-            return self._streamed(stage, summed, states, layers, head if work.head_positions else 0, way)
+            return self._streamed(stage, sums, states, layers, head if work.head_positions else 0, way)
+        if work.product_tokens and self.device == "cpu":  # where the weights that come out are kept
+            sums += self.itemsize * h * self.geometry.num_layers * (self._q + self._m)
         activations = int(EVALUATION_SLACK[self.device] * max(layers, head))
-        return StageMemory(stage, str(RESIDENT), summed + carried * h * self.itemsize, activations)
+        return StageMemory(stage, str(RESIDENT), sums + carried * h * self.itemsize, activations)
 
-    def _products(self, work: PassWork) -> int:
-        """Of the inputs of a layer's last projections, where a pass sums them up for a refit: the sums, the inputs of a batch and
-        those that are held out; and what solving by the larger sums takes: a copy of them, its Cholesky factor, and four matrices
-        of the projection's size."""
-        if not work.product_tokens:
-            return 0
+    def _products(self, work: PassWork) -> tuple[int, int, int]:
+        """Of a refit, which sums up products of the inputs of a layer's last projections: the sums with the inputs that are held
+        out; beside a batch its scaled inputs and their product; and what solving by the sums takes: a copy of the larger ones, its
+        Cholesky factor, and four matrices of the projection's size."""
         item, h, q, m = max(FLOAT32, self.itemsize), self.geometry.hidden_size, self._q, self._m
-        rows = 2 * work.batch_tokens + work.product_tokens // 8
-        return item * (q**2 + m**2 + (q + m) * rows + max(q, m) * (2 * max(q, m) + 4 * h))
+        most = max(q, m)
+        sums = q**2 + m**2 + (q + m) * (work.product_tokens // 8)
+        return item * sums, item * (2 * most * work.batch_tokens + most**2), item * most * (2 * most + 4 * h)
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens

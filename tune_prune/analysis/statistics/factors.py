@@ -9,11 +9,12 @@ import pandas as pd
 from tune_prune.analysis.input.rows import CALIBRATION
 from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.records import MODEL_STAGES
-from tune_prune.core.values.kinds import Whole
+from tune_prune.core.values.kinds import Share, Whole
 
 # Columns of the rows. The pruning ratio is none: each is compared in itself; nor is the seed, which repeats a configuration.
 FACTORS = tuple(name for name in HYPERPARAMETERS if name not in ("pruning_ratio", "seed"))
-NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, Whole))
+NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, (Share, Whole)))
+_OF_REFITS = tuple(name for name in FACTORS if HYPERPARAMETERS[name].read_by == "refit")
 
 
 def varied(rows: pd.DataFrame) -> tuple[str, ...]:
@@ -41,8 +42,14 @@ def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
 
 def grid_size(rows: pd.DataFrame) -> int:
     """How many configurations a full grid of the levels tried has; a method is in it once for each setting of what it reads."""
-    reads = {name: methods_reading(rows, name) for name in FACTORS if name != "method"}
-    return sum(
+    reads = {name: methods_reading(rows, name) for name in FACTORS if name not in ("method", *_OF_REFITS)}
+    each = sum(
         math.prod(rows[name].nunique() for name, methods in reads.items() if method in methods)
         for method in rows["method"].unique()
     )
+    if "compensation" not in rows or not (refitted := rows[rows["compensation"] != "none"]).size:
+        return each
+    # What only a refit reads has its levels among those.
+    plain = rows["compensation"].nunique() - refitted["compensation"].nunique()
+    refits = math.prod(refitted[name].nunique() for name in (*_OF_REFITS, "compensation"))
+    return each // rows["compensation"].nunique() * (plain + refits)

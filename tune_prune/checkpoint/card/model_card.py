@@ -117,13 +117,12 @@ def base_hub_id(manifest: Manifest) -> str | None:
 def command_line(folder: Path, manifest: Manifest) -> str:
     """The command that makes this checkpoint again, in lines. A local folder is named without its place."""
     base, config, source = manifest.base, manifest.config, manifest.source
-    flags: dict[str, Any] = {
-        "--model": _public(base.model),
-        "--revision": base.revision if base_hub_id(manifest) else None,
+    revision = base.revision if base_hub_id(manifest) else None
+    flags: dict[str, Any] = {"--model": _public(base.model), "--revision": revision}
+    rows = [HYPERPARAMETERS[name] for name in load_method(config.method).hyperparameters]
+    flags |= {
+        row.flag: value for row in rows if (value := getattr(config, row.name)) != row.default or not row.of_refit
     }
-    for row in (HYPERPARAMETERS[name] for name in load_method(config.method).hyperparameters):
-        if row.read_by not in ("recipe", "refit") or getattr(config, row.name) != row.default:
-            flags[row.flag] = getattr(config, row.name)
     flags |= {
         "--calibration": "+".join(map(_public, texts_of(source.of(config).calibration))) if source else None,
         "--seed": source.of(config).seed if source else None,
@@ -166,12 +165,8 @@ def _quality(manifest: Manifest) -> list[dict[str, str]]:
 
 
 def _row(name: str, dense: str, pruned: str, kept: str | float) -> dict[str, str]:
-    return {
-        "name": name,
-        "dense": dense,
-        "pruned": pruned,
-        "kept": kept if isinstance(kept, str) else f"× {kept:.2f}",
-    }
+    share = kept if isinstance(kept, str) else f"× {kept:.2f}"
+    return {"name": name, "dense": dense, "pruned": pruned, "kept": share}
 
 
 def _measured_on(manifest: Manifest) -> str:
@@ -228,7 +223,8 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
     for block, left in (("attention", plan.kept_groups), ("MLP", plan.kept_channels)):
         gone = [str(layer) for layer, part in enumerate(left) if not part and layer not in dropped]
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
-    rows = [
+    refit = f"`{config.compensation}`, damping {config.damping:g}, {config.refit_tokens:,} tokens"
+    return [
         ("Base model", f"{markdown_code(name)}{revision}, fingerprint {markdown_code(base.fingerprint)}"),
         *([] if base.gguf is None else [("Base weights", dequantised(base.gguf))]),
         ("Licence", _license(manifest)),
@@ -240,9 +236,9 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
             f"{config.pruning_ratio:.1%} asked, {plan.removed_fraction:.2%} reached "
             f"({plan.removed_params:,} of {plan.total_params:,})",
         ),
+        *([] if config.compensation == "none" else [("Refit of what is left", refit)]),
         ("Layers", layers),
     ]
-    return rows
 
 
 def _license(manifest: Manifest) -> str:

@@ -182,7 +182,7 @@ def _watched(family: Family, layer: nn.Module, found: Mapping[str, _Inputs]) -> 
 
     def hook(role: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def take(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            watch.stream = [watch.stream[0] + output]
+            watch.stream = [watch.stream[0].to(output.device) + output]
             if role in found:
                 found[role].add(args[0], watch.stream[0], watch.held)
 

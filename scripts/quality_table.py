@@ -1,0 +1,148 @@
+"""How much of what pruning loses a configuration regains beside another one: of searches that measured all of them on the same
+items, texts and draws.
+
+    python -m tune_prune.search --model smollm2 --search-space quality.yaml --name quality --limit 100 ...
+    python scripts/quality_table.py ray_results/quality --reference taylor-s128-n128
+
+What is lost is the KL to the dense model, on the perplexity text and on questions with their right answers, and the log-probability
+of right choices (mean of the tasks). Regained: 1 - loss / loss of the reference, by the mean over draws of calibration samples. Its
+standard error is paired: over blocks of text, or items of every task, to first order; of several draws with what
+they differ by, which counts chance within a draw twice and is rather too wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tune_prune import load_results
+from tune_prune.analysis.input.measures import GOLD, dense_folder, gold_logprobs, kl_blocks
+from tune_prune.core.errors import UserError
+from tune_prune.core.files import atomic_write_text, to_json
+
+MEASURES = {"kl_text": "KL text", "kl_tasks": "KL tasks", GOLD: "gold logprob"}
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one configuration: by measure its losses [draws, observations], and the weight of every observation, which add up to 1."""
+
+    values: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+    def mean(self, measure: str) -> float:
+        return float((self.values[measure] @ self.weights[measure]).mean())
+
+
+def losses(folders: list[str], dense: pd.Series) -> Losses:
+    """Of the trials of all draws; `dense`: log-probabilities of right choices."""
+    values: dict[str, list[np.ndarray]] = {}
+    weights: dict[str, np.ndarray] = {}
+    for folder in folders:
+        gold = gold_logprobs(folder)
+        if gold is None or not gold.index.equals(dense.index):
+            raise UserError(f"{folder} was not measured on the dense model's items; search again with equal settings")
+        found = {name: (blocks, blocks.index.get_level_values(1)) for name, blocks in kl_blocks(folder).items()}
+        sizes = dense.groupby(level="task").transform("size")
+        found[GOLD] = dense - gold, 1 / sizes
+        for name, (series, weight) in found.items():
+            values.setdefault(name, []).append(series.to_numpy(np.float64))
+            weights[name] = np.asarray(weight, np.float64) / np.sum(np.asarray(weight, np.float64))
+    return Losses({name: np.stack(draws) for name, draws in values.items()}, weights)
+
+
+def regained(reference: Losses, other: Losses, measure: str) -> tuple[float, float]:
+    """1 - other's loss / the reference's, and its standard error. Of several draws, which both have, the error of the draws is that
+    of their mean; observations are shared by all draws."""
+    base, own, weights = reference.values[measure], other.values[measure], reference.weights[measure]
+    lost = float((base @ weights).mean())
+    share = 1 - float((own @ weights).mean()) / lost
+    # To first order the ratio of means is the mean of these.
+    parts = (base - own).mean(axis=0) - share * base.mean(axis=0)
+    of_items = len(parts) / (len(parts) - 1) * float(np.square(weights * parts).sum()) / lost**2
+    of_draws = 0.0
+    if len(base) > 1:
+        by_draw = ((base - own) @ weights - share * (base @ weights)) / lost
+        of_draws = float(by_draw.var(ddof=1)) / len(by_draw)
+    return share, float(np.sqrt(of_items + of_draws))
+
+
+def rows_of(folder: str, reference: str) -> list[dict[str, Any]]:
+    """A row per model and configuration that has every draw of the reference. Raises UserError where that is not there."""
+    rows = []
+    for label, model in load_results(folder).findings.study.models.items():
+        own = model.rows[model.rows["success"]]
+        # A configuration's name says its seed where that is not the run's.
+        seeds = own["seed"].fillna(-1).astype(int)
+        pairs = zip(own["name"], seeds, strict=True)
+        names = pd.Series([re.sub(rf"-r{seed}(?=-|$)", "", name) for name, seed in pairs], own.index)
+        groups = {name: dict(zip(seeds[part], part, strict=True)) for name, part in own.groupby(names).groups.items()}
+        if reference not in groups:
+            raise UserError(f"{reference} was not measured on {label}; there are {', '.join(groups)}")
+        dense = gold_logprobs(dense_folder(model))
+        if dense is None:
+            raise UserError(f"{folder} has no items of the dense {label}; search again with the same command")
+        draws = sorted(groups[reference])
+        base = losses([own.loc[groups[reference][draw], "output_dir"] for draw in draws], dense)
+        for name, members in groups.items():
+            if not set(draws) <= set(members):
+                continue
+            chosen = own.loc[[members[draw] for draw in draws]]
+            found = losses(list(chosen["output_dir"]), dense)
+            row = {"model": label, "configuration": name, "draws": len(draws)}
+            row |= {"ppl": chosen["ppl"].mean(), "accuracy": chosen["acc_mean"].mean()}
+            for measure in found.values:
+                share, error = regained(base, found, measure)
+                row |= {measure: found.mean(measure), f"{measure}_regained": share, f"{measure}_stderr": error}
+            rows.append(row)
+    return sorted(rows, key=lambda row: (row["model"], row["kl_tasks"]))
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table; regained shares in percent with their standard errors."""
+    head = [
+        "model",
+        "configuration",
+        "draws",
+        *(f"{label} | regained" for label in MEASURES.values()),
+        "ppl",
+        "accuracy",
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---" * (len(head) + len(MEASURES)) + "|"]
+    for row in rows:
+        cells = [row["model"], f"`{row['configuration']}`", str(row["draws"])]
+        for name in MEASURES:
+            cells += [f"{row[name]:.3f}", f"{100 * row[f'{name}_regained']:.0f} ± {100 * row[f'{name}_stderr']:.0f}%"]
+        cells += [f"{row['ppl']:.2f}", f"{row['accuracy']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="+", help="their folders")
+    parser.add_argument(
+        "--reference", required=True, metavar="NAME", help="the configuration whose losses are regained"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
+    args = parser.parse_args(argv)
+    try:
+        rows = [row for folder in args.experiments for row in rows_of(folder, args.reference)]
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(markdown(rows))
+    if args.output:
+        atomic_write_text(args.output, to_json(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
