@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quality_table import Losses, main, regained
+from quality_table import MEASURES, Losses, main, markdown, regained
 
 from tune_prune import search
 
+ROOT = Path(__file__).resolve().parents[2]
 MEASURE = "kl_text"
 
 
@@ -67,3 +68,17 @@ def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "| `taylor-s16-n8` | 2 |" in capsys.readouterr().out
     assert main([folder, "--reference", "fisher-s16-n8"]) == 2
     assert "fisher-s16-n8 was not measured on tiny-llama" in capsys.readouterr().err
+
+
+def test_the_pages_have_the_numbers_that_were_measured() -> None:
+    rows = json.loads((ROOT / "docs" / "studies" / "smollm2-135m" / "quality.json").read_text(encoding="utf-8"))
+    assert markdown(rows) in (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for row in rows:
+        method, _, refitted = row["configuration"].partition("-s128-n128")
+        name = f"| `{method}`{', `compensation: least_squares`' if refitted else ''} | "
+        (line,) = (line for line in readme.splitlines() if line.startswith(name) and line.count("|") == 8)
+        cells = [cell.strip() for cell in line.split("|")[2:-1]]
+        assert cells[::2] == [f"{row['kl_text']:.3f}", f"{row['kl_tasks']:.3f}", f"{row['gold_logprob_mean']:.2f}"]
+        shares = [f"{100 * row[f'{m}_regained']:.0f} ± {100 * row[f'{m}_stderr']:.0f}%" for m in MEASURES]
+        assert cells[1::2] == (["", "", ""] if method == "taylor" and not refitted else shares)
