@@ -138,8 +138,9 @@ def _main(argv: list[str]) -> None:
 
 
 def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False) -> str:
-    """Where the dense model of a request is needed: to cut it by a plan that is there takes no GPU."""
-    return "cpu" if asked == "auto" and request.plan is not None and not measure else asked
+    """Where the dense model of a request is needed: to cut it by a plan that is there takes no GPU, unless it is refitted."""
+    cut_alone = request.plan is not None and request.config.compensation == "none"
+    return "cpu" if asked == "auto" and cut_alone and not measure else asked
 
 
 def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", **options: Any) -> Manifest:

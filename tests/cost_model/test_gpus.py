@@ -360,6 +360,8 @@ def test_to_cut_by_a_plan_takes_no_gpu() -> None:
     assert prune.device_of(known) == prune.device_of(known, "cpu") == "cpu"
     assert prune.device_of(known, "auto", measure=True) == prune.device_of(unknown) == "auto"
     assert prune.device_of(known, "cuda") == "cuda"
+    refitted = replace(known, config=replace(known.config, compensation="least_squares"))
+    assert prune.device_of(refitted) == "auto"
 
 
 def test_keys_name_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
