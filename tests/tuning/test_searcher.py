@@ -137,3 +137,24 @@ def test_a_space_that_is_no_full_product_is_searched_within():
     specs = [spec for spec in specs_of("m") if (spec.config.method == "taylor") != (spec.config.seq_len == 16)]
     keys = run_all(OptunaSearcher(specs, num_trials=100, seed=1))
     assert sorted(keys) == sorted(spec.key for spec in specs)
+
+
+def test_what_means_nothing_without_a_refit_is_not_taken_for_another_configuration(monkeypatch):
+    run = specs_of("m")[0].run
+    base = [PruningConfig("taylor", seq_len, 8) for seq_len in (16, 64, 256)]
+    refits = [
+        replace(one, compensation="least_squares", damping=damping) for one in base for damping in (0.1, 0.3, 1.0)
+    ]
+    specs = [TrialSpec(run, config, config.name) for config in (*base, *refits)]
+    searcher = OptunaSearcher(specs, num_trials=2, seed=0)
+    study = searcher._studies["m"]
+    drawn = iter([replace(base[1], damping=0.3), replace(base[1], damping=1.0)])
+    monkeypatch.setattr(study, "_config", lambda _: next(drawn))
+    assert searcher.ask().config == base[1]  # the one that was meant
+    assert searcher.ask().config != base[1]  # which was tried
+    whole = OptunaSearcher(specs, num_trials=100, seed=0)
+    found = []
+    while (spec := whole.ask()) is not None:
+        found.append(spec.config)
+        whole.tell(spec, stage_message(spec.key, status="complete", metrics={"acc_mean": 0.5}, items_scored=20))
+    assert sorted(found) == sorted((*base, *refits))

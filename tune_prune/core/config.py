@@ -129,7 +129,8 @@ HYPERPARAMETERS = {
 
 OF_RUN = tuple(name for name, row in HYPERPARAMETERS.items() if row.of_run)
 # What a configuration with a refit reads for it, of what others need not read.
-REFIT_READS = (*(name for name, row in HYPERPARAMETERS.items() if row.read_by == "refit"), *OF_RUN)
+_UNREAD: dict[str, Any] = {name: row.default for name, row in HYPERPARAMETERS.items() if row.read_by == "refit"}
+REFIT_READS = (*_UNREAD, *OF_RUN)
 
 # Older name, or other name in a search space -> name. `method` is pruning_method in results tables only.
 OLDER_NAMES = {row.older: row.name for row in HYPERPARAMETERS.values() if row.older}
@@ -205,6 +206,10 @@ class PruningConfig:
         """The same of that run: with None for what says as the run does, so that equal trials are one."""
         same: dict[str, Any] = {name: None for name in OF_RUN if getattr(self, name) == getattr(run, name)}
         return replace(self, **same)
+
+    def canonical(self) -> PruningConfig:
+        """The same with the defaults of what only a refit reads, where there is none: so that equal trials are one."""
+        return self if self.compensation != "none" else replace(self, **_UNREAD)
 
     def values(self, run: ModelRun) -> dict[str, Any]:
         """Every hyperparameter by name, the run's where it is as the run says."""

@@ -99,7 +99,8 @@ class _Study:
             config = self._config(trial.params)
         if trial is not None and config not in self._unseen:
             self._study.tell(trial, state=TrialState.FAIL)
-            trial, config = None, self._random.choice(self._unseen)
+            meant = config.canonical()  # TPE does not know that damping means nothing without a refit
+            trial, config = None, meant if meant in self._unseen else self._random.choice(self._unseen)
         if trial is None:
             self._study.enqueue_trial(self._params(config))
             trial = self._study.ask(self._distributions())
