@@ -18,7 +18,7 @@ from statsmodels.formula.api import ols
 from tests.findings import published_findings
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.statistics import effects
-from tune_prune.analysis.statistics.factors import varied
+from tune_prune.analysis.statistics.factors import grid_size, varied
 
 METHODS = ("taylor", "layerwise", "blockwise")
 SEQ_LENS = (16, 32, 64, 128, 256)
@@ -335,3 +335,16 @@ def test_the_order_of_rows_changes_nothing() -> None:
             assert one.stderr_points == pytest.approx(other.stderr_points)
         for first, second in zip(effects.correlations(rows), effects.correlations(mixed), strict=True):
             assert (first.r, first.low) == pytest.approx((second.r, second.low))
+
+
+def test_a_full_grid_has_what_only_a_refit_reads_among_refits_alone():
+    points = [(m, s, "none", 0.1) for m in ("taylor", "fisher") for s in (16, 64)]
+    points += [(m, s, "least_squares", d) for m, s, _, _ in points for d in (0.1, 0.3, 1.0)]
+    columns = ["method", "seq_len", "compensation", "damping"]
+    rows = pd.DataFrame(points, columns=columns).assign(
+        num_samples=8, removal_divisor=5, shape="free", calibration="c", refit_tokens=2048, pruning_duration_s=1.0,
+        importance_duration_s=1.0,
+    )  # fmt: skip
+    assert grid_size(rows) == len(rows) == 16
+    assert grid_size(rows[rows["compensation"] == "none"]) == 4
+    assert grid_size(rows[rows["compensation"] != "none"]) == 12
