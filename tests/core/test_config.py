@@ -92,9 +92,14 @@ def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
     assert same.within(RUN) == CONFIG and same.within(RUN).name == "taylor-s64-n128" and key(same) == key()
     assert other.within(RUN) == other and other.name == "taylor-s64-n128-r1" and key(other) != key()
     assert key(other) == key(run=replace(RUN, seed=1))
-    assert CONFIG.to_dict().keys() == {name for name, row in HYPERPARAMETERS.items() if not row.of_run}
+    assert CONFIG.to_dict().keys() == {
+        name for name, row in HYPERPARAMETERS.items() if not row.of_run and not row.of_refit
+    }
+    refitted = replace(CONFIG, compensation="least_squares")
+    assert refitted.to_dict().keys() == {name for name, row in HYPERPARAMETERS.items() if not row.of_run}
+    assert PruningConfig.from_dict(refitted.to_dict()) == refitted
     assert PruningConfig.from_dict(other.to_dict()) == other and other.values(RUN)["seed"] == 1
-    assert CONFIG.values(RUN) == CONFIG.to_dict() | {"seed": 0, "calibration": "embedded"}
+    assert refitted.values(RUN) == refitted.to_dict() | {"seed": 0, "calibration": "embedded"}
     assert replace(CONFIG, calibration="embedded").within(RUN) == CONFIG
     assert replace(CONFIG, calibration="c4+/home/my texts/Long-Name!.txt").name == "taylor-s64-n128-cc4+Long_Name_"
     assert sorted([other, replace(CONFIG, seed=0), CONFIG]) == [CONFIG, replace(CONFIG, seed=0), other]

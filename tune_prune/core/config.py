@@ -117,7 +117,7 @@ HYPERPARAMETERS = {
         ),
         Hyperparameter(
             "damping", "Damping", Share(100.0), "0.1",
-            "of a refit: how strongly it keeps to the old weights, in parts of the inputs' mean energy", "refit", 0.1, "l",
+            "how strongly a refit keeps to the old weights, in parts of the inputs' mean energy", "refit", 0.1, "l",
         ),
         Hyperparameter(
             "refit_tokens", "Refit tokens", Whole(1024, 100_000_000), "16384",
@@ -208,7 +208,7 @@ class PruningConfig:
         return replace(self, **same)
 
     def canonical(self) -> PruningConfig:
-        """The same with the defaults of what only a refit reads, where there is none: so that equal trials are one."""
+        """The same with the defaults of what only a refit reads, where there is none: equal trials are one."""
         return self if self.compensation != "none" else replace(self, **_UNREAD)
 
     def values(self, run: ModelRun) -> dict[str, Any]:
@@ -216,8 +216,9 @@ class PruningConfig:
         return asdict(self) | {name: getattr(run.of(self), name) for name in OF_RUN}
 
     def to_dict(self) -> dict[str, Any]:
-        """For records: all values by name, without those of the run."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """For records: all values by name, without those of the run; of refits only where there is one."""
+        read = {name for name, row in HYPERPARAMETERS.items() if self.compensation != "none" or not row.of_refit}
+        return {name: value for name, value in asdict(self).items() if value is not None and name in read}
 
     @property
     def num_removal_samples(self) -> int:
