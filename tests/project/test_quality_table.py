@@ -75,6 +75,8 @@ def test_the_pages_have_the_numbers_that_were_measured() -> None:
     assert markdown(rows) in (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for row in rows:
+        if "+questions" in row["configuration"]:  # on that page alone
+            continue
         method, _, refitted = row["configuration"].partition("-s128-n128")
         name = f"| `{method}`{', `compensation: least_squares`' if refitted else ''} | "
         (line,) = (line for line in readme.splitlines() if line.startswith(name) and line.count("|") == 8)
