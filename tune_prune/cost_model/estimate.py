@@ -71,9 +71,7 @@ class ModelWork:
     way: Residency = RESIDENT
     state_bytes: int = 0  # of a token between two layers
     slices: int = 1  # of the zero-shot items
-    refit_tokens: Sequence[
-        int
-    ] = ()  # of the refits of the trials, or of those that an adaptive search may visit; 0: none
+    refit_tokens: Sequence[int] = ()  # of each trial, or of those that an adaptive search may visit; 0: no refit
 
 
 @dataclass(frozen=True)

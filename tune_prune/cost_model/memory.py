@@ -35,6 +35,7 @@ from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
 from tune_prune.models.runner.spread import layers_on
+from tune_prune.pruning.compensation.refit import HELD_OUT
 from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
 
@@ -212,7 +213,7 @@ class Shapes:
         Cholesky factor, and four matrices of the projection's size."""
         item, h, q, m = max(FLOAT32, self.itemsize), self.geometry.hidden_size, self._q, self._m
         most = max(q, m)
-        sums = q**2 + m**2 + (q + m) * (work.product_tokens // 8)
+        sums = q**2 + m**2 + (q + m) * (work.product_tokens // HELD_OUT)
         return item * sums, item * (2 * most * work.batch_tokens + most**2), item * most * (2 * most + 4 * h)
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:

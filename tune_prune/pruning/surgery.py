@@ -32,9 +32,8 @@ def prune(model: PreTrainedModel, family: Family, plan: PruningPlan, refitted: R
     for index, (layer, groups, channels) in enumerate(planned_layers(model, family, plan)):
         parts = family.linears(layer)
         for role, kept in kept_members(layer, family, groups, channels).items():
-            name = weight_name(family, index, role)
-            if name in refitted:
-                like = parts[role].weight
+            name, like = weight_name(family, index, role), parts[role].weight
+            if name in refitted and not like.is_meta:  # of an empty copy only the shapes count
                 memo[id(parts[role])] = _linear(refitted[name].to(like.device, like.dtype), parts[role].bias)
             else:
                 memo[id(parts[role])] = _cut(parts[role], role, kept)

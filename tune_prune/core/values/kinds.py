@@ -21,7 +21,10 @@ class Kind(Protocol):
     is_text: bool  # its values are text, so a file may quote them
 
     def read(self, text: str) -> Any:
-        """The value that a file or a flag asks for; ValueError where it is none."""
+        """The value that a file or a flag asks for; ValueError where it is none. As here: the text itself."""
+        if not self.holds(text):
+            raise ValueError(text)
+        return text
 
     def holds(self, value: Any) -> bool:
         """Whether a configuration may have that value."""
@@ -101,11 +104,6 @@ class Choice(Kind):
     def __str__(self) -> str:
         return f"{', '.join(self.names[:-1])} or {self.names[-1]}"
 
-    def read(self, text: str) -> str:
-        if not self.holds(text):
-            raise ValueError(text)
-        return text
-
     def holds(self, value: Any) -> bool:
         return isinstance(value, str) and value in self.names
 
@@ -135,9 +133,6 @@ class MethodName(Kind):
     def __str__(self) -> str:
         return "the name of a pruning method"
 
-    def read(self, text: str) -> str:
-        return text
-
     def holds(self, value: Any) -> bool:
         return isinstance(value, str)
 
@@ -149,11 +144,6 @@ class TextNames(Kind):
 
     def __str__(self) -> str:
         return f"{', '.join(KNOWN_TEXTS)}, a text file, or several of them with a plus sign between them, e.g. wikitext2+c4"
-
-    def read(self, text: str) -> str:
-        if not self.holds(text):
-            raise ValueError(text)
-        return text
 
     def holds(self, value: Any) -> bool:
         return isinstance(value, str) and value.strip() == value != "" and value.isprintable()

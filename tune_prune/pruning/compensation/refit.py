@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -163,12 +163,10 @@ class _Inputs:
 
 @dataclass
 class _Watch:
-    """What hooks of a layer pass on to each other."""
+    """What hooks of a layer pass on to each other. `stream` [B, T, H]: the residual stream so far."""
 
     held: bool = False
-    stream: list[Tensor] = field(
-        default_factory=list
-    )  # [B, T, H], the residual stream where the layer's block is added
+    stream: Tensor | None = None
 
 
 @contextmanager
@@ -178,13 +176,14 @@ def _watched(family: Family, layer: nn.Module, found: Mapping[str, _Inputs]) -> 
     watch, parts = _Watch(), family.linears(layer)
 
     def begin(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        watch.stream = [args[0]]
+        watch.stream = args[0]
 
     def hook(role: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def take(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            watch.stream = [watch.stream[0].to(output.device) + output]
+            assert watch.stream is not None
+            watch.stream = watch.stream.to(output.device) + output
             if role in found:
-                found[role].add(args[0], watch.stream[0], watch.held)
+                found[role].add(args[0], watch.stream, watch.held)
 
         return take
 
