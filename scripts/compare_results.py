@@ -27,7 +27,6 @@ import pandas as pd
 import pyarrow.parquet
 
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import OLDER_NAMES, renamed
 from tune_prune.core.store import (
     ATTEMPTS,
     BASELINES,
@@ -41,6 +40,7 @@ from tune_prune.core.store import (
     TENSORBOARD,
     TUNE,
 )
+from tune_prune.core.values.hyperparameters import OLDER_NAMES, renamed
 
 VOLATILE = (
     "elapsed_time", "elapsed_time_s", "peak_memory_bytes", "started_at", "host", "stages", "resources", "versions", "git_commit",

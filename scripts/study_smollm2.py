@@ -27,8 +27,8 @@ from typing import Any
 import yaml
 
 from tune_prune import load_results
-from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.files import atomic_write_text
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = [0, 1, 2]  # seeds of calibration samples

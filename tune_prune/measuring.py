@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
-from tune_prune.core.config import PruningConfig
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport
 from tune_prune.cost_model.memory import Shapes
 from tune_prune.cost_model.memory_plan import StageMemory
+from tune_prune.data.checks import check_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading
 from tune_prune.models.catalog import ModelSource
@@ -42,6 +43,18 @@ def measure(
         on_stage(report)
     record = trial.progress.record("complete")
     return Evaluation(context.run, record, tuple(trial.items), context.perplexity_window)
+
+
+def as_measured(run: ModelRun, limit: int | None, tasks: Sequence[str] | str | None) -> ModelRun:
+    """The settings of `run` for `limit` items of these `tasks` (None: all, the seven), once texts and tasks were found. Raises
+    UserError."""
+    usual = EvaluationProtocol()
+    protocol = replace(run.protocol, limit=limit, seed=run.seed, tasks=usual.tasks, slices=usual.slices)
+    if tasks is not None:
+        protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
+    found = replace(run, protocol=protocol, calibration="embedded")  # nothing is calibrated: no text has to be there
+    check_data(found)
+    return found
 
 
 def base_of(label: str, manifest: Manifest | None, asked: str | None) -> ModelSource:

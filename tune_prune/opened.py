@@ -19,16 +19,15 @@ from tune_prune.checkpoint.save import check_folder, save_checkpoint
 from tune_prune.cli import prune_request
 from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError, require
 from tune_prune.core.process import temporary
 from tune_prune.core.records import StageReport
 from tune_prune.core.store import Location
 from tune_prune.cost_model.memory import Shapes
 from tune_prune.cost_model.memory_plan import StageMemory, choose_within, on_this_machine
-from tune_prune.cost_model.workload import LONGEST_ROW, passes_of, refits_of
+from tune_prune.cost_model.workload import LONGEST_ROW, passes_of, recipe_passes
 from tune_prune.data import calibration, perplexity_text
-from tune_prune.data.checks import check_data
 from tune_prune.data.sources import EMBEDDED_DATA, uses_embedded_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading, weight_files
@@ -118,6 +117,9 @@ class Model:
         compensation: str = "none",
         damping: float | None = None,
         refit_tokens: int | None = None,
+        recovery: str = "none",
+        recovery_steps: int | None = None,
+        recovery_rate: float | None = None,
         on_stage: Callable[[StageReport], object] = id,
     ) -> PrunedModel:
         """A smaller model, as a PrunedModel. This one is not changed; every tensor that is not cut is shared with it.
@@ -133,19 +135,22 @@ class Model:
         compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
         damping          of a refit, how strongly it keeps to the old weights; None: 0.1
         refit_tokens     calibration tokens of a refit; None: 16,384
+        recovery         none, or lora: adapters are trained and merged (docs/methods.md, "Recovery")
+        recovery_steps   steps of the training; None: 100
+        recovery_rate    its largest learning rate; None: 0.001
         on_stage         is called with each stage's report (name, seconds, tokens) as it ends
 
         Statistics that an earlier call or, in ./ray_results, a search has computed are used again. Raises UserError for a value
         out of bounds, a ratio that the model cannot give up, a text with too few samples, and for a model that is already pruned.
         """
         values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples, shape=shape)
-        values |= dict(
-            removal_divisor=removal_divisor, compensation=compensation, damping=damping, refit_tokens=refit_tokens
-        )
+        values |= dict(removal_divisor=removal_divisor, compensation=compensation, damping=damping)
+        values |= dict(refit_tokens=refit_tokens, recovery=recovery, recovery_steps=recovery_steps)
+        values |= dict(recovery_rate=recovery_rate)
         return self.execute(self.request(values, align), on_stage)
 
     def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
-        """What `prune` is asked for, checked: `values` by the names of core.config.HYPERPARAMETERS, None or absent: the default.
+        """What `prune` is asked for, checked: `values` by the names of HYPERPARAMETERS, None or absent: the default.
         Raises UserError."""
         source = self._source
         origin.require_dense(source, self._config)
@@ -164,7 +169,7 @@ class Model:
                 "with --base, or search again"
             )
         config, plan = request.config, request.plan
-        if plan is not None and config.compensation == "none":  # no text has to be there
+        if plan is not None and not config.changes_weights:  # no text has to be there
             return PrunedModel(self, request, Recipe(plan))
         context = self._context(request.run, self._way(config, plan), request.artifact_dir)
         trial = Trial(config, context, key="")  # nothing is measured: no tasks have to be there
@@ -176,9 +181,10 @@ class Model:
     def _way(self, config: PruningConfig, plan: PruningPlan | None) -> Residency:
         """The fastest to hold the model in that fits while it is pruned, by `plan` where that is known. Raises UserError."""
         removed = target_params(self.geometry, config.pruning_ratio, config.shape)
-        wanted, cut = passes_of if plan is None else refits_of, self._shapes.pruning
+        wanted, cut = passes_of if plan is None else recipe_passes, self._shapes.pruning
         passes = wanted([config], self.geometry.num_layers, self.device)
-        return self._fastest(passes, lambda way: [cut(removed, way)], f"to prune {self.label} by {config.name}")
+        what = f"to prune {self.label} by {config.name}"
+        return self._fastest(passes, lambda way: [cut(removed, way)], what, removed)
 
     def way_to_measure(self, run: ModelRun, removed_params: int = 0, kl: bool = False) -> Residency:
         """The same while it is measured, without so many parameters; with `kl` beside its base model."""
@@ -205,9 +211,10 @@ class Model:
         passes: Sequence[tuple[str, PassWork]],
         evaluation: Callable[[Residency], Sequence[StageMemory]],
         what: str,
+        removed: int = 0,
     ) -> Residency:
         readable, bounds = readable_in_place(self._source), on_this_machine()
-        ways, streamed = (self._shapes.ways(passes, evaluation, from_files) for from_files in (readable, True))
+        ways, streamed = (self._shapes.ways(passes, evaluation, files, removed) for files in (readable, True))
         release(torch.device(self.device))  # what torch keeps of earlier work is free, too
         bounds["device"] = torch.cuda.mem_get_info()[0] if self.device == "cuda" else bounds["host"]
         if self._loaded is not None and not self._loaded.residency.from_files:
@@ -240,14 +247,7 @@ class Model:
 
     def protocol(self, limit: int | None = None, tasks: Sequence[str] | str | None = None) -> ModelRun:
         """The settings by which `evaluate` measures, once texts and tasks were found. Raises UserError."""
-        own, usual = self.run.protocol, EvaluationProtocol()
-        protocol = replace(own, limit=limit, seed=self.run.seed, tasks=usual.tasks, slices=usual.slices)
-        if tasks is not None:
-            protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
-        # Nothing is calibrated: no text has to be there.
-        run = replace(self.run, protocol=protocol, calibration="embedded")
-        check_data(run)
-        return run
+        return measuring.as_measured(self.run, limit, tasks)
 
     def _measured(
         self,
@@ -310,7 +310,7 @@ class PrunedModel:
         """The model itself, a torch module in eval mode that generates as the dense one does. It shares memory with that: to
         train it, load what `save` has written."""
         loaded = self.dense.loaded()
-        return surgery.prune(loaded.model, loaded.family, self.plan, self._recipe.refitted)
+        return surgery.prune(loaded.model, loaded.family, self.plan, self._recipe.changes)
 
     def evaluate(
         self,
@@ -340,8 +340,8 @@ class PrunedModel:
         overwrite  replace an earlier checkpoint of tune_prune
         measure    measure tokens per second and memory, dense beside pruned, and record them
 
-        The weights are those of the base model, cut or refitted. Raises UserError where `folder` exists or cannot be written, or
-        where the format cannot hold the model (docs/checkpoints.md).
+        The weights are those of the base model, cut, refitted or trained. Raises UserError where `folder` exists or cannot be
+        written, or where the format cannot hold the model (docs/checkpoints.md).
         """
         require("format", format, get_args(Format))
         require("dtype", dtype or "float32", ("float32", "bfloat16", "float16"))

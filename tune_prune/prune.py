@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS
+from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.parser import Parser
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.pruning.methods import load_method
 
 if TYPE_CHECKING:
@@ -138,8 +139,9 @@ def _main(argv: list[str]) -> None:
 
 
 def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False) -> str:
-    """Where the dense model of a request is needed: to cut it by a plan that is there takes no GPU, unless it is refitted."""
-    cut_alone = request.plan is not None and request.config.compensation == "none"
+    """Where the dense model of a request is needed: to cut it by a plan that is there takes no GPU, unless its weights are
+    changed."""
+    cut_alone = request.plan is not None and not request.config.changes_weights
     return "cpu" if asked == "auto" and cut_alone and not measure else asked
 
 

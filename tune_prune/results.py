@@ -21,13 +21,14 @@ from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import HYPERPARAMETERS, TrustingRun
+from tune_prune.core.config import TrustingRun
 from tune_prune.core.errors import UserError, refused
 from tune_prune.core.files import remove_unfinished
 from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
 from tune_prune.core.process import temporary
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import COST, STATUS, Location, Store, open_store
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment
 from tune_prune.planning.draws import Draws

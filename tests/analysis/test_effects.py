@@ -348,3 +348,8 @@ def test_a_full_grid_has_what_only_a_refit_reads_among_refits_alone():
     assert grid_size(rows) == len(rows) == 16
     assert grid_size(rows[rows["compensation"] == "none"]) == 4
     assert grid_size(rows[rows["compensation"] != "none"]) == 12
+    trained = [rows.assign(recovery="lora", recovery_steps=steps, recovery_rate=0.1) for steps in (5, 10)]
+    both = pd.concat(
+        [rows.assign(recovery="none", recovery_steps=100, recovery_rate=0.001), *trained], ignore_index=True
+    )
+    assert grid_size(both) == len(both) == 48

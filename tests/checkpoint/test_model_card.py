@@ -28,7 +28,8 @@ from tune_prune.checkpoint.card.model_card import layers_figure, render, write_c
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.manifest import Base, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.groups import PruningPlan
 

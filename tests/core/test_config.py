@@ -8,17 +8,10 @@ from itertools import product
 
 import pytest
 
-from tune_prune.core.config import (
-    HYPERPARAMETERS,
-    EvaluationProtocol,
-    ModelRun,
-    PruningConfig,
-    alignment,
-    group_labels,
-    trial_key,
-)
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, alignment, group_labels, trial_key
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import canonical_json, digest, seed_for
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 CONFIG = PruningConfig("taylor", 64, 128)
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), seed=0, dtype="float32")
@@ -56,10 +49,18 @@ def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> No
         **{"method": ["taylor", "blockwise"], "seq_len": [5, 16], "num_samples": [3, 16], "pruning_ratio": [0.2, 0.3]},
         **{"removal_divisor": [1, 3, 5, 16], "shape": ["free", "aligned-3", "aligned-16", "uniform"]},
         **{"seed": [None, 1, 16], "calibration": [None, "c4", "wikitext2+c4"]},
-        **{"compensation": ["none", "least_squares"], "damping": [0.1, 3.0, 5.0], "refit_tokens": [16_384, 2048]},
     }
-    assert values.keys() == HYPERPARAMETERS.keys()
-    configs = [PruningConfig(**dict(zip(values, point, strict=True))) for point in product(*values.values())]
+    recipe = {
+        **{"compensation": ["none", "least_squares"], "damping": [0.1, 3.0, 5.0], "refit_tokens": [16_384, 2048]},
+        **{"recovery": ["none", "lora"], "recovery_steps": [100, 5, 3], "recovery_rate": [0.001, 0.1, 1.0]},
+    }
+    assert (values | recipe).keys() == HYPERPARAMETERS.keys()
+    few = {name: levels[: 1 + (name in ("method", "removal_divisor"))] for name, levels in values.items()}
+    configs = {
+        PruningConfig(**dict(zip(space, point, strict=True)))
+        for space in (values, few | recipe)
+        for point in product(*space.values())
+    }
     keys = {key(config, data=config.calibration or "d") for config in configs}  # a text is in the data's fingerprint
     assert len({(config.name, config.pruning_ratio) for config in configs}) == len(keys) == len(configs)
 
@@ -93,10 +94,18 @@ def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
     assert other.within(RUN) == other and other.name == "taylor-s64-n128-r1" and key(other) != key()
     assert key(other) == key(run=replace(RUN, seed=1))
     assert CONFIG.to_dict().keys() == {
-        name for name, row in HYPERPARAMETERS.items() if not row.of_run and not row.of_refit
+        name for name, row in HYPERPARAMETERS.items() if not row.of_run and not row.switch
     }
-    refitted = replace(CONFIG, compensation="least_squares")
-    assert refitted.to_dict().keys() == {name for name, row in HYPERPARAMETERS.items() if not row.of_run}
+    both = {"compensation": "least_squares", "recovery": "lora"}
+    for switches in ({"compensation": "least_squares"}, {"recovery": "lora"}):
+        there = {name for name, row in HYPERPARAMETERS.items() if not row.of_run and row.switch in ("", *switches)}
+        assert replace(CONFIG, **switches).to_dict().keys() == there
+        assert replace(CONFIG, **switches).changes_weights and not CONFIG.changes_weights
+    refitted = replace(CONFIG, **both)
+    assert replace(CONFIG, damping=3.0, recovery_steps=5).canonical() == CONFIG
+    assert replace(refitted, damping=3.0, recovery="none", recovery_rate=0.5).canonical() == replace(
+        CONFIG, compensation="least_squares", damping=3.0
+    )
     assert PruningConfig.from_dict(refitted.to_dict()) == refitted
     assert PruningConfig.from_dict(other.to_dict()) == other and other.values(RUN)["seed"] == 1
     assert refitted.values(RUN) == refitted.to_dict() | {"seed": 0, "calibration": "embedded"}

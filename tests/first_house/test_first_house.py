@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from tune_prune import evaluate, prune, search
 from tune_prune.analysis import command
 from tune_prune.checkpoint import manifest
-from tune_prune.core.config import renamed
 from tune_prune.core.files import to_json
+from tune_prune.core.values.hyperparameters import renamed
 
 HERE = Path(__file__).parent
 NAME = "tiny-llama-20-smoke-limit5"

@@ -84,3 +84,23 @@ def test_losses_of_bfloat16_logits_are_taken_in_float32(tiny, change):
     torch.testing.assert_close(found, by_hand(model, IDS), rtol=0, atol=1e-6)
     coarse = F.cross_entropy(model(input_ids=IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), reduction="none")
     assert (coarse.float().view(3, -1) - found).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_gradients_of_divergences_are_those_of_whole_logits(tiny, separate, monkeypatch):
+    monkeypatch.setattr(head, "MAX_LOGIT_ELEMENTS", {"cpu": 64 * 7})
+    model = tiny("llama") if separate else scaled(tiny("llama"))
+    weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
+    losses = NextTokenLosses(model)
+    assert losses.separate is separate
+    states = torch.randn(3, 11, model.config.hidden_size, dtype=model.dtype, generator=torch.Generator().manual_seed(6))
+    wanted = model.lm_head(states)
+    if not separate:
+        wanted = 3 * torch.tanh(wanted / 3)
+    own = model(input_ids=IDS, use_cache=False).logits
+    each = F.kl_div(own.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    (expected,) = torch.autograd.grad(
+        each[:, :-1].mean(dim=1).sum(), weight
+    )  # as losses, not at a sample's last position
+    losses.backward(IDS, dense=states)
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-9, atol=1e-14)

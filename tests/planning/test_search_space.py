@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.core.config import HYPERPARAMETERS, PruningConfig
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.planning import search_space
 
 GOOD = {
@@ -171,8 +172,12 @@ def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
         "compensation": ("least_squares", "none"),
         "damping": (0.3, 0.1, 100),
         "refit_tokens": (1024, 16384),
+        "recovery": ("lora", "none"),
+        "recovery_steps": (1, 300),
+        "recovery_rate": (0.0003, 1),
     }[name]
-    more = {"compensation": "least_squares"} if name in ("damping", "refit_tokens") else {}
+    switch = HYPERPARAMETERS[name].of
+    more = {switch: HYPERPARAMETERS[switch].example} if switch else {}
     for text, values in (
         (str(several[0]), several[:1]),
         (f"[{several[0]}]", several[:1]),
@@ -241,7 +246,17 @@ def test_what_only_a_refit_reads_makes_no_configuration_without_one(tmp_path: Pa
     ]
     assert set(found) == {PruningConfig("magnitude", 16, 4), *refits} and len(found) == 5
     [(_, problem)] = problems(tmp_path, with_value(damping="0.3"))
-    assert problem == "damping is of a refit; add `compensation: least_squares`, or remove it"
+    assert problem == "damping is read by no trial; add `compensation: least_squares`, or remove it"
+    both = values | {"recovery": "[none, lora]", "recovery_steps": "[50, 100]"}
+    found = search_space.load(
+        yaml_file(tmp_path, with_value(method="magnitude", seq_len=16, num_samples=4, **both))
+    ).configs()
+    assert (
+        len(found) == len(set(found)) == 1 + 2 * ((1 + 2) * (1 + 2) - 1)
+    )  # two dampings, two numbers of steps; of two seeds, but without either
+    assert len([one for one in found if one.recovery == one.compensation == "none"]) == 1
+    [(_, problem)] = problems(tmp_path, with_value(recovery_steps="50"))
+    assert problem == "recovery_steps is read by no trial; add `recovery: lora`, or remove it"
 
 
 @pytest.mark.parametrize("ratio", ["0.2", "2e-1", ".2", "0.5"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.models.catalog import HUB_ALIASES, aliases
 from tune_prune.models.families import FAMILIES
 from tune_prune.planning import search_space

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import tune_prune
-from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.planning import search_space
 from tune_prune.pruning.methods import load_method, method_names
 

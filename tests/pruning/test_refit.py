@@ -17,7 +17,7 @@ from tune_prune.pruning import batches
 from tune_prune.pruning.compensation import refit
 from tune_prune.pruning.compensation.refit import Refit, least_squares
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.surgery import prune, pruned_weights
+from tune_prune.pruning.surgery import Changes, prune, pruned_weights
 
 SEQ_LEN = 12
 WIDTH = 12  # of a KV group of the tiny models: two query heads of 6
@@ -140,9 +140,9 @@ def test_the_copy_and_its_lazy_weights_have_the_refitted_ones(tiny):
     model = tiny("qwen2")
     family, plan = FAMILIES["qwen2"], plan_of(model)
     found = refitted(model, plan, windows())
-    copy, plain = (prune(model, family, plan, weights) for weights in (found.weights, {}))
+    copy, plain = (prune(model, family, plan, weights) for weights in (Changes(found.weights), Changes()))
     weights = dict(model.state_dict())
-    lazy = pruned_weights(model, family, plan, LazyWeights(weights, weights.__getitem__), found.weights)
+    lazy = pruned_weights(model, family, plan, LazyWeights(weights, weights.__getitem__), Changes(found.weights))
     assert found.weights
     for name, p in copy.named_parameters():
         assert torch.equal(p, lazy[name]), name
@@ -159,7 +159,8 @@ def test_a_refit_brings_outputs_nearer_to_the_dense_model(tiny):
     found = refitted(model, plan, text)
     dense = model(other).logits
     cut, better = (
-        (prune(model, family, plan, weights)(other).logits - dense).square().mean() for weights in ({}, found.weights)
+        (prune(model, family, plan, weights)(other).logits - dense).square().mean()
+        for weights in (Changes(), Changes(found.weights))
     )
     assert better < cut and 0 < found.error < 1
 

@@ -97,7 +97,7 @@ def test_what_is_saved_is_what_was_measured(opened, tmp_path):
 
 def test_every_format_holds_the_refitted_weights(opened, tmp_path):
     pruned = opened.prune("taylor", 0.3, 16, 8, shape="uniform", compensation="least_squares", refit_tokens=2048)
-    refitted = pruned._recipe.refitted
+    refitted = pruned._recipe.changes.refitted
     assert refitted
     pruned.save(tmp_path / "uniform")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "uniform")
@@ -152,7 +152,7 @@ def test_a_refit_is_searched_pruned_and_evaluated_as_recorded(printed, tmp_path)
 
 def test_what_only_a_refit_reads_is_refused_without_one(opened, refused, tmp_path):
     with pytest.raises(
-        UserError, match=r"damping is 0\.3, but nothing is refitted; leave it out, or give compensation=least_squares"
+        UserError, match=r"damping is 0\.3, but nothing reads it; leave it out, or give compensation=least_squares"
     ):
         opened.prune("taylor", 0.2, 16, 8, damping=0.3)
     with pytest.raises(UserError, match=r"enough for .* samples of 128; .* were asked"):
@@ -170,4 +170,4 @@ def test_a_context_with_another_cache_refits_to_the_same_weights(context, tmp_pa
             pass
         made.append(trial.made)
     assert made[0].structure == made[1].structure != made[0].plan.structure
-    assert all(torch.equal(weight, made[1].refitted[name]) for name, weight in made[0].refitted.items())
+    assert all(torch.equal(weight, made[1].changes.refitted[name]) for name, weight in made[0].changes.refitted.items())

@@ -22,11 +22,11 @@ import pandas as pd
 
 from tune_prune.analysis.input.rows import plain_value
 from tune_prune.analysis.input.study import Model, Study, tasks_of
-from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import location, open_store
 from tune_prune.core.terminal import progress
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.kinds import Whole
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from tune_prune.models.pruned.modeling_tune_prune import BLOCKS, RemovedBlock
 from tune_prune.models.registration import STEMS, auto_map, register
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.surgery import NONE, Refitted, prune, pruned_weights
+from tune_prune.pruning.surgery import NONE, Changes, prune, pruned_weights
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class LayerWidths:
 
 
 def compact(
-    model: PreTrainedModel, family: Family, plan: PruningPlan, refitted: Refitted = NONE
+    model: PreTrainedModel, family: Family, plan: PruningPlan, changes: Changes = NONE
 ) -> tuple[PreTrainedModel, list[int]]:
     """The pruned copy of the dense `model` without its empty layers, and their numbers in the dense model. It shares
     every untouched tensor with `model`. Raises ValueError if the plan is for another model."""
-    pruned = prune(model, family, plan, refitted)
+    pruned = prune(model, family, plan, changes)
     layers = decoder_layers(pruned, family)
     dropped = [index for index, layer in enumerate(layers) if not _outputs(layer, family)]
     if dropped:
@@ -67,13 +67,13 @@ def compact_weights(
     plan: PruningPlan,
     pruned: PreTrainedModel,
     dropped: Sequence[int],
-    refitted: Refitted = NONE,
+    changes: Changes = NONE,
 ) -> Mapping[str, torch.Tensor] | None:
     """The weights of `pruned`, `compact`'s copy, where those of `dense` are elsewhere; each is cut when it is asked for. None: the
     copy itself has them."""
     if dense.residency.weights is None:
         return None
-    weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights, refitted)
+    weights = pruned_weights(dense.model, dense.family, plan, dense.residency.weights, changes)
     kept = [index for index in range(dense.geometry.num_layers) if index not in dropped]
     layers = f"{dense.family.layers}."
 

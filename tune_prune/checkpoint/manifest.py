@@ -22,11 +22,12 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune import __version__
 from tune_prune.checkpoint.generation_speed import GenerationSpeed
 from tune_prune.checkpoint.sizes import Sizes
-from tune_prune.core.config import ModelRun, PruningConfig, renamed
+from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.terminal import progress
 from tune_prune.core.validation import Count, Indices, Number, Positive, Text, validated
+from tune_prune.core.values.hyperparameters import renamed
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import loading, weight_files
 from tune_prune.models.gguf.files import GgufOrigin

@@ -120,15 +120,19 @@ def _write(
 ) -> _Written:
     """Weights, config and tokenizer of the pruned model, which is gone again afterwards."""
     geometry, family = dense.geometry, dense.family
-    pruned, dropped = layers.compact(dense.model, family, recipe.plan, recipe.refitted)
+    pruned, dropped = layers.compact(dense.model, family, recipe.plan, recipe.changes)
     rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
-    weights = layers.compact_weights(dense, recipe.plan, pruned, dropped, recipe.refitted)
+    weights = layers.compact_weights(dense, recipe.plan, pruned, dropped, recipe.changes)
     notes: list[str] = []
-    if recipe.refitted:
-        notes.append(
-            f"the last projections of {len(recipe.refitted)} cut blocks were refitted on calibration text: the plan alone does not "
-            "rebuild this model"
+    done = []
+    if recipe.changes.refitted:
+        done.append(
+            f"the last projections of {len(recipe.changes.refitted)} cut blocks were refitted on calibration text"
         )
+    if recipe.changes.updates:
+        done.append("what is left was trained towards the dense model's predictions on calibration text")
+    if done:
+        notes.append(f"{' and '.join(done)}: the plan alone does not rebuild this model")
     if fmt == "gguf":
         model = pruned
         notes += _write_gguf(dense, pruned, weights, work)

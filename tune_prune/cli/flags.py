@@ -15,10 +15,11 @@ from typing import Any
 
 import wrapt
 
-from tune_prune.core.config import HYPERPARAMETERS, PERPLEXITY_TOKENS, ZERO_SHOT_TASKS, Hyperparameter
+from tune_prune.core.config import PERPLEXITY_TOKENS, ZERO_SHOT_TASKS
 from tune_prune.core.errors import whole_number
 from tune_prune.core.process import machine
 from tune_prune.core.process.ending import exit_code
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.pruning.methods import method_names
 
 _LIBRARIES = "transformers.modeling_utils"  # the last import that every model needs

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from tune_prune.analysis.cost import between, duration
-from tune_prune.core.config import HYPERPARAMETERS, Hyperparameter, ModelRun, alignment, group_labels
+from tune_prune.core.config import ModelRun, alignment, group_labels
 from tune_prune.core.process import machine
 from tune_prune.core.process.machine import size
-from tune_prune.core.records import MODEL_STAGES, in_order
+from tune_prune.core.records import MODEL_STAGES, RECIPE_STAGES, in_order
 from tune_prune.core.store import Location, ObjectPath
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.data.sources import uses_embedded_data
 from tune_prune.planning.plan import Plan
@@ -74,8 +75,8 @@ def describe(plan: Plan) -> str:
 
 def _model_stages(plan: Plan) -> list[str]:
     """Those between the statistics and the zero-shot slices."""
-    refitted = any(value != "none" for value in plan.space.values["compensation"])
-    return [stage for stage in MODEL_STAGES[:-1] if stage != "refit" or refitted]
+    wanted = {switch: set(plan.space.values[switch]) != {"none"} for switch in RECIPE_STAGES.values()}
+    return [stage for stage in MODEL_STAGES[:-1] if wanted.get(RECIPE_STAGES.get(stage, ""), True)]
 
 
 def _searched(plan: Plan) -> list[Hyperparameter]:

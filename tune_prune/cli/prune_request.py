@@ -14,21 +14,22 @@ from typing import Any
 
 from tune_prune.checkpoint.save import Origin
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
+from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, parse_json
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, stranger
 from tune_prune.core.store import BASELINES, BEST_CONFIG, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, RECIPE, unread
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
 from tune_prune.models import catalog
 from tune_prune.planning import resolve
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import selection, shapes
-from tune_prune.pruning.compensation.refit import windows_of
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
+from tune_prune.trial.steps import samples_needed
 
 log = logging.getLogger(__name__)
 
@@ -203,10 +204,10 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         raise UserError(
             f"{method.name} reads calibration samples: {' and '.join(missing)} must be given, e.g. {examples}"
         )
-    unread = [name for name, row in HYPERPARAMETERS.items() if row.read_by == "refit" and name in given]
-    if unread and given.get("compensation", "none") == "none":
+    for name in unread(given) & given.keys():
+        switch = RECIPE[RECIPE[name].of]
         raise UserError(
-            f"{unread[0]} is {given[unread[0]]}, but nothing is refitted; leave it out, or give compensation=least_squares"
+            f"{name} is {given[name]}, but nothing reads it; leave it out, or give {switch.name}={switch.example}"
         )
     full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | given
     (shape,) = resolve.aligned((full["shape"],), align)
@@ -217,8 +218,7 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
     about = dense.run.of(config), dense.source, dense.config, dense.tokenizer
     if method.statistics:
         checks.check_calibration(*about, (config.seq_len,), config.num_samples)
-    if config.compensation != "none":
-        length, count = windows_of(config.refit_tokens, dense.config.max_position_embeddings)
+    for length, count in samples_needed(config, dense.config.max_position_embeddings):
         checks.check_calibration(*about, (length,), count)
     shared = Path("ray_results") / artifact_cache.FOLDER
     return PruneRequest(

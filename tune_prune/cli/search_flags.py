@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
-from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import did_you_mean
 from tune_prune.core.terminal.parser import Parser
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 if TYPE_CHECKING:
     from tune_prune.planning.plan import SearchSettings

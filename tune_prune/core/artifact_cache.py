@@ -84,6 +84,10 @@ class ArtifactStore:
         checksum = hashlib.sha256(archive.getbuffer()).digest()
         self._store.put(_name(kind, key), archive.getvalue() + checksum)
 
+    def remove(self, kind: str, key: dict[str, Any]) -> None:
+        """Nothing is stored under `key` any more."""
+        self._store.remove(_name(kind, key))
+
 
 def _arrays(content: bytes, kind: str, key: dict[str, Any]) -> dict[str, np.ndarray]:
     """The arrays in a file. Raises ValueError where it is not the one of that kind and key."""

@@ -6,13 +6,14 @@ identity gives an equal key (docs/architecture.md, "Keys").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
-from tune_prune.core.values.kinds import SHAPE, Choice, Fraction, Kind, MethodName, ShapeName, Share, TextNames, Whole
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, OF_RUN, RECIPE, renamed, unread
+from tune_prune.core.values.kinds import SHAPE, Whole
 
 # The seven zero-shot tasks and the metric each is reported by, as in the published search.
 ZERO_SHOT_METRIC = {
@@ -31,115 +32,6 @@ MAX_LABEL = 100  # letters; folders and files are named by labels, with more beh
 
 # Raise when the meaning of a trial's numbers changes: results of different versions are never mixed.
 PROTOCOL_VERSION = 2
-
-
-@dataclass(frozen=True)
-class Hyperparameter:
-    """One row of the table: all that readers of search spaces, flags, keys, names, tables and figures know of it."""
-
-    name: str  # everywhere: search spaces, flags (--seq-len), records, results tables; the field of PruningConfig
-    label: str  # in figures and reports
-    kind: Kind
-    example: str  # a value, as a search space has it
-    help: str  # of its flag
-    # The step; statistics say which of theirs they read, and a refit reads what REFIT_READS names.
-    read_by: Literal["scores", "statistics", "selection", "recipe", "refit"]
-    default: Any = None  # None: unless it is required, that of the run (ModelRun has a field of its name)
-    name_prefix: str | None = ""  # before its value in a configuration's name; None: names do not show it
-    always_in_key: bool = False  # also at its default: the hyperparameters that the first keys had
-    required: bool = False  # a search space must say it
-    older: str = ""  # its name in the published search and in files of version 0.1, which are read; keys still hash it
-
-    @property
-    def of_run(self) -> bool:
-        """Whether a configuration that does not say it has the run's."""
-        return self.default is None and not self.required
-
-    @property
-    def of_refit(self) -> bool:
-        """Whether it says if there is a refit, or how."""
-        return self.read_by in ("recipe", "refit")
-
-    @property
-    def usual(self) -> Any:
-        """The default; where there is none, the example: what a configuration holds whose method does not read it."""
-        return self.kind.read(self.example) if self.required else self.default
-
-    def in_name(self, value: Any) -> str:
-        """A value in a configuration's name."""
-        return f"{self.name_prefix}{self.kind.short(value)}"
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
-
-HYPERPARAMETERS = {
-    row.name: row
-    for row in (
-        Hyperparameter(
-            "method", "Method", MethodName(), "blockwise", "how KV groups and MLP channels are scored", "scores", required=True
-        ),
-        Hyperparameter(
-            "seq_len", "Tokens per sample", Whole(2, 131_072), "64",
-            "tokens per calibration sample", "statistics", name_prefix="s", older="taylor_seq_len", required=True,
-        ),
-        Hyperparameter(
-            "num_samples", "Calibration samples", Whole(1, 1_000_000), "128",
-            "number of calibration samples", "statistics", name_prefix="n", older="taylor_num_samples", required=True,
-        ),
-        Hyperparameter(
-            "pruning_ratio", "Pruning ratio", Fraction(), "0.2",
-            "fraction of ALL parameters to remove", "selection", 0.2, name_prefix=None, always_in_key=True,
-        ),
-        Hyperparameter(
-            "removal_divisor", "Removal divisor", Whole(1, 1_000_000), "5",
-            "removal losses use the first num_samples // removal_divisor samples", "statistics", 5, "d", always_in_key=True,
-        ),
-        Hyperparameter(
-            "shape", "Shape", ShapeName(), "aligned",
-            "widths of the pruned layers: free, any; aligned, MLP widths in multiples of --align (or aligned-N) and a KV group in "
-            "every layer; uniform, the same in every layer, which makes a plain checkpoint of the family", "selection", "free",
-        ),
-        Hyperparameter(
-            "seed", "Seed", Whole(0, 2**32 - 1), "1",
-            "seed of the draw of calibration samples and of random scores", "statistics", name_prefix="r",
-        ),
-        Hyperparameter(
-            "calibration", "Calibration text", TextNames(), "wikitext2+c4",
-            "text that methods are calibrated on, or several with a plus sign between them, in equal parts", "statistics",
-            name_prefix="c",
-        ),
-        Hyperparameter(
-            "compensation", "Compensation", Choice(("none", "least_squares")), "least_squares",
-            "what makes up for the groups that were removed: none; least_squares, the last projections of cut blocks are refitted",
-            "recipe", "none",
-        ),
-        Hyperparameter(
-            "damping", "Damping", Share(100.0), "0.1",
-            "how strongly a refit keeps to the old weights, in parts of the inputs' mean energy", "refit", 0.1, "l",
-        ),
-        Hyperparameter(
-            "refit_tokens", "Refit tokens", Whole(1024, 100_000_000), "16384",
-            "calibration tokens of a refit", "refit", 16_384, "t",
-        ),
-    )
-}  # fmt: skip
-
-
-OF_RUN = tuple(name for name, row in HYPERPARAMETERS.items() if row.of_run)
-# What a configuration with a refit reads for it, of what others need not read.
-_UNREAD: dict[str, Any] = {name: row.default for name, row in HYPERPARAMETERS.items() if row.read_by == "refit"}
-REFIT_READS = (*_UNREAD, *OF_RUN)
-
-# Older name, or other name in a search space -> name. `method` is pruning_method in results tables only.
-OLDER_NAMES = {row.older: row.name for row in HYPERPARAMETERS.values() if row.older}
-OLDER_NAMES |= {"pruning_method": "method", "seeds": "seed"}
-
-
-def renamed(values: Any) -> Any:
-    """A mapping with older names of hyperparameters replaced; anything else as it is."""
-    return {OLDER_NAMES.get(k, k): v for k, v in values.items()} if isinstance(values, Mapping) else values
 
 
 def alignment(shape: str) -> int | None:
@@ -186,6 +78,9 @@ class PruningConfig:
     compensation: str = HYPERPARAMETERS["compensation"].default
     damping: float = HYPERPARAMETERS["damping"].default
     refit_tokens: int = HYPERPARAMETERS["refit_tokens"].default
+    recovery: str = HYPERPARAMETERS["recovery"].default
+    recovery_steps: int = HYPERPARAMETERS["recovery_steps"].default
+    recovery_rate: float = HYPERPARAMETERS["recovery_rate"].default
 
     def __post_init__(self) -> None:
         for name, row in HYPERPARAMETERS.items():
@@ -208,22 +103,28 @@ class PruningConfig:
         return replace(self, **same)
 
     def canonical(self) -> PruningConfig:
-        """The same with the defaults of what only a refit reads, where there is none: equal trials are one."""
-        return self if self.compensation != "none" else replace(self, **_UNREAD)
+        """The same with the defaults of what nothing reads: equal trials are one."""
+        return replace(self, **{name: RECIPE[name].default for name in unread(asdict(self))})
 
     def values(self, run: ModelRun) -> dict[str, Any]:
         """Every hyperparameter by name, the run's where it is as the run says."""
         return asdict(self) | {name: getattr(run.of(self), name) for name in OF_RUN}
 
     def to_dict(self) -> dict[str, Any]:
-        """For records: all values by name, without those of the run; of refits only where there is one."""
-        read = {name for name, row in HYPERPARAMETERS.items() if self.compensation != "none" or not row.of_refit}
-        return {name: value for name, value in asdict(self).items() if value is not None and name in read}
+        """For records: all values by name, without those of the run; of a refit or a recovery only where there is one."""
+        values = asdict(self)
+        left_out = {name for name, row in RECIPE.items() if values[row.switch] == "none"}
+        return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
     @property
     def num_removal_samples(self) -> int:
         """How many of the calibration samples the removal losses use."""
         return max(1, self.num_samples // self.removal_divisor)
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether more is done to what is left of the model than cutting it."""
+        return any(getattr(self, row.switch) != "none" for row in RECIPE.values())
 
     @property
     def name(self) -> str:

@@ -31,10 +31,11 @@ FAILURES: dict[str, str] = {
     "error": "other error",
 }
 
-# Of a trial, after one stage for each statistic that its method decides by. Where nothing makes up for what was removed there is no
-# refit; the dense baseline has neither pruning nor KL.
-MODEL_STAGES = ("pruning", "refit", "kl", "perplexity", "zero_shot")
-MEASURING_STAGES = MODEL_STAGES[2:]
+# Of a trial, after one stage for each statistic that its method decides by. The dense baseline has neither pruning nor KL.
+MODEL_STAGES = ("pruning", "refit", "recovery", "kl", "perplexity", "zero_shot")
+MEASURING_STAGES = MODEL_STAGES[3:]
+# Of those, what a recipe has where that hyperparameter is not none.
+RECIPE_STAGES = {"refit": "compensation", "recovery": "recovery"}
 
 
 def pass_name(stage: str) -> str:

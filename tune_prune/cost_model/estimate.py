@@ -12,20 +12,20 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from tune_prune.core.config import Samples
 from tune_prune.core.process.machine import Load
-from tune_prune.core.records import MODEL_STAGES, in_order
+from tune_prune.core.records import MODEL_STAGES, RECIPE_STAGES, in_order
 from tune_prune.cost_model.device_speed import DeviceSpeed
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.tokens import ZeroShotTokens
 from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS, compared_tokens
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.compensation import refit
+from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 
 # Measured on a two-core machine without a GPU, but for one.
@@ -71,7 +71,8 @@ class ModelWork:
     way: Residency = RESIDENT
     state_bytes: int = 0  # of a token between two layers
     slices: int = 1  # of the zero-shot items
-    refit_tokens: Sequence[int] = ()  # of each trial, or of those that an adaptive search may visit; 0: no refit
+    # By stage of a recipe, what it is asked for by each trial, or by those that an adaptive search may visit; 0: it is not done.
+    recipes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,15 +227,16 @@ def _model(work: ModelWork, statistics_in_trials: bool) -> ModelCost:
     if work.baseline and work.trials:  # nothing was measured yet: the first trial makes them
         trial["kl"] += states.seconds / work.trials
     made = [stage for parts in passes.values() for stage in parts]
-    if any(work.refit_tokens) and work.trials:
-        made.append(refits := _refits(work))
-        trial["refit"] = refits.seconds / work.trials
+    for name, amounts in work.recipes.items():
+        if any(amounts) and work.trials:
+            made.append(step := _step(work, name, amounts))
+            trial[name] = step.seconds / work.trials
     made += [states] * (work.baseline and work.trials > 0)
     runs = [*[pruned] * work.trials, *[dense] * work.baseline]
     stages = []
     for name in in_order([*(stage.stage for stage in made), *MODEL_STAGES]):
         parts = [stage for stage in made if stage.stage == name] + [run[name] for run in runs if name in run]
-        if name == "refit" and not parts:
+        if name in RECIPE_STAGES and not parts:
             continue
         seconds = sum(part.seconds for part in parts)
         count = sum(part.runs for part in parts)
@@ -269,16 +271,21 @@ def _pass(work: ModelWork, stage: str, todo: PassWork, seq_len: int, snapshot: f
     return StageCost(stage, 1, todo.tokens, arithmetic.of_pass(todo, seq_len), seconds)
 
 
-def _refits(work: ModelWork) -> StageCost:
-    """Those of all trials; of a search that visits only some configurations as many as fall on them on average."""
-    layers, share = work.arithmetic.layers, work.trials / len(work.refit_tokens)
-    each = [
-        _pass(work, "refit", refit.work(tokens, layers, work.device), refit.WINDOW)
-        for tokens in work.refit_tokens
-        if tokens
-    ]
-    tokens, flops, seconds = (share * sum(getattr(one, of) for one in each) for of in ("tokens", "flops", "seconds"))
-    return StageCost("refit", round(share * len(each)), round(tokens), flops, seconds)
+def _step(work: ModelWork, stage: str, amounts: Sequence[int]) -> StageCost:
+    """A step of the recipes of all trials; of a search that visits only some configurations as many as fall on them on average."""
+    layers, share = work.arithmetic.layers, work.trials / len(amounts)
+
+    def passes(amount: int) -> Sequence[PassWork]:
+        return [refit.work(amount, layers, work.device)] if stage == "refit" else recovery.work(amount, layers)
+
+    # Of the same length for both; a recovery reads weights that are brought once for every step.
+    each = [[_pass(work, stage, todo, refit.WINDOW) for todo in passes(amount)] for amount in amounts if amount]
+    tokens, flops, seconds = (
+        share * sum(getattr(one, of) for parts in each for one in parts) for of in ("tokens", "flops", "seconds")
+    )
+    if stage == "recovery" and work.way.streamed:
+        seconds += share * sum(amounts) * 2 * _reading_s(work)
+    return StageCost(stage, round(share * len(each)), round(tokens), flops, seconds)
 
 
 def _waiting_s(work: ModelWork, todo: PassWork) -> float:

@@ -7,6 +7,7 @@ A worker holds the dense model all the time, unless its weights stay in their fi
       by layer      sums of one layer, what one layer saves, and, until the pass has come back to it, what every layer was
                     given: hidden states of all samples, on the device, in host memory or in a file
     other passes    one layer's activations and the hidden states that the pass carries (of all removed models at once)
+      recovery      gradients of the pruned copy, which is beside the dense model, and its adapters
       refit         beside these the sums of products of one layer's inputs, and what solving by them takes
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
                     windows (for KL too) or zero-shot rows
@@ -71,9 +72,10 @@ class Shapes:
         passes: Sequence[tuple[str, PassWork]],
         evaluation: Callable[[Residency], Sequence[StageMemory]] = lambda way: (),
         from_files: bool = True,
+        removed_params: int = 0,
     ) -> list[MemoryPlan]:
         """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first.
-        `from_files`: whether weights can stay in their files."""
+        `from_files`: whether weights can stay in their files; `removed_params`: of a copy that is trained."""
         process, projections = PROCESS_BYTES[self.device], self._projections
         # What stands outside the layers is on the first GPU and the last: counted as if one had it all.
         weights = (self.geometry.total_params - sum(projections) + self._on_one(projections)) * self.itemsize
@@ -84,7 +86,7 @@ class Shapes:
             there = from_files and self.gpus == 1 if way.from_files else backward
             if way != RESIDENT and not (there and places[way.states]):
                 continue
-            held, taken = 0 if way.from_files else weights, self._passes(passes, way)
+            held, taken = 0 if way.from_files else weights, self._passes(passes, way, removed_params)
             # Smaller blocks of states mean that all weights are read more often: last of all.
             again = way.from_files and not way.pruned_whole and way.states != "file"
             for halvings in range(1 if again else MOST_HALVINGS[self.device] + 1):
@@ -181,11 +183,14 @@ class Shapes:
         file."""
         return self.itemsize * self.config.vocab_size * self.geometry.hidden_size * (2 if self.device == "cpu" else 1)
 
-    def _passes(self, passes: Iterable[tuple[str, PassWork]], way: Residency) -> list[StageMemory]:
+    def _passes(self, passes: Iterable[tuple[str, PassWork]], way: Residency, removed_params: int) -> list[StageMemory]:
         """The largest pass of each stage."""
         found: dict[str, StageMemory] = {}
         for stage, work in passes:
-            one = self._gradients(stage, work, way) if work.backward else self._forward(stage, work, way)
+            if work.adapter_rank:
+                one = self._training(stage, work, way, removed_params)
+            else:
+                one = self._gradients(stage, work, way) if work.backward else self._forward(stage, work, way)
             found[stage] = max(one, found.get(stage, one), key=lambda stage: (stage.total, stage.away))
         return list(found.values())
 
@@ -216,13 +221,31 @@ class Shapes:
         sums = q**2 + m**2 + (q + m) * (work.product_tokens // HELD_OUT)
         return item * sums, item * (2 * most * work.batch_tokens + most**2), item * most * (2 * most + 4 * h)
 
+    def _training(self, stage: str, work: PassWork, way: Residency, removed_params: int) -> StageMemory:
+        """Gradients of adapters of a pruned copy, with that copy, what AdamW keeps of the adapters (they, a gradient and two
+        moments) and, on a CPU, the hidden states of the dense model that they are trained towards."""
+        h, copy, own = self.geometry.hidden_size, 0, way
+        if not way.from_files or way.pruned_whole:
+            copy = self.pruning(removed_params, way).held
+            own = replace(way, from_files=False, pruned_whole=False, gradients_by_layer=way.by_layer)
+        one = self._gradients(stage, work, own)
+        widths = 4 * (h + self._q) + 3 * (
+            h + self._m
+        )  # inputs and outputs; keys and values as if they were as wide as queries
+        adapters = 4 * FLOAT32 * work.adapter_rank * widths * self.geometry.num_layers
+        waiting = work.waiting_tokens * h * self.itemsize if self.device == "cpu" else 0
+        return replace(one, way=str(way), held=one.held + copy + adapters + waiting)
+
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens
         layers, logits = self.geometry.num_layers, self._logits(work)
         saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h  # of a token in a layer
-        one = 2 * h * max(q, m) * item  # a projection's gradient
+        if work.adapter_rank:  # adapters in float32 save their inputs in it, too
+            saved += FLOAT32 * bool(item % FLOAT32) * (5 * h + q + m)
+        of_weights = bool(work.weight_sums)
+        one = of_weights * 2 * h * max(q, m) * item  # a projection's gradient
         # Read out in float64: a projection's mean gradient, its absolute values, and these again.
-        results = (2 * FLOAT32 + 8) * h * max(q, m)
+        results = of_weights * (2 * FLOAT32 + 8) * h * max(q, m)
         sums, states = work.weight_sums * max(FLOAT32, item), 0
         if way.by_layer:
             sums *= max(self._projections)

@@ -23,7 +23,7 @@ from tune_prune.data import calibration, perplexity_text
 from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
-from tune_prune.pruning.compensation import refit
+from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 from tune_prune.trial.context import suite_key
 from tune_prune.trial.statistics import StatisticCache, by_samples
@@ -89,26 +89,32 @@ def memory_of(
     shapes = Shapes(geometry, work.config, itemsize, device, gpus)
     read = work.perplexity_window, work.perplexity_tokens, work.longest_row, work.zero_shot.tokens
     measured = partial(shapes.evaluation, removed_params, *read)
-    return shapes.ways(passes_of(configs, geometry.num_layers, device), lambda way: measured(way=way), from_files)
+    passes = passes_of(configs, geometry.num_layers, device)
+    return shapes.ways(passes, lambda way: measured(way=way), from_files, removed_params)
 
 
 def passes_of(configs: Collection[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
-    """What the statistics and the refits of `configs` take: stage and work of each pass."""
-    return refits_of(configs, num_layers, device) + [
+    """What the statistics and the recipes of `configs` take: stage and work of each pass, for its memory."""
+    return recipe_passes(configs, num_layers, device) + [
         (load_statistic(name).stage, load_statistic(name).work(needs, samples.seq_len, num_layers, device))
         for samples, shared in by_samples(configs).items()
         for name, needs in by_statistic(shared).items()
     ]
 
 
-def refits_of(configs: Iterable[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
-    """Those of the refits alone."""
-    return [("refit", refit.work(tokens, num_layers, device)) for tokens in refit_tokens(configs) if tokens]
+def recipe_passes(configs: Collection[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
+    """Those of the recipes alone; of a recovery one step."""
+    amounts = recipe_amounts(configs)
+    refits = [("refit", refit.work(tokens, num_layers, device)) for tokens in amounts["refit"] if tokens]
+    return refits + [("recovery", recovery.step_work(n, num_layers)) for n in amounts["recovery"] if n]
 
 
-def refit_tokens(configs: Iterable[PruningConfig]) -> tuple[int, ...]:
-    """Tokens of the refit of each; 0: it has none."""
-    return tuple(0 if config.compensation == "none" else config.refit_tokens for config in configs)
+def recipe_amounts(configs: Collection[PruningConfig]) -> dict[str, tuple[int, ...]]:
+    """By stage of a recipe, what each configuration asks of it: tokens of its refit, steps of its recovery; 0: it has none."""
+    return {
+        "refit": tuple(0 if config.compensation == "none" else config.refit_tokens for config in configs),
+        "recovery": tuple(0 if config.recovery == "none" else config.recovery_steps for config in configs),
+    }
 
 
 def passes_to_make(

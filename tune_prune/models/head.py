@@ -70,28 +70,40 @@ class NextTokenLosses:
         if not self.separate:
             other = hidden.clone()
             other[inside] = dense
-            with head_input(self.model, lambda _: other):
-                wanted = self.forward(given).logits[inside]
-            return _divergences(wanted, self.forward(given).logits[inside])
+            return _divergences(self._logits_of(given, other)[inside], self.forward(given).logits[inside])
         step = max(1, self.step // 2)  # of two models
         parts = zip(dense.split(step), hidden[inside].split(step), strict=True)
         return torch.cat([_divergences(self._logits(one), self._logits(own)) for one, own in parts])
 
     @torch.enable_grad()
-    def backward(self, samples: Tensor, given: Tensor | None = None) -> None:
-        """Add to the gradients of the parameters, and of `given`, those of the sum over samples of their mean losses."""
-        targets, weight = samples[:, 1:], 1 / (samples.shape[1] - 1)
+    def backward(self, samples: Tensor, given: Tensor | None = None, dense: Tensor | None = None) -> None:
+        """Add to the gradients of the parameters, and of `given`, those of the sum over samples of their mean losses; where there
+        is `dense` [B, T, H], what the head is given in a model that differs only in layers, of their mean divergences from that
+        one."""
+        weight = 1 / (samples.shape[1] - 1)
         given = samples if given is None else given
         if not self.separate:
-            logits = self.forward(given).logits
-            (weight * _losses(logits[:, :-1].flatten(0, 1), targets.flatten()).sum()).backward()
+            logits = self.forward(given).logits[:, :-1].flatten(0, 1)
+            if dense is None:
+                losses = _losses(logits, samples[:, 1:].flatten())
+            else:
+                losses = _divergences(self._logits_of(given, dense)[:, :-1].flatten(0, 1), logits)
+            (weight * losses.sum()).backward()
             return
         hidden = self.head_inputs(given)  # [B, T, H]
         inputs = hidden.detach()[:, :-1].flatten(0, 1)
+        targets = samples[:, 1:].flatten() if dense is None else dense[:, :-1].flatten(0, 1).to(inputs)
+        step = self.step if dense is None else max(1, self.step // 2)  # of two models
+
+        def differ(hidden: Tensor, wanted: Tensor) -> Tensor:  # no logits stay until the next part's
+            if dense is None:
+                return _losses(self._logits(hidden), wanted)
+            return _divergences(self._logits(wanted), self._logits(hidden))
+
         parts = []
-        for part, wanted in zip(inputs.split(self.step), targets.flatten().split(self.step), strict=True):
+        for part, wanted in zip(inputs.split(step), targets.split(step), strict=True):
             part.requires_grad_(True)
-            (weight * _losses(self._logits(part), wanted).sum()).backward()
+            (weight * differ(part, wanted).sum()).backward()
             parts.append(part.grad)
         gradient = torch.zeros_like(hidden)
         gradient[:, :-1] = torch.cat(parts).view(len(samples), -1, hidden.shape[2])
@@ -99,6 +111,13 @@ class NextTokenLosses:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
+
+    @torch.no_grad()
+    def _logits_of(self, given: Tensor, dense: Tensor) -> Tensor:
+        """Those that the model makes where its head is given `dense` [B, T, H]."""
+        with head_input(self.model, lambda hidden: dense.to(hidden)):
+            logits: Tensor = self.forward(given).logits
         return logits
 
     def head_inputs(self, given: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig
+from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.store import Location
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.cost_model.memory_plan import MemoryPlan
 from tune_prune.cost_model.workload import Workload

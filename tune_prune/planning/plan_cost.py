@@ -13,7 +13,7 @@ from tune_prune.cost_model import own_process
 from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, measure
 from tune_prune.cost_model.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
-from tune_prune.cost_model.workload import passes_to_make, refit_tokens
+from tune_prune.cost_model.workload import passes_to_make, recipe_amounts
 from tune_prune.pruning.statistics import by_statistic, load_statistic
 from tune_prune.trial.statistics import needs_of
 from tune_prune.tuning.ray_cluster.resources import TrialResources
@@ -56,7 +56,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
                 perplexity_window=model.workload.perplexity_window,
                 zero_shot=model.workload.zero_shot,
                 way=model.memory.way,
-                refit_tokens=refit_tokens(pending),
+                recipes=recipe_amounts(pending),
                 slices=len(model.run.protocol.slices),
                 state_bytes=model.geometry.hidden_size * getattr(torch, model.run.dtype).itemsize,
             )

@@ -15,15 +15,16 @@ from pathlib import Path
 import torch
 
 from tune_prune.core import artifact_cache
-from tune_prune.core.config import HYPERPARAMETERS, ModelRun, PruningConfig, trial_key
+from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.process import machine
 from tune_prune.core.store import Location, ObjectPath, location, open_store
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.cost_model import own_process
 from tune_prune.cost_model.gpus import Gpu, visible_gpus
 from tune_prune.cost_model.memory import INLINE_BYTES
 from tune_prune.cost_model.memory_plan import MemoryPlan
-from tune_prune.cost_model.workload import memory_of, refit_tokens, workload
+from tune_prune.cost_model.workload import memory_of, workload
 from tune_prune.data import calibration, checks
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
@@ -34,8 +35,8 @@ from tune_prune.planning import experiment, memory_bounds, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
 from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning import shapes
-from tune_prune.pruning.compensation.refit import windows_of
 from tune_prune.pruning.selection import target_params
+from tune_prune.trial.steps import samples_needed
 from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.ray_cluster.resources import MAX_TRIALS_PER_GPU, Node, plan_resources, usable_bytes
 
@@ -159,8 +160,8 @@ def _plan_model(
         for text in texts:
             used = replace(run, calibration=text)
             checks.check_calibration(used, source, config, model.tokenizer, seq_lens, most)
-            if tokens := max(refit_tokens(configs)):
-                length, count = windows_of(tokens, config.max_position_embeddings)
+            positions = config.max_position_embeddings
+            for length, count in sorted({needed for one in configs for needed in samples_needed(one, positions)}):
                 checks.check_calibration(used, source, config, model.tokenizer, (length,), count)
         if source.kind != "hub":
             weight_files.check_weights(Path(source.location), loading.meta_model(config))

@@ -9,8 +9,9 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune import embedded
 from tune_prune.checkpoint import origin
-from tune_prune.core.config import HYPERPARAMETERS, EvaluationProtocol, ModelRun, TrustingRun
+from tune_prune.core.config import EvaluationProtocol, ModelRun, TrustingRun
 from tune_prune.core.errors import UserError
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.data import calibration, checks
 from tune_prune.models import catalog, loading
 from tune_prune.models.geometry import Geometry

@@ -9,9 +9,10 @@
     shape: [free, aligned]                    # optional; free, aligned, aligned-N (e.g. aligned-128) or uniform
     seeds: [0, 1, 2]                          # optional; draws of calibration samples, else that of --seed
     compensation: [none, least_squares]       # optional; with a refit also damping: 0.1 and refit_tokens: 16384
+    recovery: [none, lora]                    # optional; with a training also recovery_steps: 100 and recovery_rate: 0.001
     num_trials: 6                             # search: optuna only; per model and pruning ratio
 
-A key is a row of core.config.HYPERPARAMETERS, with one value (it is fixed) or a list (it is searched). The reader is strict
+A key is a row of core.values.hyperparameters, with one value (it is fixed) or a list (it is searched). The reader is strict
 and reports every problem of the file at once, each with its line.
 """
 
@@ -27,8 +28,9 @@ from typing import Any
 import yaml
 
 import tune_prune
-from tune_prune.core.config import HYPERPARAMETERS, OLDER_NAMES, REFIT_READS, PruningConfig
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, OF_RUN, OLDER_NAMES, RECIPE, unread
 from tune_prune.core.values.kinds import Kind, Whole
 from tune_prune.pruning.methods import load_method, method_names
 
@@ -57,19 +59,18 @@ class SearchSpace:
         """Every distinct configuration as its values, methods innermost: neighbours share their passes.
 
         Configurations that differ only in what their method does not read are one: it has the first value of each such list, and
-        the run's seed. So are those without a refit that differ only in what one reads: they have its defaults.
+        the run's seed. So are those without a refit, or a recovery, that differ only in what one reads: they have its defaults.
         """
         others = [name for name in HYPERPARAMETERS if name != "method"]
         points = {}
         for *point, method in product(*(self.values[name] for name in others), self.values["method"]):
             values = {"method": method} | dict(zip(others, point, strict=True))
-            refitted = values["compensation"] != "none"
-            refit = frozenset(REFIT_READS if refitted else ())
+            values |= {name: RECIPE[name].default for name in unread(values)}
+            # A recipe draws samples, too, of its own length.
+            drawn = frozenset(OF_RUN if any(values[row.switch] != "none" for row in RECIPE.values()) else ())
             for name in others:
                 row = HYPERPARAMETERS[name]
-                if row.read_by == "refit" and not refitted:
-                    values[name] = row.default
-                elif row.read_by == "statistics" and name not in self.reads[method] | refit:
+                if row.read_by == "statistics" and name not in self.reads[method] | drawn:
                     values[name] = None if row.of_run else self.values[name][0]
             points[tuple(values.values())] = values
         return list(points.values())
@@ -135,9 +136,12 @@ class _Reader:
         }
         # Methods import torch, which takes seconds: not where the file has problems to tell of.
         reads = {} if self.problems else {name: load_method(name).reads for name in values["method"]}
-        if values["compensation"] == ("none",):
-            for name in given.keys() & {name for name, row in HYPERPARAMETERS.items() if row.read_by == "refit"}:
-                self._problem(nodes[name], f"{name} is of a refit; add `compensation: least_squares`, or remove it")
+        off = {name for name in RECIPE if values[name] == ("none",)}
+        for name in given.keys() & {name for name, row in RECIPE.items() if row.of in off}:
+            switch = RECIPE[RECIPE[name].of]
+            self._problem(
+                nodes[name], f"{name} is read by no trial; add `{switch.name}: {switch.example}`, or remove it"
+            )
         space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), reads)
         self._check_num_trials(nodes, space)
         if self.problems:

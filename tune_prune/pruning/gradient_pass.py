@@ -113,15 +113,17 @@ def gradient_pass(
     residency: Residency,
     make: MakeSums[T],
     together: int | None = None,
+    dense: torch.Tensor | None = None,
 ) -> dict[int, list[T]]:
     """What `make`'s sums come to, by layer, from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`: of
-    the gradients of the sum over samples of their mean next-token losses, `together` samples at a time (None: as many as
-    `batch_size` says). Raises ValueError when a snapshot is not within 1..len(windows)."""
+    the gradients of the sum over samples of their mean next-token losses or, where there is `dense` [samples, seq_len, H], what the
+    dense model's head is given, of their mean divergences from it; `together` samples at a time (None: as many as `batch_size`
+    says). Raises ValueError when a snapshot is not within 1..len(windows)."""
     wanted = check_snapshots(snapshots, len(windows))
     runner = LayerRunner(model, family, residency)
     step = together or batch_size(windows.shape[1], runner.device.type)
     with _no_gradients(model):
-        return (_by_layer if residency.by_layer else _whole)(runner, windows, wanted, step, make)
+        return (_by_layer if residency.by_layer else _whole)(runner, windows, wanted, step, make, dense)
 
 
 def gradient_work(wanted: Sequence[int], seq_len: int, num_layers: int, step: int, weight_sums: int) -> PassWork:
@@ -169,7 +171,12 @@ class GroupInformation(Statistic):
 
 
 def _whole(
-    runner: LayerRunner, windows: torch.Tensor, wanted: Sequence[int], step: int, make: MakeSums[T]
+    runner: LayerRunner,
+    windows: torch.Tensor,
+    wanted: Sequence[int],
+    step: int,
+    make: MakeSums[T],
+    dense: torch.Tensor | None,
 ) -> dict[int, list[T]]:
     model = runner.model
     with (
@@ -179,14 +186,19 @@ def _whole(
         losses = NextTokenLosses(model)
 
         def add(start: int, stop: int) -> None:
-            losses.backward(windows[start:stop].to(model.device))
+            losses.backward(windows[start:stop].to(model.device), dense=None if dense is None else dense[start:stop])
             advance(stop - start)
 
         return _snapshots(sums, add, wanted, step)
 
 
 def _by_layer(
-    runner: LayerRunner, windows: torch.Tensor, wanted: Sequence[int], step: int, make: MakeSums[T]
+    runner: LayerRunner,
+    windows: torch.Tensor,
+    wanted: Sequence[int],
+    step: int,
+    make: MakeSums[T],
+    dense: torch.Tensor | None,
 ) -> dict[int, list[T]]:
     """Forward layer by layer, keeping the inputs of each; the head's gradients; and back, each layer run again for all batches
     before the one in front of it."""
@@ -210,7 +222,7 @@ def _by_layer(
         with runner.tail() as losses:
             for batch, samples in parts.items():
                 hidden = states.pop((batch, last)).requires_grad_(True)
-                losses.backward(samples.to(runner.device), hidden)
+                losses.backward(samples.to(runner.device), hidden, None if dense is None else dense[slice(*batch)])
                 states[batch] = gradient(hidden)
         for index, layer in runner.layers(range(last - 1, -1, -1)):
 

@@ -2,14 +2,14 @@
 
 The pruned copy shares every untouched tensor (embeddings, norms, head) with the dense model, so it costs only the sliced
 projections; the dense model is left as it was. Of a model whose weights are elsewhere the copy is as empty as the model, and
-its weights are cut one by one. What a refit has changed (pruning.compensation.refit) takes the place of what would be cut.
+its weights are cut one by one. What was done to the weights besides (pruning.compensation) is applied to what is cut.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,23 +20,50 @@ from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.pruning.groups import PruningPlan
 
-Refitted = Mapping[Hashable, torch.Tensor]  # weights by their parameters' names
-NONE: Refitted = MappingProxyType({})
+Updates = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # B [out, r] and A [r, in], float32
 
 
-def prune(model: PreTrainedModel, family: Family, plan: PruningPlan, refitted: Refitted = NONE) -> PreTrainedModel:
-    """A copy of `model` without the groups that `plan` drops; the weights that `refitted` has are those, by their parameters' names
-    (pruning.compensation.refit). Raises ValueError if the plan is for another model."""
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """What is done to weights after the cut, by their parameters' names: `refitted` ones take the place of what was cut, and
+    products B A of `updates` are added."""
+
+    refitted: Mapping[Hashable, torch.Tensor] = field(default_factory=dict)
+    updates: Updates = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.refitted or self.updates)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.refitted or name in self.updates
+
+    def applied(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """What becomes of the weight of that name, which was cut; on its device, in its dtype."""
+        if name in self.refitted:
+            weight = self.refitted[name].to(weight.device, weight.dtype)
+        if name in self.updates:
+            out, into = (part.to(weight.device) for part in self.updates[name])
+            weight = (weight.to(torch.promote_types(weight.dtype, out.dtype)) + out @ into).to(weight.dtype)
+        return weight
+
+
+NONE = Changes()
+
+
+def prune(model: PreTrainedModel, family: Family, plan: PruningPlan, changes: Changes = NONE) -> PreTrainedModel:
+    """A copy of `model` without the groups that `plan` drops, with `changes` to what is left. Raises ValueError if the plan is for
+    another model."""
     # deepcopy takes whatever the memo already holds, so the copy is built from shared parameters and sliced modules.
     memo: dict[int, object] = {id(p): p for p in model.parameters()}
     for index, (layer, groups, channels) in enumerate(planned_layers(model, family, plan)):
-        parts = family.linears(layer)
-        for role, kept in kept_members(layer, family, groups, channels).items():
-            name, like = weight_name(family, index, role), parts[role].weight
-            if name in refitted and not like.is_meta:  # of an empty copy only the shapes count
-                memo[id(parts[role])] = _linear(refitted[name].to(like.device, like.dtype), parts[role].bias)
-            else:
-                memo[id(parts[role])] = _cut(parts[role], role, kept)
+        parts, cut = family.linears(layer), kept_members(layer, family, groups, channels)
+        for role, linear in parts.items():
+            name = weight_name(family, index, role)
+            left = _cut(linear, role, cut[role]) if role in cut else linear
+            if name in changes and not left.weight.is_meta:  # of an empty copy only the shapes count
+                left = _linear(changes.applied(name, left.weight.detach()), left.bias)
+            if left is not linear:
+                memo[id(linear)] = left
         if not groups:
             attention = layer.get_submodule(family.attention)
             memo[id(attention)] = RemovedBlock("attention", parts["output"].bias)
@@ -50,9 +77,9 @@ def pruned_weights(
     family: Family,
     plan: PruningPlan,
     weights: Mapping[str, torch.Tensor],
-    refitted: Refitted = NONE,
+    changes: Changes = NONE,
 ) -> LazyWeights:
-    """The weights of `prune(model, family, plan, refitted)` from those of `model`, by parameter name, each cut when it is asked
+    """The weights of `prune(model, family, plan, changes)` from those of `model`, by parameter name, each cut when it is asked
     for; `model` itself may be on the meta device. Raises ValueError if the plan is for another model."""
     cuts: dict[str, tuple[int, torch.Tensor]] = {}  # along which dimension, and what stays
     for index, (layer, groups, channels) in enumerate(planned_layers(model, family, plan)):
@@ -63,9 +90,7 @@ def pruned_weights(
                 cuts[f"{name.removesuffix('weight')}bias"] = 0, kept
 
     def find(name: str) -> torch.Tensor:
-        if name in refitted:
-            return refitted[name].to(model.dtype)
-        return weights[name].index_select(*cuts[name]) if name in cuts else weights[name]
+        return changes.applied(name, weights[name].index_select(*cuts[name]) if name in cuts else weights[name])
 
     return LazyWeights(weights, find)
 

@@ -31,11 +31,10 @@ from tune_prune.models.runner.layer_weights import first_non_finite
 from tune_prune.models.runner.mapped_model import map_model, readable_in_place
 from tune_prune.models.runner.out_of_memory import first_that_fits, release
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.compensation.refit import Refit, windows_of
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Arrays, Need, Statistic, by_statistic, load_statistic
 from tune_prune.trial.fallback import Fallback, Use, load
-from tune_prune.trial.recipe import Recipe, refitted
+from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.statistics import StatisticCache
 
 if TYPE_CHECKING:
@@ -200,17 +199,6 @@ class TrialContext:
 
         return self.fitted("pruning", "measure", make)
 
-    def refit(self, plan: PruningPlan, config: PruningConfig) -> tuple[Recipe, Refit, int]:
-        """The recipe of `plan` with the compensation of `config`, what that has done, and the tokens forwarded for it."""
-        length, count = windows_of(config.refit_tokens, self.loaded.max_length)
-        windows = self.windows(replace(config.samples, seq_len=length), count)
-
-        def make(_: int) -> tuple[Recipe, Refit]:
-            self.drop_copy()
-            return refitted(self.loaded, plan, config, windows, self.run.of(config))
-
-        return *self.fitted("refit", "forward", make), windows.numel()
-
     def model_of(self, recipe: Recipe) -> PreTrainedModel:
         """The dense model or, where the plan of `recipe` drops something, the copy that it makes; the last copy is kept until
         `drop_copy`."""
@@ -288,9 +276,9 @@ class TrialContext:
         """How the model is held for a pass, for the record; "" where it is all there."""
         return self._way(statistic.stage, self._residency_for(statistic))
 
-    def way_to_refit(self) -> str:
-        """The same of the dense model of a refit."""
-        return self._way("refit", self.loaded.residency.forward_only)
+    def way_of_dense(self, stage: str, forward: bool = True) -> str:
+        """The same of the dense model in another stage, which only runs it `forward` or takes gradients."""
+        return self._way(stage, self.loaded.residency.forward_only if forward else self.loaded.residency)
 
     def way_to_measure(self, stage: str, recipe: Recipe) -> str:
         """The same of the model that `recipe` makes, in a stage in which it is measured."""

@@ -21,7 +21,7 @@ from tune_prune.models.runner.out_of_memory import first_that_fits
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
 
 # What a stage does with the model: load it, take gradients, run it forward, or prune and measure a copy.
-Use = Literal["load", "gradients", "forward", "measure"]
+Use = Literal["load", "gradients", "forward", "train", "measure"]
 MEASURING = ("kl", "perplexity", "zero_shot")
 
 
@@ -111,6 +111,8 @@ def _part(way: Residency, use: Use, device: str) -> Residency:
         way = replace(way, states="device")
     if use == "load":
         return Residency(from_files=way.from_files)
+    if use == "train":  # gradients of a pruned copy
+        return way
     if use == "gradients":
         return replace(way, pruned_whole=False)
     if use == "forward" or not way.pruned_whole:

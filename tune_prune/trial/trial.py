@@ -3,6 +3,7 @@
     (statistics)    calibration windows -> what the method's scores need: a stage for each statistic, shared by trials
     pruning         method's scores + exact budget -> plan -> smaller model
     refit           of what is left of the cut blocks, where the configuration has a compensation
+    recovery        training of what is left, where it has one
     kl              divergence from the dense model, on a little of that text and of the tasks
     perplexity      on held-out text
     zero_shot       tasks in growing slices of their items; the last slice has them all
@@ -47,6 +48,7 @@ from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_stati
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.kl import measure_kl
 from tune_prune.trial.recipe import Recipe
+from tune_prune.trial.steps import recovered, refitted
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,17 @@ class Trial:
         if config.compensation != "none":
             self._check_weights()
             with self._stage("refit") as report:
-                self.made, found, report.tokens = self.context.refit(plan, config)
-                report.way = self.context.way_to_refit()
+                self.made, found, report.tokens = refitted(self.context, plan, config)
+                report.way = self.context.way_of_dense("refit")
                 unused = sum(not block.used for block in found.blocks)
                 report.metrics = {"refit_error": found.error, "refit_blocks": float(len(found.blocks) - unused)}
+            yield report
+        if config.recovery != "none":
+            self._check_weights()
+            with self._stage("recovery") as report:
+                self.made, trained, report.tokens = recovered(self.context, self.made, config)
+                report.way = self.context.way_of_dense("recovery", forward=False) if report.tokens else ""
+                report.metrics = {"recovery_error": trained.error}
             yield report
         return self.made
 

@@ -17,9 +17,10 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from tune_prune.core.config import HYPERPARAMETERS, PruningConfig
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
@@ -99,7 +100,7 @@ class _Study:
             config = self._config(trial.params)
         if trial is not None and config not in self._unseen:
             self._study.tell(trial, state=TrialState.FAIL)
-            meant = config.canonical()  # TPE does not know that damping means nothing without a refit
+            meant = config.canonical()  # TPE does not know that e.g. damping means nothing without a refit
             trial, config = None, meant if meant in self._unseen else self._random.choice(self._unseen)
         if trial is None:
             self._study.enqueue_trial(self._params(config))

@@ -31,8 +31,8 @@ from tune_prune.analysis.render.messages import printed
 from tune_prune.analysis.statistics.effects import level_table
 from tune_prune.analysis.statistics.factors import NUMERIC, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
-from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.store import location
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 _DENSE: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 7}
 _RING = _DENSE | {"marker": "o", "markersize": 8, "markeredgewidth": 1.2, "fillstyle": "none"}

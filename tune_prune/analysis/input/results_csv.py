@@ -23,9 +23,10 @@ from tune_prune.analysis.input.rows import (
     typed,
 )
 from tune_prune.analysis.input.study import Model, Problem
-from tune_prune.core.config import OLDER_NAMES, ZERO_SHOT_TASKS, PruningConfig, check_label
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import RESULTS, TRIALS, Location, open_file
+from tune_prune.core.values.hyperparameters import OLDER_NAMES
 
 _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
 _SUCCESS = (

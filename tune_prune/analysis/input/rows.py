@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_TASKS, PruningConfig, renamed
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS, Location
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, renamed
 from tune_prune.core.values.kinds import Whole
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))

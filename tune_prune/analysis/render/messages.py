@@ -22,7 +22,7 @@ from tune_prune.analysis.cost import duration
 from tune_prune.analysis.input.errors import wilson_interval
 from tune_prune.analysis.statistics.findings import Message
 from tune_prune.analysis.tables.table import Column, Row, Table, missing
-from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 LANGUAGES = ("en", "zh")
 MISSING = "–"

@@ -24,7 +24,7 @@ import pandas as pd
 from tune_prune.analysis.input.items import check_items
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import INTEGERS, best_first, configuration_of
-from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 SEED = "seed"  # the hyperparameter whose values are draws
 FEW_FREEDOM = 8  # degrees of freedom: a variance from fewer is off by half of it in one of three cases

@@ -7,14 +7,14 @@ import math
 import pandas as pd
 
 from tune_prune.analysis.input.rows import CALIBRATION
-from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.records import MODEL_STAGES
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, RECIPE
 from tune_prune.core.values.kinds import Share, Whole
 
 # Columns of the rows. The pruning ratio is none: each is compared in itself; nor is the seed, which repeats a configuration.
 FACTORS = tuple(name for name in HYPERPARAMETERS if name not in ("pruning_ratio", "seed"))
 NUMERIC = tuple(name for name in FACTORS if isinstance(HYPERPARAMETERS[name].kind, (Share, Whole)))
-_OF_REFITS = tuple(name for name in FACTORS if HYPERPARAMETERS[name].read_by == "refit")
+_SWITCHES = tuple(dict.fromkeys(row.switch for row in RECIPE.values()))
 
 
 def varied(rows: pd.DataFrame) -> tuple[str, ...]:
@@ -42,14 +42,18 @@ def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
 
 def grid_size(rows: pd.DataFrame) -> int:
     """How many configurations a full grid of the levels tried has; a method is in it once for each setting of what it reads."""
-    reads = {name: methods_reading(rows, name) for name in FACTORS if name not in ("method", *_OF_REFITS)}
+    reads = {name: methods_reading(rows, name) for name in FACTORS if name not in ("method", *RECIPE)}
     each = sum(
         math.prod(rows[name].nunique() for name, methods in reads.items() if method in methods)
         for method in rows["method"].unique()
     )
-    if "compensation" not in rows or not (refitted := rows[rows["compensation"] != "none"]).size:
-        return each
-    # What only a refit reads has its levels among those.
-    plain = rows["compensation"].nunique() - refitted["compensation"].nunique()
-    refits = math.prod(refitted[name].nunique() for name in (*_OF_REFITS, "compensation"))
-    return each // rows["compensation"].nunique() * (plain + refits)
+    return each * math.prod(_levels(rows, switch) for switch in _SWITCHES if switch in rows)
+
+
+def _levels(rows: pd.DataFrame, switch: str) -> int:
+    """How many settings a grid has of that part of a recipe: what only it reads has its levels where it is not none."""
+    there = rows[rows[switch] != "none"]
+    settings = [switch, *(name for name, row in RECIPE.items() if row.of == switch)]
+    return int((rows[switch] == "none").any()) + (
+        math.prod(there[name].nunique() for name in settings) if len(there) else 0
+    )

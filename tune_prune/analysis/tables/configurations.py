@@ -12,7 +12,7 @@ from tune_prune.analysis.input.measures import GOLD
 from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.table import Column, Table, missing
-from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
 _WIDE = 3  # models: losses of more in percent, too, are no table that a page has room for

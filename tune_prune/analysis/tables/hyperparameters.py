@@ -11,7 +11,7 @@ import pandas as pd
 from tune_prune.analysis.statistics.findings import Findings, Message, Trend
 from tune_prune.analysis.tables.configurations import MODEL, TRIALS, limits
 from tune_prune.analysis.tables.table import Column, Table, missing
-from tune_prune.core.config import HYPERPARAMETERS
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 
 def methods(findings: Findings) -> Table:

@@ -38,9 +38,10 @@ from tune_prune.checkpoint.card.card_numbers import (
 )
 from tune_prune.checkpoint.generation_speed import conditions, rate
 from tune_prune.checkpoint.manifest import Manifest
-from tune_prune.core.config import HYPERPARAMETERS, ZERO_SHOT_METRIC
+from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.files import atomic_write_bytes, atomic_write_text
 from tune_prune.core.terminal.escapes import markdown, markdown_code, printable
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.methods import load_method
@@ -120,9 +121,7 @@ def command_line(folder: Path, manifest: Manifest) -> str:
     revision = base.revision if base_hub_id(manifest) else None
     flags: dict[str, Any] = {"--model": _public(base.model), "--revision": revision}
     rows = [HYPERPARAMETERS[name] for name in load_method(config.method).hyperparameters]
-    flags |= {
-        row.flag: value for row in rows if (value := getattr(config, row.name)) != row.default or not row.of_refit
-    }
+    flags |= {row.flag: value for row in rows if (value := getattr(config, row.name)) != row.default or not row.switch}
     flags |= {
         "--calibration": "+".join(map(_public, texts_of(source.of(config).calibration))) if source else None,
         "--seed": source.of(config).seed if source else None,
@@ -223,6 +222,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
     for block, left in (("attention", plan.kept_groups), ("MLP", plan.kept_channels)):
         gone = [str(layer) for layer, part in enumerate(left) if not part and layer not in dropped]
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
+    training = f"`{config.recovery}`, {config.recovery_steps:,} steps, learning rate {config.recovery_rate:g}"
     refit = f"`{config.compensation}`, damping {config.damping:g}, {config.refit_tokens:,} tokens"
     return [
         ("Base model", f"{markdown_code(name)}{revision}, fingerprint {markdown_code(base.fingerprint)}"),
@@ -237,6 +237,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
             f"({plan.removed_params:,} of {plan.total_params:,})",
         ),
         *([] if config.compensation == "none" else [("Refit of what is left", refit)]),
+        *([] if config.recovery == "none" else [("Training of what is left", training)]),
         ("Layers", layers),
     ]
 

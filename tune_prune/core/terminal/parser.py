@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tune_prune import __version__
-from tune_prune.core.config import HYPERPARAMETERS
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 # Flag -> what other programs call it, where that is spelt otherwise. The first flag counts that the command has.
 OTHER_NAMES = {

@@ -33,6 +33,16 @@ def shown(after_s: float = 0.0) -> Iterator[None]:
         _after_s.reset(before)
 
 
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Steps that begin inside are not drawn: they are parts of one that is."""
+    before = _after_s.set(None)
+    try:
+        yield
+    finally:
+        _after_s.reset(before)
+
+
 def unseen(amount: int) -> None:
     """An `Advance` of a step that nobody watches."""
 

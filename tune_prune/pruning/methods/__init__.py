@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tune_prune.core.config import HYPERPARAMETERS, PruningConfig
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Need, load_statistic, parse
 

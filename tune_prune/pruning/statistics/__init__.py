@@ -56,6 +56,8 @@ class PassWork:
     snapshots: int = 0  # times that the sums over a model's weights are read out
     product_tokens: int = 0  # of which products of the inputs of each layer's last projections are summed up
     weight_sums: int = 0  # float32 numbers per weight of the projections that are kept while it runs
+    adapter_rank: int = 0  # of adapters of a pruned copy, which are trained instead
+    waiting_tokens: int = 0  # whose hidden states wait in host memory meanwhile
 
 
 CALIBRATION = ("seq_len", "num_samples", "seed", "calibration")  # hyperparameters that say which samples there are

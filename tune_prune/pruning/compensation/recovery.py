@@ -1,0 +1,288 @@
+"""Train what pruning has left towards the dense model's predictions: knowledge distillation (Hinton et al. 2015, arXiv:1503.02531,
+at temperature 1) into low-rank adapters of all projections (LoRA, Hu et al. 2021, arXiv:2106.09685, by PEFT), which are merged.
+
+    loss     mean over tokens of KL(dense || pruned) of the next token's distribution
+    W' = W + ALPHA / RANK * B A      A [RANK, in], B [out, RANK], float32; B begins at 0
+    a step   ROWS calibration samples, in their order and then again from the first; AdamW without weight decay; the rate rises over
+             WARM_UP steps and falls to 0 by a cosine
+
+The dense model is there as what its head is given at those tokens [samples, T, H]: logits of both are made beside each other, a
+part at a time. Gradients are those of `pruning.gradient_pass`, so the pruned model is held as it is for any other gradients: as a
+whole, or a layer at a time, where its weights may stay in files. Nothing but the adapters is trained: no new weights and no new
+biases.
+
+What was trained on a little text may not hold for other text. So some samples are held out, and where the divergence on those does
+not fall the model stays as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from transformers import PreTrainedModel
+
+from tune_prune.core.hashing import seed_for
+from tune_prune.core.terminal import progress
+from tune_prune.models.families import Family
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.layer_weights import LazyWeights
+from tune_prune.models.runner.residency import Residency
+from tune_prune.pruning.gradient_pass import Sums, gradient_pass, gradient_work
+from tune_prune.pruning.statistics import PassWork
+from tune_prune.pruning.surgery import Updates
+
+VERSION = 1  # raise when the weights that come out change their meaning
+RANK, ALPHA = 8, 16
+WINDOW = 128  # tokens of a sample
+ROWS = 4  # samples of a step
+HELD_OUT = 16  # samples
+WARM_UP = 10  # steps
+SAVE_EVERY_S = 120.0  # seconds between two states that are kept
+
+State = dict[str, np.ndarray]
+_BASE, _INTO, _OUT = ".base_layer", ".lora_A.default", ".lora_B.default"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """`updates`: of the projections' weights, by parameter name. KL(dense || pruned) on held-out samples, in nats per token, before
+    and after."""
+
+    updates: Updates
+    before: float
+    after: float
+
+    @classmethod
+    def from_arrays(cls, arrays: State) -> Recovery:
+        """The one whose `arrays` these are. Raises KeyError or ValueError."""
+        names = arrays["names"].tolist()
+        parts = [
+            [torch.from_numpy(arrays[f"{part}-{index}"]) for part in ("out", "into")] for index in range(len(names))
+        ]
+        return cls(
+            {n: (out, into) for n, (out, into) in zip(names, parts, strict=True)},
+            float(arrays["before"]),
+            float(arrays["after"]),
+        )
+
+    def arrays(self) -> State:
+        """For the artifact cache."""
+        found = {"names": np.array(list(self.updates)), "before": np.array(self.before), "after": np.array(self.after)}
+        for index, (out, into) in enumerate(self.updates.values()):
+            found |= {f"out-{index}": out.numpy(), f"into-{index}": into.numpy()}
+        return found
+
+    @property
+    def used(self) -> bool:
+        return self.after < self.before
+
+    @property
+    def error(self) -> float:
+        """What is left of the divergence on held-out samples: 1 where nothing was gained."""
+        return self.after / self.before if self.used else 1.0
+
+
+def lora(
+    model: PreTrainedModel,
+    family: Family,
+    windows: Tensor,
+    dense: Tensor,
+    steps: int,
+    rate: float,
+    seed: int,
+    residency: Residency,
+    kept: State | None = None,
+    keep: Callable[[State], object] = id,
+) -> Recovery:
+    """Trains adapters of the pruned `model`, into which they are put: it cannot be used afterwards. `windows` [samples, T], of
+    which the last HELD_OUT are held out; `dense` [samples, T, H]: what the dense model's head is given there. `rate`: the largest
+    learning rate; `seed`: of the adapters' first values. `keep` is given the state of the training every SAVE_EVERY_S seconds;
+    `kept`: such a state, from which it goes on, with the same result."""
+    training = _Training(model, family, residency, steps, rate, seed)
+    runner = LayerRunner(model, family, training.residency)
+    fitted, held = (slice(None, -HELD_OUT), slice(-HELD_OUT, None))
+    if kept is None:
+        before = _divergence(runner, windows[held], dense[held])
+    else:
+        before = float(kept["before"])
+        training.restore(kept)
+    samples, targets, saved = windows[fitted], dense[fitted], time.monotonic()
+    with progress.step("recovery", lambda: steps, "steps", lambda: training.done) as advance, progress.hidden():
+        while training.done < steps:
+            rows = torch.arange(training.done * ROWS, (training.done + 1) * ROWS) % len(samples)
+            training.step(samples[rows], targets[rows])
+            advance(1)
+            if time.monotonic() - saved > SAVE_EVERY_S and training.done < steps:
+                keep(training.state() | {"before": np.array(before)})
+                saved = time.monotonic()
+    return Recovery(training.updates(), before, _divergence(runner, windows[held], dense[held]))
+
+
+def work(steps: int, num_layers: int) -> list[PassWork]:
+    """What so many steps compute: the dense model's pass, and gradients."""
+    one, samples = step_work(steps, num_layers), samples_of(steps) + 2 * HELD_OUT
+    tokens = samples * WINDOW
+    forward = PassWork(tokens, tokens * num_layers, tokens * num_layers, 0, one.batch_tokens)
+    counts = ("tokens", "attention_tokens", "mlp_tokens", "head_positions")
+    return [forward, replace(one, **{name: steps * getattr(one, name) for name in counts})]
+
+
+def step_work(steps: int, num_layers: int) -> PassWork:
+    """What one of so many steps computes."""
+    one = gradient_work([ROWS], WINDOW, num_layers, ROWS, 0)
+    return replace(one, adapter_rank=RANK, waiting_tokens=samples_of(steps) * WINDOW)
+
+
+def samples_of(steps: int) -> int:
+    """Calibration samples that so many steps take, where the text has as many."""
+    return steps * ROWS + HELD_OUT
+
+
+class _Training:
+    """A model with adapters, and how far their training has come."""
+
+    def __init__(
+        self, model: PreTrainedModel, family: Family, residency: Residency, steps: int, rate: float, seed: int
+    ) -> None:
+        from peft import LoraConfig, inject_adapter_in_model  # imports for seconds
+
+        self.model, self.family, self.done = model, family, 0
+        names = sorted({".".join(path.rsplit(".", 2)[-2:]) for path in family.projections().values()})
+        config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, init_lora_weights=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
+            inject_adapter_in_model(config, model)
+        model.eval()
+        self.residency = residency
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        generator = torch.Generator().manual_seed(seed_for(seed, "adapters"))
+        self.adapters: dict[str, nn.Parameter] = {}
+        for name, p in model.named_parameters():
+            if not _is_adapter(name):
+                continue
+            first = torch.zeros(p.shape, dtype=dtype)
+            if _INTO in name:  # as PEFT's own, which is that of a linear layer
+                bound = 1 / math.sqrt(p.shape[1])
+                first.uniform_(-bound, bound, generator=generator)
+            value = nn.Parameter(first.to(residency.device if p.is_meta else p.device), requires_grad=False)
+            module, _, attribute = name.rpartition(".")
+            if not p.is_meta:
+                setattr(model.get_submodule(module), attribute, value)
+            self.adapters[name] = value
+        if residency.weights is not None:
+            self.residency = replace(residency, weights=self._with_adapters(residency.weights))
+        self._optimizer = AdamW(self.adapters.values(), weight_decay=0.0)
+        self._rate = lambda step: rate * _share(step, steps)
+
+    def _with_adapters(self, weights: Mapping[str, Tensor]) -> LazyWeights:
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+
+        def find(name: str) -> Tensor:
+            return self.adapters[name] if name in self.adapters else weights[name.replace(_BASE, "")]
+
+        return LazyWeights(names, find)
+
+    def step(self, samples: Tensor, dense: Tensor) -> None:
+        """One step on samples [ROWS, T]."""
+        count = len(samples)
+        found = gradient_pass(self.model, self.family, samples, [count], self.residency, _Gradients, count, dense)[
+            count
+        ]
+        for p, gradient in zip(self.adapters.values(), (one for layer in found for one in layer), strict=True):
+            p.grad = gradient
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate(self.done)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.done += 1
+
+    def state(self) -> State:
+        """Where the training stands, to go on from there."""
+        found = {"done": np.array(self.done)}
+        moments = self._optimizer.state
+        for index, p in enumerate(self.adapters.values()):
+            parts = {"value": p, "first": moments[p]["exp_avg"], "second": moments[p]["exp_avg_sq"]}
+            found |= {f"{name}-{index}": part.detach().cpu().numpy().copy() for name, part in parts.items()}
+        return found
+
+    def restore(self, kept: State) -> None:
+        self.done = done = int(kept["done"])
+        for index, p in enumerate(self.adapters.values()):
+            p.copy_(torch.from_numpy(kept[f"value-{index}"]))
+            self._optimizer.state[p] = {
+                "step": torch.tensor(float(done)),
+                "exp_avg": torch.from_numpy(kept[f"first-{index}"]).to(p.device),
+                "exp_avg_sq": torch.from_numpy(kept[f"second-{index}"]).to(p.device),
+            }
+
+    def updates(self) -> Updates:
+        found = {}
+        for name, p in self.adapters.items():
+            if _OUT in name:
+                into = self.adapters[name.replace(_OUT, _INTO)]
+                found[name.replace(_OUT, "")] = (ALPHA / RANK * p.detach()).cpu(), into.detach().cpu()
+        return found
+
+
+def _share(step: int, steps: int) -> float:
+    """Of the largest learning rate, in that one of so many steps, from 0."""
+    rising = min(WARM_UP, steps)
+    return step / rising if step < rising else 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
+
+
+def _is_adapter(name: str) -> bool:
+    return _INTO in name or _OUT in name
+
+
+class _Gradients(Sums[list[Tensor]]):
+    """Of the adapters of `layers`, in their order, summed up over batches."""
+
+    def __init__(self, family: Family, layers: Iterable[nn.Module]) -> None:
+        self.adapters = [[p for name, p in layer.named_parameters() if _is_adapter(name)] for layer in layers]
+
+    def __enter__(self) -> _Gradients:
+        for p in self._all:
+            p.requires_grad_(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for p in self._all:
+            p.requires_grad_(False)
+            p.grad = None
+
+    @property
+    def _all(self) -> list[Tensor]:
+        return [p for layer in self.adapters for p in layer]
+
+    def copy(self) -> list[Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self._all]
+
+    def restore(self, saved: Sequence[Tensor | None]) -> None:
+        for p, gradient in zip(self._all, saved, strict=True):
+            p.grad = gradient
+
+    def results(self, num_samples: int) -> list[list[Tensor]]:
+        return [[p.grad / num_samples for p in layer if p.grad is not None] for layer in self.adapters]
+
+
+@torch.inference_mode()
+def _divergence(runner: LayerRunner, windows: Tensor, dense: Tensor) -> float:
+    """The mean KL(dense || own) in nats of what is predicted at every token of `windows`."""
+    total = 0.0
+    batches = {start: windows[start : start + ROWS] for start in range(0, len(windows), ROWS)}
+    for block in runner.blocks(batches):
+        states = runner.forward(block)
+        with runner.tail() as tail:
+            for start, samples in block.items():
+                inside = torch.ones_like(samples, dtype=torch.bool)
+                wanted = dense[start : start + len(samples)].flatten(0, 1)
+                total += float(tail.divergences(states.pop(start), inside, wanted).double().sum())
+    return total / windows.numel()

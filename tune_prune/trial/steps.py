@@ -1,0 +1,95 @@
+"""The steps of a recipe behind the cut: a refit of what is left, and its training. Each gives the recipe with what it has
+changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tune_prune.core.config import PruningConfig
+from tune_prune.data import calibration
+from tune_prune.evaluation.divergence import head_inputs
+from tune_prune.pruning.compensation import recovery, refit
+from tune_prune.pruning.compensation.recovery import Recovery
+from tune_prune.pruning.compensation.refit import Refit
+from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.surgery import Changes
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.recipe import Recipe
+
+
+def samples_needed(config: PruningConfig, longest: int) -> list[tuple[int, int]]:
+    """Tokens of a calibration sample and the number of them that each step of `config` needs at least; a model takes rows of
+    `longest` tokens."""
+    refitted = [] if config.compensation == "none" else [refit.windows_of(config.refit_tokens, longest)]
+    trained = [] if config.recovery == "none" else [(min(recovery.WINDOW, longest), recovery.HELD_OUT + recovery.ROWS)]
+    return refitted + trained
+
+
+def refitted(context: TrialContext, plan: PruningPlan, config: PruningConfig) -> tuple[Recipe, Refit, int]:
+    """The recipe of `plan` with the compensation of `config`, what that has done, and the tokens forwarded for it."""
+    length, count = refit.windows_of(config.refit_tokens, context.loaded.max_length)
+    windows = context.windows(replace(config.samples, seq_len=length), count)
+
+    def make(_: int) -> Refit:
+        context.drop_copy()
+        dense = context.loaded
+        way = dense.residency.forward_only
+        return refit.least_squares(dense.model, dense.family, plan, windows, config.damping, way)
+
+    found = context.fitted("refit", "forward", make)
+    if not found.weights:
+        return Recipe(plan), found, windows.numel()
+    about = {"compensation": config.compensation, "version": refit.VERSION, "damping": config.damping}
+    steps = about | _samples(context, config, windows)
+    return Recipe(plan, Changes(found.weights), steps), found, windows.numel()
+
+
+def recovered(context: TrialContext, recipe: Recipe, config: PruningConfig) -> tuple[Recipe, Recovery, int]:
+    """`recipe` with the recovery of `config`, what that has done, and the tokens forwarded for it (0: its adapters were kept). What
+    a training that was interrupted has done is not done again."""
+    if not recipe.plan.removed_params:
+        return recipe, Recovery({}, 0.0, 0.0), 0
+    run, length = context.run.of(config), min(recovery.WINDOW, context.loaded.max_length)
+    texts = context.calibration_tokens(run.calibration)
+    there = len(texts) * min(len(tokens) // length for tokens in texts)
+    steps, count = config.recovery_steps, min(recovery.samples_of(config.recovery_steps), there)
+    windows = context.windows(replace(config.samples, seq_len=length), count)
+    about = {"recovery": config.recovery, "version": recovery.VERSION, "steps": steps, "rate": config.recovery_rate}
+    about |= _samples(context, config, windows)
+    key = context.measurement_key(recipe.structure, **about)
+    found, forwarded = context.artifacts.get("recovery", key, Recovery.from_arrays), 0
+    if found is None:
+
+        def keep(state: dict[str, np.ndarray]) -> None:
+            context.artifacts.put("recovery_state", key, state)
+
+        def make(_: int) -> tuple[Recovery, int]:
+            context.drop_copy()
+            dense = context.loaded
+            states = head_inputs(dense.model, list(windows), dense.residency.forward_only)
+            states = states.view(count, length, -1)
+            model, way = recipe.to_train(dense)
+            kept = context.artifacts.get("recovery_state", key, dict)
+            rate, seed = config.recovery_rate, run.seed
+            trained = recovery.lora(model, dense.family, windows, states, steps, rate, seed, way, kept, keep)
+            return trained, 0 if kept is None else int(kept["done"])
+
+        found, done = context.fitted("recovery", "train", make)
+        context.artifacts.put("recovery", key, found.arrays())
+        context.artifacts.remove("recovery_state", key)
+        forwarded = windows.numel() + length * ((steps - done) * recovery.ROWS + 2 * recovery.HELD_OUT)
+    if not found.used:
+        return recipe, found, forwarded
+    changes = replace(recipe.changes, updates=found.updates)
+    return replace(recipe, changes=changes, steps={**recipe.steps, "recovery": about}), found, forwarded
+
+
+def _samples(context: TrialContext, config: PruningConfig, windows: torch.Tensor) -> dict[str, Any]:
+    """What tells which calibration samples those are."""
+    run = context.run.of(config)
+    text = calibration.calibration_fingerprint(run.calibration)
+    return {"windows": list(windows.shape), "calibration": text, "seed": run.seed}
