@@ -204,7 +204,7 @@ def package_of_contributor(folder: Path) -> Path:
             "\n\nFAMILIES |= {{row.model_type: row for row in {code}}}\n\n\ndef family_of(",
         ),
         "(\n    Hyperparameter(": (
-            "core/config.py",
+            "core/values/hyperparameters.py",
             "\n# Older name, or other name",
             "HYPERPARAMETERS |= {{row.name: row for row in {code}}}\n\n# Older name, or other name",
         ),

@@ -23,11 +23,13 @@ from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
+from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.residency import RESIDENT, WAYS
-from tune_prune.pruning.compensation import refit
+from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics.block_removal import KINDS
+from tune_prune.trial.recipe import Recipe
 
 # Statistic and numbers of samples; of an evaluation neither.
 STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -51,6 +53,10 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "refit": ("", ()),
     "refit streamed": ("", ()),
     "refit bfloat16": ("", ()),
+    "recovery": ("", ()),
+    "recovery by layer": ("", ()),
+    "recovery streamed": ("", ()),
+    "recovery bfloat16": ("", ()),
     "kl": ("", ()),
     "kl streamed": ("", ()),
     "zero_shot": ("", ()),
@@ -103,6 +109,23 @@ def build(name: str) -> Stage:
         (stage,) = next(ways for ways in plans if ways.way.streamed == way.streamed).stages
         refit.least_squares(model, family, plan, samples[:2, :4], 0.1, way)
         return Stage(stage, lambda: refit.least_squares(model, family, plan, samples, 0.1, way))
+    if name.startswith("recovery"):
+        samples, whole = windows.view(-1, recovery.WINDOW), PruningPlan.keep_all(read_geometry(model, family))
+        kept = [tuple(range(700))] * 4
+        plan = replace(whole, kept_channels=tuple(kept), removed_params=4 * 324 * 3 * 384)
+        steps = (len(samples) - recovery.HELD_OUT) // recovery.ROWS
+        plans = shapes.ways([("recovery", recovery.step_work(steps, 4))], removed_params=plan.removed_params)
+        (stage,) = next(ways for ways in plans if str(ways.way) == str(way)).stages
+        dense = LoadedModel(None, model, None, family, read_geometry(model, family), way)
+        states = head_inputs(model, list(samples), way.forward_only).view(*samples.shape, -1)
+
+        def train(samples: torch.Tensor, states: torch.Tensor, steps: int) -> Any:
+            copy, held = Recipe(plan).to_train(dense)
+            return recovery.lora(copy, family, samples, states, steps, 0.001, 0, held)
+
+        few = torch.cat([samples[:1, :4]] * (recovery.HELD_OUT + 1))
+        train(few, states[: len(few), :4], 1)
+        return Stage(stage, lambda: train(samples, states.clone(), steps))
     if not statistic:
         held = replace(way, from_files=way.streamed)
         _, kl, text, zero_shot = shapes.evaluation(0, 512, 5 * 512, 64, 20 * 64, held)

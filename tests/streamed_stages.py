@@ -29,6 +29,7 @@ from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.models.runner.residency import Residency
 from tune_prune.models.weight_files import write_weights
+from tune_prune.pruning.compensation import recovery
 from tune_prune.pruning.compensation.refit import least_squares
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
@@ -71,12 +72,20 @@ def stages(dense: LoadedModel, folder: Path) -> dict[str, Callable[[], Any]]:
         "gradients": lambda: taylor(model, family, windows, [8], how),
         "removals": lambda: removal_losses(model, family, windows[:2], KINDS, how),
         "refit": lambda: least_squares(model, family, plan, windows, 0.1, how),
+        "recovery": lambda: recover(dense, plan),
         "perplexity": lambda: perplexity(model, windows.flatten(), 64, residency=how),
         "kl": lambda: token_divergences(model, list(windows), head_inputs(model, list(windows), how), how),
         "zero-shot": lambda: score_items(model, rows, residency=how),
         "checkpoint": lambda: save_checkpoint(dense, Recipe(plan), origin, folder / "pruned"),
         "GGUF file": lambda: save_checkpoint(dense, Recipe(plan), origin, folder / "gguf", "gguf"),
     }
+
+
+def recover(dense: LoadedModel, plan: PruningPlan) -> Any:
+    samples = torch.randint(VOCABULARY, (recovery.HELD_OUT + recovery.ROWS, 32))
+    states = head_inputs(dense.model, list(samples), dense.residency).view(*samples.shape, -1)
+    copy, held = Recipe(plan).to_train(dense)
+    return recovery.lora(copy, dense.family, samples, states, 1, 0.001, 0, held)
 
 
 def growth(num_layers: int) -> dict[str, int]:

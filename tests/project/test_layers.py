@@ -32,6 +32,7 @@ ONLY_IN = {
     "gguf": ("checkpoint.gguf", "models.gguf.header", "models.gguf.convert"),
     "fsspec": ("core.storage.objects",),
     "tqdm": ("core.terminal.progress",),
+    "peft": ("pruning.compensation.recovery",),
     "tensorboard": ("tuning.observers.tensorboard",),
     "torch.utils.tensorboard": ("tuning.observers.tensorboard",),
     "mlflow": ("tuning.observers.mlflow_runs",),

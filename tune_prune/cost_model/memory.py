@@ -242,6 +242,11 @@ class Shapes:
         saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h  # of a token in a layer
         if work.adapter_rank:  # adapters in float32 save their inputs in it, too
             saved += FLOAT32 * bool(item % FLOAT32) * (5 * h + q + m)
+        # Of a part of the logits the log-softmax and two gradients; of a divergence those of two models, half as many of each, both
+        # log-softmaxes and their difference.
+        behind, beside = 3 * FLOAT32, item
+        if work.adapter_rank:
+            logits, behind, beside = min(logits, MAX_LOGIT_ELEMENTS[self.device] // 2), 2 * item + 3 * FLOAT32, 0
         of_weights = bool(work.weight_sums)
         one = of_weights * 2 * h * max(q, m) * item  # a projection's gradient
         # Read out in float64: a projection's mean gradient, its absolute values, and these again.
@@ -251,8 +256,7 @@ class Shapes:
             sums *= max(self._projections)
             states = work.attention_tokens // layers * h * item
             states *= (layers if way.states != "device" else layers_on(layers, self.gpus)) + 1
-            # Log-softmax and two gradients of a part of the logits, beside no layer.
-            head = logits * 3 * FLOAT32 + tokens * h * (6 * item + 2 * FLOAT32)
+            head = logits * behind + tokens * h * (6 * item + 2 * FLOAT32)
             inside = item * (2 * h + max(2 * m, 4 * q))  # gradients, while what was saved goes
             inner = max(tokens * (saved + inside) + one, results)
             if way.from_files:
@@ -261,8 +265,8 @@ class Shapes:
         else:
             sums *= self._on_one(self._projections)
             inside = item * (3 * h + 4 * q + 4 * m)
-            # Logits, their log-softmax and two gradients of a part; they are gone before the first layer's backward pass.
-            scores = logits * (item + 3 * FLOAT32)
+            # Logits, too; they are gone before the first layer's backward pass.
+            scores = logits * (beside + behind)
             here = layers_on(layers, self.gpus)
             need = max(here * tokens * saved + max(scores, tokens * inside) + one, results)
         away = states if way.states != "device" else 0

@@ -41,7 +41,7 @@ _DENSE = ("dense", "unpruned", "baseline")  # as method: the model before it was
 def read_results_csv(path: Location, model: str | None) -> Model:
     """The trials of the results file `path`, under the label `model` (None: as its column `model` says).
 
-    Columns may have their older names (core.config.OLDER_NAMES), as published files have them. Those may also lack some:
+    Columns may have their older names (OLDER_NAMES), as published files have them. Those may also lack some:
     seq_len, num_samples and method are then read from the name of output_dir
     (`search_Llama_layerwise_20/exp_001_taylor_seq_len16_taylor_num_samples128`). They keep the measured fraction in
     pruning_ratio: what was asked is that to two decimals, and the same for rows that fall short of it by less than 0.02.
