@@ -89,7 +89,9 @@ def test_training_is_that_of_a_plain_loop(tiny: Make, variant: str) -> None:
     optimizer = torch.optim.AdamW([p for _, p in adapters], weight_decay=0.0)
     for step, rows in enumerate(([0, 1], [2, 3], [0, 1])):
         for group in optimizer.param_groups:  # two steps of warming up, then down
-            group["lr"] = RATE * (step / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2))))
+            group["lr"] = RATE * (
+                (step + 1) / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2)))
+            )
         optimizer.zero_grad()
         plain_divergence(dense, own, windows[rows])[:, :-1].mean().backward()
         optimizer.step()

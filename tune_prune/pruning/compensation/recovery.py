@@ -193,10 +193,9 @@ class _Training:
     def step(self, samples: Tensor, dense: Tensor) -> None:
         """One step on samples [ROWS, T]."""
         count = len(samples)
-        found = gradient_pass(self.model, self.family, samples, [count], self.residency, _Gradients, count, dense)[
-            count
-        ]
-        for p, gradient in zip(self.adapters.values(), (one for layer in found for one in layer), strict=True):
+        found = gradient_pass(self.model, self.family, samples, [count], self.residency, _Gradients, count, dense)
+        gradients = (gradient for layer in found[count] for gradient in layer)
+        for p, gradient in zip(self.adapters.values(), gradients, strict=True):
             p.grad = gradient
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate(self.done)
@@ -235,7 +234,7 @@ class _Training:
 def _share(step: int, steps: int) -> float:
     """Of the largest learning rate, in that one of so many steps, from 0."""
     rising = min(WARM_UP, steps)
-    return step / rising if step < rising else 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
+    return (step + 1) / rising if step < rising else 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
 
 
 def _is_adapter(name: str) -> bool:
