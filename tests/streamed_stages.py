@@ -72,12 +72,12 @@ def stages(dense: LoadedModel, folder: Path) -> dict[str, Callable[[], Any]]:
         "gradients": lambda: taylor(model, family, windows, [8], how),
         "removals": lambda: removal_losses(model, family, windows[:2], KINDS, how),
         "refit": lambda: least_squares(model, family, plan, windows, 0.1, how),
-        "recovery": lambda: recover(dense, plan),
         "perplexity": lambda: perplexity(model, windows.flatten(), 64, residency=how),
         "kl": lambda: token_divergences(model, list(windows), head_inputs(model, list(windows), how), how),
         "zero-shot": lambda: score_items(model, rows, residency=how),
         "checkpoint": lambda: save_checkpoint(dense, Recipe(plan), origin, folder / "pruned"),
         "GGUF file": lambda: save_checkpoint(dense, Recipe(plan), origin, folder / "gguf", "gguf"),
+        "recovery": lambda: recover(dense, plan),  # the last: it imports PEFT
     }
 
 

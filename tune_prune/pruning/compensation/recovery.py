@@ -178,17 +178,9 @@ class _Training:
                 setattr(model.get_submodule(module), attribute, value)
             self.adapters[name] = value
         if residency.weights is not None:
-            self.residency = replace(residency, weights=self._with_adapters(residency.weights))
+            self.residency = replace(residency, weights=_with_adapters(model, residency.weights, self.adapters))
         self._optimizer = AdamW(self.adapters.values(), weight_decay=0.0)
         self._rate = lambda step: rate * _share(step, steps)
-
-    def _with_adapters(self, weights: Mapping[str, Tensor]) -> LazyWeights:
-        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-
-        def find(name: str) -> Tensor:
-            return self.adapters[name] if name in self.adapters else weights[name.replace(_BASE, "")]
-
-        return LazyWeights(names, find)
 
     def step(self, samples: Tensor, dense: Tensor) -> None:
         """One step on samples [ROWS, T]."""
@@ -229,6 +221,16 @@ class _Training:
                 into = self.adapters[name.replace(_OUT, _INTO)]
                 found[name.replace(_OUT, "")] = (ALPHA / RANK * p.detach()).cpu(), into.detach().cpu()
         return found
+
+
+def _with_adapters(model: nn.Module, weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> LazyWeights:
+    """The weights of `model` with adapters, from those of the model without them."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+    def find(name: str) -> Tensor:
+        return adapters[name] if name in adapters else weights[name.replace(_BASE, "")]
+
+    return LazyWeights(names, find)
 
 
 def _share(step: int, steps: int) -> float:
