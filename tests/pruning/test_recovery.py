@@ -140,7 +140,7 @@ def test_a_model_whose_blocks_are_gone_is_trained_in_the_others(tiny: Make) -> N
 
 def test_an_interrupted_training_goes_on_with_the_same_result(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, windows, states = tiny("llama"), samples(9), []
-    monkeypatch.setattr(recovery, "SAVE_EVERY_S", -1.0)
+    monkeypatch.setattr(recovery, "KEEP_EVERY_S", -1.0)
     whole = trained(dense, windows, keep=states.append, steps=5)
     assert [int(state["done"]) for state in states] == [1, 2, 3, 4]
     for state in states[1:3]:

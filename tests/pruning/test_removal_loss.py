@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.head import NextTokenLosses
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning import batches
+from tune_prune.pruning.statistics import block_removal
 from tune_prune.pruning.statistics.block_removal import KINDS, RemovalLosses, removal_losses
 
 SEQ_LEN = 12  # longer than the sliding window of the variants that have one
@@ -125,6 +127,42 @@ def test_a_sample_runs_in_a_batch_of_one_size_in_every_pass(tiny, monkeypatch):
         sizes[count] = seen[:count]
         assert len(found.dense) == count
     assert all(sizes[count] == sizes[13][:count] for count in sizes) and set(sizes[13]) == {1, 2, 4}
+
+
+@pytest.mark.parametrize("residency", [RESIDENT, Residency(halvings=2)], ids=["at once", "in parts"])
+@pytest.mark.parametrize("there", [1, 3, 4, 8, 12, 13])
+def test_a_pass_goes_on_from_what_there_is_with_the_same_bits(tiny, monkeypatch, there, residency):
+    """From behind the last whole batch, which may be one that a pass over fewer samples has filled up."""
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+    model, samples, kinds = tiny("llama"), windows(13), ("layer", "mlp")
+    whole = removal_losses(model, FAMILIES["llama"], samples, kinds)
+    begun = removal_losses(model, FAMILIES["llama"], samples[:there], kinds)
+    seen = []
+    original = NextTokenLosses.__call__
+
+    def record(losses: NextTokenLosses, batch: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        seen.append(batch)
+        return original(losses, batch, states)
+
+    monkeypatch.setattr(NextTokenLosses, "__call__", record)
+    found = removal_losses(model, FAMILIES["llama"], samples, kinds, residency, begun)
+    np.testing.assert_array_equal(found.dense, whole.dense)
+    for kind in kinds:
+        np.testing.assert_array_equal(found.removed[kind], whole.removed[kind])
+    starts = [start for start, _ in batches.growing_batches(13, 4)]
+    left = [start for start in starts if start >= max(s for s in starts if s <= there)]
+    assert len(seen) == len(left) * (1 + 2 * 4)
+    assert all(torch.equal(batch[0], samples[left[0]]) for batch in seen[: 1 + 2 * 4])
+
+
+def test_what_there_is_is_kept_meanwhile(tiny, monkeypatch):
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+    monkeypatch.setattr(block_removal, "KEEP_EVERY_S", -1.0)
+    kept: list[RemovalLosses] = []
+    whole = removal_losses(tiny("llama"), FAMILIES["llama"], windows(13), ("layer",), keep=kept.append)
+    assert [len(losses.dense) for losses in kept] == [1, 2, 4, 8, 12, 13]
+    for losses in kept:
+        np.testing.assert_array_equal(losses.removed["layer"], whole.removed["layer"][:, : len(losses.dense)])
 
 
 def test_only_the_kinds_asked_for_are_computed_once_each(tiny):

@@ -17,7 +17,7 @@ from tune_prune.data import calibration
 from tune_prune.evaluation import perplexity
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
-from tune_prune.pruning.statistics import Need, load_statistic, parse
+from tune_prune.pruning.statistics import Need, block_removal, load_statistic, parse
 from tune_prune.pruning.statistics.block_removal import removal_losses
 from tune_prune.pruning.statistics.taylor import Importance, taylor
 from tune_prune.pruning.surgery import prune
@@ -80,6 +80,51 @@ def test_a_shorter_removal_run_is_a_prefix_of_a_longer_one(fresh):
     again, tokens = increase(4)
     assert tokens == 0
     np.testing.assert_array_equal(again, longer)
+
+
+def test_a_removal_pass_that_is_interrupted_goes_on(fresh, monkeypatch):
+    """From what was stored last; its trial reports the tokens that it forwarded itself."""
+    monkeypatch.setattr(block_removal, "KEEP_EVERY_S", -1.0)
+    needs, runs = removals(layer=6, mlp=4), 1 + 2 * fresh.loaded.geometry.num_layers
+    put, puts = ArtifactStore.put, []
+
+    def interrupted(store, kind, key, arrays):
+        put(store, kind, key, arrays)
+        puts.append(len(arrays["dense"]))
+        if puts == [1, 1, 2, 2, 4, 4]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ArtifactStore, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fresh.collect(Samples(16), needs)
+    monkeypatch.setattr(ArtifactStore, "put", put)
+    assert fresh.cache.missing(Samples(16), needs) == (needs[0],)  # four samples are there, of each kind
+    found, tokens = fresh.collect(Samples(16), removals(layer=6, mlp=6))
+    assert tokens == 16 * (6 - 4) * runs
+    windows = fresh.windows(Samples(16), 6)
+    alone = removal_losses(fresh.loaded.model, fresh.loaded.family, windows, ("layer", "mlp"))
+    for need, arrays in found.items():
+        np.testing.assert_array_equal(arrays["removed"], alone.removed[need.kind])
+        np.testing.assert_array_equal(arrays["dense"], alone.dense)
+
+
+def test_more_of_one_kind_is_no_beginning_of_two(fresh, monkeypatch):
+    """And is not replaced by what a pass for both has so far."""
+    monkeypatch.setattr(block_removal, "KEEP_EVERY_S", -1.0)
+    (layer,) = removals(layer=4)
+    fresh.collect(Samples(16), [layer])
+    lengths = []
+    get = fresh.cache.get
+    original = StatisticCache.put
+
+    def look(cache, samples, need, arrays):
+        original(cache, samples, need, arrays)
+        lengths.append(len(get(Samples(16), replace(layer, num_samples=1))["dense"]))
+
+    monkeypatch.setattr(StatisticCache, "put", look)
+    _, tokens = fresh.collect(Samples(16), removals(layer=6, mlp=6))
+    assert tokens == 16 * 6 * (1 + 2 * fresh.loaded.geometry.num_layers)
+    assert lengths[0] == 4 and lengths == sorted(lengths) and lengths[-1] == 6
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"calibration": "text.txt"}, {"dtype": "bfloat16"}])

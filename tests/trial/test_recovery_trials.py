@@ -61,7 +61,7 @@ def test_a_training_that_does_not_help_on_held_out_samples_leaves_the_model_as_i
 
 def test_what_an_interrupted_training_has_done_is_not_done_again(context, monkeypatch, tmp_path):
     whole, fresh = run_trial(TRAINED, context), with_empty_cache(context, tmp_path)
-    monkeypatch.setattr(recovery, "SAVE_EVERY_S", -1.0)
+    monkeypatch.setattr(recovery, "KEEP_EVERY_S", -1.0)
     put = fresh.artifacts.put
 
     def killed(kind, key, arrays):

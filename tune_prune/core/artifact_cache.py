@@ -12,7 +12,7 @@ import hashlib
 import io
 import logging
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from tune_prune.core.store import Location, ObjectPath, location, open_store
 log = logging.getLogger(__name__)
 
 FOLDER = "artifacts"  # beside the experiments, below --storage-path
+KEEP_EVERY_S = 120.0  # seconds after which a computation that lasts stores how far it has come
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _ABOUT = ("kind", "key")  # entries of an archive that are no arrays of the result
 
@@ -76,7 +77,7 @@ class ArtifactStore:
             log.warning("artifact %s is %s; it is computed again", path, cause)
         return None
 
-    def put(self, kind: str, key: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    def put(self, kind: str, key: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Store arrays under `key`, atomically."""
         archive = io.BytesIO()
         named: dict[str, Any] = {"kind": np.array(kind), "key": np.array(canonical_json(key)), **arrays}

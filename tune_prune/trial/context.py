@@ -245,15 +245,11 @@ class TrialContext:
         statistic, num_layers = load_statistic(name), self.loaded.geometry.num_layers
         windows = self.windows(samples, max(need.num_samples for need in wanted))
         work = statistic.work(wanted, samples.seq_len, num_layers, self.loaded.device.type)
-        made = self.fitted(
+        made, there = self.fitted(
             statistic.stage,
             "gradients" if statistic.backward else "forward",
-            lambda halvings: statistic.collect(
-                self.loaded.model,
-                self.loaded.family,
-                windows,
-                wanted,
-                replace(self._residency_for(statistic), halvings=halvings),
+            lambda halvings: self.cache.collect(
+                samples, wanted, windows, self.loaded, replace(self._residency_for(statistic), halvings=halvings)
             ),
             lambda: (
                 0
@@ -266,7 +262,7 @@ class TrialContext:
         for need, arrays in made.items():
             self.cache.put(samples, need, arrays)
             found |= {one: arrays for one in missing if statistic.key(one) == statistic.key(need)}
-        return found, work.tokens
+        return found, work.tokens // len(windows) * (len(windows) - there)
 
     def _residency_for(self, statistic: Statistic) -> Residency:
         residency = self.loaded.residency

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import ModelRun, PruningConfig, Samples
 from tune_prune.data import calibration
+from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.methods import load_method
-from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
+from tune_prune.pruning.statistics import Arrays, Begun, GrowingStatistic, Need, by_statistic, load_statistic
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from tune_prune.models.loading import LoadedModel
 
 
 def needs_of(configs: Iterable[PruningConfig]) -> tuple[Need, ...]:
@@ -67,10 +72,30 @@ class StatisticCache:
 
         return self.artifacts.get(statistic.stage, self.key(samples, need), read)
 
-    def put(self, samples: Samples, need: Need, arrays: dict[str, np.ndarray]) -> None:
+    def put(self, samples: Samples, need: Need, arrays: Arrays) -> None:
         """Keep what was computed for the need, unless another process has stored as many samples or more meanwhile."""
         if self.get(samples, need) is None:
             self.artifacts.put(load_statistic(need.statistic).stage, self.key(samples, need), arrays)
+
+    def collect(
+        self, samples: Samples, needs: Sequence[Need], windows: torch.Tensor, dense: LoadedModel, residency: Residency
+    ) -> tuple[Begun, int]:
+        """The arrays of `needs`, all of one statistic, by a pass over `windows`, and of how many samples they were there already:
+        what an interrupted pass, or one for fewer, has left is not computed again. Only that is stored here."""
+        statistic, model, family = load_statistic(needs[0].statistic), dense.model, dense.family
+        if not isinstance(statistic, GrowingStatistic):
+            return statistic.collect(model, family, windows, needs, residency), 0
+
+        def keep(found: Begun) -> None:
+            for need, arrays in found.items():
+                self.put(samples, replace(need, num_samples=statistic.samples(arrays)), arrays)
+
+        stored = {need: self.get(samples, replace(need, num_samples=1)) for need in needs}
+        begun = {need: arrays for need, arrays in stored.items() if arrays is not None}
+        if len(begun) < len(needs):
+            return statistic.collect(model, family, windows, needs, residency, None, keep), 0
+        there = min(statistic.samples(arrays) for arrays in begun.values())
+        return statistic.collect(model, family, windows, needs, residency, begun, keep), there
 
     def missing(self, samples: Samples, needs: Iterable[Need]) -> tuple[Need, ...]:
         return tuple(need for need in needs if self.get(samples, need) is None)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
+from tune_prune.core.artifact_cache import KEEP_EVERY_S
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family
@@ -45,7 +46,6 @@ WINDOW = 128  # tokens of a sample
 ROWS = 4  # samples of a step
 HELD_OUT = 16  # samples
 WARM_UP = 10  # steps
-SAVE_EVERY_S = 120.0  # seconds between two states that are kept
 
 State = dict[str, np.ndarray]
 _BASE, _INTO, _OUT = ".base_layer", ".lora_A.default", ".lora_B.default"
@@ -104,7 +104,7 @@ def lora(
 ) -> Recovery:
     """Trains adapters of the pruned `model`, into which they are put: it cannot be used afterwards. `windows` [samples, T], of
     which the last HELD_OUT are held out; `dense` [samples, T, H]: what the dense model's head is given there. `rate`: the largest
-    learning rate; `seed`: of the adapters' first values. `keep` is given the state of the training every SAVE_EVERY_S seconds;
+    learning rate; `seed`: of the adapters' first values. `keep` is given the state of the training every KEEP_EVERY_S seconds;
     `kept`: such a state, from which it goes on, with the same result."""
     training = _Training(model, family, residency, steps, rate, seed)
     runner = LayerRunner(model, family, training.residency)
@@ -120,7 +120,7 @@ def lora(
             rows = torch.arange(training.done * ROWS, (training.done + 1) * ROWS) % len(samples)
             training.step(samples[rows], targets[rows])
             advance(1)
-            if time.monotonic() - saved > SAVE_EVERY_S and training.done < steps:
+            if time.monotonic() - saved > KEEP_EVERY_S and training.done < steps:
                 keep(training.state() | {"before": np.array(before)})
                 saved = time.monotonic()
     return Recovery(training.updates(), before, _divergence(runner, windows[held], dense[held]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,9 @@ class Need:
     statistic: str
     kind: str  # "" where the statistic has none
     num_samples: int
+
+
+Begun = Mapping[Need, Arrays]  # of every need, what there is already of a pass
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,31 @@ class Statistic(ABC):
     def files(self, found: Mapping[Need, Arrays]) -> dict[str, Any]:
         """File name -> plain data, for the trial's folder."""
         return {}
+
+
+class GrowingStatistic(Statistic):
+    """One whose arrays of fewer samples are the beginning of those of more."""
+
+    @abstractmethod
+    def collect(
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        windows: torch.Tensor,
+        needs: Sequence[Need],
+        residency: Residency = RESIDENT,
+        begun: Begun | None = None,
+        keep: Callable[[Begun], object] = id,
+    ) -> dict[Need, dict[str, np.ndarray]]:
+        """As that of every statistic. `keep` is given what there is every KEEP_EVERY_S seconds; such a part, or what fewer samples
+        gave, is not computed again where it is given as `begun`."""
+
+    @abstractmethod
+    def samples(self, arrays: Arrays) -> int:
+        """From how many samples they are."""
+
+    def covers(self, arrays: Arrays, need: Need) -> bool:
+        return self.samples(arrays) >= need.num_samples
 
 
 def statistic_names() -> tuple[str, ...]:

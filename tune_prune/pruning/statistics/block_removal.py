@@ -3,7 +3,8 @@
     D = mean over samples of (loss without the block) - (loss of the dense model), in nats per token
 
 A removed block adds nothing to the residual stream. Losses are kept per sample, so the first n
-rows serve every smaller n, and each sample runs in a batch of the same size in every pass (`growing_batches`). Taking out
+rows serve every smaller n, and each sample runs in a batch of the same size in every pass (`growing_batches`): a pass that was
+interrupted, or made for fewer samples, goes on behind its last batch. Taking out
 layer l leaves the inputs of the layers up to l as they were: they are computed once per batch and the removed model runs
 from there, beside all others: every layer is needed once for a batch.
 """
@@ -11,7 +12,8 @@ from there, beside all others: every layer is needed once for a batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tune_prune.core.artifact_cache import KEEP_EVERY_S
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family
@@ -28,7 +31,7 @@ from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 from tune_prune.models.runner.layer_runner import Carried, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.batches import batch_size, growing_batches
-from tune_prune.pruning.statistics import CALIBRATION, Arrays, Need, PassWork, Statistic
+from tune_prune.pruning.statistics import CALIBRATION, Arrays, Begun, GrowingStatistic, Need, PassWork
 
 KINDS = ("layer", "attention", "mlp")
 # Below this an increase counts as this: ln(1 + D) of a block that helps nothing must not become 0 or negative, which would tie
@@ -48,7 +51,7 @@ class RemovalLosses:
         return (self.removed[kind][:, :num_samples] - self.dense[:num_samples]).mean(axis=1)
 
 
-class BlockRemoval(Statistic):
+class BlockRemoval(GrowingStatistic):
     version = 3  # 3: batches that do not depend on the number of samples
     stage = "removal"
     label = "removal"
@@ -61,8 +64,8 @@ class BlockRemoval(Statistic):
     def key(self, need: Need) -> dict[str, Any]:
         return {"removal": need.kind}
 
-    def covers(self, arrays: Arrays, need: Need) -> bool:
-        return len(arrays["dense"]) >= need.num_samples
+    def samples(self, arrays: Arrays) -> int:
+        return len(arrays["dense"])
 
     def collect(
         self,
@@ -71,10 +74,27 @@ class BlockRemoval(Statistic):
         windows: torch.Tensor,
         needs: Sequence[Need],
         residency: Residency = RESIDENT,
+        begun: Begun | None = None,
+        keep: Callable[[Begun], object] = id,
     ) -> dict[Need, dict[str, np.ndarray]]:
+        def arrays(found: RemovalLosses) -> dict[Need, dict[str, np.ndarray]]:
+            return {need: {"dense": found.dense, "removed": found.removed[need.kind]} for need in needs}
+
         count = max(need.num_samples for need in needs)
-        found = removal_losses(model, family, windows[:count], [need.kind for need in needs], residency)
-        return {need: {"dense": found.dense, "removed": found.removed[need.kind]} for need in needs}
+        before = None
+        if begun is not None:
+            least = min((begun[need]["dense"] for need in needs), key=len)
+            before = RemovalLosses(least, {need.kind: begun[need]["removed"][:, : len(least)] for need in needs})
+        found = removal_losses(
+            model,
+            family,
+            windows[:count],
+            [need.kind for need in needs],
+            residency,
+            before,
+            lambda losses: keep(arrays(losses)),
+        )
+        return arrays(found)
 
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
         samples, kinds = max(need.num_samples for need in needs), [need.kind for need in needs]
@@ -115,46 +135,60 @@ def removal_losses(
     windows: torch.Tensor,
     kinds: Iterable[str],
     residency: Residency = RESIDENT,
+    begun: RemovalLosses | None = None,
+    keep: Callable[[RemovalLosses], object] = id,
 ) -> RemovalLosses:
     """Per-sample losses of the dense model and of every removal of `kinds` (of KINDS) on `windows` [samples, seq_len]; those
     of the first n are, bit for bit, what n samples give alone.
 
     All removals go through the layers together, or a part of them at a time where `residency` says so: each begins at its layer,
-    from what the dense model has there.
+    from what the dense model has there. `keep` is given what there is every KEEP_EVERY_S seconds; `begun`: such a part, which is
+    not computed again.
     """
     kinds = tuple(dict.fromkeys(kinds))
     runner = LayerRunner(model, family, residency)
-    own: dict[int, torch.Tensor] = {}  # samples by the number of their batch's first one
-    batches: dict[int, torch.Tensor] = {}  # the same, filled up with its own samples
-    for start, size in growing_batches(len(windows), batch_size(windows.shape[1], runner.device.type)):
-        own[start] = windows[start : start + size]
-        batches[start] = own[start][torch.arange(size) % len(own[start])]
+    whole = [*growing_batches(len(windows), batch_size(windows.shape[1], runner.device.type))]
+    there = 0 if begun is None else max(start for start, _ in whole if start <= len(begun.dense))
+    own = {
+        start: windows[start : start + size] for start, size in whole if start >= there
+    }  # samples by their first one
+    # The same, filled up with their own samples.
+    batches = {start: own[start][torch.arange(size) % len(own[start])] for start, size in whole if start >= there}
     removals = [(kind, index) for kind in kinds for index in range(runner.num_layers)]
     at_once = residency.at_once(len(removals))
-    dense: dict[int, np.ndarray] = {}  # by batch
-    removed: dict[tuple[str, int], list[np.ndarray]] = {removal: [] for removal in removals}
-    with progress.step("removals", lambda: len(windows) * len(removals), "samples") as advance:
-        for first in range(0, max(1, len(removals)), at_once):  # of none the dense losses alone
-            sweep = removals[first : first + at_once]
-            for block in runner.blocks(batches, 1 + len(sweep)):
+    sweeps = [
+        removals[i : i + at_once] for i in range(0, max(1, len(removals)), at_once)
+    ]  # of none the dense losses alone
+    dense = [] if begun is None else [begun.dense[:there]]
+    removed = {(kind, i): [] if begun is None else [begun.removed[kind][i, :there]] for kind, i in removals}
+
+    def losses() -> RemovalLosses:
+        found = {removal: np.concatenate(parts) for removal, parts in removed.items()}
+        by_kind = {kind: np.stack([found[kind, index] for index in range(runner.num_layers)]) for kind in kinds}
+        return RemovalLosses(np.concatenate(dense), by_kind)
+
+    kept = time.monotonic()
+    total, done = len(windows) * len(removals), there * len(removals)
+    with progress.step("removals", lambda: total, "samples", lambda: done) as advance:
+        for block in runner.blocks(batches, 1 + len(sweeps[0])):
+            for sweep in sweeps:
                 carried = runner.embedded(block)
                 for index, layer in runner.layers():
                     for start in block:
-                        begun = _pass_layer(carried, start, family, layer, index, sweep)
-                        advance(len(own[start]) * begun)
-                with runner.tail() as losses:
+                        advance(len(own[start]) * _pass_layer(carried, start, family, layer, index, sweep))
+                with runner.tail() as tail:
                     for start, batch in block.items():
                         samples, count = batch.to(runner.device), len(own[start])
                         states = carried.states.pop(start)
-                        if start not in dense:  # every sweep has it
-                            dense[start] = _means(losses, samples, states, count)
+                        if sweep is sweeps[0]:  # every sweep has it
+                            dense.append(_means(tail, samples, states, count))
                         for removal in sweep:
-                            removed[removal].append(
-                                _means(losses, samples, carried.states.pop((start, *removal)), count)
-                            )
-    found = {removal: np.concatenate(parts) for removal, parts in removed.items()}
-    by_kind = {kind: np.stack([found[kind, index] for index in range(runner.num_layers)]) for kind in kinds}
-    return RemovalLosses(np.concatenate([*dense.values()]), by_kind)
+                            states = carried.states.pop((start, *removal))
+                            removed[removal].append(_means(tail, samples, states, count))
+            if time.monotonic() - kept > KEEP_EVERY_S:
+                keep(losses())
+                kept = time.monotonic()
+    return losses()
 
 
 def _means(losses: NextTokenLosses, samples: torch.Tensor, states: torch.Tensor, count: int) -> np.ndarray:
