@@ -97,22 +97,27 @@ def simulated_study(
     with_items: bool = True,
     draws: Mapping[str, int] | None = None,
     draw_sd: float = 0.02,
+    trained: Mapping[str, float] | None = None,
 ) -> Path:
     """Writes an experiment of 3 methods x 3 seq_len x 2 num_samples for each of `models` below `folder`, and returns its path.
 
     `items`: per task. `failed` and `stopped` (early) name configurations, e.g. taylor-s16-n128, of every model.
     `draws`: of how many draws of calibration samples a configuration is (others: one), each of an accuracy of its own.
+    `trained`: which configurations are there with recovery, too, on every draw, and what that gains in accuracy.
     """
     experiment = folder / "simulated"
     experiment.mkdir(parents=True)
     configs = [PruningConfig(*levels) for levels in itertools.product(METHODS, SEQ_LENS, SAMPLES)]
     configs += [replace(config, seed=s) for config in configs for s in range(1, (draws or {}).get(config.name, 1))]
+    gains = {config: (trained or {}).get(replace(config, seed=None).name) for config in configs}
+    configs += [replace(config, recovery="lora") for config, gain in gains.items() if gain is not None]
     states = dict.fromkeys(failed, "failed") | dict.fromkeys(stopped, "stopped_early")
     protocol = EvaluationProtocol(slices=(0.5, 1.0))
     baselines, sources, passes = {}, {}, []
     for number, model in enumerate(models):
         generator = np.random.default_rng([seed, number])
         truths = np.array([true_accuracy(config, model) for config in configs] + [0.72])  # the dense model is the last
+        truths[:-1] += [gains[config.untrained()] if config.recovery != "none" else 0.0 for config in configs]
         if draws:
             truths[:-1] += draw_sd * generator.standard_normal(len(configs))
         scores = {task: simulated_scores(generator, truths + TASK_LEVELS[task], items) for task in ZERO_SHOT_TASKS}

@@ -122,6 +122,7 @@ def search(
     seed: int = 0,
     seeds: Sequence[int] | None = None,
     draws: int | None = None,
+    recover: int | None = None,
     dtype: str | None = None,
     scheduler: str = "none",
     memory: str | None = None,
@@ -149,6 +150,8 @@ def search(
                     that of `seed`
     draws           up to so many draws for the configurations that may still be the best, one for the others; None: no more than
                     `seeds` says
+    recover         once all are measured, up to so many of each model and pruning ratio, which may still be the best, are trained
+                    towards the dense model; None: as the space says
     tasks, limit    as for `Model.evaluate`
     scheduler       which trials are stopped early: none; race, what cannot be the most accurate any more (95% confidence);
                     race-gold, the same by the log-probability of right choices; asha, the weaker half at a quarter and at half of

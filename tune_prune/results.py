@@ -30,7 +30,7 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import COST, STATUS, Location, Store, open_store
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.opened import Model, PrunedModel
-from tune_prune.planning import experiment
+from tune_prune.planning import experiment, recoveries
 from tune_prune.planning.draws import Draws
 from tune_prune.planning.plan import Plan
 from tune_prune.tuning.observers.observer import Observer
@@ -169,10 +169,10 @@ def _run(
         cost=plan.cost,
         observers=observers,
     )
-    if settings.draws is None:
+    if settings.draws is None and settings.recover is None:
         run_search(jobs, options)
     else:
-        _run_draws(plan, store, jobs, options, models)
+        _run_by_decisions(plan, store, jobs, options, models)
     records, baselines = ledger.records(), read_baselines(store)
     findings = find(study_of_search(folder, {"models": models}, baselines, records))
     write_views(store, records, findings, lambda name: _warned(store, name))
@@ -205,16 +205,20 @@ def _warned(store: Store, name: str) -> Iterator[None]:
         print(f"warning: {name}: not written: {reason}", file=sys.stderr, flush=True)
 
 
-def _run_draws(
+def _run_by_decisions(
     plan: Plan, store: Store, jobs: Sequence[TrialSpec], options: TuneOptions, models: Mapping[str, Any]
 ) -> None:
-    """One draw of every configuration, then draw by draw those that may still be the best (`planning.draws`). No later draw is
-    stopped early, as a mean over draws needs all of them."""
+    """What no decision is made for, then draw by draw those that may still be the best (`planning.draws`), then with training the
+    best of them (`planning.recoveries`). Only the first trials may be stopped early: a mean over draws needs all of them."""
     from tune_prune.tuning.driver import connected, run_search
     from tune_prune.tuning.observers import status
 
     def study(records: Sequence[TrialRecord]) -> Study:
         return study_of_search(plan.experiment_dir, {"models": models}, read_baselines(store), records)
+
+    def tell(name: str, decisions: Sequence[object]) -> None:
+        for one in decisions:
+            print(f"{name:<12} {one}", flush=True)
 
     draws, before = Draws(plan, study), set[str]()
     options = replace(options, goes_on=True)
@@ -223,9 +227,15 @@ def _run_draws(
             run_search(jobs, replace(options, only=frozenset(draws.given - before)))
             options = replace(options, scheduler="none")
             before, told = set(draws.given), len(draws.rounds)
-            draws.decide(Ledger(store).records())
-            experiment.write_draws(store, plan, draws)
-            for one in draws.rounds[told:]:
-                print(f"{'draws':<12} {one}", flush=True)
+            if plan.settings.draws is not None:
+                draws.decide(Ledger(store).records())
+                experiment.write_given(store, plan, draws.given, draws=draws.rounds)
+                tell("draws", draws.rounds[told:])
+        if plan.settings.recover is not None:
+            measured = [record for record in Ledger(store).records() if record.key in draws.given]
+            trained, keys = recoveries.choose(plan, find(study(measured)), draws.given)
+            experiment.write_given(store, plan, draws.given | keys, recovered=trained)
+            tell("recovery", trained)
+            run_search(jobs, replace(options, only=frozenset(keys)))
     with _warned(store, STATUS):
         status.ended(store)

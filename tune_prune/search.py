@@ -138,7 +138,7 @@ def _run(
     folder = shown_path(plan.experiment_dir)
     planned = {key for model in plan.models for _, key in model.trials}
     trials = results.trials
-    if settings.draws is not None:  # those that were given
+    if settings.draws is not None or settings.recover is not None:  # those that were given
         planned &= set(trials["key"])
     failed = trials[trials["key"].isin(planned) & (trials["status"] == "failed")]
     statuses = trials["status"].value_counts().to_dict()

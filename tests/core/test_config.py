@@ -152,9 +152,19 @@ def test_what_is_read_from_files_and_flags(name: str, good: dict[str, object], b
             kind.read(text)
 
 
-def test_a_group_has_its_models_label_or_with_several_ratios_its_own() -> None:
-    members = [("a", 0.2), ("b", 0.1), ("a", 0.2), ("b", 0.25)]
-    assert group_labels(members) == {("a", 0.2): "a", ("b", 0.1): "b@0.1", ("b", 0.25): "b@0.25"}
+def test_a_group_has_its_models_label_or_with_several_ratios_or_recoveries_its_own() -> None:
+    members = [("a", 0.2, "none"), ("b", 0.1, "none"), ("a", 0.2, "none"), ("b", 0.25, "none")]
+    labels = {("a", 0.2, "none"): "a", ("b", 0.1, "none"): "b@0.1", ("b", 0.25, "none"): "b@0.25"}
+    assert group_labels(members) == labels
+    labels |= {("b", 0.1, "lora"): "b@0.1+lora", ("c", 0.2, "lora"): "c", ("a", 0.2, "lora"): "a+lora"}
+    assert group_labels(labels) == labels
+
+
+def test_a_configuration_without_training_is_the_one_that_was_never_to_be_trained() -> None:
+    plain = PruningConfig("taylor", 16, 8, compensation="least_squares", damping=0.3)
+    trained = replace(plain, recovery="lora", recovery_steps=7, recovery_rate=0.01)
+    assert trained.untrained() == plain == plain.untrained()
+    assert trained.group("a") == ("a", 0.2, "lora")
 
 
 @pytest.mark.parametrize("shape", ["free", "aligned-48", "uniform"])

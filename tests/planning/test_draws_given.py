@@ -52,7 +52,9 @@ def draws_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
 def plan_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Any:
     trials = [(PruningConfig.from_dict(record.config), record.key) for record in searched[2]]
     model = SimpleNamespace(run=SimpleNamespace(label="alpha", seed=0), trials=sorted(trials))
-    return SimpleNamespace(settings=SimpleNamespace(draws=MOST, seed=0), models=[model], experiment_dir=searched[0])
+    return SimpleNamespace(
+        settings=SimpleNamespace(draws=MOST, recover=None, seed=0), models=[model], experiment_dir=searched[0]
+    )
 
 
 def decided(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
@@ -124,7 +126,7 @@ def test_rounds_are_one_search_on_one_ray(searched, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(cluster, "connected", connected)
     monkeypatch.setattr(driver, "run_search", run_search)
-    results._run_draws(plan_of(searched), store, [], TuneOptions(path), about["models"])
+    results._run_by_decisions(plan_of(searched), store, [], TuneOptions(path), about["models"])
     assert done == ["joined", *["running"] * (len(done) - 2), "left"] and len(done) > 4
     assert (store.read(STATUS) or {})["state"] == "ended"
 

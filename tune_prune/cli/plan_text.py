@@ -19,6 +19,7 @@ from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparamet
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.data.sources import uses_embedded_data
 from tune_prune.planning.plan import Plan
+from tune_prune.planning.recoveries import expected
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
@@ -27,7 +28,9 @@ from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
 def describe(plan: Plan) -> str:
     """The plan as text for the screen."""
     space, first = plan.space, plan.models[0]
-    total, done = plan.trials_per_model * len(plan.models), plan.recorded
+    total, done, recover = plan.trials_per_model * len(plan.models), plan.recorded, plan.settings.recover
+    if recover is not None:
+        total = sum(len(expected(plan, (config for config, _ in model.trials))) for model in plan.models)
     protocol = first.run.protocol
     items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
     methods = space.values["method"]
@@ -48,9 +51,10 @@ def describe(plan: Plan) -> str:
             "experiment",
             f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
         ),
-        ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws else ''}{total} trials"),
+        ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws or recover else ''}{total} trials"),
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
+        *(("recovery", f"up to {recover} {one} trained, once all others are measured") for one in _trained(plan)),
         *(("weights", f"{model.run.label}: {model.found_as}") for model in plan.models if model.found_as),
         *(("" if index else "calibration", line) for index, line in enumerate(_calibration(plan))),
         (
@@ -77,6 +81,13 @@ def _model_stages(plan: Plan) -> list[str]:
     """Those between the statistics and the zero-shot slices."""
     wanted = {switch: set(plan.space.values[switch]) != {"none"} for switch in RECIPE_STAGES.values()}
     return [stage for stage in MODEL_STAGES[:-1] if wanted.get(RECIPE_STAGES.get(stage, ""), True)]
+
+
+def _trained(plan: Plan) -> list[str]:
+    """Which may be trained by --recover; nothing without it."""
+    several = len(plan.space.values["pruning_ratio"]) > 1
+    each = f"of each model{' and pruning ratio' * several} that may still be the best are"
+    return [] if plan.settings.recover is None else [each]
 
 
 def _searched(plan: Plan) -> list[Hyperparameter]:
@@ -139,7 +150,8 @@ def _draws(plan: Plan) -> str:
 def _models(plan: Plan) -> list[tuple[str, ...]]:
     """The table of models and pruning ratios: what is removed of each, and what a KV group and an MLP channel cost."""
     ratios = plan.space.values["pruning_ratio"]
-    labels = group_labels((model.run.label, ratio) for model in plan.models for ratio in ratios)
+    cuts = {(model.run.label, ratio): (model.run.label, ratio, "none") for model in plan.models for ratio in ratios}
+    labels = group_labels(cuts.values())
     remove = f"remove {ratios[0]:.4g}" if len(ratios) == 1 else "remove"
     table: list[tuple[str, ...]] = [
         ("model", "parameters", remove, "removable", "layers", "KV group", "MLP channel", "dtype")
@@ -154,7 +166,9 @@ def _models(plan: Plan) -> list[tuple[str, ...]]:
             model.run.dtype,
         )
         for ratio, target in model.targets.items():
-            table.append((labels[model.run.label, ratio], f"{g.total_params:,}", f"{target:,}", removable, *layers))
+            table.append(
+                (labels[cuts[model.run.label, ratio]], f"{g.total_params:,}", f"{target:,}", removable, *layers)
+            )
     return table
 
 

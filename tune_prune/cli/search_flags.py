@@ -67,6 +67,13 @@ def parser() -> Parser:
         help="one draw of calibration samples for every configuration, that of --seed, and up to N for those that may still be the "
         "best: seeds --seed + 1, ... (default: no more than --seeds says)",
     )
+    what.add_argument(
+        "--recover",
+        type=flags.whole_number(1, 1000),
+        metavar="N",
+        help="once all are measured, train up to N configurations of each model and pruning ratio that may still be the best "
+        "towards the dense model (docs/methods.md, Recovery; default: as the space says)",
+    )
     measured = p.add_argument_group("what it is measured on")
     measured.add_argument(
         "--calibration", type=flags.text, metavar="TEXT",
@@ -223,6 +230,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         seed=args.seed,
         seeds=args.seeds,
         draws=args.draws,
+        recover=args.recover,
         dtype=args.dtype,
         scheduler=args.scheduler,
         memory=args.memory,

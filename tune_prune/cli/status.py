@@ -183,13 +183,13 @@ def _name(record: TrialRecord) -> str:
 
 
 def _best(records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord]) -> dict[str, Any]:
-    """Of each model and ratio: how many are complete, and the most accurate of these."""
+    """Of each group: how many are complete, and the most accurate of these."""
     complete = [record for record in records if record.status == "complete"]
     configs = {record.key: PruningConfig.from_dict(record.config) for record in complete}
-    labels = group_labels((record.model, configs[record.key].pruning_ratio) for record in complete)
+    groups = {record.key: configs[record.key].group(record.model) for record in complete}
     found: dict[str, Any] = {}
-    for (model, ratio), label in labels.items():
-        members = [r for r in complete if (r.model, configs[r.key].pruning_ratio) == (model, ratio)]
+    for group, label in group_labels(groups.values()).items():
+        model, members = group[0], [record for record in complete if groups[record.key] == group]
         accurate = [r for r in members if math.isfinite(r.metrics.get("acc_mean", math.nan))]
         found[label] = {"complete": len(members), "best": None, "dense_acc_mean": None}
         if model in baselines:

@@ -6,6 +6,7 @@ identity gives an equal key (docs/architecture.md, "Keys").
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -106,6 +107,10 @@ class PruningConfig:
         """The same with the defaults of what nothing reads: equal trials are one."""
         return replace(self, **{name: RECIPE[name].default for name in unread(asdict(self))})
 
+    def untrained(self) -> PruningConfig:
+        """The same without recovery."""
+        return replace(self, recovery=PruningConfig.recovery).canonical()
+
     def values(self, run: ModelRun) -> dict[str, Any]:
         """Every hyperparameter by name, the run's where it is as the run says."""
         return asdict(self) | {name: getattr(run.of(self), name) for name in OF_RUN}
@@ -115,6 +120,10 @@ class PruningConfig:
         values = asdict(self)
         left_out = {name for name, row in RECIPE.items() if values[row.switch] == "none"}
         return {name: value for name, value in values.items() if value is not None and name not in left_out}
+
+    def group(self, label: str) -> Group:
+        """In which the model of that label with this configuration is compared."""
+        return label, self.pruning_ratio, self.recovery
 
     @property
     def num_removal_samples(self) -> int:
@@ -166,14 +175,24 @@ def check_label(label: str, what: str) -> None:
         )
 
 
-def group_labels(members: Iterable[tuple[str, float]]) -> dict[tuple[str, float], str]:
-    """The label of each (model's label, pruning ratio): what is compared in itself. The model's own where it has one ratio,
-    else with it, e.g. `tiny-llama@0.3`."""
-    groups = dict.fromkeys(members)
-    ratios: dict[str, int] = {}
-    for model, _ in groups:
-        ratios[model] = ratios.get(model, 0) + 1
-    return {(model, ratio): f"{model}@{ratio:g}" if ratios[model] > 1 else model for model, ratio in groups}
+Group = tuple[str, float, str]  # model's label, pruning ratio, recovery: what is compared in itself
+
+
+def group_labels(groups: Iterable[Group]) -> dict[Group, str]:
+    """The label of each: the model's own, with the ratio where it has several, and with the recovery of those that are trained
+    where others are not, e.g. `tiny-llama@0.3+lora`."""
+    members = dict.fromkeys(groups)
+    ratios: dict[str, set[float]] = defaultdict(set)
+    recoveries: dict[str, set[str]] = defaultdict(set)
+    for model, ratio, recovery in members:
+        ratios[model].add(ratio)
+        recoveries[model].add(recovery)
+
+    def label(model: str, ratio: float, recovery: str) -> str:
+        trained = recovery != PruningConfig.recovery and len(recoveries[model]) > 1
+        return model + (f"@{ratio:g}" if len(ratios[model]) > 1 else "") + (f"+{recovery}" if trained else "")
+
+    return {group: label(*group) for group in members}
 
 
 @dataclass(frozen=True)

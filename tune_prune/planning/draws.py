@@ -19,7 +19,8 @@ from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.records import TrialRecord
-from tune_prune.planning.plan import Plan
+from tune_prune.planning.plan import ModelPlan, Plan
+from tune_prune.planning.recoveries import is_withheld
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,15 @@ class Round:
         return asdict(self)
 
 
+def first_given(plan: Plan, model: ModelPlan) -> set[str]:
+    """The keys of those trials of a model that no decision is made for: with --draws of the first draw, with --recover without
+    training."""
+    own = (None, model.run.seed) if plan.settings.draws is not None else None
+    return {
+        key for config, key in model.trials if (own is None or config.seed in own) and not is_withheld(plan, config)
+    }
+
+
 class Draws:
     """The draws of a plan: all of them are its trials, and `given` are the keys of those that are to be run."""
 
@@ -60,10 +70,12 @@ class Draws:
         by_config: dict[tuple[str, PruningConfig], str] = {}
         for model in plan.models:
             for config, key in model.trials:  # the run's own draw stands first
+                if is_withheld(plan, config):
+                    continue
                 first = by_config.setdefault((model.run.label, replace(config, seed=None)), key)
                 self._draws.setdefault(first, []).append(key)
                 self._first[key] = first
-        self.given: set[str] = set(self._draws)
+        self.given = set().union(*(first_given(plan, model) for model in plan.models))
         self.rounds: list[Round] = []
 
     def decide(self, records: Collection[TrialRecord]) -> bool:

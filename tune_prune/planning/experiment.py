@@ -32,8 +32,9 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.evaluation.item_scores import accuracies
-from tune_prune.planning.draws import Draws
+from tune_prune.planning.draws import Round, first_given
 from tune_prune.planning.plan import ModelPlan, Plan, one_or_list
+from tune_prune.planning.recoveries import Trained
 
 _ROUNDING = 1e-9  # of an accuracy
 RECORDED_PACKAGES = ("torch", "transformers", "lm_eval", "ray", "optuna", "numpy")
@@ -189,19 +190,17 @@ def _mixtures(texts: Iterable[str]) -> dict[str, dict[str, float]]:
 
 
 def _trial_keys(plan: Plan, model: ModelPlan, given: Collection[str] | None = None) -> dict[str, str]:
-    """By key, the names of a model's trials; with --draws of those of the first draw or, once they are known, those `given`."""
-    first = model.run.seed
-    if given is None and plan.settings.draws is not None:
-        given = {key for config, key in model.trials if config.seed in (None, first)}
-    return {key: config.name for config, key in model.trials if given is None or key in given}
+    """By key, the names of a model's trials that are `given`; None: that no decision is made for."""
+    given = first_given(plan, model) if given is None else given
+    return {key: config.name for config, key in model.trials if key in given}
 
 
-def write_draws(store: Store, plan: Plan, draws: Draws) -> None:
-    """Add to experiment.json which draws were given to which configurations so far, and why."""
+def write_given(store: Store, plan: Plan, given: Collection[str], **decisions: Iterable[Round | Trained]) -> None:
+    """Add to experiment.json which trials were given so far, and by which decisions: `draws`, `recovered`."""
     about = read_about(store) or {}
     for model in plan.models:
-        about["models"][model.run.label]["trial_keys"] = _trial_keys(plan, model, draws.given)
-    write_about(store, about | {"draws": [one.to_dict() for one in draws.rounds]})
+        about["models"][model.run.label]["trial_keys"] = _trial_keys(plan, model, given)
+    write_about(store, about | {name: [one.to_dict() for one in made] for name, made in decisions.items()})
 
 
 def _seal(store: Store) -> None:

@@ -43,6 +43,9 @@ class SearchSettings:
     draws: int | None = (
         None  # at most, of each configuration: more than one for those that may be the best; None: as `seeds` says
     )
+    recover: int | None = (
+        None  # at most so many of each model and ratio are trained, after all others; None: as the space says
+    )
     dtype: str | None = None
     scheduler: Literal["none", "race", "race-gold", "asha"] = "none"
     memory: int | None = None  # bytes that a trial may take; None: what is free

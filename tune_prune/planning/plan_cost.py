@@ -14,6 +14,7 @@ from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, measur
 from tune_prune.cost_model.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.workload import passes_to_make, recipe_amounts
+from tune_prune.planning.recoveries import expected
 from tune_prune.pruning.statistics import by_statistic, load_statistic
 from tune_prune.trial.statistics import needs_of
 from tune_prune.tuning.ray_cluster.resources import TrialResources
@@ -33,7 +34,8 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     works = []
     for model in plan.models:
         configs = [config for config, _ in model.trials]
-        pending = [config for config, key in model.trials if key not in finished]
+        left = [config for config, key in model.trials if key not in finished]
+        pending = expected(plan, left)
         trials = plan.trials_per_model - (len(model.trials) - len(pending))
         passes = passes_to_make(pending if trials > 0 else [], model.run, model.model_fingerprint, computed_on, store)
         if trials <= 0 and model.run.label in measured:
@@ -74,6 +76,10 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
         notes.append("an upper bound: trials at the same seq_len share their passes")
     if settings.draws is not None:
         notes.append("an upper bound: draws beyond the first are for configurations that may still be the best")
+    if settings.recover is not None:
+        notes.append(
+            f"an upper bound: training is for at most {settings.recover} configurations that may still be the best"
+        )
     adaptive = plan.space.search == "optuna"
     start_s = INLINE_START_S if settings.inline else WORKER_START_S
     return estimate(works, plan.slots, plan.resources.gpus, adaptive, notes, plan.resources.cpus, start_s)

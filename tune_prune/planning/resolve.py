@@ -41,6 +41,9 @@ def space(settings: SearchSettings) -> SearchSpace:
             mine, says = (", ".join(map(str, found)) for found in (asked, values[name]))
             raise UserError(f"{flag} is {mine}, but {loaded.path} says {says}; leave one of them out")
         values[name] = asked
+    if settings.recover is not None:
+        _check_recover(settings, loaded)
+        values["recovery"] = ("none", "lora")
     texts = values["calibration"]
     if settings.calibration is not None and "calibration" in loaded.given and settings.calibration not in texts:
         raise UserError(
@@ -89,6 +92,21 @@ def _draws(settings: SearchSettings, loaded: SearchSpace) -> tuple[int, ...] | N
             f"--draws {settings.draws} needs seeds up to {seeds[-1]}, above the largest; use a smaller --seed"
         )
     return seeds
+
+
+def _check_recover(settings: SearchSettings, loaded: SearchSpace) -> None:
+    """Raises UserError where --recover does not fit the rest."""
+    if (settings.search or loaded.search) == "optuna":
+        raise UserError(
+            f"--recover {settings.recover} is for a grid, whose best it trains once all are measured; leave it out, or use "
+            "--search grid"
+        )
+    asked = loaded.values["recovery"]
+    if "recovery" in loaded.given and len(asked) == 1:
+        raise UserError(
+            f"--recover {settings.recover} trains the best of what was measured without training, but {loaded.path} says "
+            f"`recovery: {asked[0]}`; write `recovery: [none, lora]` there, or leave one of them out"
+        )
 
 
 def _check_several_seeds(settings: SearchSettings, searched: SearchSpace) -> None:

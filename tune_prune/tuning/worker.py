@@ -32,10 +32,10 @@ class TrialSpec:
 
 
 def labels_of_groups(specs: Iterable[TrialSpec]) -> dict[str, str]:
-    """By trial key, the label of the (model, pruning ratio) in which the trial is compared."""
-    specs = list(specs)
-    labels = group_labels((spec.run.label, spec.config.pruning_ratio) for spec in specs)
-    return {spec.key: labels[spec.run.label, spec.config.pruning_ratio] for spec in specs}
+    """By trial key, the label of the group in which the trial is compared."""
+    groups = {spec.key: spec.config.group(spec.run.label) for spec in specs}
+    labels = group_labels(groups.values())
+    return {key: labels[group] for key, group in groups.items()}
 
 
 def groups_of_draws(specs: Iterable[TrialSpec]) -> dict[str, str]:

@@ -39,6 +39,7 @@ class _Key(NamedTuple):
     label: str
     measured: str
     ratio: float
+    recovery: str
     divisor: int | None
     shape: str | None
 
@@ -152,18 +153,18 @@ def _models(parts: list[Model]) -> dict[str, Model]:
         # Where it is lost how it was measured, it is taken for like the others of its label
         keys = (other.measured for other in parts if other.label == part.label and other.measured)
         measured = part.measured or next(keys, "unknown")
-        for index, (ratio, rows) in enumerate(part.rows.groupby("pruning_ratio")):
+        for index, ((ratio, recovery), rows) in enumerate(part.rows.groupby(["pruning_ratio", "recovery"])):
             divisors = rows["removal_divisor"].fillna(PruningConfig.removal_divisor).unique()
             shapes = rows["shape"].unique()
             divisor, shape = (values[0] if len(values) == 1 else None for values in (divisors, shapes))
             own = replace(part, rows=rows, problems=part.problems if index == 0 else ())
-            groups.setdefault(_Key(part.label, measured, float(ratio), divisor, shape), []).append(own)
+            groups.setdefault(_Key(part.label, measured, float(ratio), recovery, divisor, shape), []).append(own)
         if part.rows.empty:  # what is said of it belongs to any other of the same, else it stands alone
-            alone = _Key(part.label, measured, math.nan, None, None)
+            alone = _Key(part.label, measured, math.nan, "", None, None)
             groups.setdefault(next((key for key in groups if key[:2] == alone[:2]), alone), []).append(part)
     order = list(dict.fromkeys(part.label for part in parts))
     models: dict[str, Model] = {}
-    for key in sorted(groups, key=lambda key: order.index(key.label)):
+    for key in sorted(groups, key=lambda key: (order.index(key.label), key.recovery != PruningConfig.recovery)):
         base, label = _names(key, groups, models)
         others = [other for other in groups if other.label == key.label and other.measured != key.measured]
         notes = []
@@ -176,18 +177,20 @@ def _models(parts: list[Model]) -> dict[str, Model]:
 
 
 def _names(key: _Key, groups: Mapping[_Key, list[Model]], taken: Mapping[str, Model]) -> tuple[str, str]:
-    """The label, and what tells this group from the others of that label: first without the pruning ratio, then with it."""
+    """What tells this group from the others of that label without the pruning ratio, and the label, which has it."""
     same = [other for other in groups if other.label == key.label]
     alike = [other for other in same if other.measured == key.measured]
     model = key.label
     if len(same) > len(alike):
         first = groups[key][0]
         model += f" ({'csv' if first.kind == 'published' else first.origins[0].resolve().name})"
-    if len({other.shape for other in alike}) > 1:
+    same_recovery = [other for other in alike if other.recovery == key.recovery]
+    if len({other.shape for other in same_recovery}) > 1:
         model += f" {key.shape or 'several shapes'}"
-    divisors = {other.divisor for other in alike if other.ratio == key.ratio}
+    divisors = {other.divisor for other in same_recovery if other.ratio == key.ratio}
     by = f"/{key.divisor or 'several'}" if len(divisors) > 1 else ""
-    name = group_labels((model, other.ratio) for other in alike)[model, key.ratio] + by
+    labels = group_labels((model, other.ratio, other.recovery) for other in alike)
+    name = labels[model, key.ratio, key.recovery] + by
     numbered = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
     return model + by, next(name for name in numbered if name not in taken)
 

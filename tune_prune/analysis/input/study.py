@@ -46,7 +46,7 @@ class Model:
     origins: tuple[Location, ...] = ()  # experiment folders and CSV files that the rows are from
     problems: tuple[Problem, ...] = ()
     kind: Literal["experiment", "published"] = "experiment"
-    base: str = ""  # the label without the pruning ratio: equal for what differs in that only
+    base: str = ""  # the label without pruning ratio and recovery: equal for what differs in those only
     measured: str | None = None  # equal for parts that were measured alike: a key; None if that is lost
     seedless: tuple[str, ...] = ()  # methods that read no seed and so have no draws, where experiment.json tells
 
@@ -65,6 +65,16 @@ class Model:
     def ratio(self) -> float:
         """The pruning ratio asked for, of most rows; NaN where there are none."""
         return float(self.rows["pruning_ratio"].mode().get(0, math.nan))
+
+    @property
+    def recovery(self) -> str:
+        """How all rows were trained after pruning (PruningConfig.recovery)."""
+        return str(next(iter(self.rows["recovery"]), PruningConfig.recovery))
+
+    @property
+    def series(self) -> str:
+        """The label without the pruning ratio: equal for what differs in that only."""
+        return self.base if self.recovery == PruningConfig.recovery else f"{self.base}+{self.recovery}"
 
     @property
     def shape(self) -> str:

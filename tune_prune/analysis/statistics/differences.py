@@ -132,7 +132,7 @@ class Transfer:
 def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series], items: Items) -> Transfer:
     """From the eligible rows of each model, the most accurate first, and its chosen one."""
     # of a configuration that is there twice the first row: the more accurate
-    rows = {label: {_tried(row): row for _, row in found[::-1].iterrows()} for label, found in eligible.items()}
+    rows = {label: {tried(row): row for _, row in found[::-1].iterrows()} for label, found in eligible.items()}
 
     def loss(label: str, config: PruningConfig, own: pd.Series) -> dict[str, Any]:
         row = rows[label].get(config)
@@ -149,8 +149,7 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
         }
 
     losses = {
-        label: {other: loss(label, _tried(theirs), own) for other, theirs in best.items()}
-        for label, own in best.items()
+        label: {other: loss(label, tried(theirs), own) for other, theirs in best.items()} for label, own in best.items()
     }
     shared = set.intersection(*(set(of_model) for of_model in rows.values()))
     if not shared:
@@ -181,6 +180,6 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
     )
 
 
-def _tried(row: Mapping[str, Any]) -> PruningConfig:
-    """What was tried, apart from the pruning ratio and the draw: models of different ratios are compared by the rest."""
-    return replace(configuration_of(row), pruning_ratio=PruningConfig.pruning_ratio)
+def tried(row: Mapping[str, Any]) -> PruningConfig:
+    """What was tried, apart from pruning ratio, recovery and draw: models that differ in those are compared by the rest."""
+    return replace(configuration_of(row).untrained(), pruning_ratio=PruningConfig.pruning_ratio)

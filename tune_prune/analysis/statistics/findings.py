@@ -297,8 +297,8 @@ class Findings:
         without ratio), config (name), ratio, kept (of the dense parameters), _SIZE_VALUES, acc_lowest and acc_highest (of draws).
         """
         rows: list[dict[str, Any]] = []
-        for base in dict.fromkeys(found.model.base for found in self.models.values()):
-            members = [found for found in self.models.values() if found.model.base == base]
+        for base in dict.fromkeys(found.model.series for found in self.models.values()):
+            members = [found for found in self.models.values() if found.model.series == base]
             if len({found.model.ratio for found in members}) < 2:
                 continue
             dense = next((found.model.baseline for found in members if found.model.baseline), {})

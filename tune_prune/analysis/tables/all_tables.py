@@ -7,7 +7,7 @@ from pathlib import Path
 from tune_prune.analysis.render.latex import document, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.tables import configurations, hyperparameters, measure_tables, trial_tables
+from tune_prune.analysis.tables import configurations, hyperparameters, measure_tables, recovery, trial_tables
 from tune_prune.analysis.tables.table import Table
 from tune_prune.core.store import FolderStore
 
@@ -17,6 +17,7 @@ def all_tables(findings: Findings) -> dict[str, Table]:
     made = [
         configurations.best_configurations(findings),
         configurations.accuracy_by_size(findings),
+        recovery.recovery(findings),
         configurations.selection_rules(findings),
         trial_tables.draws(findings),
         configurations.task_accuracies(findings),

@@ -46,13 +46,13 @@ RETAINED = Column("retained", "Accuracy retained", "percent", hint="of the dense
 
 
 def hyperparameter_columns(findings: Findings) -> list[Column]:
-    """The method, and every hyperparameter with several values (the ratio is in the model's label)."""
+    """The method, and every hyperparameter with several values (ratio and recovery are in the model's label)."""
     rows = pd.concat([model.rows for model in findings.study.models.values()])
     return [Column("method", "Method", style="setting")] + [
         Column(name, row.name, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "", style="setting")
         for name, row in HYPERPARAMETERS.items()
         if name in rows
-        and name not in ("method", "pruning_ratio", "seed")
+        and name not in ("method", "pruning_ratio", "recovery", "seed")
         and (row.required or rows[name].nunique() > 1)
     ]
 

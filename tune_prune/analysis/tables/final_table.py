@@ -19,6 +19,7 @@ from tune_prune.analysis.tables.configurations import (
     transfer,
     window_notes,
 )
+from tune_prune.analysis.tables.recovery import recovery
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.analysis.tables.trial_tables import counts, trials
 
@@ -41,6 +42,9 @@ def final_table(findings: Findings, top: int = 5) -> str:
         blocks.append(block)
     if (across := _across(findings)) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")
+    if (trained := recovery(findings)) is not None:
+        shown = trained.pick("model", "config", "before_acc_mean", "acc_mean", "gain", "before_kl_tasks", "kl_tasks")
+        blocks.append(f"{shown.title}, gain in points\n{text_table(shown)}")
     notes = [note for table in tables.values() for note in note_sentences(table, best="*")]
     text = "\n".join([*blocks, " ".join(dict.fromkeys(notes))])
     return "\n".join(map(fold, text.splitlines()))

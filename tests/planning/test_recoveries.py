@@ -1,0 +1,118 @@
+"""`--recover N`: the best are trained once all are measured, by the records alone; and no table mixes them with the others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.findings import simulated_study
+from tests.search_folders import TINY
+from tune_prune import search
+from tune_prune.analysis.input.reading import study_of_search
+from tune_prune.analysis.statistics.findings import find
+from tune_prune.cli.search_flags import parser, settings_from
+from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger, read_about
+from tune_prune.core.store import FolderStore
+from tune_prune.planning import recoveries, resolve
+from tune_prune.results import load
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
+    """Everything trained, of which a decision sees nothing: (plan, findings, keys of what it sees)."""
+    every = [f"{m}-s{s}-n{n}" for m in ("taylor", "layerwise", "blockwise") for s in (16, 64, 256) for n in (128, 512)]
+    path = simulated_study(
+        tmp_path_factory.mktemp("trained"),
+        ("alpha",),
+        items=400,
+        draws=dict.fromkeys((name for name in every if "-s64-" in name), 2),
+        draw_sd=0.001,
+        trained=dict.fromkeys(every, 0.05),
+    )
+    store = FolderStore(path)
+    records = Ledger(store).records()
+    trials = sorted((PruningConfig.from_dict(record.config), record.key) for record in records)
+    model = SimpleNamespace(run=SimpleNamespace(label="alpha", seed=0), trials=trials)
+    plan = SimpleNamespace(settings=SimpleNamespace(recover=3, draws=None), models=[model])
+    given = {key for config, key in trials if config.recovery == "none"}
+    own = [record for record in records if record.key in given]
+    return plan, find(study_of_search(path, read_about(store) or {}, {}, own)), given
+
+
+def test_the_most_accurate_that_may_be_the_best_are_trained_on_their_draws(searched) -> None:
+    plan, findings, given = searched
+    (found,) = findings.models.values()
+    (trained,), keys = recoveries.choose(plan, findings, given)
+    assert len(found.tied) > 3 and list(trained.configurations) == found.eligible["name"].tolist()[:3]
+    assert (trained.of, trained.tied) == (18, len(found.tied))
+    names = {config.name for config, key in plan.models[0].trials if key in keys}
+    wanted = {f"{name}-lora" for name in trained.configurations}
+    wanted |= {f"{name}-r1-lora" for name in trained.configurations if "-s64-" in name}
+    assert len(wanted) > 3 and names == wanted and not keys & given
+    assert "training of 3 of 18 configurations" in str(trained)
+
+
+def test_what_is_worse_for_certain_is_not_trained(searched) -> None:
+    plan, findings, given = searched
+    (found,) = findings.models.values()
+    all_of_them = SimpleNamespace(settings=SimpleNamespace(recover=100, draws=None), models=plan.models)
+    (trained,), _ = recoveries.choose(all_of_them, findings, given)
+    assert set(trained.configurations) == set(found.tied) and len(found.tied) < 18
+
+
+def test_a_draw_that_was_not_given_is_not_trained(searched) -> None:
+    plan, findings, given = searched
+    second = {key for config, key in plan.models[0].trials if config.seed == 1 and config.recovery == "none"}
+    _, keys = recoveries.choose(plan, findings, given - second)
+    assert not [config for config, key in plan.models[0].trials if key in keys and config.seed == 1]
+
+
+def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    def space(*argv: str) -> Any:
+        flags = parser().parse_args(["--model", "tiny-llama", "--search-space", "smoke", "--recover", "2", *argv])
+        return resolve.space(settings_from(flags))
+
+    assert space().values["recovery"] == ("none", "lora")
+    path = tmp_path / "space.yaml"
+    text = "search: grid\nmethod: taylor\nseq_len: 16\nnum_samples: 8\nrecovery: "
+    path.write_text(text + "[none, lora]\nrecovery_steps: [5, 10]\n")
+    assert space("--search-space", str(path)).size == 3  # untrained, and both lengths of a training
+    path.write_text(text + "lora\n")
+    with pytest.raises(UserError, match=r"says `recovery: lora`; write `recovery: \[none, lora\]`"):
+        space("--search-space", str(path))
+    with pytest.raises(UserError, match="--recover 2 is for a grid"):
+        space("--search", "optuna")
+
+
+def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(
+        "search: grid\nmethod: [magnitude, random, wanda_sp]\nseq_len: 16\nnum_samples: 8\nrecovery: [none, lora]\n"
+        "recovery_steps: 2\n"
+    )
+    argv = [*TINY, "--search-space", str(path), "--storage-path", str(tmp_path), "--name", "trained", "--inline"]
+    argv += ["--limit", "8", "--tasks", "piqa", "--gpus-per-trial", "0", "--recover", "1"]
+    assert search.main(argv) == 0
+    said = capsys.readouterr().out
+    assert "6 configurations a model, at most 4 trials" in said and "up to 1 of each model" in said
+    (line,) = re.findall(r"^recovery     (tiny-llama: training of 1 of 3 .*)$", said, re.MULTILINE)
+    store = FolderStore(tmp_path / "trained")
+    configs = [PruningConfig.from_dict(record.config) for record in Ledger(store).records()]
+    trained = [config for config in configs if config.recovery == "lora"]
+    assert len(configs) == 4 and len(trained) == 1 and f"({trained[0].untrained().name})" in line
+    (decided,) = (read_about(store) or {})["recovered"]
+    assert decided["configurations"] == [trained[0].untrained().name]
+    results = load(tmp_path / "trained")
+    assert list(results.best.index) == ["tiny-llama", "tiny-llama+lora"]
+    assert "Training after pruning" in said
+    assert (tmp_path / "trained" / "tensorboard" / "tiny-llama+lora").is_dir()
+    assert search.main(argv) == 0  # everything is there: the same decision, and nothing is run
+    again = capsys.readouterr().out
+    assert line in again and len(Ledger(store).records()) == 4
+    assert "trials are in its ledger" in again

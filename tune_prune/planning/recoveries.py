@@ -1,0 +1,73 @@
+"""`--recover N`: which configurations are trained once all of them are measured without training, and why.
+
+A training takes longer than everything else of a trial. So of each model and pruning ratio the N most accurate are trained, of
+those that may still be the best (the confidence set, docs/analysis.md), on each draw of calibration samples that they were given.
+That follows from the records alone, so a search that was killed decides the same again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.core.config import PruningConfig
+from tune_prune.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained of one model."""
+
+    model: str  # label, with the pruning ratio where there are several
+    configurations: tuple[str, ...]  # without training, the most accurate first
+    of: int  # configurations that were compared
+    tied: int  # of which so many may still be the best
+
+    def __str__(self) -> str:
+        names = ", ".join(self.configurations)
+        return (
+            f"{self.model}: training of {len(self.configurations)} of {self.of} configurations ({names}), the most accurate of the "
+            f"{self.tied} that may still be the best"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def is_withheld(plan: Plan, config: PruningConfig) -> bool:
+    """Whether that trial has to wait for the decision."""
+    return plan.settings.recover is not None and config.recovery != PruningConfig.recovery
+
+
+def expected(plan: Plan, configs: Iterable[PruningConfig]) -> list[PruningConfig]:
+    """Those of a model's configurations that the search runs at most: of the trained ones so many of each ratio and draw."""
+    most, counts, found = plan.settings.recover, Counter[tuple[Any, ...]](), []
+    for config in configs:
+        of = config.pruning_ratio, config.seed, config.recovery_steps, config.recovery_rate
+        counts[of] += is_withheld(plan, config)
+        if most is None or not is_withheld(plan, config) or counts[of] <= most:
+            found.append(config)
+    return found
+
+
+def choose(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list[Trained], set[str]]:
+    """What is trained by the `findings` of what was `given` (trial keys), and the keys of those trials."""
+    chosen, keys = [], set()
+    for found in findings.models.values():
+        best = found.eligible[found.eligible["name"].isin(list(found.tied))].head(plan.settings.recover)
+        chosen.append(Trained(found.model.label, tuple(best["name"]), len(found.eligible), len(found.tied)))
+        for model in plan.models:
+            by_key = {key: config for config, key in model.trials}
+            untrained = {config: key for key, config in by_key.items()}
+            wanted = {replace(by_key[key], seed=None) for key in best["key"] if key in by_key}
+            keys |= {
+                key
+                for key, config in by_key.items()
+                if is_withheld(plan, config)
+                and replace(config.untrained(), seed=None) in wanted
+                and untrained.get(config.untrained()) in given
+            }
+    return chosen, keys
