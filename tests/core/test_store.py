@@ -401,6 +401,21 @@ class TestS3(BetweenProcesses, LeaseContract):
         with pytest.raises(StorageError, match=r"does not know conditional writes"):
             store.check_writable()
 
+    def test_who_was_killed_while_it_looked_leaves_nothing(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its object goes with a later start; not that of one that looks at the same time."""
+        monkeypatch.setattr(store, "remove", lambda name: None)
+        store.check_writable()
+        monkeypatch.undo()
+        store.put(".writable-of-an-older-version", "first")
+        store.put("a", "kept")
+        kept = {".writable-of-an-older-version", "a"}
+        (young,) = set(store._listed("", "file")) - kept
+        store.check_writable()
+        assert set(store._listed("", "file")) == {young, "a"}
+        monkeypatch.setattr(objects, "LEFT_S", -1.0)
+        store.check_writable()
+        assert store._listed("", "file") == ["a"]
+
     def test_a_machine_keeps_what_never_changes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         one, other = (NodeCachedStore(ObjectPath(store.folder)) for _ in range(2))
         one.put("a.npz", b"abc")

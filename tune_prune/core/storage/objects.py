@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +41,8 @@ _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
 }
+_TRIAL = ".writable-"  # what names of objects begin with that only say whether writing works
+LEFT_S = 60.0  # after which who has put one is gone
 _NEW = threading.Lock()  # the memory of this process has no conditional request
 
 
@@ -117,8 +120,11 @@ class ObjectStore(Store):
         return sorted((f"{folder}/" if folder else "") + place.rpartition("/")[2] for place in places)
 
     def check_writable(self) -> None:
-        name = f".writable-{uuid.uuid4().hex}"
-        self.put(name, "first")
+        for left in self._listed("", "file"):  # by who was killed between the lines below
+            if left.startswith(_TRIAL) and time.time() - _written(self.get(left)) > LEFT_S:
+                self.remove(left)
+        name = f"{_TRIAL}{uuid.uuid4().hex}"
+        self.put(name, str(time.time()))
         conditional = not self.put_new(name, "second")
         self.remove(name)
         if not conditional:
@@ -180,6 +186,14 @@ def _client(scheme: str) -> tuple[Any, tuple[type[BaseException], ...]]:
         logging.getLogger("gcsfs").setLevel(logging.ERROR)
     kinds = (name.rpartition(".") for name in _ERRORS[scheme])
     return files, (OSError, *(getattr(importlib.import_module(module), name) for module, _, name in kinds))
+
+
+def _written(content: bytes | None) -> float:
+    """When an object of `check_writable` was put; 0 of an older version's, which does not say it, and of one that is gone."""
+    try:
+        return float(content or b"0")
+    except ValueError:
+        return 0.0
 
 
 def _hidden(name: str) -> bool:
