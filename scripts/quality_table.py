@@ -75,10 +75,14 @@ def regained(reference: Losses, other: Losses, measure: str) -> tuple[float, flo
 
 
 def rows_of(folder: str, reference: str) -> list[dict[str, Any]]:
-    """A row per model and configuration that has every draw of the reference. Raises UserError where that is not there."""
+    """A row per model and configuration that has every draw of the reference, trained ones among the others of their model. Raises
+    UserError where that is not there."""
     rows = []
-    for label, model in load_results(folder).findings.study.models.items():
-        own = model.rows[model.rows["success"]]
+    models = list(load_results(folder).findings.study.models.values())
+    for of in dict.fromkeys((model.base, model.ratio) for model in models):
+        alike = [model for model in models if (model.base, model.ratio) == of]
+        label = alike[0].label
+        own = pd.concat([model.rows[model.rows["success"]] for model in alike], ignore_index=True)
         # A configuration's name says its seed where that is not the run's.
         seeds = own["seed"].fillna(-1).astype(int)
         pairs = zip(own["name"], seeds, strict=True)
@@ -86,7 +90,7 @@ def rows_of(folder: str, reference: str) -> list[dict[str, Any]]:
         groups = {name: dict(zip(seeds[part], part, strict=True)) for name, part in own.groupby(names).groups.items()}
         if reference not in groups:
             raise UserError(f"{reference} was not measured on {label}; there are {', '.join(groups)}")
-        dense = gold_logprobs(dense_folder(model))
+        dense = gold_logprobs(dense_folder(alike[0]))
         if dense is None:
             raise UserError(f"{folder} has no items of the dense {label}; search again with the same command")
         draws = sorted(groups[reference])

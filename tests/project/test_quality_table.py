@@ -48,7 +48,7 @@ def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
     space = tmp_path / "space.yaml"
     space.write_text(
         "search: grid\nmethod: [taylor]\nseq_len: [16]\nnum_samples: [8]\ncompensation: [none, least_squares]\n"
-        "refit_tokens: 2048\nseeds: [0, 1]\n"
+        "refit_tokens: 2048\nseeds: [0, 1]\nrecovery: [none, lora]\nrecovery_steps: 2\n"
     )
     flags = ("--tasks", "boolq,piqa", "--limit", "20", "--storage-path", str(tmp_path), "--name", "one")
     assert search.main(["--model", "tiny-llama", "--inline", "--search-space", str(space), *flags]) == 0
@@ -56,13 +56,18 @@ def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
     folder, output = str(tmp_path / "one"), tmp_path / "rows.json"
     assert main([folder, "--reference", "taylor-s16-n8", "--output", str(output)]) == 0
     rows = {row["configuration"]: row for row in json.loads(output.read_text())}
-    assert set(rows) == {"taylor-s16-n8", "taylor-s16-n8-least_squares-t2048"}
+    untrained = {"taylor-s16-n8", "taylor-s16-n8-least_squares-t2048"}
+    assert set(rows) == untrained | {f"{name}-lora-i2" for name in untrained}
     base, refitted = rows["taylor-s16-n8"], rows["taylor-s16-n8-least_squares-t2048"]
     assert base["draws"] == refitted["draws"] == 2 and base["kl_text_regained"] == base["kl_text_stderr"] == 0
     for measure in ("kl_text", "kl_tasks", "gold_logprob_mean"):
         assert refitted[f"{measure}_regained"] == pytest.approx(1 - refitted[measure] / base[measure])
     records = [json.loads(path.read_text()) for path in (tmp_path / "one" / "ledger").glob("*.json")]
-    mine = [one["metrics"] for one in records if one["config"].get("compensation") == "least_squares"]
+    mine = [
+        one["metrics"]
+        for one in records
+        if one["config"].get("compensation") == "least_squares" and "recovery" not in one["config"]
+    ]
     for measure in ("kl_text", "kl_tasks", "ppl"):
         assert refitted[measure] == pytest.approx(np.mean([metrics[measure] for metrics in mine]))
     assert "| `taylor-s16-n8` | 2 |" in capsys.readouterr().out
