@@ -11,7 +11,8 @@
 2. The guarantee in its worst cases: nothing is really stopped, and it is counted how often any look would have stopped the
    configuration that is best on all items. Equal: all configurations have the same true accuracies. Opposed: each rival
    misses items of its own in the smallest task, the best misses as many per cent of the largest one.
-3. A finished experiment (--experiment): the outcomes in its trials/*/items.parquet go through the same rules.
+3. A finished experiment (--experiment): the outcomes in its trials/*/items.parquet go through the same rules, and the
+   log-probabilities of its right choices through the race by those (race-gold), whose winner is the best by them.
 
 Both rules are the program's own: Race of tune_prune/tuning/stopping/racing.py and AshaRule of asha.py
 beside it. Slices are `proportional` (a slice takes its fraction of each task) or `even` (evaluation.slices.even_slices). Tokens
@@ -45,6 +46,7 @@ from tune_prune.evaluation.slices import even_slices
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import Slice, TrialMessage
 from tune_prune.tuning.stopping.asha import AshaRule
+from tune_prune.tuning.stopping.measures import ACCURACY, GOLD_LOGPROB, ItemValues, Measure
 from tune_prune.tuning.stopping.race import read_outcomes
 from tune_prune.tuning.stopping.racing import Race
 from tune_prune.tuning.worker import TrialSpec
@@ -79,7 +81,8 @@ ALLOCATIONS: dict[str, Callable[[Mapping[str, int]], Counts]] = {
 class Population:
     """What C configurations make of all items, in the order in which items enter the slices."""
 
-    scores: dict[str, np.ndarray]  # task -> bool [C, N_t]
+    scores: dict[str, np.ndarray]  # task -> [C, N_t], bool, or nats of the right choices
+    measure: Measure = ACCURACY
 
     @property
     def num_configs(self) -> int:
@@ -90,16 +93,16 @@ class Population:
         return {task: scores.shape[1] for task, scores in self.scores.items()}
 
     def means(self, counts: Mapping[str, int]) -> np.ndarray:
-        """acc_mean [C] on the first items of each task."""
+        """The mean of the tasks' means [C] on the first items of each."""
         return np.mean([scores[:, : counts[task]].mean(1) for task, scores in self.scores.items()], axis=0)
 
-    def outcomes(self, config: int, counts: Counts, index: int) -> dict[str, str]:
+    def outcomes(self, config: int, counts: Counts, index: int) -> dict[str, ItemValues]:
         """What a worker reports after slice `index`: the items that it adds."""
         before = counts[index - 1] if index else dict.fromkeys(self.scores, 0)
-        return {
-            task: (scores[config, before[task] : counts[index][task]] + np.uint8(ord("0"))).tobytes().decode()
-            for task, scores in self.scores.items()
-        }
+        added = {task: scores[config, before[task] : counts[index][task]] for task, scores in self.scores.items()}
+        if self.measure is not ACCURACY:
+            return {task: tuple(values) for task, values in added.items()}
+        return {task: (values + np.uint8(ord("0"))).tobytes().decode() for task, values in added.items()}
 
     def clearly_worse(self, best: int, other: int) -> bool:
         """Whether `other` is worse than `best` by more than DISTINGUISHED paired standard errors on all items."""
@@ -109,7 +112,7 @@ class Population:
 
 
 def race_rule(population: Population, counts: Counts, confidence: float) -> Decide:
-    race = Race(population.num_configs, population.sizes, len(counts), confidence)
+    race = Race(population.num_configs, population.sizes, len(counts), confidence, population.measure)
     return lambda config, index: race.add(str(config), index, population.outcomes(config, counts, index)) is not None
 
 
@@ -161,7 +164,7 @@ def compare(cases: Iterator[tuple[Population, np.ndarray]], confidence: float) -
         for allocation, count in ALLOCATIONS.items():
             counts = count(population.sizes)
             shares = token_shares(population.sizes, counts)
-            for name, rule in RULES.items():
+            for name, rule in (RULES if population.measure is ACCURACY else {"race-gold": race_rule}).items():
                 for concurrent in CONCURRENT:
                     reached = search(rule(population, counts, confidence), shares, order, concurrent)
                     complete = np.flatnonzero(reached == len(counts) - 1)
@@ -244,8 +247,8 @@ def guarantee(count: int, confidence: float, seed: int) -> dict[str, dict[str, f
     return found
 
 
-def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population]]:
-    """label -> (methods [C], outcomes) of a finished search's complete trials."""
+def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population, Population]]:
+    """label -> (methods [C], outcomes, log-probabilities of right choices) of a finished search's complete trials."""
     records: dict[str, list] = {}
     for record in Ledger(FolderStore(folder)).records():
         if record.status == "complete":
@@ -254,24 +257,27 @@ def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population]]:
         raise SystemExit(f"error: {folder} has no complete trials; --experiment is the folder of a finished search")
     found = {}
     for label, members in records.items():
-        scores: dict[str, list[np.ndarray]] = {}
-        for record in members:
-            path = folder / TRIALS / record.key / ITEMS
-            slices = read_outcomes(path, 1 + max(pd.read_parquet(path, columns=["slice"])["slice"]))
-            for task in slices[0]:
-                text = "".join(added.get(task, "") for added in slices)  # slices are cut from one order: it comes back
-                scores.setdefault(task, []).append(np.frombuffer(text.encode(), dtype=np.uint8) == ord("1"))
-        found[label] = [r.config["method"] for r in members], Population({t: np.array(s) for t, s in scores.items()})
+        populations = []
+        for measure in (ACCURACY, GOLD_LOGPROB):
+            scores: dict[str, list[np.ndarray]] = {}
+            for record in members:
+                path = folder / TRIALS / record.key / ITEMS
+                slices = read_outcomes(path, 1 + max(pd.read_parquet(path, columns=["slice"])["slice"]), measure)
+                for task in slices[0]:  # slices are cut from one order: it comes back
+                    parts = [measure.numbers(added[task]) for added in slices if task in added]
+                    scores.setdefault(task, []).append(np.concatenate(parts))
+            populations.append(Population({t: np.array(s) for t, s in scores.items()}, measure))
+        found[label] = [r.config["method"] for r in members], *populations
     return found
 
 
-def correlations(experiment: dict[str, tuple[list[str], Population]], seed: int) -> tuple[float, float]:
+def correlations(experiment: dict[str, tuple[list[str], Population, Population]], seed: int) -> tuple[float, float]:
     """Latent (tetrachoric) correlation between configurations, by how often their outcomes differ: the median over tasks
     and pairs of different methods, and of one method."""
     rng = np.random.default_rng(seed)
     x, y = rng.standard_normal((2, 20_000))
     found: dict[bool, list[float]] = {True: [], False: []}
-    for methods, population in experiment.values():
+    for methods, population, _ in experiment.values():
         pairs = list(combinations(range(len(methods)), 2))
         for i, j in (pairs[k] for k in rng.choice(len(pairs), min(100, len(pairs)), replace=False)):
             for scores in population.scores.values():
@@ -323,11 +329,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         results["guarantee"],
     )
     results["replayed"] = {}
-    for label, (_, population) in experiment.items():
-        rng = np.random.default_rng(options.seed)
-        orders = ((population, rng.permutation(population.num_configs)) for _ in range(ORDERS))
-        results["replayed"][label] = compare(orders, options.confidence)
-        shown(f"{label}: its {population.num_configs} trials in {ORDERS} orders", results["replayed"][label])
+    for label, (_, *populations) in experiment.items():
+        results["replayed"][label] = {}
+        for population in populations:
+            rng = np.random.default_rng(options.seed)
+            orders = [rng.permutation(population.num_configs) for _ in range(ORDERS)]
+            results["replayed"][label] |= compare(((population, order) for order in orders), options.confidence)
+        shown(f"{label}: its {populations[0].num_configs} trials in {ORDERS} orders", results["replayed"][label])
     write_json(options.output, results)
     return results
 

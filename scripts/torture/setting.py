@@ -16,6 +16,7 @@ GRID = (
 # Ways to search that do not try everything, or not to the end.
 PARTIAL = {
     "race": ("--scheduler", "race"),
+    "race-gold": ("--scheduler", "race-gold"),
     "asha": ("--scheduler", "asha"),
     "optuna": ("--search", "optuna", "--num-trials", "9"),
 }
