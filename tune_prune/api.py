@@ -139,7 +139,8 @@ def search(
     same command, runs only what is missing.
 
     model           alias, hub id, local folder or GGUF file; or several of them
-    search_space    paper_grid (45 configurations), adaptive, minimal, smoke (6), control, or a YAML file
+    search_space    paper_grid (45 configurations), recommended (12), adaptive, minimal, smoke (6), control, or a
+                    YAML file
     search          grid (all) or optuna (its TPE picks); None: as the space says
     num_trials      trials of optuna, per model and pruning ratio; None: as the space says, else 20
     pruning_ratio   fraction of ALL parameters to remove, above 0 and below 1; None: as the space says, else 0.2

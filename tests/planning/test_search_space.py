@@ -53,6 +53,7 @@ def with_value(**values: str) -> str:
         ("paper_grid", 45, "grid", None),
         ("adaptive", 297, "optuna", 20),
         ("minimal", 3, "grid", None),
+        ("recommended", 12, "grid", None),
         ("smoke", 6, "grid", None),
     ],
 )
@@ -64,7 +65,7 @@ def test_shipped_spaces(name: str, size: int, search: str, num_trials: int | Non
 
 
 def test_every_shipped_space_is_tested() -> None:
-    assert set(search_space.names()) == {"paper_grid", "adaptive", "minimal", "smoke", "control"}
+    assert set(search_space.names()) == {"paper_grid", "recommended", "adaptive", "minimal", "smoke", "control"}
 
 
 def test_paper_grid_is_the_published_one() -> None:
