@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -257,18 +257,21 @@ def read_experiment(folder: Path) -> dict[str, tuple[list[str], Population, Popu
         raise SystemExit(f"error: {folder} has no complete trials; --experiment is the folder of a finished search")
     found = {}
     for label, members in records.items():
-        populations = []
-        for measure in (ACCURACY, GOLD_LOGPROB):
-            scores: dict[str, list[np.ndarray]] = {}
-            for record in members:
-                path = folder / TRIALS / record.key / ITEMS
-                slices = read_outcomes(path, 1 + max(pd.read_parquet(path, columns=["slice"])["slice"]), measure)
-                for task in slices[0]:  # slices are cut from one order: it comes back
-                    parts = [measure.numbers(added[task]) for added in slices if task in added]
-                    scores.setdefault(task, []).append(np.concatenate(parts))
-            populations.append(Population({t: np.array(s) for t, s in scores.items()}, measure))
-        found[label] = [r.config["method"] for r in members], *populations
+        paths = [folder / TRIALS / record.key / ITEMS for record in members]
+        methods = [record.config["method"] for record in members]
+        found[label] = methods, _population(paths, ACCURACY), _population(paths, GOLD_LOGPROB)
     return found
+
+
+def _population(paths: Iterable[Path], measure: Measure) -> Population:
+    """From the items of each configuration."""
+    scores: dict[str, list[np.ndarray]] = {}
+    for path in paths:
+        slices = read_outcomes(path, 1 + max(pd.read_parquet(path, columns=["slice"])["slice"]), measure)
+        for task in slices[0]:  # slices are cut from one order: it comes back
+            parts = [measure.numbers(added[task]) for added in slices if task in added]
+            scores.setdefault(task, []).append(np.concatenate(parts))
+    return Population({task: np.array(values) for task, values in scores.items()}, measure)
 
 
 def correlations(experiment: dict[str, tuple[list[str], Population, Population]], seed: int) -> tuple[float, float]:
