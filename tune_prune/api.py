@@ -142,7 +142,7 @@ def search(
     search_space    paper_grid (45 configurations), recommended (12), adaptive, minimal, smoke (6), control, or a
                     YAML file
     search          grid (all) or optuna (its TPE picks); None: as the space says
-    num_trials      trials of optuna, per model and pruning ratio; None: as the space says, else 20
+    num_trials      trials of optuna, per model, pruning ratio and recovery; None: as the space says, else 20
     pruning_ratio   fraction of ALL parameters to remove, above 0 and below 1; None: as the space says, else 0.2
     shape, align    widths of the pruned layers, as for `Model.prune`; None: as the space says, else free
     revision, calibration, data_dir, trust_tasks, seed, dtype, perplexity_window, perplexity_tokens    as for `open`; the seed is

@@ -90,6 +90,22 @@ def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         space("--search", "optuna")
 
 
+def test_optuna_searches_trained_and_untrained_by_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As its trials are compared: one study would find nothing but training."""
+    path = tmp_path / "space.yaml"
+    path.write_text(
+        "search: optuna\nnum_trials: 2\nmethod: [magnitude, taylor, wanda_sp]\nseq_len: 16\nnum_samples: 8\n"
+        "recovery: [none, lora]\nrecovery_steps: 2\n"
+    )
+    argv = [*TINY, "--search-space", str(path), "--storage-path", str(tmp_path), "--name", "two", "--inline"]
+    assert search.main([*argv, "--limit", "8", "--tasks", "piqa", "--gpus-per-trial", "0"]) == 0
+    assert "2 of 3 configurations a model and recovery, 4 trials" in capsys.readouterr().out
+    records = Ledger(FolderStore(tmp_path / "two")).records()
+    assert sorted(record.config.get("recovery", "none") for record in records) == ["lora", "lora", "none", "none"]
+
+
 def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(

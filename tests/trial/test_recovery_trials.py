@@ -154,7 +154,8 @@ def test_a_recovery_is_searched_pruned_and_evaluated_as_recorded(printed, tmp_pa
     printed(search.main, *argv)
     trials = tune_prune.load_results(tmp_path / "one").trials
     assert sorted(trials["recovery"]) == ["lora", "lora", "none"] and trials["kl_text"].nunique() == 3
-    text = printed(prune.main, "--config", tmp_path / "one", "--output", tmp_path / "small", "--device", "cpu")
+    best = ("--config", tmp_path / "one", "--model", "tiny-llama+lora")
+    text = printed(prune.main, *best, "--output", tmp_path / "small", "--device", "cpu")
     assert "as searched" in text and re.search(
         r"^recovery +0 tokens", text, re.MULTILINE
     )  # found where the search left it

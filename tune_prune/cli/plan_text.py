@@ -108,9 +108,10 @@ def _search(plan: Plan) -> str:
         f"{len(space.values[row.name])} {'methods' if row.name == 'method' else row.name}" for row in _searched(plan)
     ]
     points = space.size * len(space.values["pruning_ratio"])
-    each = "a model" if points == space.size else "a model and pruning ratio"
     if space.search == "optuna":
-        return f"optuna (TPE) on {space.name}: {space.num_trials} of {space.size} configurations {each}"
+        of = [name for name in ("pruning_ratio", "recovery") if len(space.values[name]) > 1]
+        each = " and ".join(["a model", *(HYPERPARAMETERS[name].label.lower() for name in of)])
+        return f"optuna (TPE) on {space.name}: {space.num_trials} of {max(plan.group_sizes)} configurations {each}"
     product = prod(len(values) for values in space.values.values())
     found = str(points) if product == points else f"{product} points, {points} distinct"
     return f"grid over {space.name}: {' x '.join(lists)} = {found} configurations a model"

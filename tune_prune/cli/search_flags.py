@@ -49,7 +49,7 @@ def parser() -> Parser:
         "--num-trials",
         type=flags.whole_number(1, 10**9),
         metavar="N",
-        help="trials of optuna, per model and pruning ratio (default: as the space says, else 20)",
+        help="trials of optuna, per model, pruning ratio and recovery (default: as the space says, else 20)",
     )
     flags.add_hyperparameter_flags(what, ["pruning_ratio"], "as the space says, else 0.2")
     flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free")

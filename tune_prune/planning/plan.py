@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,7 +27,7 @@ class SearchSettings:
     models: tuple[str, ...]
     search_space: str = "paper_grid"  # a name of search_spaces/ or a YAML file
     search: str | None = None  # grid or optuna; None: as the search space says
-    num_trials: int | None = None  # per model and pruning ratio, optuna only
+    num_trials: int | None = None  # per model, pruning ratio and recovery, optuna only
     pruning_ratio: float | None = None  # None: the search space's, else 0.2
     shape: str | None = None  # free, aligned, aligned-N or uniform; None: the search space's, else free
     align: int | None = None  # N of the aligned shape; None: as suits the model
@@ -120,7 +121,12 @@ class Plan:
 
     @property
     def trials_per_model(self) -> int:
-        return (self.space.num_trials or self.space.size) * len(self.space.values["pruning_ratio"])
+        return sum(min(self.space.num_trials or size, size) for size in self.group_sizes)
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """How many configurations there are in each group of a model that is compared in itself."""
+        return list(Counter(config.group("") for config, _ in self.models[0].trials).values())
 
     def searched(self) -> dict[str, Any]:
         """Every hyperparameter's values for experiment.json, those of optional ones by themselves where there is one; none where it

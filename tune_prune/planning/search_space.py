@@ -10,7 +10,7 @@
     seeds: [0, 1, 2]                          # optional; draws of calibration samples, else that of --seed
     compensation: [none, least_squares]       # optional; with a refit also damping: 0.1 and refit_tokens: 16384
     recovery: [none, lora]                    # optional; with a training also recovery_steps: 100 and recovery_rate: 0.001
-    num_trials: 6                             # search: optuna only; per model and pruning ratio
+    num_trials: 6                             # search: optuna only; per model, pruning ratio and recovery
 
 A key is a row of core.values.hyperparameters, with one value (it is fixed) or a list (it is searched). The reader is strict
 and reports every problem of the file at once, each with its line.
@@ -45,7 +45,7 @@ class SearchSpace:
     name: str
     path: Path
     search: str  # "grid" or "optuna"
-    num_trials: int | None  # how many configurations optuna tries per model and pruning ratio; None for a grid
+    num_trials: int | None  # what optuna tries per model, pruning ratio and recovery; None for a grid
     values: dict[str, tuple[Any, ...]]  # of every hyperparameter; a shape may still be "aligned", without its number
     given: Collection[str]  # hyperparameters that the file names; the others have their defaults
     reads: Mapping[str, frozenset[str]]  # method -> hyperparameters that its statistics depend on

@@ -52,7 +52,7 @@ class TuneOptions:
     artifact_dir: Location | None = None  # likewise; shared by experiments; None: in experiment_dir
     search: Literal["grid", "optuna"] = "grid"
     num_trials: int | None = (
-        None  # per model and pruning ratio, for optuna, counting those in the ledger; None: the whole space
+        None  # per model, pruning ratio and recovery, for optuna, counting those in the ledger; None: the whole space
     )
     seed: int = 0  # of the sampler
     only: frozenset[str] | None = None  # keys of the jobs that are run now; None: all

@@ -1,4 +1,4 @@
-"""Adaptive search: Optuna's TPE, one study per model and pruning ratio, over a finite set of configurations.
+"""Adaptive search: Optuna's TPE, one study per model, pruning ratio and recovery, over a finite set of configurations.
 
 TPE (Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization") proposes points it has seen already when the
 space is small; such a proposal is replaced by a seeded unseen point, so that no trial is spent twice. Studies live in
@@ -29,7 +29,7 @@ STARTUP_TRIALS = 5  # random points before TPE models anything; Optuna's 10 woul
 
 
 class OptunaSearcher:
-    """Proposes trials of `specs`, at most `num_trials` per model and pruning ratio, maximising acc_mean; one
+    """Proposes trials of `specs`, at most `num_trials` per model, pruning ratio and recovery, maximising acc_mean; one
     of these groups after the other.
 
     `known` are the ledger's records. Complete and early-stopped ones count as trials; failed ones are proposed first,
@@ -111,7 +111,12 @@ class _Study:
         return self._keys[config]
 
     def report(self, key: str, message: TrialMessage | None) -> None:
-        if message is not None and message.stage is not None and message.accuracy is not None:
+        if (
+            message is not None
+            and message.stage is not None
+            and message.stage.outcomes
+            and message.accuracy is not None
+        ):
             self._live[key].report(message.accuracy, message.stage.items_scored)
 
     def tell(self, key: str, message: TrialMessage | None, error: bool) -> None:
