@@ -111,12 +111,7 @@ class _Study:
         return self._keys[config]
 
     def report(self, key: str, message: TrialMessage | None) -> None:
-        if (
-            message is not None
-            and message.stage is not None
-            and message.stage.outcomes
-            and message.accuracy is not None
-        ):
+        if message is not None and message.stage is not None and message.accuracy is not None:
             self._live[key].report(message.accuracy, message.stage.items_scored)
 
     def tell(self, key: str, message: TrialMessage | None, error: bool) -> None:
