@@ -130,7 +130,7 @@ def test_tokens_are_put_into_blocks():
 
 def test_items_come_from_the_tasks_in_turn_with_their_right_answers(tmp_path):
     tokenizer = byte_tokenizer(True)
-    items = build_suite(tokenizer, EvaluationProtocol(("quiz",)), write_quiz(tmp_path, quiz_items()), 512)._items
+    items = build_suite(tokenizer, EvaluationProtocol(("quiz",)), write_quiz(tmp_path, quiz_items()), 512).items
     renamed = [vars(item) | {"task": task} for task in ("a", "b") for item in items]
     renamed[0]["gold"] = -1
     suite = ZeroShotSuite([type(items[0])(**values) for values in renamed], EvaluationProtocol(("a", "b")))

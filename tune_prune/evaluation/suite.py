@@ -50,14 +50,14 @@ class ZeroShotSuite:
     the tasks as their sizes allow (`slices.even_slices`); which ones follows from the protocol's seed."""
 
     def __init__(self, items: Sequence[Item], protocol: EvaluationProtocol) -> None:
-        self._items = list(items)
-        self.num_items = len(self._items)
+        self.items = list(items)
+        self.num_items = len(self.items)
         self.num_slices = len(protocol.slices)
         by_task: dict[str, list[Item]] = {}
-        for item in self._items:
+        for item in self.items:
             by_task.setdefault(item.task, []).append(item)
         self.items_per_task = {task: len(members) for task, members in by_task.items()}
-        self.gold_items_per_task = dict(Counter(item.task for item in self._items if item.gold >= 0))
+        self.gold_items_per_task = dict(Counter(item.task for item in self.items if item.gold >= 0))
         added: list[list[Item]] = [[] for _ in protocol.slices]
         counts = even_slices(self.items_per_task, protocol.slices)
         for task, members in by_task.items():
@@ -72,7 +72,7 @@ class ZeroShotSuite:
         """Questions with their right answers as token ids, without the very last: an item of each task in turn, from the first on.
         Items without a single right choice are left out."""
         by_task: dict[str, list[np.ndarray]] = {task: [] for task in self.items_per_task}
-        for item in self._items:
+        for item in self.items:
             if item.gold >= 0:
                 by_task[item.task].append(item.requests[item.gold].inputs)
         return [inputs for turn in zip_longest(*by_task.values()) for inputs in turn if inputs is not None]
@@ -128,18 +128,18 @@ class ZeroShotSuite:
 
     def arrays(self) -> dict[str, np.ndarray] | None:
         """The suite as arrays; None where an item needs lm-eval's judgement, which no array can hold."""
-        if any(item.judgement for item in self._items):
+        if any(item.judgement for item in self.items):
             return None
         tasks = list(self.items_per_task)
-        requests = [request for item in self._items for request in item.requests]
+        requests = [request for item in self.items for request in item.requests]
         return {
             "tasks": np.array(tasks),
-            "task": _integers(tasks.index(item.task) for item in self._items),
-            "doc_id": _integers(item.doc_id for item in self._items),
-            "gold": _integers(item.gold for item in self._items),
-            "num_requests": _integers(len(item.requests) for item in self._items),
-            "num_lengths": _integers(len(item.lengths) for item in self._items),
-            "lengths": _integers(length for item in self._items for length in item.lengths),
+            "task": _integers(tasks.index(item.task) for item in self.items),
+            "doc_id": _integers(item.doc_id for item in self.items),
+            "gold": _integers(item.gold for item in self.items),
+            "num_requests": _integers(len(item.requests) for item in self.items),
+            "num_lengths": _integers(len(item.lengths) for item in self.items),
+            "lengths": _integers(length for item in self.items for length in item.lengths),
             "num_inputs": _integers(len(request.inputs) for request in requests),
             "num_targets": _integers(len(request.targets) for request in requests),
             "inputs": np.concatenate([request.inputs for request in requests]),
