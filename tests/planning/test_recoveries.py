@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.findings import simulated_study
@@ -45,17 +46,31 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
     return plan, find(study_of_search(path, read_about(store) or {}, {}, own)), given
 
 
-def test_the_most_accurate_that_may_be_the_best_are_trained_on_their_draws(searched) -> None:
+def test_of_what_may_be_the_best_some_are_trained_on_their_draws(searched) -> None:
     plan, findings, given = searched
     (found,) = findings.models.values()
     (trained,), keys = recoveries.choose(plan, findings, given)
-    assert len(found.tied) > 3 and list(trained.configurations) == found.eligible["name"].tolist()[:3]
+    likely = found.eligible[found.eligible["name"].isin(found.tied)].sort_values("gold_logprob_mean", ascending=False)
+    assert len(found.tied) > 3 and list(trained.configurations) == likely["name"].tolist()[:3]
     assert (trained.of, trained.tied) == (18, len(found.tied))
     names = {config.name for config, key in plan.models[0].trials if key in keys}
     wanted = {f"{name}-lora" for name in trained.configurations}
     wanted |= {f"{name}-r1-lora" for name in trained.configurations if "-s64-" in name}
     assert len(wanted) > 3 and names == wanted and not keys & given
     assert "training of 3 of 18 configurations" in str(trained)
+
+
+def test_right_choices_log_probability_tells_apart_what_accuracy_cannot(searched) -> None:
+    plan, findings, given = searched
+    ((name, found),) = findings.models.items()
+    for tied_value, by in ((-1.0, "gold_logprob_mean"), (float("nan"), "acc_mean")):
+        rows = found.eligible.assign(gold_logprob_mean=-np.arange(18.0)[::-1])  # the least accurate has the highest
+        rows.loc[rows["name"] == found.tied[0], "gold_logprob_mean"] = tied_value
+        measured = SimpleNamespace(model=found.model, eligible=rows, tied=found.tied)
+        (trained,), keys = recoveries.choose(plan, SimpleNamespace(models={name: measured}), given)
+        order = rows.sort_values(by, ascending=False)["name"]
+        assert list(trained.configurations) == [one for one in order if one in set(found.tied)][:3]
+        assert trained.by == by and ("log-probability" in str(trained)) == (by != "acc_mean") and keys
 
 
 def test_what_is_worse_for_certain_is_not_trained(searched) -> None:

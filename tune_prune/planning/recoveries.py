@@ -1,8 +1,9 @@
 """`--recover N`: which configurations are trained once all of them are measured without training, and why.
 
-A training takes longer than everything else of a trial. So of each model and pruning ratio the N most accurate are trained, of
-those that may still be the best (the confidence set, docs/analysis.md), on each draw of calibration samples that they were given.
-That follows from the records alone, so a search that was killed decides the same again.
+A training takes longer than everything else of a trial. So of each model and pruning ratio N are trained of those that may still be
+the most accurate (the confidence set, docs/analysis.md), on each draw of calibration samples that they were given. Accuracy cannot
+tell these apart; the log-probability of right choices, which says more per item, does: the N with the highest, or, where tasks have
+none, the N most accurate. That follows from the records alone, so a search that was killed decides the same again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tune_prune.analysis.input.measures import GOLD
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.core.config import PruningConfig
 from tune_prune.planning.plan import Plan
@@ -22,15 +24,17 @@ class Trained:
     """What is trained of one model."""
 
     model: str  # label, with the pruning ratio where there are several
-    configurations: tuple[str, ...]  # without training, the most accurate first
+    configurations: tuple[str, ...]  # without training, the best first
     of: int  # configurations that were compared
-    tied: int  # of which so many may still be the best
+    tied: int  # of which so many may still be the most accurate
+    by: str  # the measure that chose among those
 
     def __str__(self) -> str:
         names = ", ".join(self.configurations)
+        best = "those with the highest log-probability of right choices" if self.by == GOLD else "the most accurate"
         return (
-            f"{self.model}: training of {len(self.configurations)} of {self.of} configurations ({names}), the most accurate of the "
-            f"{self.tied} that may still be the best"
+            f"{self.model}: training of {len(self.configurations)} of {self.of} configurations ({names}), {best} of the "
+            f"{self.tied} that may still be the most accurate"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,8 +61,10 @@ def choose(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list
     """What is trained by the `findings` of what was `given` (trial keys), and the keys of those trials."""
     chosen, keys = [], set()
     for found in findings.models.values():
-        best = found.eligible[found.eligible["name"].isin(list(found.tied))].head(plan.settings.recover)
-        chosen.append(Trained(found.model.label, tuple(best["name"]), len(found.eligible), len(found.tied)))
+        tied = found.eligible[found.eligible["name"].isin(list(found.tied))]
+        by = GOLD if GOLD in tied and tied[GOLD].notna().all() else "acc_mean"
+        best = tied.sort_values(by, ascending=False, kind="stable").head(plan.settings.recover)
+        chosen.append(Trained(found.model.label, tuple(best["name"]), len(found.eligible), len(found.tied), by))
         for model in plan.models:
             by_key = {key: config for config, key in model.trials}
             untrained = {config: key for key, config in by_key.items()}
