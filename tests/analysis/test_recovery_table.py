@@ -8,8 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.findings import simulated_findings
-from tune_prune.analysis.statistics.findings import Findings
+from tests.findings import simulated_findings, simulated_study
+from tune_prune.analysis.input.measures import gold_logprobs
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core.config import ZERO_SHOT_TASKS
@@ -54,6 +56,25 @@ def test_each_is_shown_beside_itself_untrained(findings) -> None:
         assert row["gain_stderr"] == pytest.approx(100 * np.sqrt((errors**2).sum()) / len(ZERO_SHOT_TASKS))
         assert row["gain"] == pytest.approx(100 * GAINS[row["config"]], abs=4 * row["gain_stderr"])
     assert "Training after pruning, gain in points" in final_table(findings)
+
+
+def test_what_a_training_changes_in_the_other_measures_has_the_error_of_the_same_items(tmp_path: Path) -> None:
+    path = simulated_study(tmp_path, models=("alpha",), trained=GAINS)
+    for number, file in enumerate(sorted(path.glob("trials/*/items.parquet"))):
+        items, generator = pd.read_parquet(file), np.random.default_rng(number)
+        items["loglikelihoods"] = [generator.normal(-5, 1, len(own)) for own in items["loglikelihoods"]]
+        items.to_parquet(file)
+    found = find(read_study([path], []))
+    untrained, trained = (one.eligible.set_index("name") for one in found.models.values())
+    rows = all_tables(found)["recovery"].rows
+    assert len(rows) == len(GAINS)
+    for row in rows:
+        folders = (untrained.loc[row["config"]]["output_dir"], trained.loc[f"{row['config']}-lora"]["output_dir"])
+        before, after = map(gold_logprobs, folders)
+        gaps = (after - before).groupby(level="task")
+        assert row["gold_logprob_mean_change"] == pytest.approx(gaps.mean().mean())
+        error = np.sqrt((gaps.var() / gaps.count()).sum()) / len(ZERO_SHOT_TASKS)
+        assert row["gold_logprob_mean_change_stderr"] == pytest.approx(error) and error > 0
 
 
 def test_a_trained_configuration_alone_has_no_gain(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ lose with each other's best configurations, and the best single configuration fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,19 @@ def measure_gaps(
             {row: 0.0 if row == best else _gap_stderr(own, blocks, of_draws, row, best) for row in eligible.index}
         )
     return pd.DataFrame(found, eligible.index)
+
+
+def measure_changes(first: pd.DataFrame, second: pd.DataFrame, draws: Sequence[pd.DataFrame]) -> dict[str, float]:
+    """`<measure>_change` and `<measure>_change_stderr` from one row to another one, of equal columns, on the same items or blocks,
+    averaged over the `draws` of each: of the measures that both have."""
+    pair = pd.concat([first, second], ignore_index=True)
+    gaps = measure_gaps(pair, dict(enumerate(draws)), {})
+    found = {}
+    for measure in (GOLD, *TEXTS):
+        if f"{measure}_gap" in gaps and np.isfinite(pair[measure]).all():
+            found[f"{measure}_change"] = float(pair[measure].diff().iloc[1])
+            found[f"{measure}_change_stderr"] = float(gaps[f"{measure}_gap_stderr"].max())  # that of the best is 0
+    return found
 
 
 def _mean_blocks(folders: Iterable[str], measure: str) -> pd.Series | None:
