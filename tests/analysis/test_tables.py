@@ -383,3 +383,14 @@ def test_the_window_is_said_once_where_it_is_one(
     study = replace(simulated.study, models={label: replace(model, window=n) for (label, model), n in models})
     notes = note_sentences(all_tables(find(study))["optimal_configurations"])
     assert [note for note in notes if "windows" in note] == said
+
+
+def test_a_damping_is_shown_as_it_is_not_rounded(tmp_path: Path) -> None:
+    dampings = [0.1, 0.3] * 18
+    findings = from_csv(
+        tmp_path, {"M": lambda m, s, n: 0.5 + s / 1000 + n / 10000}, compensation="least_squares", damping=dampings
+    )
+    table = all_tables(findings)["optimal_configurations"]
+    assert table.rows[0]["damping"] == 0.3
+    assert ".3" in [text.removeprefix("0") for text, _ in read_markdown(table)[0]]
+    assert [row[1][0] for row in read_markdown(all_tables(findings)["damping"])] == ["0.1", "0.3"]

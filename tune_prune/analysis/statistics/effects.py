@@ -16,7 +16,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION
-from tune_prune.analysis.statistics.factors import NUMERIC, varied
+from tune_prune.analysis.statistics.factors import NUMERIC, levels_of, varied
 
 # What accuracy is correlated with
 _COLUMNS = (
@@ -41,8 +41,8 @@ class Trend:
     direction: str  # "rises", "falls", "rises_then_falls", "falls_then_rises", "flat", "mixed", "unknown": see `trend`
     spread_points: float  # highest less lowest level mean
     stderr_points: float  # of that difference
-    best_level: int
-    tied_levels: tuple[int, ...]  # that do not differ from it, itself among them
+    best_level: float  # of a factor of whole numbers an int
+    tied_levels: tuple[float, ...]  # that do not differ from it, itself among them
     spearman: float  # rank correlation of level and acc_mean over the rows
     spearman_p: float
 
@@ -80,7 +80,7 @@ def level_table(eligible: pd.DataFrame, factor: str) -> pd.DataFrame:
 
     Index: level; columns: n, mean, std (n - 1), stderr (std / sqrt(n); how far levels differ is what `trend` tells), min, max.
     """
-    rows = eligible.astype({factor: "int64"})
+    rows = eligible.assign(**{factor: levels_of(eligible, factor)})
     table = rows.groupby(factor)["acc_mean"].agg(["count", "mean", "std", "sem", "min", "max"])
     return table.rename(columns={"count": "n", "sem": "stderr"})
 
@@ -100,7 +100,7 @@ def trend(eligible: pd.DataFrame, factor: str) -> Trend:
     """
     from scipy.stats import spearmanr
 
-    levels = np.sort(eligible[factor].astype("int64").unique())
+    levels = np.unique(levels_of(eligible, factor))
     means, covariance, p = _level_means(eligible, factor, levels)
     variance = np.diag(covariance)
     stderr = np.sqrt(np.maximum(variance[:, None] + variance[None, :] - 2 * covariance, 0))
@@ -115,8 +115,8 @@ def trend(eligible: pd.DataFrame, factor: str) -> Trend:
         direction,
         100 * float(means[highest] - means[lowest]),
         100 * float(stderr[highest, lowest]),
-        int(levels[highest]),
-        tuple(map(int, levels if direction in ("flat", "unknown") else levels[~lower])),
+        levels[highest].item(),
+        tuple((levels if direction in ("flat", "unknown") else levels[~lower]).tolist()),
         spearman,
         spearman_p,
     )
@@ -130,7 +130,7 @@ def _level_means(rows: pd.DataFrame, factor: str, levels: np.ndarray) -> tuple[n
     acc = rows["acc_mean"].to_numpy("float64")
     scale = float(np.abs(acc).max()) * _ROUNDING
     others = [column for column in varied(rows) if column != factor]
-    own = (rows[factor].to_numpy("int64")[:, None] == levels).astype("float64")
+    own = (levels_of(rows, factor)[:, None] == levels).astype("float64")
     contrasts = np.eye(len(levels))[1:] - np.eye(len(levels))[0]
     for taken_out in (others, [column for column in others if column == "method"], []):
         dummies = [pd.get_dummies(rows[column], drop_first=True, dtype="float64").to_numpy() for column in taken_out]
@@ -142,7 +142,7 @@ def _level_means(rows: pd.DataFrame, factor: str, levels: np.ndarray) -> tuple[n
                 return means, np.zeros((len(levels), len(levels))), float(np.ptp(means) <= scale)
             equal = fit.f_test(np.pad(contrasts, ((0, 0), (0, design.shape[1] - len(levels)))))
             return means, fit.cov_params()[: len(levels), : len(levels)], float(equal.pvalue)
-    ordered = rows.iloc[np.argsort(rows[factor].to_numpy("int64"))]  # one row a level
+    ordered = rows.iloc[np.argsort(levels_of(rows, factor))]  # one row a level
     means = ordered["acc_mean"].to_numpy("float64")
     covariance = np.diag(ordered["acc_mean_stderr"].to_numpy("float64") ** 2)
     if not (np.diag(covariance) > 0).all():

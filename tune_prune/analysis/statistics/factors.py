@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.rows import CALIBRATION
@@ -38,6 +39,19 @@ def methods_reading(rows: pd.DataFrame, factor: str) -> set[str]:
     levels = rows.groupby("method")[factor].nunique()
     several = levels.index[levels > 1]
     return set(several) if len(several) and factor != "method" else methods
+
+
+def reading(rows: pd.DataFrame, of_model: pd.DataFrame, factor: str) -> pd.Series:
+    """Which `rows` vary with a factor: of methods that read it (by all rows `of_model`), with the part of the recipe that does."""
+    reads = rows["method"].isin(methods_reading(of_model, factor))
+    part = HYPERPARAMETERS[factor].of
+    return reads & (rows[part] != "none") if part else reads
+
+
+def levels_of(rows: pd.DataFrame, factor: str) -> np.ndarray:
+    """Its value of each row, as numbers: whole ones as such."""
+    whole = isinstance(HYPERPARAMETERS[factor].kind, Whole)
+    return rows[factor].to_numpy(np.int64 if whole else np.float64)
 
 
 def grid_size(rows: pd.DataFrame) -> int:

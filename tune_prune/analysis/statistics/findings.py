@@ -29,7 +29,7 @@ from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
 from tune_prune.analysis.statistics.differences import Transfer, measure_gaps, transfer
 from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance
 from tune_prune.analysis.statistics.effects import Correlation, Trend
-from tune_prune.analysis.statistics.factors import NUMERIC, grid_size, methods_reading, varied
+from tune_prune.analysis.statistics.factors import NUMERIC, grid_size, levels_of, reading, varied
 from tune_prune.analysis.statistics.method_pairs import method_pairs
 from tune_prune.analysis.statistics.rules import NEEDS, RULES
 from tune_prune.core.errors import UserError, did_you_mean
@@ -90,20 +90,19 @@ class ModelFindings:
         return self.eligible.loc[self.eligible["in_confidence_set"], "name"].tolist()
 
     @cached_property
-    def edges(self) -> list[tuple[str, int, str]]:
+    def edges(self) -> list[tuple[str, float, str]]:
         """(factor, value, "lower" or "upper") where the best's value is the smallest or largest tried."""
-        rows, best = self.model.rows, self.best
-        ends = {factor: (rows[factor].min(), rows[factor].max()) for factor in NUMERIC if factor in varied(rows)}
-        return [
-            (factor, int(best[factor]), "lower" if best[factor] == low else "upper")
-            for factor, (low, high) in ends.items()
-            if best["method"] in methods_reading(rows, factor) and best[factor] in (low, high)
-        ]
+        rows, best, found = self.model.rows, self.best.to_frame().T, []
+        for factor in (factor for factor in NUMERIC if factor in varied(rows) and reading(best, rows, factor).all()):
+            levels, value = levels_of(rows[reading(rows, rows, factor)], factor), levels_of(best, factor).item()
+            low, high = levels.min(), levels.max()
+            if low < high and value in (low, high):
+                found.append((factor, value, "lower" if value == low else "upper"))
+        return found
 
     def reading(self, *factors: str) -> pd.DataFrame:
-        """The eligible rows of the methods that vary with each of these factors (`methods_reading`)."""
-        methods = self.eligible["method"]
-        reads = [methods.isin(methods_reading(self.model.rows, factor)) for factor in factors]
+        """The eligible rows that vary with each of these factors (`factors.reading`)."""
+        reads = [reading(self.eligible, self.model.rows, factor) for factor in factors]
         return self.eligible[np.logical_and.reduce(reads)] if reads else self.eligible
 
     @cached_property

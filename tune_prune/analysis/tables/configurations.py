@@ -13,6 +13,7 @@ from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.values.kinds import Whole
 
 MINIMAL_SAMPLES = 4  # calibration samples of the minimal configuration
 _WIDE = 3  # models: losses of more in percent, too, are no table that a page has room for
@@ -49,12 +50,17 @@ def hyperparameter_columns(findings: Findings) -> list[Column]:
     """The method, and every hyperparameter with several values (ratio and recovery are in the model's label)."""
     rows = pd.concat([model.rows for model in findings.study.models.values()])
     return [Column("method", "Method", style="setting")] + [
-        Column(name, row.name, "int" if pd.api.types.is_numeric_dtype(rows[name]) else "", style="setting")
+        Column(name, row.name, level_format(name) if pd.api.types.is_numeric_dtype(rows[name]) else "", style="setting")
         for name, row in HYPERPARAMETERS.items()
         if name in rows
         and name not in ("method", "pruning_ratio", "recovery", "seed")
         and (row.required or rows[name].nunique() > 1)
     ]
+
+
+def level_format(hyperparameter: str) -> str:
+    """How numbers of a hyperparameter are shown."""
+    return "int" if isinstance(HYPERPARAMETERS[hyperparameter].kind, Whole) else "number"
 
 
 def best_configurations(findings: Findings) -> Table:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from tune_prune.analysis.statistics.findings import Findings, Message, Trend
-from tune_prune.analysis.tables.configurations import MODEL, TRIALS, limits
+from tune_prune.analysis.tables.configurations import MODEL, TRIALS, level_format, limits
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
@@ -78,7 +78,12 @@ def _levels(findings: Findings, name: str) -> Table:
             tied = trend is not None and level in trend.tied_levels
             rows.append({"model": label, "level": level, **values, "tied": tied, "trend": words} | limits(found))
     columns = [
-        *(MODEL, Column("level", name, "int"), TRIALS, replace(accuracy("mean"), stderr="stderr", best="tied")),
+        *(
+            MODEL,
+            Column("level", name, level_format(name)),
+            TRIALS,
+            replace(accuracy("mean"), stderr="stderr", best="tied"),
+        ),
         *(Column("std", "Std", "acc"), accuracy("min"), accuracy("max")),
     ]
     title = f"Accuracy by {HYPERPARAMETERS[name].label.lower()}"
