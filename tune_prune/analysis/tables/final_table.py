@@ -22,6 +22,7 @@ from tune_prune.analysis.tables.configurations import (
 from tune_prune.analysis.tables.recovery import recovery
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.analysis.tables.trial_tables import counts, trials
+from tune_prune.core.values.hyperparameters import RECIPE
 
 _ON_SCREEN = ("_at_chance", "_devices", "one_draw_leads")  # ends of kinds of warnings
 
@@ -43,7 +44,10 @@ def final_table(findings: Findings, top: int = 5) -> str:
     if (across := _across(findings)) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")
     if (trained := recovery(findings)) is not None:
-        shown = trained.pick("model", "config", "before_acc_mean", "acc_mean", "gain", "before_kl_tasks", "kl_tasks")
+        recipe = [column.key for column in trained.columns if column.key in RECIPE]
+        shown = trained.pick(
+            "model", "config", *recipe, "before_acc_mean", "acc_mean", "gain", "kl_tasks", "kl_tasks_change"
+        )
         blocks.append(f"{shown.title}, gain in points\n{text_table(shown)}")
     notes = [note for table in tables.values() for note in note_sentences(table, best="*")]
     text = "\n".join([*blocks, " ".join(dict.fromkeys(notes))])

@@ -7,9 +7,17 @@ from typing import Any
 from tune_prune.analysis.input.measures import GOLD, TEXTS
 from tune_prune.analysis.statistics.differences import difference, measure_changes, tried
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
-from tune_prune.analysis.tables.configurations import ACCURACY, CONFIG, MODEL, accuracy_notes, configuration
+from tune_prune.analysis.tables.configurations import (
+    ACCURACY,
+    CONFIG,
+    MODEL,
+    accuracy_notes,
+    configuration,
+    hyperparameter_columns,
+)
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 
 def recovery(findings: Findings) -> Table | None:
@@ -35,6 +43,7 @@ def recovery(findings: Findings) -> Table | None:
             )
     columns = [
         *(MODEL, CONFIG),
+        *(column for column in hyperparameter_columns(findings) if HYPERPARAMETERS[column.key].of == "recovery"),
         Column("before_acc_mean", "Untrained", "acc", "before_acc_mean_stderr", threshold=ACCURACY.threshold),
         Column("acc_mean", "Trained", "acc", "acc_mean_stderr", threshold=ACCURACY.threshold),
         Column("gain", "Gain", "points", "gain_stderr", hint="in points, on the same items"),
