@@ -1,0 +1,34 @@
+"""scripts/questions_text.py: the right answers of items that a search does not measure, and of no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from questions_text import main
+
+from tune_prune.embedded import tasks_dir
+
+
+def test_it_holds_the_right_answers_of_the_items_that_are_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "questions.txt"
+    argv = ["--model", "tiny-llama", "--tasks", "piqa,openbookqa", "--after", "4", "--most", "3", "--output", str(path)]
+    assert main(argv) == 0
+    assert "6 questions of piqa,openbookqa, from item 4 on" in capsys.readouterr().out
+    found = path.read_text().strip().split("\n\n")
+    lines = (tasks_dir() / "piqa" / "test.jsonl").read_text().splitlines()
+    items = [json.loads(line) for line in lines[4:7]]
+    assert len(found) == 6
+    for item, text in zip(items, found[::2], strict=True):  # a question of each task in turn, in words of the tokenizer
+        right, wrong = (item[name].rstrip(".") for name in ("sol1", "sol2")[:: 1 - 2 * item["label"]])
+        assert item["goal"] in text and right in text and wrong not in text
+
+
+def test_where_no_item_is_left_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "questions.txt"
+    assert main(["--model", "tiny-llama", "--tasks", "piqa", "--after", "100000", "--output", str(path)]) == 2
+    assert "piqa has no items with a right answer after the first 100000" in capsys.readouterr().err
+    assert not path.exists()
