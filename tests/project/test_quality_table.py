@@ -76,8 +76,10 @@ def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_pages_have_the_numbers_that_were_measured() -> None:
-    rows = json.loads((ROOT / "docs" / "studies" / "smollm2-135m" / "quality.json").read_text(encoding="utf-8"))
-    assert markdown(rows) in (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    for name in ("quality_draws.json", "quality.json"):
+        rows = json.loads((ROOT / "docs" / "studies" / "smollm2-135m" / name).read_text(encoding="utf-8"))
+        assert markdown(rows) in page
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for row in rows:
         if "+questions" in row["configuration"]:  # on that page alone
@@ -89,3 +91,13 @@ def test_the_pages_have_the_numbers_that_were_measured() -> None:
         assert cells[::2] == [f"{row['kl_text']:.3f}", f"{row['kl_tasks']:.3f}", f"{row['gold_logprob_mean']:.2f}"]
         shares = [f"{100 * row[f'{m}_regained']:.0f} ± {100 * row[f'{m}_stderr']:.0f}%" for m in MEASURES]
         assert cells[1::2] == (["", "", ""] if method == "taylor" and not refitted else shares)
+
+
+def test_the_page_has_the_masks_that_were_measured() -> None:
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8").lower()
+    masks = json.loads((ROOT / "docs" / "studies" / "smollm2-135m" / "masks.json").read_text(encoding="utf-8"))
+    assert [row["masks"] for row in masks["rows"]] == ["dense", "magnitude", "wanda", "sparsegpt"]
+    for row in masks["rows"]:
+        values = " | ".join(f"{row[name]:.3f}" for name in ("kl_text", "kl_tasks", "gold_lost"))
+        accuracy = f"{row['accuracy']:.3f} ± {row['accuracy_stderr']:.3f}"
+        assert f"| {row['masks']} | {values} | {row['ppl']:.2f} | {accuracy} |" in page
