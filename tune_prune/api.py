@@ -139,7 +139,7 @@ def search(
     same command, runs only what is missing.
 
     model           alias, hub id, local folder or GGUF file; or several of them
-    search_space    paper_grid (45 configurations), recommended (12), adaptive, minimal, smoke (6), control, or a
+    search_space    paper_grid (45 configurations), recommended (12), extended, adaptive, minimal, smoke (6), control, or a
                     YAML file
     search          grid (all) or optuna (its TPE picks); None: as the space says
     num_trials      trials of optuna, per model, pruning ratio and recovery; None: as the space says, else 20

@@ -46,8 +46,8 @@ MISTYPED = {
         f"--search: unknown value 'bayesian'; did you mean 'optuna'? known: grid, optuna{SEE}"
     ),
     "search --model tiny-llama --search-space papergrid": (
-        "search space 'papergrid' is unknown; did you mean 'paper_grid'? known: adaptive, control, minimal, paper_grid, "
-        "recommended, smoke, or the path of a YAML file"
+        "search space 'papergrid' is unknown; did you mean 'paper_grid'? known: adaptive, control, extended, minimal, "
+        "paper_grid, recommended, smoke, or the path of a YAML file"
     ),
     "search --modle x --sparsity 3": (
         f"unknown flag --modle, did you mean --model?; unknown flag --sparsity, did you mean --pruning-ratio?{SEE}"

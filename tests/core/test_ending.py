@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tune_prune.core.process import temporary
+from tune_prune.core.process import ending, temporary
 
 COMMAND = """
 import sys, time
@@ -96,3 +96,29 @@ def test_only_a_folder_that_nobody_holds_is_abandoned(tmp_path, monkeypatch):
     assert not folder.exists() and mine.exists()
     temporary.remove(mine)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "tune_prune.file", "tune_prune.link"]
+
+
+@pytest.mark.parametrize(
+    ("advice", "said"), [("", ""), ("run it again", "what read the output has ended: run it again\n")]
+)
+def test_output_that_nobody_reads_any_more_is_no_traceback(advice: str, said: str) -> None:
+    program = (
+        "import sys, time\nfrom tune_prune.core.process import ending\n"
+        "def main():\n    for _ in range(10_000):\n        print('a line of output', flush=True)\n"
+        f"ending.leave(lambda: ending.exit_code(main, {advice!r}))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "a line of output\n"
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(30)) == (said, 128 + signal.SIGPIPE)
+
+
+def test_a_pipe_of_a_worker_that_breaks_is_a_defect(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        ending.exit_code(main)

@@ -54,6 +54,7 @@ def with_value(**values: str) -> str:
         ("adaptive", 297, "optuna", 20),
         ("minimal", 3, "grid", None),
         ("recommended", 12, "grid", None),
+        ("extended", 450, "optuna", 60),
         ("smoke", 6, "grid", None),
     ],
 )
@@ -65,7 +66,8 @@ def test_shipped_spaces(name: str, size: int, search: str, num_trials: int | Non
 
 
 def test_every_shipped_space_is_tested() -> None:
-    assert set(search_space.names()) == {"paper_grid", "recommended", "adaptive", "minimal", "smoke", "control"}
+    known = {"paper_grid", "recommended", "extended", "adaptive", "minimal", "smoke", "control"}
+    assert set(search_space.names()) == known
 
 
 def test_paper_grid_is_the_published_one() -> None:

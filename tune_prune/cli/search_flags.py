@@ -37,8 +37,8 @@ def parser() -> Parser:
     what.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     what.add_argument(
         "--search-space", type=flags.text, default="paper_grid", metavar="NAME_OR_YAML",
-        help="paper_grid (45 configurations), recommended (12), adaptive (297, for --search optuna), control (1), minimal (3), "
-        "smoke (6), or a YAML file (docs/search_spaces.md; default: %(default)s)",
+        help="paper_grid (45 configurations), recommended (12), extended (450, of which Optuna tries 60), adaptive (297, for "
+        "--search optuna), control (1), minimal (3), smoke (6), or a YAML file (docs/search_spaces.md; default: %(default)s)",
     )  # fmt: skip
     what.add_argument(
         "--search",

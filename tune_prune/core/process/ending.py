@@ -1,14 +1,15 @@
 """How a command ends: with an exit code, a sentence in place of a traceback, and at once where a signal asks for it.
 
 0 done; 1 what the machine could not do, in one sentence, or a defect, with its traceback; 2 the user must change something, in one
-sentence; 128 and the number of the signal that ended it: 129 its terminal went, 130 interrupted (Ctrl-C), 143 terminated (`kill`,
-Slurm, Kubernetes).
+sentence; 128 and the number of the signal that ended it: 129 its terminal went, 130 interrupted (Ctrl-C), 141 nobody reads its
+output (`| head`), 143 terminated (`kill`, Slurm, Kubernetes).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -87,6 +88,10 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
             )
             return ending.code()
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and _output_is_closed():
+                if ending.advice:
+                    _say(f"what read the output has ended: {ending.advice}")
+                return 128 + signal.SIGPIPE
             said = refused(error)
             if said is None:
                 raise
@@ -94,6 +99,18 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
             _say(_with_advice(f"error: {sentence}", error))
             return code
     return 0
+
+
+def _output_is_closed() -> bool:
+    """Whether nobody reads standard output any more, as behind `| head`; then what is still to be written there goes nowhere."""
+    output = sys.stdout.fileno()
+    watch = select.poll()
+    watch.register(output, 0)  # errors are told unasked
+    closed = any(event & select.POLLERR for _, event in watch.poll(0))
+    if closed:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), output)
+    return closed
 
 
 @contextmanager
