@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when it is imported
 os.environ.setdefault("WANDB_SILENT", "true")
@@ -17,7 +18,8 @@ class WandbRuns:
     def __init__(self, experiment: str) -> None:
         self._experiment = experiment
         asked = "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ
-        self._mode = None if asked else "offline"  # nothing is sent that nobody has asked for
+        # nothing is sent that nobody has asked for
+        self._mode: Literal["offline"] | None = None if asked else "offline"
 
     def log(self, trial: TrackedTrial) -> None:
         run = wandb.init(
