@@ -1,71 +1,59 @@
 """What only a GPU shows: a model of Mistral-7B's shape with random weights in bfloat16, stage by stage.
 
-    python scripts/bench_gpu.py                        one GPU of 80 GB or more, a few minutes
+    python scripts/bench_gpu.py                        one GPU of 80 GB or more, nine minutes at most
     python scripts/bench_gpu.py --device cpu --tiny    the same code on a model of toy size
 
-Needs torch, transformers and NumPy only: no lm-eval and no data. Token ids are random; the numbers of choices and the
-lengths of prefixes and answers follow the real task files (GPT-2 tokens, first 400 items a task, log-normal), so the time
-of a full evaluation is an estimate for those lengths and rows.
+Needs torch, transformers and NumPy only: no lm-eval and no data. Token ids are random, and as many as the real tasks have
+(random_items.py), so the time of a full evaluation is an estimate for those lengths and rows.
 
-Per stage: seconds (median), peak memory, tokens, and achieved FLOP/s as a share of this device's matmul peak, measured in
-the same dtype. FLOPs are 2 for each weight that a token passes, 6 in the gradient pass (4 for the head, whose weights get no
-gradient); attention scores are left out, which makes the shares a little too low (Kaplan et al. 2020, arXiv:2001.08361).
-Zero-shot: shared prefixes, plain rows, and rows as HFLM runs them: 64 at once, logits at every position.
+Per stage: seconds (median), tokens, achieved FLOP/s as a share of this device's matmul peak, measured in the same dtype, and
+memory beside the model: taken, and what a plan says. FLOPs are 2 for each weight that a token passes, 6 in the gradient pass (4
+for the head, whose weights get no gradient); attention scores are left out, which makes the shares a little too low (Kaplan et
+al. 2020, arXiv:2001.08361). The pruned model is measured as it is cut (free), as it is measured on GPUs (padded to multiples of 64
+channels) and in `--shape aligned`, beside the dense one. Zero-shot: shared prefixes, plain rows, and rows as HFLM runs them.
 
-Every stage is a line, and in --output, as soon as it has ended: a run that is cut off keeps what it has measured.
+In the order of their value, each is a JSON line, and in --output, as soon as it has ended; after --limit seconds the process
+ends, also where a stage hangs. A stage is repeated while that takes less than a twelfth of the limit.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from bench_common import benchmark_parser, median_times, table, write_json
+import transformers
+from bench_common import benchmark_parser, machine, median_times, table, timed
+from bench_slot import LIMIT_S, Slot
 from make_random_model import config_of
+from random_items import HFLM_ROWS, TASKS, random_items, score_as_hflm
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
-from tune_prune.core.files import atomic_write_text, to_json
-from tune_prune.evaluation.engine.prefix_trees import count_tokens, score_items, unsupported_reason
-from tune_prune.evaluation.engine.rows import Request
+from tune_prune.cost_model.memory import Shapes
+from tune_prune.evaluation.engine.prefix_trees import count_tokens, plan_rows, score_items, unsupported_reason
+from tune_prune.evaluation.engine.rows import Request, default_batch_tokens
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
 from tune_prune.models.loading import set_up_gpu
+from tune_prune.pruning import padding
+from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.selection import select
-from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
-from tune_prune.pruning.statistics.taylor import Importance, taylor
+from tune_prune.pruning.statistics import Need, block_removal
+from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
 from tune_prune.pruning.surgery import prune
 
-HFLM_ROWS = 64
 WIKITEXT_TOKENS = 330_000  # of the WikiText-2 test in tokens of a 32k vocabulary
 GRID_SEQ_LEN, GRID_SAMPLES, GRID_TRIALS = (16, 32, 64, 128, 256), 512, 45  # the published grid
-
-
-class Lengths(NamedTuple):
-    """What the items of a task look like, in tokens: mean, and spread of the logarithm."""
-
-    rows: int
-    choices: int
-    prefix: float
-    prefix_spread: float
-    answer: float  # what a choice adds to the prefix; 0: one token, which is only predicted
-    answer_spread: float
-
-
-TASKS = {
-    "boolq": Lengths(3270, 2, 139, 0.48, 0, 0),
-    "piqa": Lengths(1838, 2, 22, 0.48, 14, 1.11),
-    "hellaswag": Lengths(10042, 4, 30, 0.32, 13, 0.49),
-    "winogrande": Lengths(1267, 2, 15, 0.29, 6, 0.45),
-    "arc_easy": Lengths(2376, 4, 28, 0.44, 3, 0.82),
-    "arc_challenge": Lengths(1172, 4, 32, 0.47, 4.5, 0.83),
-    "openbookqa": Lengths(500, 4, 12, 0.58, 2, 0.70),
-}
+RATIO = 0.2
 
 
 @dataclass
@@ -76,9 +64,8 @@ class Bench:
     family: Family
     geometry: Geometry
     peak_flops: float  # per second, of a matmul in the model's dtype
-    repeats: int
-    rows: list[dict[str, Any]]
-    output: Path | None = None  # of the stages so far
+    slot: Slot
+    args: Any
 
     @property
     def device(self) -> torch.device:
@@ -88,39 +75,52 @@ class Bench:
     def head(self) -> int:
         return self.model.config.vocab_size * self.geometry.hidden_size
 
-    def stage(self, name: str, tokens: float, flops: float, call: Callable[[], Any]) -> Any:
-        """Time `call`, and note its cost under `name`; where the memory does not suffice, note that."""
+    @property
+    def shapes(self) -> Shapes:
+        return Shapes(self.geometry, self.model.config, self.model.dtype.itemsize, self.device.type)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of the stages that fitted."""
+        return [line for line in self.slot.lines if "seconds" in line]
+
+    def stage(self, name: str, tokens: float, flops: float, call: Callable[[], Any], planned: int | None = None) -> Any:
+        """Time `call`, and note its cost under `name`; where the memory does not suffice, or the time, note that. `planned`: bytes
+        beside what is there, as a plan says."""
+        if not self.slot.begin(name):
+            return None
+        before = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        row: dict[str, Any] = {"stage": name, "tokens": tokens, "flops": flops, "out_of_memory": False}
-        try:
-            seconds, results = median_times({name: self._synchronised(call)}, self.repeats)
-        except torch.OutOfMemoryError:
-            self._note(row | {"out_of_memory": True})
-            return None
-        row |= {"seconds": seconds[name], "tokens_per_s": tokens / seconds[name]}
-        row["utilisation"] = flops / seconds[name] / self.peak_flops
-        if self.device.type == "cuda":
-            row["peak_bytes"] = torch.cuda.max_memory_allocated()
-        self._note(row)
-        return results[name]
+            before = torch.cuda.memory_allocated()
+        row: dict[str, Any] = {"stage": name, "tokens": tokens, "flops": flops}
+        row |= {} if planned is None else {"planned_bytes": planned}
+        results: list[Any] = []
 
-    def _note(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        said = "out of memory" if row["out_of_memory"] else f"{row['seconds']:.3g} s"
-        print(f"{row['stage']}: {said}", flush=True)
-        if self.output is not None:
-            atomic_write_text(self.output, to_json({"benchmark": "gpu", "complete": False, "stages": self.rows}))
-
-    def _synchronised(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            result = call()
+        def measured() -> dict[str, Any]:
+            taken: list[float] = []
+            while len(taken) < self.args.repeats and (not taken or sum(taken) + taken[-1] < self.slot.limit / 12):
+                results.clear()  # what a stage makes is there once
+                seconds, result = timed(lambda: self._synchronised(call))
+                taken.append(seconds)
+                results.append(result)
+            middle = statistics.median(taken)
+            found = {"seconds": middle, "first_s": taken[0], "repeats": len(taken), "tokens_per_s": tokens / middle}
+            found["utilisation"] = flops / middle / self.peak_flops
             if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            return result
+                found["peak_bytes"] = torch.cuda.max_memory_allocated()
+                found["taken_bytes"] = found["peak_bytes"] - before
+            return found
 
-        return run
+        self.slot.add(row | dict(self.slot.told(measured)))
+        return results[0] if results else None
+
+    def _synchronised(self, call: Callable[[], Any]) -> Any:
+        result = call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return result
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
@@ -138,155 +138,165 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 / seconds["matmul"]
 
 
-def random_items(vocab_size: int, per_task: int, longest: int) -> dict[str, list[list[Request]]]:
-    """`per_task` items of each task in its proportions; no request is longer than `longest`."""
-    random = np.random.default_rng(0)
-
-    def length(mean: float, spread: float, most: int) -> int:
-        drawn = random.lognormal(np.log(mean) - spread**2 / 2, spread) if mean else 0
-        return min(most, max(1, round(drawn)))
-
-    result: dict[str, list[list[Request]]] = {}
-    for name, task in TASKS.items():
-        result[name] = []
-        for _ in range(per_task):
-            prefix = random.integers(vocab_size, size=length(task.prefix, task.prefix_spread, longest // 2))
-            item = []
-            for _ in range(task.choices):
-                answer = random.integers(vocab_size, size=1 + length(task.answer, task.answer_spread, longest // 2 - 1))
-                if not task.answer:
-                    answer = answer[:1]
-                item.append(Request(np.concatenate([prefix, answer[:-1]]), answer))
-            result[name].append(item)
-    return result
-
-
-@torch.inference_mode()
-def score_as_hflm(model: PreTrainedModel, items: list[list[Request]]) -> np.ndarray:
-    """Log-likelihoods [n] by HFLM's way: equal inputs once, longest first, logits of every position, softmax in float32."""
-    requests = [request for item in items for request in item]
-    sharing: dict[bytes, list[int]] = {}
-    for index, request in enumerate(requests):
-        sharing.setdefault(request.inputs.tobytes(), []).append(index)
-    rows = sorted(sharing.values(), key=lambda members: -len(requests[members[0]].inputs))
-    found = np.zeros(len(requests))
-    for start in range(0, len(rows), HFLM_ROWS):
-        batch = rows[start : start + HFLM_ROWS]
-        ids = np.zeros((len(batch), len(requests[batch[0][0]].inputs)), dtype=np.int64)
-        for row, members in enumerate(batch):
-            inputs = requests[members[0]].inputs
-            ids[row, : len(inputs)] = inputs
-        logits = model(input_ids=torch.from_numpy(ids).to(model.device)).logits
-        log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        for row, members in enumerate(batch):
-            for request, index in ((requests[index], index) for index in members):
-                at = slice(len(request.inputs) - len(request.targets), len(request.inputs))
-                targets = torch.from_numpy(request.targets).to(model.device)
-                found[index] = log_probs[row, at].gather(1, targets[:, None]).sum().item()
-    return found
-
-
-def prune_stages(bench: Bench, args: Any) -> PreTrainedModel | None:
-    """Gradient pass, removal pass and pruning; gives the pruned model, None where the gradients do not fit."""
-    generator = torch.Generator().manual_seed(0)
-    windows = torch.randint(
-        bench.model.config.vocab_size, (args.samples, args.seq_len), generator=generator, dtype=torch.long
+def versions() -> dict[str, Any]:
+    """What the numbers were measured with, and on."""
+    here = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    tokens, layers = windows.numel(), bench.geometry.num_layers
-    snapshots = [max(1, args.samples // 4), max(1, args.samples // 2), args.samples]
-    flops = tokens * (6 * bench.geometry.prunable_params + 4 * bench.head)
-    found: dict[int, Importance] = bench.stage(
-        f"gradients {args.samples} x {args.seq_len}", tokens, flops,
+    return {
+        **machine(),
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def pruned_models(bench: Bench) -> Iterator[tuple[str, PreTrainedModel, int]]:
+    """Pruned by random scores, in which the widths of a free shape are as odd as they are: name, model, parameters by its plan. One
+    is there at a time."""
+    random, geometry = np.random.default_rng(0), bench.geometry
+    scores = GroupScores.of_layers(
+        [(random.random(k), random.random(m)) for k, m in zip(geometry.kv_heads, geometry.mlp_width, strict=True)]
+    ).per_parameter(geometry)
+    for name, shape in (("free", "free"), ("padded", "free"), ("aligned", f"aligned-{16 if bench.args.tiny else 256}")):
+        plan = select(scores, geometry, RATIO, shape)
+        model = bench.stage(f"prune {name}", 0, 0, partial(prune, bench.model, bench.family, plan))
+        if model is not None:
+            if name == "padded":
+                padding.pad(model, bench.family, padding.MULTIPLE["cuda"])
+            yield name, model, plan.total_params - plan.removed_params
+        del model
+
+
+def gradients(bench: Bench) -> None:
+    args = bench.args
+    windows, layers = _windows(bench), bench.geometry.num_layers
+    snapshots = sorted({max(1, args.samples // 4), max(1, args.samples // 2), args.samples})
+    flops = windows.numel() * (6 * bench.geometry.prunable_params + 4 * bench.head)
+    work = STATISTIC.work([Need("taylor", "", n) for n in snapshots], args.seq_len, layers, bench.device.type)
+    bench.stage(
+        f"gradients {args.samples} x {args.seq_len}", windows.numel(), flops,
         lambda: taylor(bench.model, bench.family, windows, snapshots),
+        bench.shapes.ways([("importance", work)])[0].largest.total,
     )  # fmt: skip
-    few = windows[: max(1, args.samples // 5)]
-    kinds = KINDS if args.kinds == "all" else tuple(args.kinds.split(","))
+
+
+def removals(bench: Bench) -> None:
+    args, layers = bench.args, bench.geometry.num_layers
+    few = _windows(bench)[: max(1, args.samples // 5)]
+    kinds = block_removal.KINDS if args.kinds == "all" else tuple(args.kinds.split(","))
     # The dense pass, and for every kind each layer's removal runs what stands behind the layer.
     whole = 2 * bench.geometry.prunable_params * (1 + len(kinds) * (layers - 1) / 2)
     heads = 2 * bench.head * (1 + len(kinds) * layers)
+    needs = [Need("block_removal", kind, len(few)) for kind in kinds]
+    work = block_removal.STATISTIC.work(needs, args.seq_len, layers, bench.device.type)
     bench.stage(
         f"removal {len(few)} x {args.seq_len}, {len(kinds)} kinds", few.numel() * (1 + len(kinds) * layers),
-        few.numel() * (whole + heads), lambda: removal_losses(bench.model, bench.family, few, kinds),
+        few.numel() * (whole + heads), lambda: block_removal.removal_losses(bench.model, bench.family, few, kinds),
+        bench.shapes.ways([("removal", work)])[0].largest.total,
     )  # fmt: skip
-    if not found:
-        return None
-    scores = found[args.samples].groups.per_parameter(bench.geometry)
-    plan = select(scores, bench.geometry, 0.2)
-    return bench.stage("prune 20%", 0, 0, lambda: prune(bench.model, bench.family, plan))
 
 
-def evaluate_stages(bench: Bench, pruned: PreTrainedModel | None, args: Any) -> dict[str, Any]:
-    """Perplexity of both models and zero-shot of the dense one; gives tokens and scaling of the zero-shot items."""
-    vocab_size, longest = bench.model.config.vocab_size, int(bench.model.config.max_position_embeddings)
-    text = torch.randint(vocab_size, (args.text_tokens,), generator=torch.Generator().manual_seed(1))
-    window = min(2048, longest, args.text_tokens)
-    flops = 2 * args.text_tokens * (bench.geometry.prunable_params + bench.head)
-    bench.stage("perplexity", args.text_tokens, flops, lambda: perplexity(bench.model, text, window))
-    if pruned is not None:
-        weights = sum(parameter.numel() for parameter in pruned.parameters()) - bench.head  # but the embedding
-        flops = 2 * args.text_tokens * weights
-        bench.stage("pruned: perplexity", args.text_tokens, flops, lambda: perplexity(pruned, text, window))
-
-    by_task = random_items(vocab_size, args.items, min(longest, 1024))
-    items = [item for task in by_task.values() for item in task]
-    scored = sum(len(request.targets) for item in items for request in item)
-    refused = unsupported_reason(bench.model)
-    answers: list[np.ndarray] = []
-    for share in (True, False):
-        tokens = count_tokens(items, share)
-        flops = 2 * tokens * bench.geometry.prunable_params + 2 * scored * bench.head
-        for batch_tokens in args.batch_tokens:
-            name = f"zero-shot {'shared' if share else 'plain'} {batch_tokens}"
-            found = bench.stage(
-                name, tokens, flops,
-                lambda share=share, n=batch_tokens: score_items(bench.model, items, n, share),  # type: ignore[misc]
-            )  # fmt: skip
-            if found is not None:
-                answers.append(found.loglikelihoods)
-    plain = count_tokens(items, False)
-    flops = 2 * plain * (bench.geometry.prunable_params + bench.head)
-    as_hflm = bench.stage(
-        f"zero-shot as HFLM, {HFLM_ROWS} rows", plain, flops, lambda: score_as_hflm(bench.model, items)
-    )
-    if as_hflm is not None:
-        answers.append(as_hflm)
-
-    whole = {
-        share: sum(TASKS[name].rows / args.items * count_tokens(task, share) for name, task in by_task.items())
-        for share in (True, False)
-    }
-    return {
-        "items": len(items),
-        "tokens": {"shared": count_tokens(items, True), "plain": plain},
-        "whole_tokens": {"shared": whole[True], "plain": whole[False]},
-        "largest_difference": float(np.ptp(np.stack(answers), axis=0).max()) if answers else float("nan"),
-        "unsupported_reason": refused,
-    }
+def _windows(bench: Bench) -> torch.Tensor:
+    shape = bench.args.samples, bench.args.seq_len
+    return torch.randint(bench.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-def projection(bench: Bench, zero_shot: dict[str, Any], args: Any) -> dict[str, float]:
-    """Seconds of a full evaluation and of the 45-trial grid on one such device, from the measured rates."""
+class Evaluation:
+    """Text and items, and what was found of them."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        vocab_size, longest = bench.model.config.vocab_size, int(bench.model.config.max_position_embeddings)
+        tokens = bench.args.text_tokens
+        self.text = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(1))
+        self.window = min(2048, longest, tokens)
+        self.by_task = random_items(vocab_size, bench.args.items, min(longest, 1024))
+        self.items: list[list[Request]] = [item for task in self.by_task.values() for item in task]
+        self.scored = sum(len(request.targets) for item in self.items for request in item)
+        self.batch_tokens = default_batch_tokens(bench.model.config, bench.device.type)
+        rows = plan_rows(self.items, share=True).all
+        longest_row = max(len(row.tokens) for row in rows)
+        planned = bench.shapes.evaluation(0, self.window, tokens, longest_row)
+        self.planned = {stage.stage: stage.activations for stage in planned}
+        self.answers: list[np.ndarray] = []
+
+    def measure(self, name: str, model: PreTrainedModel, params: int) -> None:
+        """Perplexity, and zero-shot as a trial has it, of a model of so many parameters."""
+        embedding = self.bench.head  # looked up, not multiplied by
+        layers = params - 2 * embedding
+        flops = 2 * len(self.text) * (layers + embedding)
+        call = lambda: perplexity(model, self.text, self.window)  # noqa: E731
+        self.bench.stage(f"{name}: perplexity", len(self.text), flops, call, self.planned["perplexity"])
+        self.zero_shot(f"{name}: zero-shot", model, layers, True, self.batch_tokens, self.planned["zero_shot"])
+
+    def zero_shot(
+        self, name: str, model: PreTrainedModel, layers: int, share: bool, batch: int, planned: int | None = None
+    ) -> None:
+        tokens = count_tokens(self.items, share)
+        flops = 2 * tokens * layers + 2 * self.scored * self.bench.head
+        found = self.bench.stage(name, tokens, flops, lambda: score_items(model, self.items, batch, share), planned)
+        if found is not None and model is self.bench.model:
+            self.answers.append(found.loglikelihoods)
+
+    def other_ways(self) -> None:
+        """Of the dense model: as HFLM, and with other batches, without shared prefixes too."""
+        bench, plain = self.bench, count_tokens(self.items, False)
+        layers = bench.geometry.prunable_params
+        as_hflm = bench.stage(
+            f"dense: zero-shot as HFLM, {HFLM_ROWS} rows", plain, 2 * plain * (layers + bench.head),
+            lambda: score_as_hflm(bench.model, self.items),
+        )  # fmt: skip
+        if as_hflm is not None:
+            self.answers.append(as_hflm)
+        for share in (False, True):
+            for batch in bench.args.batch_tokens:
+                name = f"dense: zero-shot {'shared' if share else 'plain'} {batch}"
+                self.zero_shot(name, bench.model, layers, share, batch)
+
+    def summary(self) -> dict[str, Any]:
+        whole = {
+            share: sum(
+                TASKS[name].rows / self.bench.args.items * count_tokens(task, share)
+                for name, task in self.by_task.items()
+            )
+            for share in (True, False)
+        }
+        return {
+            "items": len(self.items),
+            "tokens": {"shared": count_tokens(self.items, True), "plain": count_tokens(self.items, False)},
+            "whole_tokens": {"shared": whole[True], "plain": whole[False]},
+            "largest_difference": float(np.ptp(np.stack(self.answers), axis=0).max()) if self.answers else math.nan,
+            "unsupported_reason": unsupported_reason(self.bench.model),
+        }
+
+
+def projection(bench: Bench, zero_shot: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a full evaluation and of the 45-trial grid on one such device, from measured rates; NaN where one is missing."""
 
     def best(prefix: str) -> float:
-        rates = [row["tokens_per_s"] for row in bench.rows if row["stage"].startswith(prefix) and "seconds" in row]
-        return max(rates, default=float("nan"))
+        rates = [row["tokens_per_s"] for row in bench.rows if row["stage"].startswith(prefix)]
+        return max(rates, default=math.nan)
 
-    ours = zero_shot["whole_tokens"]["shared"] / best("zero-shot shared")
-    hflm = zero_shot["whole_tokens"]["plain"] / best("zero-shot as HFLM")
-    text = WIKITEXT_TOKENS / best("perplexity")
-    pruning = next((row["seconds"] for row in bench.rows if row["stage"].startswith("prune")), float("nan"))
-    tokens = sum(GRID_SEQ_LEN) * GRID_SAMPLES
-    gradients = tokens / best("gradients")
-    kinds = len(KINDS) if args.kinds == "all" else len(args.kinds.split(","))
-    removals = tokens / 5 * (1 + kinds * bench.geometry.num_layers) / best("removal")
+    ours = zero_shot["whole_tokens"]["shared"] / best("dense: zero-shot")
+    pruned = zero_shot["whole_tokens"]["shared"] / best("padded: zero-shot")
+    hflm = zero_shot["whole_tokens"]["plain"] / best("dense: zero-shot as HFLM")
+    texts = {name: WIKITEXT_TOKENS / best(f"{name}: perplexity") for name in ("dense", "padded")}
+    pruning = next((row["seconds"] for row in bench.rows if row["stage"] == "prune padded"), math.nan)
+    tokens, kinds = sum(GRID_SEQ_LEN) * GRID_SAMPLES, bench.args.kinds
+    passes = tokens / best("gradients")
+    count = len(block_removal.KINDS) if kinds == "all" else len(kinds.split(","))
+    removed = tokens / 5 * (1 + count * bench.geometry.num_layers) / best("removal")
+    trials = GRID_TRIALS * (pruning + texts["padded"] + pruned)
     return {
         "zero_shot_s": ours,
         "zero_shot_hflm_s": hflm,
         "zero_shot_speedup": hflm / ours,
-        "perplexity_s": text,
-        "gradient_passes_s": gradients,
-        "removal_passes_s": removals,
-        "grid_minutes": (gradients + removals + GRID_TRIALS * (pruning + text + ours) + text + ours) / 60,
+        "perplexity_s": texts["dense"],
+        "gradient_passes_s": passes,
+        "removal_passes_s": removed,
+        "grid_minutes": (passes + removed + trials + texts["dense"] + ours) / 60,
     }
 
 
@@ -303,15 +313,26 @@ def build(args: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedMode
 
 
 def report(bench: Bench, zero_shot: dict[str, Any], projected: dict[str, float]) -> str:
-    rows: list[tuple[object, ...]] = [("stage", "tokens", "seconds", "tokens/s", "of peak", "memory GiB")]
-    for row in bench.rows:
-        if row["out_of_memory"]:
-            rows.append((row["stage"], int(row["tokens"]), "out of memory", "", "", ""))
+    rows: list[tuple[object, ...]] = [("stage", "tokens", "seconds", "tokens/s", "of peak", "GiB", "planned")]
+    for row in bench.slot.lines:
+        if "stage" not in row:
+            continue
+        memory = [f"{row[key] / 2**30:.1f}" if key in row else "" for key in ("taken_bytes", "planned_bytes")]
+        if "seconds" not in row:
+            rows.append(
+                (
+                    row["stage"],
+                    int(row["tokens"]),
+                    "out of memory" if "out_of_memory" in row else "failed",
+                    "",
+                    "",
+                    *memory,
+                )
+            )
             continue
         share = f"{row['utilisation']:.1%}" if row["flops"] else ""
-        memory = f"{row['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in row else ""
         rate = int(row["tokens_per_s"]) if row["tokens"] else ""
-        rows.append((row["stage"], int(row["tokens"]), row["seconds"], rate, share, memory))
+        rows.append((row["stage"], int(row["tokens"]), row["seconds"], rate, share, *memory))
     p = projected
     lines = [
         f"{bench.geometry.total_params:,} parameters, {bench.model.dtype} on {bench.device}; matmul peak "
@@ -329,54 +350,64 @@ def report(bench: Bench, zero_shot: dict[str, Any], projected: dict[str, float])
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = benchmark_parser(__doc__, [])
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+def main(argv: list[str] | None = None) -> None:
+    p = gpu_parser(__doc__)
     p.add_argument(
         "--dtype", default=None, choices=("bfloat16", "float32"), help="(default: bfloat16, on a CPU float32)"
     )
-    p.add_argument("--tiny", action="store_true", help="a model of toy size, to try the code")
     p.add_argument("--samples", type=int, default=512, metavar="N", help="of the gradient pass (default: %(default)s)")
     p.add_argument("--seq-len", type=int, default=256, metavar="T", help="of the gradient pass (default: %(default)s)")
     p.add_argument("--kinds", default="attention,mlp,layer", metavar="A,B", help="removals (default: %(default)s)")
     p.add_argument("--text-tokens", type=int, default=65_536, metavar="N", help="for perplexity (default: %(default)s)")
     p.add_argument("--items", type=int, default=200, metavar="N", help="of each task (default: %(default)s)")
     p.add_argument(
-        "--batch-tokens", type=lambda text: tuple(map(int, text.split(","))), default=(4096, 8192, 16384, 32768),
-        metavar="A,B", help="of the zero-shot engine (default: %(default)s)",
+        "--batch-tokens", type=lambda text: tuple(map(int, text.split(","))), default=(4096, 8192, 32768),
+        metavar="A,B", help="of the zero-shot engine, besides a trial's own (default: %(default)s)",
     )  # fmt: skip
     args = p.parse_args(argv)
+    device = device_of(args)
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
+    about = {"machine": versions(), "device": args.device, "dtype": str(dtype).removeprefix("torch.")}
+    with Slot("gpu", args.limit, args.output, about) as slot:
+        slot.begin("model")
+        peak = matmul_peak(device, dtype, 8192 if args.device == "cuda" else 512)
+        model = build(args, device, dtype)
+        family = family_of(model.config.model_type)
+        bench = Bench(model, family, read_geometry(model, family), peak, slot, args)
+        slot.add({"params": bench.geometry.total_params, "matmul_peak_flops": peak, **about})
+        gradients(bench)
+        evaluation = Evaluation(bench)
+        evaluation.measure("dense", model, bench.geometry.total_params)
+        for name, pruned, params in pruned_models(bench):
+            evaluation.measure(name, pruned, params)
+            del pruned  # before the next one comes
+        removals(bench)
+        evaluation.other_ways()
+        found = evaluation.summary()
+        projected = projection(bench, found)
+        print(report(bench, found, projected))
+        slot.finish(zero_shot=found, projection=projected)
+    slot.check()
+
+
+def gpu_parser(doc: str | None) -> Any:
+    """Of the flags that both benchmarks of a GPU have."""
+    p = benchmark_parser(doc, [])
+    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    p.add_argument("--tiny", action="store_true", help="a model of toy size, to try the code")
+    p.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="S", help="end after so many seconds (default: %(default)s)"
+    )
+    return p
+
+
+def device_of(args: Any) -> torch.device:
+    """The device, set up as workers have it. Exits with a sentence where there is none."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: torch finds no GPU here; try the code with --device cpu --tiny")
-    torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    if args.device == "cuda":
-        set_up_gpu()  # as workers have it
-    dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
-    peak = matmul_peak(device, dtype, 8192 if args.device == "cuda" else 512)
-    model = build(args, device, dtype)
-    family = family_of(model.config.model_type)
-    bench = Bench(model, family, read_geometry(model, family), peak, args.repeats, [], args.output)
-    # The pruned copy stays while the dense model is measured: a trial holds both.
-    pruned = prune_stages(bench, args)
-    zero_shot = evaluate_stages(bench, pruned, args)
-    if pruned is None:
-        raise SystemExit(f"error: the gradient pass does not fit into the memory of {device}; use a larger GPU")
-    projected = projection(bench, zero_shot, args)
-    print(report(bench, zero_shot, projected))
-    values = {
-        "benchmark": "gpu",
-        "complete": True,
-        "params": bench.geometry.total_params,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": args.device,
-        "matmul_peak_flops": peak,
-        "stages": bench.rows,
-        "zero_shot": zero_shot,
-        "projection": projected,
-    }
-    write_json(args.output, values)
-    return values
+    set_up_gpu()
+    return torch.device(args.device)
 
 
 if __name__ == "__main__":

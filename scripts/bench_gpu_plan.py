@@ -3,45 +3,57 @@
     python scripts/bench_gpu_plan.py                        one GPU of 80 GB, a few minutes; a smaller one leaves some out
     python scripts/bench_gpu_plan.py --device cpu --tiny    the same code on a model of toy size
 
-Needs torch, transformers and NumPy only. Each line is printed as soon as it is measured, and after --limit seconds no other one is
-begun, so that a machine that is lent for ten minutes loses nothing. Of a model of Mistral-7B's shape with random weights:
+Needs torch, transformers and NumPy only. Each line is printed as soon as it is measured, and kept in --output; after --limit
+seconds the process ends, also where one hangs, so that a machine that is lent for ten minutes loses nothing; what fails says why,
+and the rest goes on. In the order of their value, of a model of Mistral-7B's shape with random weights:
 
-    first call      forward passes of one shape, the first and the third: kernels are loaded in the first, and no speed counts it
     left behind     memory of the GPU that is gone after a plan has measured it in a process that ended: none should be
+    versions        of what it is measured with, and the kernels that attention with a mask can take
+    first call      forward passes of one shape, the first and the third: kernels are loaded in the first, and no speed counts it
     forecast        seconds of a forward pass and of a gradient pass as a plan foresees them, and as they are
-    ways            a gradient pass in every way to hold the model: seconds, and peak memory planned and taken (streamed: weights
-                    come from host memory, so that no disk is measured)
-    pruning         seconds of slicing, foreseen and taken
+    ways            a gradient pass and perplexity in every way to hold the model: seconds, and peak memory planned and taken
+                    (streamed: weights come from host memory, so that no disk is measured)
+    transfers       bytes per second to the GPU and back, from pageable and from pinned memory
     widths          matrix products of MLPs with an odd number of channels against multiples of 8 and of 64
+    pruning         seconds of slicing, foreseen and taken
     shapes          attention on 50 masks of different shape, the first and the second time, with cuDNN's kernels and without
     sharing         tokens per second of two processes at once over those of one: 1 where one fills the GPU, 2 where it does not
     decoding        seconds of a token, launched kernel by kernel and as a CUDA graph
+    loading         bytes per second from a disk (two layers, written just before), and of streaming layers from their files
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import time
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_common import benchmark_parser, timed
-from bench_gpu import build
+from bench_common import timed
+from bench_gpu import build, device_of, gpu_parser, versions
+from bench_slot import Slot
+from make_random_model import write_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tune_prune.checkpoint import generation_speed
 from tune_prune.cost_model import estimate, own_process
 from tune_prune.cost_model.device_speed import SpeedRequest, measure
 from tune_prune.cost_model.gpus import visible_gpus
 from tune_prune.cost_model.memory import Shapes
-from tune_prune.models import loading
-from tune_prune.models.families import family_of
+from tune_prune.evaluation.perplexity import perplexity
+from tune_prune.models import catalog, loading
+from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.runner.layer_runner import LayerRunner
+from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.taylor import STATISTIC, taylor
@@ -52,25 +64,44 @@ SHARING_S = 5.0
 
 
 class Bench:
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, slot: Slot) -> None:
         self.args = args
+        self.slot = slot
         self.device = torch.device(args.device)
         self.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
 
-    def measurements(self) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    def measurements(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """Name and function, in order of value; the first of them find a process that has not used the GPU."""
         yield "left behind", self.left_behind
+        yield "versions", self.versions
         self.model = build(self.args, self.device, self.dtype)
         self.family = family_of(self.model.config.model_type)
         yield "first call", self.first_call
         yield "forecast", self.forecast
         yield "ways", self.ways
-        yield "pruning", self.pruning
+        yield "transfers", self.transfers
         yield "widths", self.widths
+        yield "pruning", self.pruning
         yield "shapes", self.shapes
+        yield "sharing", self.sharing
         yield "decoding", self.decoding
         del self.model
-        yield "sharing", self.sharing
+        yield "loading", self.loading
+
+    def versions(self) -> dict[str, Any]:
+        query, key, mask = self.attention(64)
+        kernels = [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
+        runs = []
+        for kernel in kernels:
+            with sdpa_kernel(kernel), suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
+                F.scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True)
+                runs.append(kernel.name)
+        return {**versions(), "masked_attention": runs}
 
     def seconds(self, run: Callable[[], object]) -> float:
         def synchronised() -> None:
@@ -130,6 +161,7 @@ class Bench:
         shapes = Shapes(geometry, self.model.config, self.dtype.itemsize, device.type)
         work = STATISTIC.work([Need("taylor", "", samples)], length, geometry.num_layers, device.type)
         weights = {name: p.cpu() for name, p in self.model.named_parameters(remove_duplicate=False)}
+        text = windows.flatten()
         found: dict[str, float] = {}
         for plan in shapes.ways([("importance", work)]):
             if plan.way.pruned_whole or plan.way.states == "file":
@@ -144,6 +176,25 @@ class Bench:
             found[f"{name} planned_bytes"] = plan.largest.total
             if device.type == "cuda":
                 found[f"{name} bytes"] = torch.cuda.max_memory_allocated() - before
+            if way.states == "device" and not way.gradients_by_layer:
+                found[f"{name} perplexity s"] = self.seconds(
+                    partial(perplexity, self.model, text, length, residency=way)
+                )
+        return found
+
+    def transfers(self) -> dict[str, float]:
+        """Of a tensor as large as an MLP projection, as layers are brought and hidden states wait."""
+        size = (160, 64) if self.args.tiny else (14_336, 4096)
+        there = torch.zeros(size, dtype=self.dtype, device=self.device)
+        found = {}
+        for name, pinned in (("pageable", False), ("pinned", True)):
+            if pinned and self.device.type != "cuda":
+                continue
+            here = torch.ones(size, dtype=self.dtype, pin_memory=pinned)
+            for way, to, source in (("to_device", there, here), ("to_host", here, there)):
+                copy = partial(to.copy_, source, non_blocking=pinned)
+                self.seconds(copy)
+                found[f"{name}_{way}_bytes_per_s"] = here.nbytes / min(self.seconds(copy) for _ in range(5))
         return found
 
     def plan(self) -> tuple[Geometry, PruningPlan]:
@@ -187,12 +238,12 @@ class Bench:
 
     def attend(self, length: int) -> float:
         """Seconds of a tree's attention: rows of `length` tokens with a mask of their own."""
-        length = -(-length // 8) * 8
-        query, key, value = (
-            torch.randn(4, heads, length, 128, device=self.device).to(self.dtype) for heads in (32, 8, 8)
-        )
-        mask = torch.zeros(4, 1, length, length, device=self.device, dtype=self.dtype).triu_(1)
-        return self.seconds(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True))
+        query, key, mask = self.attention(-(-length // 8) * 8)
+        return self.seconds(lambda: F.scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True))
+
+    def attention(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key = (torch.randn(4, heads, length, 128, device=self.device).to(self.dtype) for heads in (32, 8))
+        return query, key, torch.zeros(4, 1, length, length, device=self.device, dtype=self.dtype).triu_(1)
 
     def decoding(self) -> dict[str, float]:
         prompt, steps = (
@@ -210,12 +261,32 @@ class Bench:
         """One of two processes works while the other waits, then both."""
         command = [sys.executable, __file__, "--device", self.args.device, *["--tiny"] * self.args.tiny, "--worker"]
         workers = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(2)]
+        self.slot.children += workers
         for worker in workers:  # built and warm
             assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
         alone, together = (sum(self.speeds(some)) for some in (workers[:1], workers))
         for worker in workers:
             worker.communicate()
         return {"tokens_per_s_alone": alone, "tokens_per_s_of_two": together, "ratio": together / alone}
+
+    def loading(self) -> dict[str, float]:
+        """The files are in the page cache, as they are for every worker of a node but the first."""
+        config = build(self.args, torch.device("meta"), self.dtype).config
+        config.num_hidden_layers = 2
+        with tempfile.TemporaryDirectory() as work:
+            folder = Path(work) / "model"
+            write_model(config, folder)
+            source, files = catalog.resolve(str(folder)), sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+            whole = self.seconds(lambda: loading.load_model(source, torch.bfloat16, self.args.device))
+            streamed = map_model(source, torch.bfloat16, self.args.device)
+            runner = LayerRunner(streamed.model, streamed.family, streamed.residency)
+            layers = sum(
+                p.nbytes for layer in decoder_layers(streamed.model, streamed.family) for p in layer.parameters()
+            )
+            return {
+                "whole_bytes_per_s": files / whole,
+                "layers_bytes_per_s": layers / self.seconds(lambda: [index for index, _ in runner.layers()]),
+            }
 
     def speeds(self, workers: Sequence[Any]) -> list[float]:
         """Tokens per second of each of the processes, at once."""
@@ -238,35 +309,21 @@ class Bench:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = benchmark_parser(__doc__, [])
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    p.add_argument("--tiny", action="store_true", help="a model of toy size, to try the code")
-    p.add_argument(
-        "--limit",
-        type=float,
-        default=540.0,
-        metavar="S",
-        help="begin nothing after so many seconds (default: %(default)s)",
-    )
+    p = gpu_parser(__doc__)
     p.add_argument("--worker", action="store_true", help="one of the processes that `sharing` starts")
     args = p.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("error: torch finds no GPU here; try the code with --device cpu --tiny")
-    loading.set_up_gpu()
-    if args.worker:
-        Bench(args).work()
-        return
-    started = time.monotonic()
-    for name, function in Bench(args).measurements():
-        if time.monotonic() - started > args.limit:
-            print(json.dumps({"stopped before": name}), flush=True)
-            break
-        try:
-            found = function()
-        except torch.OutOfMemoryError:  # of a GPU that is smaller than this asks for: the next one may fit
-            torch.cuda.empty_cache()
-            found = {"out_of_memory": True}
-        print(json.dumps({"measured": name, **found}), flush=True)
+    device_of(args)
+    with Slot("gpu plan", args.limit, args.output) as slot:
+        if args.worker:
+            slot.begin("worker")
+            Bench(args, slot).work()
+            return
+        for name, function in Bench(args, slot).measurements():
+            if not slot.begin(name):
+                break
+            slot.add({"measured": name, **slot.told(function)})
+        slot.finish()
+    slot.check()
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ How long anything took is nobody's business here."""
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,26 +202,6 @@ def test_overhead_of_a_search(bench: Callable[..., dict[str, Any]], tmp_path: Pa
         assert 0 < search["start"] < search["wall"] and 0 < search["outside_share"] < 1
 
 
-@pytest.mark.slow
-def test_gpu_on_a_cpu_without_what_such_a_machine_may_lack(run_without: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    code = f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport bench_gpu\nbench_gpu.main(sys.argv[1:])\n"
-    argv = ["--device", "cpu", "--tiny", "--threads", "1", "--repeats", "1", "--samples", "8", "--seq-len", "16"]
-    argv += ["--text-tokens", "600", "--items", "3", "--batch-tokens", "256,1024", "--output", str(path)]
-    told = run_without(("ray", "lm_eval", "optuna", "datasets", "pandas", "pyarrow", "tensorboard"), code, *argv)
-    values = json.loads(path.read_text(encoding="utf-8"))
-    stages = {row["stage"]: row for row in values["stages"]}
-    assert len([name for name in stages if name.startswith("zero-shot")]) == 5
-    for name, row in stages.items():
-        assert row["out_of_memory"] is False and row["seconds"] > 0 and name in told
-        assert name.startswith("prune") or 0 < row["utilisation"] < 2
-    zero_shot = values["zero_shot"]
-    assert zero_shot["items"] == 21 and zero_shot["unsupported_reason"] is None
-    assert zero_shot["largest_difference"] < 1e-4  # shared, plain and HFLM's way agree
-    assert zero_shot["tokens"]["shared"] < zero_shot["tokens"]["plain"]
-    assert positive(*values["projection"].values())
-
-
 @needs_data
 @pytest.mark.slow
 def test_racing(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,27 +211,6 @@ def test_racing(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixt
         assert 0 < found["tokens"] <= found["largest_tokens"] <= 1, name
         assert found["cases"] == 1 and found["same_winner"] <= found["same_or_within_noise"], name
     assert "1 grids of 45 trials" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_what_plans_assume_of_a_gpu_on_a_cpu(
-    run_without: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = SCRIPTS / "bench_gpu_plan.py"
-    code = (
-        f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport bench_gpu_plan\nbench_gpu_plan.main(sys.argv[1:])\n"
-    )
-    without = ("ray", "lm_eval", "optuna", "datasets", "pandas", "pyarrow", "tensorboard")
-    told = [json.loads(line) for line in run_without(without, code, "--device", "cpu", "--tiny").splitlines()]
-    named = re.findall(r"^    (\w[\w ]*\w)  +\w", path.read_text(encoding="utf-8").partition('"""\n')[0], re.MULTILINE)
-    assert sorted(line["measured"] for line in told) == sorted(named)
-    found = {line.pop("measured"): line for line in told}
-    assert found.pop("left behind") == {"bytes": 0}  # no GPU here
-    assert positive(*(value for line in found.values() for value in line.values()))
-    assert list(found["decoding"]) == ["eager_s"]
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    importlib.import_module("bench_gpu_plan").main(["--device", "cpu", "--tiny", "--limit", "-1"])
-    assert json.loads(capsys.readouterr().out) == {"stopped before": "left behind"}
 
 
 @needs_data

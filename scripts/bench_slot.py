@@ -1,0 +1,109 @@
+"""A benchmark on a machine that is lent for minutes: every measurement is written when it is made, and the process ends in time,
+whatever hangs.
+
+    with Slot("gpu", limit=540, output=None) as slot:
+        if slot.begin("forward"):                # False, once the time is over: the rest is left out
+            slot.add({"seconds": seconds()})     # a JSON line on standard output, and the file with all of them
+
+At the limit a thread ends the process: its line says in which measurement, and its exit code is 0, as of a run that has told all it
+could. A hang that no thread gets past (a kernel that holds Python's lock) is ended ten seconds later from outside Python, with
+a traceback and exit code 1; what was measured is out by then.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tune_prune.core.files import atomic_write_text, to_json
+
+LIMIT_S = 540.0  # of ten minutes, in which a machine also has to start
+GRACE_S = 10.0
+
+
+class Slot:
+    """`limit`: seconds from now; `output`: of the file (None: none); `about`: what that says of them all."""
+
+    def __init__(self, name: str, limit: float, output: Path | None, about: Mapping[str, Any] | None = None) -> None:
+        self.limit = limit
+        self.output = output
+        self.about = {"benchmark": name, **(about or {})}
+        self.lines: list[dict[str, Any]] = []
+        self.children: list[subprocess.Popen[str]] = []  # ended with this process
+        self._ends = time.monotonic() + limit
+        self._of = ""
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Slot:
+        if self.limit > 0:  # else nothing begins
+            self._thread = threading.Timer(self.limit, self._stop)
+            self._thread.daemon = True
+            self._thread.start()
+            faulthandler.dump_traceback_later(self.limit + GRACE_S, exit=True, file=2)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.limit > 0:
+            self._thread.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+    @property
+    def left(self) -> float:
+        """Seconds to the limit."""
+        return self._ends - time.monotonic()
+
+    def begin(self, name: str) -> bool:
+        """Whether there is time for the measurement of that name; what is left out is a line, too."""
+        self._of = name
+        if self.left > 0:
+            return True
+        self.add({"stopped before": name})
+        return False
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        with self._lock:
+            self.lines.append(dict(line))
+            print(to_json(self.lines[-1], indent=None).strip(), flush=True)
+            self._write(complete=False)
+
+    @staticmethod
+    def told(function: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What it measures, or why it cannot be measured here: the next one may."""
+        try:
+            return function()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return {"out_of_memory": True}
+        except Exception as error:  # noqa: BLE001  # whatever a machine does that nobody has seen: a line, and the exit code
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def check(self) -> None:
+        """Exits with code 1 where a measurement has failed by more than memory."""
+        failed = [line for line in self.lines if "error" in line]
+        if failed:
+            raise SystemExit(f"error: {len(failed)} measurements failed, see their lines")
+
+    def finish(self, **more: Any) -> dict[str, Any]:
+        """All that the file says in the end, `more` with it."""
+        with self._lock:
+            return self._write(complete=not any("stopped before" in line for line in self.lines), **more)
+
+    def _write(self, **more: Any) -> dict[str, Any]:
+        values = {**self.about, **more, "measurements": self.lines}
+        if self.output is not None:
+            atomic_write_text(self.output, to_json(values))
+        return values
+
+    def _stop(self) -> None:
+        for child in self.children:
+            child.kill()
+        self.add({"stopped in": self._of, "after_s": self.limit})
+        os._exit(0)
