@@ -179,7 +179,7 @@ def _run(
     cost = {}
     with _warned(store, COST):
         cost = write_cost(
-            folder / COST,
+            store,
             records,
             baselines,
             passes.read(),

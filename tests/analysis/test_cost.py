@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tune_prune.analysis.cost import between, cost_line, duration, totals, write_cost
+from tune_prune.core.ledger import read_costs
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
 
 
 def stage(name: str, seconds: float, tokens: int) -> dict[str, object]:
@@ -26,9 +27,9 @@ for record in (OWN, CACHED, DENSE):
 
 def test_cost_counts_what_was_computed(tmp_path: Path) -> None:
     """One gradient pass was made for all and one inside a trial; a third trial found its statistics in the cache."""
-    returned = write_cost(tmp_path / "cost.json", [OWN, CACHED], {"m": DENSE}, PASSES)
-    cost = json.loads((tmp_path / "cost.json").read_text())
-    assert cost == returned
+    returned = write_cost(FolderStore(tmp_path), [OWN, CACHED], {"m": DENSE}, PASSES)
+    cost = read_costs(FolderStore(tmp_path))
+    assert cost == returned | {"checksum": (cost or {})["checksum"]}
     assert (cost["trials"], cost["gradient_passes"], cost["removal_passes"]) == (2, 2, 1)
     assert cost["tokens_per_stage"] == {"importance": 110, "removal": 40, "perplexity": 300, "zero_shot": 900}
     assert cost["worker_seconds"] == pytest.approx(4 + 5 + 3 + 3 * 8)
@@ -40,7 +41,7 @@ def test_cost_counts_what_was_computed(tmp_path: Path) -> None:
 
 def test_passes_of_any_statistic_are_counted(tmp_path: Path) -> None:
     passes = [*PASSES, stage("input_norms", 1.0, 20), stage("input_norms", 1.0, 20)]
-    cost = write_cost(tmp_path / "cost.json", [], {}, passes)
+    cost = write_cost(FolderStore(tmp_path), [], {}, passes)
     assert cost["input_norms_passes"] == 2
     assert cost_line(cost) == "cost         1 gradient passes, 2 input norms passes, 1 removal passes"
 
@@ -59,7 +60,7 @@ def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Pat
         "notes": ["~ estimated"],
     }
     cost = write_cost(
-        tmp_path / "cost.json", [OWN, CACHED], {"m": DENSE}, PASSES, predicted, before=before, wall_seconds=91.0
+        FolderStore(tmp_path), [OWN, CACHED], {"m": DENSE}, PASSES, predicted, before=before, wall_seconds=91.0
     )
     last = cost["last_start"]
     assert last["wall_seconds"] == {"predicted": [100.0, 184.0], "measured": 91.0}
@@ -69,7 +70,7 @@ def test_what_was_predicted_stands_beside_what_this_start_measured(tmp_path: Pat
     assert last["tokens_per_stage"]["removal"] == {"predicted": 0, "measured": 0}
     assert last["predicted_gpu_hours"] == 0.25
     assert cost_line(cost) == "cost         predicted 1m40s to 3m00s, took 1m31s; 2 gradient passes, 1 removal passes"
-    first = write_cost(tmp_path / "cost.json", [OWN], {"m": DENSE}, PASSES, predicted, wall_seconds=9.0)
+    first = write_cost(FolderStore(tmp_path), [OWN], {"m": DENSE}, PASSES, predicted, wall_seconds=9.0)
     assert first["last_start"]["seconds_per_stage"]["removal"] == {"predicted": 0.0, "measured": 3.0}
 
 

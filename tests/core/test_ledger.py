@@ -18,7 +18,16 @@ from tune_prune.core import files
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.ledger import Ledger, PassLog, read_baselines, stranger, trial_file, write_baselines
+from tune_prune.core.ledger import (
+    Ledger,
+    PassLog,
+    read_baselines,
+    read_costs,
+    stranger,
+    trial_file,
+    write_about,
+    write_baselines,
+)
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore, Store, open_store
 
@@ -259,6 +268,36 @@ def test_records_of_older_versions_have_no_checksum(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.put("ledger/0f.json", files.to_json(RECORD.to_dict()))
     assert Ledger(store).read("0f") == RECORD
+
+
+def test_beside_a_sealed_experiment_nothing_is_without_a_checksum(tmp_path: Path) -> None:
+    """What an older version left is, and gets one before experiment.json does; but for failures, which are tried again."""
+    store, dense = FolderStore(tmp_path), replace(RECORD, config={})
+    reads = {
+        "ledger/0f.json": lambda: Ledger(store).read("0f"),
+        "baseline.json": lambda: read_baselines(store)["tiny-llama"],
+        "passes/removal-1.json": lambda: PassLog(store).read()[0]["tokens"],
+        "cost.json": lambda: (read_costs(store) or {})["trials"],
+    }
+    values = [
+        RECORD.to_dict(),
+        {"tiny-llama": dense.to_dict()},
+        {**RECORD.stages[0], "stage": "removal"},
+        {"trials": 2},
+    ]
+    for name, value in zip(reads, values, strict=True):
+        store.put(name, files.to_json(value))
+    store.put("ledger/10.json", files.to_json(replace(RECORD, key="10", status="failed").to_dict()))
+    store.put("experiment.json", files.to_json(ABOUT))
+    assert [read() for read in reads.values()] == [RECORD, dense, 2048, 2]
+    write_about(store, ABOUT)
+    for name, read in reads.items():
+        with pytest.raises(DamagedFile) as caught:
+            read()
+        sentence = f"{store.path(name)} is without a checksum, beside an experiment.json that has one; delete it"
+        assert str(caught.value).startswith(sentence)
+    failed = Ledger(store).read("10")
+    assert failed is not None and failed.status == "failed"
 
 
 def test_a_trials_files_are_those_that_it_wrote(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_it_is_upgraded_by_the_next_search_and_proves_itself_then(storage: Path,
     assert search.main([*SEARCH, str(storage)]) == 0
     sealed = contents(folder)
     for path in sealed:
-        if path.parts[0] in ("ledger", "passes", "experiment.json"):
+        if path.parts[0] in ("ledger", "passes", "experiment.json", "cost.json"):
             assert len(read(folder / path)["checksum"]) == 64, path
     files = read(folder / "ledger" / f"{key}.json")["files"]
     assert set(files) == {path.name for path in sealed if path.parent.name == key and path.parts[0] == "trials"}

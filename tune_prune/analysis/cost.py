@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tune_prune.core.files import to_json
+from tune_prune.core.ledger import write_costs
 from tune_prune.core.records import MEASURING_STAGES, MODEL_STAGES, TrialRecord, in_order, pass_name
-from tune_prune.core.store import Location, open_store
+from tune_prune.core.store import Store
 
 Totals = Mapping[str, Counter]  # "seconds", "tokens", "computed" (how often tokens were forwarded) -> sums by stage
 
@@ -38,7 +38,7 @@ def gpu_hours(records: Sequence[TrialRecord], passes: Sequence[Mapping[str, Any]
 
 
 def write_cost(
-    path: Location,
+    store: Store,
     records: Iterable[TrialRecord],
     baselines: Mapping[str, TrialRecord],
     passes: Sequence[Mapping[str, Any]],
@@ -47,7 +47,7 @@ def write_cost(
     wall_seconds: float = 0.0,
     killed: Sequence[TrialRecord] = (),
 ) -> dict[str, Any]:
-    """Write `path`, and return it as plain data.
+    """Write cost.json of the experiment in `store`, and return it as plain data.
 
     What attempts that were `killed` had computed is in all sums, and once more in `lost_work`: other attempts at the same trials
     found most of it in the cache, and none of their unfinished stages.
@@ -94,7 +94,7 @@ def write_cost(
             "load": predicted["load"],
             "notes": list(predicted["notes"]),
         }
-    open_store(path.parent).put(path.name, to_json(cost))
+    write_costs(store, cost)
     return cost
 
 

@@ -1,9 +1,9 @@
 """The records of an experiment: what it is (experiment.json), its trials (the ledger, the single source of truth: every table is a
-view of it), the dense models, and the cost of passes over a model.
+view of it), the dense models, the cost of passes over a model and that of all.
 
 Each object is sealed: its checksum is of its content and of the name that it stands under. A trial's record has the checksums of
 the trial's files. What a key hashes stands in experiment.json, so that a record shows whether it is of that experiment. Files of
-older versions have no checksums, and are read as far as types and keys prove them.
+older versions have no checksums, and are read as far as types and keys prove them, where experiment.json has none either.
 """
 
 from __future__ import annotations
@@ -20,11 +20,23 @@ from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.hashing import is_sealed, sealed
-from tune_prune.core.records import About, PassCost, StageReport, TrialRecord
-from tune_prune.core.store import ATTEMPTS, BASELINES, EXPERIMENT, LEDGER, PASSES, TRIALS, Location, Store, open_store
+from tune_prune.core.records import About, Cost, PassCost, StageReport, TrialRecord
+from tune_prune.core.store import (
+    ATTEMPTS,
+    BASELINES,
+    COST,
+    EXPERIMENT,
+    LEDGER,
+    PASSES,
+    TRIALS,
+    Location,
+    Store,
+    open_store,
+)
 from tune_prune.core.validation import validated
 
 _FORGET_COST = "delete it, and the cost of one pass is not counted, or restore it from a copy"
+_FORGET_COSTS = "delete it: the next search, which may have nothing to run, writes it anew"
 _FORGET_ATTEMPT = "delete it, and what one attempt has cost is not counted, or restore it from a copy"
 _NO_OTHER = (
     "restore it from a copy, or start another experiment with --name, which finds again what is in the cache beside it"
@@ -79,7 +91,10 @@ class Ledger:
         record = parse_record(values, path)
         if record.key != key:
             raise DamagedFile(path, f"the record of another trial, {record.key!r}")
-        _check_seal(name, values, path)
+        if (
+            is_sealed(values) or record.status != "failed"
+        ):  # older versions' failures stay as they are: they are tried again
+            _check_seal(self._store, name, values, path)
         try:
             PruningConfig.from_dict(record.config)
         except (UserError, TypeError) as error:
@@ -191,11 +206,20 @@ def _proven(store: Store, name: str, kind: type, what: str, step: str) -> dict[s
         validated(kind, values)
     except ValueError as error:
         raise DamagedFile(path, f"not {what} ({error})", step) from error
-    return _check_seal(name, values, path, step)
+    return _check_seal(store, name, values, path, step)
 
 
 def write_about(store: Store, about: Mapping[str, Any]) -> None:
     store.put(EXPERIMENT, _sealed_text(EXPERIMENT, about))
+
+
+def read_costs(store: Store) -> dict[str, Any] | None:
+    """cost.json; None where there is none. Raises DamagedFile."""
+    return _proven(store, COST, Cost, "an account of costs", _FORGET_COSTS)
+
+
+def write_costs(store: Store, costs: Mapping[str, Any]) -> None:
+    store.put(COST, _sealed_text(COST, costs))
 
 
 def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
@@ -263,20 +287,20 @@ class AttemptLog:
     def _read(self, name: str) -> dict[str, Any] | None:
         values, path = self._store.read(name), self._store.path(name)
         if values is None or is_sealed(values):
-            return None if values is None else _check_seal(name, values, path, _FORGET_ATTEMPT)
+            return None if values is None else _check_seal(self._store, name, values, path, _FORGET_ATTEMPT)
         raise DamagedFile(path, "not what an attempt at a trial has done (it has no checksum)", _FORGET_ATTEMPT)
 
 
 def read_baselines(store: Store) -> dict[str, TrialRecord]:
     """The dense models' records by label; empty when there are none yet. Raises DamagedFile."""
     values = store.read(BASELINES) or {}
-    return {label: parse_baseline(label, record, store.path(BASELINES)) for label, record in values.items()}
+    return {label: parse_baseline(store, label, record) for label, record in values.items()}
 
 
-def parse_baseline(label: str, values: Any, path: Location) -> TrialRecord:
+def parse_baseline(store: Store, label: str, values: Any) -> TrialRecord:
     """One of the records that `write_baselines` wrote. Raises DamagedFile."""
-    record = parse_record(values, path)
-    _check_seal(f"{BASELINES}/{label}", values, path)
+    record = parse_record(values, store.path(BASELINES))
+    _check_seal(store, f"{BASELINES}/{label}", values, store.path(BASELINES))
     return record
 
 
@@ -314,10 +338,15 @@ def _sealed_text(name: str, values: Mapping[str, Any]) -> str:
     return to_json(_sealed(name, values))
 
 
-def _check_seal(name: str, values: dict[str, Any], path: Location, *step: str) -> dict[str, Any]:
-    """`values`, as they were read. Raises DamagedFile where their checksum is another one."""
+def _check_seal(store: Store, name: str, values: dict[str, Any], path: Location, *step: str) -> dict[str, Any]:
+    """`values`, as they were read. Raises DamagedFile where their checksum is another one, and where they have none though the
+    experiment has: `planning.experiment` seals all that older versions have left before experiment.json."""
+    if not is_sealed(values):
+        if name != EXPERIMENT and is_sealed(store.read(EXPERIMENT) or {}):
+            raise DamagedFile(path, f"without a checksum, beside an {EXPERIMENT} that has one", *step)
+        return values
     try:
-        genuine = not is_sealed(values) or sealed(name, values) == values
+        genuine = sealed(name, values) == values
     except ValueError:  # a number beyond all floats has become infinite
         genuine = False
     if not genuine:

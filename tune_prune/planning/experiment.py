@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from tune_prune.core.ledger import (
     file_checksum,
     read_about,
     read_baselines,
+    read_costs,
     required_about,
     stranger,
     write_about,
     write_baselines,
+    write_costs,
 )
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, ITEMS, TRIALS, Location, Store, open_store
@@ -213,6 +216,9 @@ def _seal(store: Store) -> None:
         path = store.path(BASELINES)
         write_baselines(store, {label: _with_files(record, store, path) for label, record in baselines.items()})
     PassLog(store).seal()
+    with suppress(DamagedFile):  # only a view, which this search writes anew
+        if (costs := read_costs(store)) is not None:
+            write_costs(store, costs)
 
 
 def _with_files(record: TrialRecord, store: Store, path: Location) -> TrialRecord:

@@ -17,8 +17,8 @@ from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import ModelRun, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile
-from tune_prune.core.ledger import Ledger, parse_baseline, read_about, stranger
-from tune_prune.core.records import Cost, TrialRecord
+from tune_prune.core.ledger import Ledger, parse_baseline, read_about, read_costs, stranger
+from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, Location, Store, open_store
 from tune_prune.core.validation import validated
 
@@ -112,13 +112,12 @@ def _about(store: Store, lost: list[Problem]) -> dict[str, Any]:
 def _cost(store: Store, lost: list[Problem]) -> dict[str, Any]:
     """cost.json; nothing where it is missing or, with a reason among what is lost, damaged."""
     try:
-        values = store.read(COST) or {}
-        validated(Cost, values)
+        values = read_costs(store) or {}
         validated(dict[str, int], {name: n for name, n in values.items() if re.fullmatch(r"(?!shared).*_passes", name)})
     except DamagedFile as error:
         lost.append(_damaged(error))
     except ValueError as error:
-        lost.append(Problem(str(store.path(COST)), f"it is no account of costs ({error})"))
+        lost.append(Problem(str(store.path(COST)), f"it is not an account of costs ({error})"))
     else:
         return values
     return {}
@@ -137,7 +136,7 @@ def _baselines(store: Store, about: Mapping[str, Any], lost: list[Problem]) -> d
     baselines = {}
     for label, values in (dense or {}).items():
         try:
-            record = parse_baseline(label, values, path)
+            record = parse_baseline(store, label, values)
         except DamagedFile as error:
             lost.append(_damaged(error))
             continue
