@@ -12,7 +12,8 @@ them.
 coverage    of 95% intervals around a mean and around a difference, and of the confidence set, which must hold the truly best of
             equal configurations; `freedom` are the degrees of freedom of the variance between draws
 adaptive    `--draws N` of a grid with the accuracies of a published one: how often its winner is that of all configurations
-            on N draws, what it has lost otherwise, and its share of the trials
+            on N draws, what it has lost otherwise, and its share of the trials; by accuracy, and (`--draws-by gold_logprob`) by
+            a number in place of right or wrong: how far the item is below what the configuration can do
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ def simulated(
     items: int,
     tasks: int,
     together: float = 0.0,
+    by: str = "accuracy",
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Scores [draws, items, configurations] of each task, and the accuracy that each configuration has in truth. `sd`: of a draw's
-    accuracy; `together`: the part of its variance that all configurations share."""
+    accuracy; `together`: the part of its variance that all configurations share; `by`: accuracy or gold_logprob."""
     count = len(accuracies)
     quantiles = ndtri(accuracies)
     width = sd / norm.pdf(quantiles)
@@ -74,7 +76,8 @@ def simulated(
         latent = latent + np.sqrt(OWN) * generator.standard_normal((items, count), dtype=np.float32)
         own = generator.standard_normal((draws, items, count), dtype=np.float32)
         rest = np.float32(np.sqrt(1 - SHARED - OWN))
-        found.append((latent + rest * own < (quantiles + shift)[:, None, :]).astype(np.float64))
+        margins = (quantiles + shift)[:, None, :] - (latent + rest * own)
+        found.append((margins > 0).astype(np.float64) if by == "accuracy" else margins.astype(np.float64))
     return found, ndtr(quantiles / np.sqrt(1 + width**2))
 
 
@@ -124,11 +127,13 @@ def coverage(
     return setting | {name: float(np.mean(values)) for name, values in held.items()}
 
 
-def adaptive(items: int, draws: int, sd: float, repeats: int, generator: np.random.Generator) -> dict[str, Any]:
+def adaptive(
+    items: int, draws: int, sd: float, repeats: int, generator: np.random.Generator, by: str = "accuracy"
+) -> dict[str, Any]:
     """Draws for those that are tied, against all draws for all: seven tasks of so many items, draws of standard deviation `sd`."""
     same, lost, share, sizes = [], [], [], []
     for _ in range(repeats):
-        scores, truth = simulated(generator, generator.permutation(GRID), draws, sd, items, 7)
+        scores, truth = simulated(generator, generator.permutation(GRID), draws, sd, items, 7, 0.0, by)
         every = np.mean([own.mean(axis=(0, 1)) for own in scores], axis=0)
         counts = np.ones(len(GRID), dtype=int)
         while True:
@@ -142,7 +147,7 @@ def adaptive(items: int, draws: int, sd: float, repeats: int, generator: np.rand
         lost.append(counts[best] < draws)
         share.append(counts.sum() / draws / len(counts))
         sizes.append(truth[best] - truth[winner])
-    about = {"items": 7 * items, "draws": draws, "sd_points": 100 * sd, "repeats": repeats}
+    about = {"by": by, "items": 7 * items, "draws": draws, "sd_points": 100 * sd, "repeats": repeats}
     found = {"lost": np.mean(lost), "same": np.mean(same), "points_lost": 100 * np.mean(sizes), "share": np.mean(share)}
     return about | {name: float(value) for name, value in found.items()}
 
@@ -170,8 +175,10 @@ def main(argv: list[str] | None = None) -> None:
         found["coverage"] = [coverage(*setting, args.repeats, generator) for setting in settings]
         shown("coverage of 95% intervals, and of the confidence set", found["coverage"])
     if args.only != "coverage":
-        grids = itertools.product((100, 300), (3, 5), (0.003, 0.007, 0.015))
-        found["adaptive"] = [adaptive(*grid, max(1, args.repeats // 2), generator) for grid in grids]
+        grids = [(*grid, "accuracy") for grid in itertools.product((100, 300), (3, 5), (0.003, 0.007, 0.015))]
+        grids += [(100, 3, sd, "gold_logprob") for sd in (0.003, 0.007, 0.015)]
+        repeats = max(1, args.repeats // 2)
+        found["adaptive"] = [adaptive(items, draws, sd, repeats, generator, by) for items, draws, sd, by in grids]
         shown("draws for those that are tied, against all draws for all", found["adaptive"])
     if args.output is not None:
         atomic_write_text(args.output, to_json(found))

@@ -5,35 +5,44 @@
     python scripts/study_smollm2.py                                  the same on the hub's whole task sets
 
 Each step is a command of tune_prune, printed before it runs, so that any of them can be run by hand or on another machine that
-shares --storage-path. The same command again goes on where it was interrupted: finished trials are never run again.
+shares --storage-path. The same command again goes on where it was interrupted: finished trials are never run again, and what
+other experiments of --storage-path have computed is taken from there.
 
-1 grid        the 45 configurations of paper_grid at 20%; those that may still be the best on two more draws of calibration samples
-2 control     random removal of 20%, three draws
-3 ratios      the best of the grid at 10%, 20% and 30%, three draws each
-4 analysis    of all of them: CSV, report.html and figures to --output
+1 grid        the 45 configurations of paper_grid at 20%, one draw of calibration samples
+2 contenders  the best of each method by --rule (or --contenders) on three draws
+3 control     random removal of 20%, three draws
+4 ratios      the best contender by --rule at 10%, 20% and 30%, three draws each
+5 analysis    of all of them by --rule: report.html, figures and tables to --output, with a CSV of each step and the dense model
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from tune_prune import load_results
-from tune_prune.core.files import atomic_write_text
+from tune_prune.analysis.statistics.rules import NEEDS, RULES
+from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.store import RESULTS
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.planning import search_space
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = [0, 1, 2]  # seeds of calibration samples
 RATIOS = [0.1, 0.2, 0.3]
-STEPS = ("grid", "control", "ratios")
+STEPS = ("grid", "contenders", "control", "ratios")
+OF_MACHINE = ("output_dir", "host")  # columns that say where a trial was run: left empty in what is published
 
 
 class Study:
@@ -55,11 +64,22 @@ class Study:
         return f"{self.args.name}-{step}"
 
     def run(self) -> None:
-        self.search("grid", self.args.search_space, "--draws", str(len(DRAWS)))
+        """Raises UserError for contenders that the grid does not have, before anything runs."""
+        names = [config.name for config in search_space.load(self.args.search_space).configs()]
+        if unknown := [name for name in self.args.contenders if name not in names]:
+            raise UserError(
+                f"contender {unknown[0]!r} is none of the {len(names)} configurations of {self.args.search_space}; "
+                f"{did_you_mean(unknown[0], names)}"
+            )
+        self.search("grid", self.args.search_space)
         if "--dry-run" in self.flags:
             return
-        self.search("control", self.space("control", {"method": ["random"], "seed": DRAWS}))
-        self.search("ratios", self.space("ratios", self.best() | {"seed": DRAWS, "pruning_ratio": RATIOS}))
+        for contender in self.contenders():
+            space = self.space(f"contenders-{contender['name']}", values_of(contender) | {"seed": DRAWS})
+            self.search("contenders", space)
+        self.search("control", self.space("control", {"method": "random", "seed": DRAWS}))
+        best = values_of(self.chosen(self.measured("contenders")))
+        self.search("ratios", self.space("ratios", best | {"seed": DRAWS, "pruning_ratio": RATIOS}))
         self.analyse()
 
     def search(self, step: str, space: str | Path, *flags: str) -> None:
@@ -73,17 +93,60 @@ class Study:
         atomic_write_text(path, yaml.safe_dump(listed, sort_keys=False))
         return path
 
-    def best(self) -> dict[str, Any]:
-        """The configuration that the search of the grid has decided for."""
-        found = load_results(self.folder("grid")).best.to_dict("records")[0]
-        return {name: found[name] for name, row in HYPERPARAMETERS.items() if row.required}
+    def measured(self, step: str) -> pd.DataFrame:
+        """The configurations of a step, means over their draws. Raises UserError where none is complete."""
+        for found in load_results(self.folder(step)).findings.models.values():
+            return found.eligible
+        raise UserError(
+            f"{self.folder(step)} has no complete trial; look into its ledger, and run the same command again"
+        )
+
+    def chosen(self, rows: pd.DataFrame) -> pd.Series:
+        """The best of these by the rule. Raises UserError where nothing of what it needs was measured."""
+        rule = self.args.rule
+        if not (names := RULES[rule](rows)):
+            raise UserError(f"--rule {rule} needs {NEEDS[rule]}, which no trial of the study has; use --rule accuracy")
+        return rows[rows["name"] == names[0]].iloc[0]
+
+    def contenders(self) -> list[pd.Series]:
+        """What goes on to three draws. Raises UserError for one without a complete trial."""
+        rows = self.measured("grid")
+        if not self.args.contenders:
+            return [self.chosen(own) for _, own in rows.groupby("method")]
+        if lost := [name for name in self.args.contenders if name not in set(rows["name"])]:
+            raise UserError(f"contender {lost[0]} has no complete trial in {self.folder('grid')}; leave it out")
+        return [rows[rows["name"] == name].iloc[0] for name in self.args.contenders]
 
     def analyse(self) -> None:
         output = Path(self.args.output)
-        command("analysis", *(str(self.folder(step)) for step in STEPS), "--output", str(output))
+        folders = [str(self.folder(step)) for step in STEPS]
+        command("analysis", *folders, "--rule", self.args.rule, "--output", str(output))
         for step in STEPS:
-            for file in ("all_methods_results.csv", "cost.json"):
-                shutil.copyfile(self.folder(step) / file, output / f"{step}.{file}")
+            atomic_write_text(output / f"{step}.csv", published(self.folder(step) / RESULTS))
+        (model,) = load_results(self.folder("grid")).findings.study.models.values()
+        atomic_write_text(output / "dense.json", to_json(dict(model.baseline)))
+
+
+def values_of(row: pd.Series) -> dict[str, Any]:
+    """A configuration of the results as a search space says it, without its draw and its ratio."""
+    found = {}
+    for name, of in HYPERPARAMETERS.items():
+        value = row[name]
+        usual = name in ("seed", "pruning_ratio") or pd.isna(value) or value in ("", of.default)
+        if of.required or not usual:
+            found[name] = value.item() if hasattr(value, "item") else value
+    return found
+
+
+def published(path: Path) -> str:
+    """A results file without what it says of the machine."""
+    text = io.StringIO()
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        writer = csv.DictWriter(text, reader.fieldnames or [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | dict.fromkeys(OF_MACHINE, "") for row in reader)
+    return text.getvalue()
 
 
 def command(name: str, *flags: str) -> None:
@@ -104,6 +167,10 @@ def folder(text: str) -> str:
     return text
 
 
+def names_of(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
@@ -116,11 +183,29 @@ def parser() -> argparse.ArgumentParser:
         "--perplexity-tokens", type=int, default=0, metavar="N", help="of the perplexity text, so many (default: all)"
     )
     p.add_argument("--search-space", default="paper_grid", metavar="NAME", help="of step 1 (default: %(default)s)")
+    p.add_argument(
+        "--contenders", type=names_of, default=[], metavar="A,B",
+        help="configurations that go on to three draws, e.g. taylor-s256-n128 (default: the best of each method)",
+    )  # fmt: skip
+    p.add_argument(
+        "--rule", choices=("gold_logprob", "kl", "accuracy"), default="gold_logprob",
+        help="how the best is chosen: highest log-probability of right choices, lowest KL to the dense model, highest accuracy "
+        "(default: %(default)s)",
+    )  # fmt: skip
     p.add_argument("--storage-path", type=folder, default="ray_results", metavar="DIR", help="default: %(default)s")
     p.add_argument("--name", default="study-smollm2", metavar="NAME", help="first part of the experiments' names")
     p.add_argument("--output", default="results/smollm2-135m", metavar="DIR", help="default: %(default)s")
     return p
 
 
+def main(argv: list[str] | None = None) -> int:
+    try:
+        Study(*parser().parse_known_args(argv)).run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    Study(*parser().parse_known_args()).run()
+    sys.exit(main())

@@ -122,6 +122,7 @@ def search(
     seed: int = 0,
     seeds: Sequence[int] | None = None,
     draws: int | None = None,
+    draws_by: str = "accuracy",
     recover: int | None = None,
     dtype: str | None = None,
     scheduler: str = "none",
@@ -151,6 +152,8 @@ def search(
                     that of `seed`
     draws           up to so many draws for the configurations that may still be the best, one for the others; None: no more than
                     `seeds` says
+    draws_by        by what those may still be the best: accuracy, gold_logprob (log-probability of right choices) or kl (to the
+                    dense model)
     recover         once all are measured, up to so many of each model and pruning ratio, which may still be the best, are trained
                     towards the dense model; None: as the space says
     tasks, limit    as for `Model.evaluate`

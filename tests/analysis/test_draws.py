@@ -310,6 +310,7 @@ def test_draws_that_tie_are_not_taken_for_certain() -> None:
     assert wanted.all()
 
 
-def test_few_draws_find_the_winner_of_all() -> None:
-    found = simulate_draws.adaptive(60, 3, 0.007, 12, np.random.default_rng(2))
+@pytest.mark.parametrize("by", ["accuracy", "gold_logprob"])
+def test_few_draws_find_the_winner_of_all(by: str) -> None:
+    found = simulate_draws.adaptive(60, 3, 0.007, 12, np.random.default_rng(2), by)
     assert found["lost"] == 0 and found["share"] < 0.8

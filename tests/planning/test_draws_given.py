@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,16 +45,18 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return path, read_about(store) or {}, Ledger(store).records()
 
 
-def draws_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
+def draws_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]], by: str = "accuracy") -> Draws:
     path, about, _ = searched
-    return Draws(plan_of(searched), lambda own: study_of_search(path, about, {}, own))
+    return Draws(plan_of(searched, by), lambda own: study_of_search(path, about, {}, own))
 
 
-def plan_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Any:
+def plan_of(searched: tuple[Path, dict[str, Any], list[TrialRecord]], by: str = "accuracy") -> Any:
     trials = [(PruningConfig.from_dict(record.config), record.key) for record in searched[2]]
     model = SimpleNamespace(run=SimpleNamespace(label="alpha", seed=0), trials=sorted(trials))
     return SimpleNamespace(
-        settings=SimpleNamespace(draws=MOST, recover=None, seed=0), models=[model], experiment_dir=searched[0]
+        settings=SimpleNamespace(draws=MOST, draws_by=by, recover=None, seed=0),
+        models=[model],
+        experiment_dir=searched[0],
     )
 
 
@@ -79,6 +82,39 @@ def test_the_winner_of_all_draws_is_found_with_fewer(searched) -> None:
     assert set(first.draws.values()) == {2} and len(first.draws) == 4 and first.others is None
     assert all(one.others <= 0.03 and one.freedom >= 4 for one in draws.rounds[1:])
     assert "draw 2 for 4 of 18 configurations" in str(first) and "degrees of freedom" in str(draws.rounds[-1])
+
+
+@pytest.mark.parametrize("by", ["gold_logprob", "kl"])
+def test_draws_by_another_measure(searched, by: str) -> None:
+    """They go to what may be the best by it, here to the least accurate ones; who lacks it gets none."""
+    records = []
+    for record in searched[2]:
+        nats = 40 * (1 - record.metrics["acc_mean"])  # the less accurate, the better
+        measures = {"gold_logprob_mean": nats, "kl_text": 1 - nats / 50, "kl_tasks": 1.5 - nats / 50}
+        records.append(replace(record, metrics=record.metrics | measures))
+    ranked = sorted(records, key=lambda record: -record.metrics["gold_logprob_mean"])
+    lost = ranked[-1].key  # the last by this measure, the first by accuracy
+    records = [
+        replace(one, metrics=one.metrics | dict.fromkeys(measures, math.nan)) if one.key == lost else one
+        for one in records
+    ]
+    draws = draws_of(searched, by)
+    while draws.decide(records):
+        pass
+    names = {PruningConfig.from_dict(record.config).name.split("-r")[0] for record in ranked[:3]}
+    assert names & set(draws.rounds[0].draws) and len(draws.rounds[0].draws) == 4
+    given = {name for one in draws.rounds for name in one.draws}
+    assert 4 <= len(given) < 12 and PruningConfig.from_dict(ranked[-1].config).name.split("-r")[0] not in given
+    last = draws.rounds[-1]
+    assert last.by == by and last.spread_points is None and 0 < last.spread_nats < 5
+    assert " nats apart (" in str(last) and "accurate" not in str(last)
+
+
+def test_a_measure_that_nobody_has(searched) -> None:
+    with pytest.raises(
+        UserError, match=r"--draws-by kl needs .* which no complete trial of alpha has; use --draws-by acc"
+    ):
+        draws_of(searched, "kl").decide(searched[2])
 
 
 def test_a_killed_search_decides_the_same_again(searched) -> None:
@@ -137,6 +173,8 @@ def settings(*argv: str) -> Any:
 
 def test_flags_that_do_not_fit_are_refused() -> None:
     assert resolve.space(settings("--draws", "3", "--seed", "5")).values["seed"] == (5, 6, 7)
+    with pytest.raises(UserError, match=r"--draws-by kl is for --draws, .* add --draws 3"):
+        resolve.space(settings("--draws-by", "kl"))
     for argv, said in (
         (["--seeds", "0,1"], "--seeds names others"),
         (["--search", "optuna"], "is for a grid"),

@@ -10,59 +10,117 @@ from typing import Any
 import pandas as pd
 import pytest
 import study_smollm2
-import yaml
 
 from tune_prune.analysis.command import parser as analysis_parser
+from tune_prune.analysis.input.measures import GOLD
 from tune_prune.cli import search_flags
+from tune_prune.core.errors import UserError
+from tune_prune.core.store import RESULTS
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.planning import search_space
 
-BEST = {"method": "layerwise", "seq_len": 32, "num_samples": 8, "pruning_ratio": 0.2, "acc_mean": 0.43, "seed": 2}
+GRID = [  # name, accuracy, log-probability of right choices
+    ("taylor-s256-n128", 0.46, -39.6),
+    ("taylor-s256-n512", 0.45, -39.2),
+    ("layerwise-s32-n256", 0.43, -37.3),
+    ("blockwise-s16-n128", 0.44, -45.0),
+]
+DRAWN = [("taylor-s256-n512", 0.45, -37.0), ("layerwise-s32-n256", 0.43, -37.5)]  # the draws turn them round
 
 
-def found(folder: Path) -> SimpleNamespace:
-    """Results as `load_results` gives them."""
-    assert folder.name == "study-smollm2-grid"
-    return SimpleNamespace(best=pd.DataFrame([BEST], index=["smollm2"]))
+def rows(configurations: list[tuple[str, float, float]]) -> pd.DataFrame:
+    """As the findings of a search have them."""
+    found = []
+    for name, accuracy, gold in configurations:
+        method, seq_len, num_samples = name.split("-")
+        levels = {"method": method, "seq_len": int(seq_len[1:]), "num_samples": int(num_samples[1:])}
+        values = {name: row.default for name, row in HYPERPARAMETERS.items() if not row.required} | {"calibration": ""}
+        values |= levels
+        found.append(values | {"name": name, "acc_mean": accuracy, GOLD: gold})
+    return pd.DataFrame(found).astype({"seed": "Int64"})
+
+
+def commands_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) -> list[tuple[str, ...]]:
+    """What a study runs whose searches find GRID and DRAWN."""
+    commands: list[tuple[str, ...]] = []
+
+    def load_results(folder: Path) -> SimpleNamespace:
+        eligible = rows(GRID if folder.name == "study-smollm2-grid" else DRAWN)
+        model = SimpleNamespace(eligible=eligible, baseline={"acc_mean": 0.42})
+        findings = SimpleNamespace(models={"smollm2": model}, study=SimpleNamespace(models={"smollm2": model}))
+        return SimpleNamespace(findings=findings)
+
+    def command(*words: str) -> None:
+        commands.append(words)
+        if words[0] == "analysis":
+            (tmp_path / "output").mkdir()
+        elif "--dry-run" not in words:
+            folder = tmp_path / words[-1]
+            folder.mkdir(exist_ok=True)
+            (folder / RESULTS).write_text(
+                "method,output_dir,host,acc_mean\ntaylor,/home/me/trials,box,0.46000000000000002\n"
+            )
+
+    monkeypatch.setattr(study_smollm2, "command", command)
+    monkeypatch.setattr(study_smollm2, "load_results", load_results)
+    argv = ["--storage-path", str(tmp_path), "--output", str(tmp_path / "output"), *flags]
+    study_smollm2.Study(*study_smollm2.parser().parse_known_args(argv)).run()
+    return commands
 
 
 def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[tuple[str, ...]] = []
-    monkeypatch.setattr(study_smollm2, "command", lambda *words: commands.append(words))
-    monkeypatch.setattr(study_smollm2, "load_results", found)
-    monkeypatch.setattr(study_smollm2.shutil, "copyfile", lambda *paths: None)
-    flags = [
-        "--data-dir",
-        "DATA",
-        "--limit",
-        "100",
-        "--perplexity-tokens",
-        "16384",
-        "--storage-path",
-        str(tmp_path),
-        "--inline",
-    ]
-    study_smollm2.Study(*study_smollm2.parser().parse_known_args(flags)).run()
-    *searches, analysis = commands
+    flags = ["--data-dir", "DATA", "--limit", "100", "--perplexity-tokens", "16384", "--inline"]
+    *searches, analysis = commands_of(monkeypatch, tmp_path, *flags)
     asked = [search_flags.parser().parse_args(words[1:]) for words in searches]
-    assert [args.name.removeprefix("study-smollm2-") for args in asked] == ["grid", "control", "ratios"]
+    steps = ["grid", "contenders", "contenders", "contenders", "control", "ratios"]
+    assert [args.name.removeprefix("study-smollm2-") for args in asked] == steps
     for args in asked:
         assert (args.limit, args.perplexity_tokens, args.inline, args.data_dir) == (100, 16384, True, "DATA")
+        assert args.draws is None and args.seeds is None
     spaces: list[dict[str, Any]] = [search_space.load(args.search_space).values for args in asked]
     assert len(spaces[0]["method"]) * len(spaces[0]["seq_len"]) * len(spaces[0]["num_samples"]) == 45
-    assert spaces[1]["method"] == ("random",) and spaces[1]["seed"] == (0, 1, 2)
-    assert asked[0].draws == 3 and asked[1].draws is asked[2].draws is None
-    assert (spaces[2]["method"], spaces[2]["seq_len"], spaces[2]["num_samples"]) == (("layerwise",), (32,), (8,))
-    assert spaces[2]["pruning_ratio"] == (0.1, 0.2, 0.3)
+    best = {"blockwise": (16, 128), "layerwise": (32, 256), "taylor": (256, 512)}  # of each method by log-probability
+    for space, (method, levels) in zip(spaces[1:4], best.items(), strict=True):
+        assert (space["method"], space["seq_len"] + space["num_samples"]) == ((method,), levels)
+    assert spaces[4]["method"] == ("random",)
     assert all(space["seed"] == (0, 1, 2) for space in spaces[1:])
-    assert yaml.safe_load((tmp_path / "study-smollm2-ratios.yaml").read_text())["seq_len"] == [32]
-    folders = analysis_parser().parse_args(analysis[1:]).folders
-    assert [Path(folder).name for folder in folders] == [f"study-smollm2-{step}" for step in study_smollm2.STEPS]
+    assert all(space["pruning_ratio"] == (0.2,) for space in spaces[:5])
+    assert (spaces[5]["method"], spaces[5]["seq_len"], spaces[5]["num_samples"]) == (("taylor",), (256,), (512,))
+    assert spaces[5]["pruning_ratio"] == (0.1, 0.2, 0.3)
+    args = analysis_parser().parse_args(analysis[1:])
+    assert [Path(folder).name for folder in args.folders] == [f"study-smollm2-{step}" for step in study_smollm2.STEPS]
+    assert args.rule == "gold_logprob"
+    for step in study_smollm2.STEPS:  # as the search has written it, but for where it ran
+        text = (tmp_path / "output" / f"{step}.csv").read_text()
+        assert text == "method,output_dir,host,acc_mean\ntaylor,,,0.46000000000000002\n"
+    assert json.loads((tmp_path / "output" / "dense.json").read_text()) == {"acc_mean": 0.42}
+
+
+def test_contenders_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = ("--contenders", "taylor-s256-n128,layerwise-s32-n256", "--rule", "accuracy")
+    *searches, analysis = commands_of(monkeypatch, tmp_path, *named)
+    spaces = [search_space.load(words[words.index("--search-space") + 1]).values for words in searches]
+    found = [(*space["method"], *space["seq_len"], *space["num_samples"]) for space in spaces[1:3]]
+    assert found == [("taylor", 256, 128), ("layerwise", 32, 256)] and spaces[3]["method"] == ("random",)
+    assert spaces[4]["method"] == ("taylor",) and analysis_parser().parse_args(analysis[1:]).rule == "accuracy"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ran", "said"),
+    [
+        (["--contenders", "taylor-s256-n129"], 0, "none of the 45 configurations of paper_grid; did you mean"),
+        (["--contenders", "taylor-s16-n128"], 1, "contender taylor-s16-n128 has no complete trial in"),
+        (["--rule", "kl"], 1, "--rule kl needs a finite KL to the dense model, which no trial of the study has"),
+    ],
+)
+def test_what_a_study_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags, ran, said) -> None:
+    with pytest.raises(UserError, match=said):
+        commands_of(monkeypatch, tmp_path, *flags)
+    assert len(list(tmp_path.glob("study-smollm2-*"))) == ran
 
 
 def test_a_dry_run_is_of_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[tuple[str, ...]] = []
-    monkeypatch.setattr(study_smollm2, "command", lambda *words: commands.append(words))
-    study_smollm2.Study(*study_smollm2.parser().parse_known_args(["--storage-path", str(tmp_path), "--dry-run"])).run()
+    commands = commands_of(monkeypatch, tmp_path, "--dry-run")
     assert len(commands) == 1 and commands[0][-1] == "study-smollm2-grid"
     assert not list(tmp_path.iterdir())
 

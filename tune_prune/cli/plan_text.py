@@ -144,7 +144,8 @@ def _draws(plan: Plan) -> str:
     """How many draws of calibration samples there are, and their seeds."""
     seeds = [plan.settings.seed if seed is None else seed for seed in plan.space.values["seed"]]
     if plan.settings.draws is not None:
-        return f"seed {seeds[0]}; up to {len(seeds)} draws (seeds {_list(seeds)}) of what may still be the best"
+        by = "" if plan.settings.draws_by == "accuracy" else f" by {plan.settings.draws_by}"
+        return f"seed {seeds[0]}; up to {len(seeds)} draws (seeds {_list(seeds)}) of what may still be the best{by}"
     return f"seed {_list(seeds)}" if len(seeds) == 1 else f"{len(seeds)} draws, seeds {_list(seeds)}"
 
 

@@ -68,6 +68,13 @@ def parser() -> Parser:
         "best: seeds --seed + 1, ... (default: no more than --seeds says)",
     )
     what.add_argument(
+        "--draws-by",
+        choices=("accuracy", "gold_logprob", "kl"),
+        default="accuracy",
+        help="by what those of --draws may still be the best: accuracy; the log-probability of right choices; KL to the dense "
+        "model, mean of both texts (default: %(default)s)",
+    )
+    what.add_argument(
         "--recover",
         type=flags.whole_number(1, 1000),
         metavar="N",
@@ -230,6 +237,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         seed=args.seed,
         seeds=args.seeds,
         draws=args.draws,
+        draws_by=args.draws_by,
         recover=args.recover,
         dtype=args.dtype,
         scheduler=args.scheduler,

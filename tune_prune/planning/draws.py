@@ -1,6 +1,6 @@
 """`--draws N`: which configurations of a search are measured on more draws of calibration samples, and why.
 
-Every configuration gets one draw, those that may still have the highest mean of N draws get more
+Every configuration gets one draw, those that may still have the best mean of N draws by the measure of --draws-by get more
 (analysis.statistics.draws.next_draws). Each decision follows from the records of the draws that were given before it and from
 nothing else, so a search that was killed decides the same again.
 """
@@ -14,13 +14,21 @@ from typing import Any
 import numpy as np
 
 from tune_prune.analysis.input.study import Study
-from tune_prune.analysis.statistics.draws import next_draws
+from tune_prune.analysis.statistics.draws import draw_variance, next_draws
 from tune_prune.analysis.statistics.findings import ModelFindings, find
+from tune_prune.analysis.statistics.rules import NEEDS, score, score_columns
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.records import TrialRecord
 from tune_prune.planning.plan import ModelPlan, Plan
 from tune_prune.planning.recoveries import is_withheld
+
+_BEST = {
+    "accuracy": "the most accurate",
+    "gold_logprob": "those with the highest log-probability of right choices",
+    "kl": "those with the lowest KL to the dense model",
+}  # by --draws-by
 
 
 @dataclass(frozen=True)
@@ -30,20 +38,26 @@ class Round:
     model: str  # label, with the pruning ratio where there are several
     draws: Mapping[str, int]  # configuration -> the number of the draw that it gets: 2 is its second
     of: int  # configurations that were compared
-    spread_points: float | None  # standard deviation of a draw on these items; None where nobody had two draws
+    spread_points: (
+        float | None
+    )  # standard deviation of a draw's accuracy on these items; None where nobody had two draws, and by nats
     freedom: int  # degrees of freedom of that
     others: float | None  # chance that one of those which got none would have won
+    by: str = "accuracy"  # the measure of --draws-by
+    spread_nats: float | None = None  # as `spread_points`, of the other measures
 
     def __str__(self) -> str:
         names = list(self.draws)
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         number = "/".join(map(str, sorted(set(self.draws.values()))))
         text = f"{self.model}: draw {number} for {len(names)} of {self.of} configurations ({shown}): "
-        if self.spread_points is None:
-            return text + "the most accurate by one draw, to see how far draws lie apart"
+        best = _BEST[self.by]
+        if self.others is None:
+            return text + f"{best} by one draw, to see how far draws lie apart"
+        apart = f"{self.spread_nats:.3f} nats" if self.spread_points is None else f"{self.spread_points:.1f} points"
         return text + (
-            f"they may still be the best of all draws, the others with a chance of {self.others:.1%} together; draws lie "
-            f"{self.spread_points:.1f} points apart ({self.freedom} degrees of freedom)"
+            f"they may still be {best} of all draws, the others with a chance of {self.others:.1%} together; draws lie "
+            f"{apart} apart ({self.freedom} degrees of freedom)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +77,7 @@ class Draws:
     """The draws of a plan: all of them are its trials, and `given` are the keys of those that are to be run."""
 
     def __init__(self, plan: Plan, study: Callable[[Sequence[TrialRecord]], Study]) -> None:
-        self._seed = plan.settings.seed
+        self._seed, self._by = plan.settings.seed, plan.settings.draws_by
         self._study = study
         self._draws: dict[str, list[str]] = {}  # key of a first draw -> of all draws, in order
         self._first: dict[str, str] = {}  # key of a draw -> of the first
@@ -79,7 +93,8 @@ class Draws:
         self.rounds: list[Round] = []
 
     def decide(self, records: Collection[TrialRecord]) -> bool:
-        """Give draws by the records of those that were given; whether there were any to give."""
+        """Give draws by the records of those that were given; whether there were any to give. Raises UserError where nothing of the
+        measure of --draws-by is among them."""
         found = find(self._study([record for record in records if record.key in self.given]))
         decided = [self._round(model) for model in found.models.values()]
         self.rounds += [one for one, keys in decided if keys]
@@ -88,7 +103,13 @@ class Draws:
         return bool(new)
 
     def _round(self, found: ModelFindings) -> tuple[Round, list[str]]:
-        rows, between = found.eligible, found.draw_variance
+        rows, scores = found.eligible, score(found.eligible, self._by)
+        if np.isnan(scores).all():
+            raise UserError(
+                f"--draws-by {self._by} needs {NEEDS[self._by]}, which no complete trial of {found.model.label} has; use "
+                "--draws-by accuracy"
+            )
+        between = draw_variance(found.draws, found.interactions, score_columns(rows, self._by))
         firsts = [self._first[key] for key in rows["key"]]
         had = np.array([len(self.given & set(self._draws[first])) for first in firsts])
         # A draw that has failed is in no mean, and never will be; what has had all its draws moves no more, as a method that reads
@@ -97,14 +118,18 @@ class Draws:
         most = np.array([len(self._draws[first]) for first in firsts]) - (had - counts)
         number = len(self.rounds)
         generator = np.random.default_rng(seed_for(self._seed, f"draws of {found.model.label}, {number}"))
-        wanted, chances = next_draws(rows["acc_mean"].to_numpy(), counts, most, between, generator)
+        wanted, chances = next_draws(np.nan_to_num(scores, nan=-np.inf), counts, most, between, generator)
         names, places = rows["name"].tolist(), np.flatnonzero(wanted)
+        spread = None if between is None else between.mean_square**0.5
+        in_points = self._by == "accuracy"
         one = Round(
             found.model.label,
             {names[place]: int(had[place]) + 1 for place in places},
             len(rows),
-            None if between is None else 100 * between.mean_square**0.5,
+            None if spread is None or not in_points else 100 * spread,
             0 if between is None else between.freedom,
             None if between is None else float(chances[~wanted & (counts < most)].sum()),
+            self._by,
+            None if in_points else spread,
         )
         return one, [self._draws[firsts[place]][had[place]] for place in places]

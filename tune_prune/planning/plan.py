@@ -44,6 +44,7 @@ class SearchSettings:
     draws: int | None = (
         None  # at most, of each configuration: more than one for those that may be the best; None: as `seeds` says
     )
+    draws_by: Literal["accuracy", "gold_logprob", "kl"] = "accuracy"  # the measure by which these may be the best
     recover: int | None = (
         None  # at most so many of each model and ratio are trained, after all others; None: as the space says
     )

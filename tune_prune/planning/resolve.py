@@ -28,6 +28,11 @@ def space(settings: SearchSettings) -> SearchSpace:
         raise UserError(
             f"--draws {settings.draws} takes the seeds that follow --seed, but --seeds names others; leave one of them out"
         )
+    if settings.draws is None and settings.draws_by != "accuracy":
+        raise UserError(
+            f"--draws-by {settings.draws_by} is for --draws, which gives more draws to what may be the best; leave it out or add "
+            "--draws 3"
+        )
     ratio, shape, seeds = settings.pruning_ratio, settings.shape, settings.seeds or _draws(settings, loaded)
     flags = {
         "--pruning-ratio": ("pruning_ratio", None if ratio is None else (ratio,)),

@@ -259,36 +259,36 @@ def left_out(draws: Sequence[np.ndarray], number: int) -> tuple[np.ndarray, np.n
 
 
 def next_draws(
-    accuracies: np.ndarray,
+    scores: np.ndarray,
     counts: np.ndarray,
     most: np.ndarray | int,
     between: DrawVariance | None,
     generator: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which configurations get another draw, and the chance of each to win: a race over draws, towards the most accurate on `most`
-    draws of each.
+    """Which configurations get another draw, and the chance of each to win: a race over draws, towards the highest mean score of
+    `most` draws of each.
 
     Items are fixed in it: what is still to come are draws, which move the mean of d of N draws by a variance of MS (1/d - 1/N),
     with MS their mean square on these items. So the chance of each configuration to win is simulated, and those that together
     have no more than RISK of it get no more draws; they come back where later draws raise their chance. While nothing is known of
-    MS (`between`), the FIRST most accurate that have a draw left get one. Arrays: [K], `counts` the draws so far;
-    `most` is one where failed draws leave fewer.
+    MS (`between`), the FIRST highest that have a draw left get one. Arrays: [K], of `scores` -inf what is unknown, `counts`
+    the draws so far; `most` is one where failed draws leave fewer.
     """
-    order = np.argsort(-accuracies, kind="stable")
+    order = np.argsort(-scores, kind="stable")
     if between is None:
         # Not those that have no draw left, with which a race would end here
         first = order[(counts < most)[order]][:FIRST]
-        wanted, wins = np.isin(np.arange(len(accuracies)), first), np.full(len(accuracies), np.nan)
+        wanted, wins = np.isin(np.arange(len(scores)), first), np.full(len(scores), np.nan)
     else:
         squares = between.squares(generator, _WINS)
         spread = np.sqrt(np.maximum(0.0, 1 / counts - 1 / most))
-        wins = np.zeros(len(accuracies))
+        wins = np.zeros(len(scores))
         for square in squares:
-            final = accuracies + math.sqrt(square) * spread * generator.standard_normal(len(accuracies))
+            final = scores + math.sqrt(square) * spread * generator.standard_normal(len(scores))
             wins[final.argmax()] += 1 / _WINS
         lowest = np.argsort(wins, kind="stable")
         out = lowest[np.cumsum(wins[lowest]) <= RISK]
-        wanted = ~np.isin(np.arange(len(accuracies)), out)
+        wanted = ~np.isin(np.arange(len(scores)), out)
     return wanted & (counts < most), wins
 
 

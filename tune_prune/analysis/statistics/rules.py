@@ -11,6 +11,8 @@ import pandas as pd
 
 from tune_prune.analysis.input.measures import GOLD, TEXTS
 
+# Of rules that take the highest score: the columns whose mean it is, and the sign with which more of it is better
+SCORES = {"accuracy": (1, ("acc_mean",)), "gold_logprob": (1, (GOLD,)), "kl": (-1, TEXTS)}
 _SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model
 
 
@@ -27,21 +29,30 @@ def perplexity(rows: pd.DataFrame) -> list[str]:
 
 def gold_logprob(rows: pd.DataFrame) -> list[str]:
     """The highest log-probability of right choices (gold_logprob_mean); of equal ones the more accurate. Empty if none is known."""
-    return _lowest(rows, -_numbers(rows[GOLD]) if GOLD in rows else np.full(len(rows), np.nan))
+    return _highest(rows, score(rows, "gold_logprob"))
 
 
 def kl(rows: pd.DataFrame) -> list[str]:
     """The lowest KL to the dense model, mean of kl_text and kl_tasks as far as any row has them; of equal ones the more accurate.
     Empty if none is known."""
-    known = [rows[name] for name in TEXTS if name in rows and rows[name].notna().any()]
-    return _lowest(
-        rows, np.mean([_numbers(values) for values in known], axis=0) if known else np.full(len(rows), np.nan)
-    )
+    return _highest(rows, score(rows, "kl"))
 
 
-def _lowest(rows: pd.DataFrame, values: np.ndarray) -> list[str]:
-    finite = np.isfinite(values)
-    return [] if not finite.any() else [str(rows["name"].iloc[int(np.argmin(np.where(finite, values, np.inf)))])]
+def score_columns(rows: pd.DataFrame, rule: str) -> list[str]:
+    """The columns of SCORES of a rule, as far as any row has them."""
+    return [name for name in SCORES[rule][1] if name in rows and rows[name].notna().any()]
+
+
+def score(rows: pd.DataFrame, rule: str) -> np.ndarray:
+    """What a rule of SCORES takes the highest of; NaN where that is unknown or infinite."""
+    columns = score_columns(rows, rule)
+    values = [_numbers(rows[name]) for name in columns] or [np.full(len(rows), np.nan)]
+    found = SCORES[rule][0] * np.mean(values, axis=0)
+    return np.where(np.isfinite(found), found, np.nan)
+
+
+def _highest(rows: pd.DataFrame, values: np.ndarray) -> list[str]:
+    return [] if np.isnan(values).all() else [str(rows["name"].iloc[int(np.nanargmax(values))])]
 
 
 def one_standard_error(rows: pd.DataFrame) -> list[str]:

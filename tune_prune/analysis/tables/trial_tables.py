@@ -127,8 +127,9 @@ def draws(findings: Findings) -> Table | None:
             rows.append(configuration(found, row) | values)
         note = {"model": label, "points": 100 * math.sqrt(between.variance), "freedom": between.freedom}
         notes.append(Message("note_draw_variance", note | {"share": _share(between.interaction, between.mean_square)}))
-    given = [about.get("settings", {}).get("draws") for about in findings.study.experiments.values()]
-    notes += [Message("note_draws_given", {"most": most}) for most in dict.fromkeys(filter(None, given))]
+    settings = [about.get("settings", {}) for about in findings.study.experiments.values()]
+    given = dict.fromkeys((own["draws"], own.get("draws_by", "accuracy")) for own in settings if own.get("draws"))
+    notes += [Message("note_draws_given", {"most": most, "by": Message(f"rule_{by}")}) for most, by in given]
     shown = [
         *(MODEL, replace(CONFIGURATION, detail=False), DRAWS, ACCURACY),
         Column("low", "95% interval", "acc", upper="high"),
