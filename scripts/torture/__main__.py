@@ -28,23 +28,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the other scr
 from bench_common import table
 
 from torture.attacks import ATTACKS
-from torture.setting import Setting, undisturbed
+from torture.setting import GRID, SHORT, Setting, undisturbed
+
+SHORT_ATTACKS = ("workers", "damage", "drivers", "disk")
 
 
 def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--minutes", type=float, default=10, help="no search begins after so many (default: %(default)s)")
     p.add_argument("--searches", type=int, default=10**9, metavar="N", help="at most so many (default: no limit)")
-    p.add_argument("--only", default=",".join(ATTACKS), metavar="A,B", help="attacks (default: %(default)s)")
+    p.add_argument("--only", metavar="A,B", help=f"attacks (default: {','.join(ATTACKS)})")
+    p.add_argument(
+        "--short", action="store_true", help=f"searches of 3 trials, damaged twice; for {','.join(SHORT_ATTACKS)}"
+    )
     p.add_argument(
         "--kills", type=int, default=10**9, metavar="N", help="of one search of `workers`, at most (default: no limit)"
     )
     p.add_argument("--seed", type=int, default=0, help="of what is killed when (default: %(default)s)")
     p.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each search, as soon as it has ended")
     options = p.parse_args(arguments)
-    names = options.only.split(",")
+    known = SHORT_ATTACKS if options.short else tuple(ATTACKS)
+    names = options.only.split(",") if options.only else list(known)
     if unknown := [name for name in names if name not in ATTACKS]:
         print(f"error: unknown attack {unknown[0]!r}; known: {', '.join(ATTACKS)}", file=sys.stderr)
+        return 2
+    if without := [name for name in names if name not in known]:
+        print(f"error: {without[0]} has no --short form; leave it out, or name another attack", file=sys.stderr)
         return 2
     if "disk" in names and os.getuid():
         print("left out: disk, which mounts a tmpfs, as only root may")
@@ -57,7 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
     problems: Counter[str] = Counter()
     # Ray's sockets lie below it, whose paths may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="tp-"))
-    setting = Setting(folder, undisturbed(folder), random.Random(options.seed), options.kills)
+    grid, rounds = (SHORT, 2) if options.short else (GRID, 12)
+    reference, seconds = undisturbed(folder, grid)
+    kill_s = min(8.0, seconds / 2)  # a fast machine would have come to the end before the first kill
+    setting = Setting(folder, reference, random.Random(options.seed), grid, kill_s, options.kills, rounds)
     until = time.monotonic() + 60 * options.minutes
     for number, name in zip(count(), cycle(names)):
         if time.monotonic() > until or number == options.searches:

@@ -214,8 +214,11 @@ def forked(search: Attacked, *more: str) -> int:
         "evaluation.zero_shot",
         "checkpoint.save",
         "tuning.inline",
+        "tuning.driver",
+        "tuning.observers.tensorboard",
     ):
         importlib.import_module(f"tune_prune.{name}")
+    importlib.import_module("scipy.stats")
     sys.stdout.flush()
     pid = os.fork()
     if pid:

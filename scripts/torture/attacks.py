@@ -57,13 +57,13 @@ EVIL = (  # what a definition has besides, and what the sentence says
 def workers(setting: Setting, number: int) -> Attacked:
     """`--inline` in forks of this process, which has imported everything before: a start is a second and not ten."""
     how = setting.chance.choice(["grid", *PARTIAL])
-    search = Attacked(setting.folder / f"w{number}", (*GRID, *PARTIAL.get(how, ()), "--inline"))
-    _killed_until_it_ends(search, setting)
+    search = Attacked(setting.folder / f"w{number}", (*setting.grid, *PARTIAL.get(how, ()), "--inline"))
+    _killed_until_it_ends(search, setting, setting.kill_s)
     search.finished(setting.reference, same=how == "grid")
     return search
 
 
-def _killed_until_it_ends(search: Attacked, setting: Setting, most_s: float = 8.0) -> None:
+def _killed_until_it_ends(search: Attacked, setting: Setting, most_s: float) -> None:
     """Each kill comes `most_s` seconds after a start, or sooner."""
     while True:
         pid = forked(search)
@@ -107,7 +107,7 @@ def hostile(setting: Setting, number: int) -> Attacked:
         began = time.monotonic()
         os.waitpid(forked(whole), 0)
         # A fast machine would have come to the end before the first kill
-        _killed_until_it_ends(search, setting, min(8.0, (time.monotonic() - began) / 2))
+        _killed_until_it_ends(search, setting, min(setting.kill_s, (time.monotonic() - began) / 2))
         if list(folder.rglob("ran")):
             search.problems.append("code of a task or a name was run")
     finally:

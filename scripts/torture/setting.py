@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torture.attacked import Attacked
+from torture.attacked import Attacked, forked
 
-SPACE = Path(__file__).with_name("space.yaml")
 GRID = (
     "--model", "tiny-llama", "--gpus-per-trial", "0", "--limit", "8", "--tasks", "boolq,piqa,openbookqa",
-    "--search-space", str(SPACE),
+    "--search-space", str(Path(__file__).with_name("space.yaml")),
 )  # fmt: skip
+SHORT = (*GRID, "--search-space", str(Path(__file__).with_name("short.yaml")))
 # Ways to search that do not try everything, or not to the end.
 PARTIAL = {
     "race": ("--scheduler", "race"),
@@ -28,17 +31,20 @@ class Setting:
     """What every attack is given."""
 
     folder: Path  # a short path: Ray's sockets lie below it
-    reference: Path  # the experiment of GRID that nobody disturbed
+    reference: Path  # the experiment of `grid` that nobody disturbed
     chance: random.Random
+    grid: Sequence[str] = GRID
+    kill_s: float = 8.0  # after a start, or sooner, comes a kill
     most_kills: int = 10**9  # of one search of `workers`
+    rounds: int = 12  # of `damage`
 
 
-def undisturbed(folder: Path) -> Path:
-    """The experiment of GRID in one go, computed once for this folder."""
-    search = Attacked(folder / "reference", (*GRID, "--inline"))
-    done = search.experiment / "global_best_config.json"
-    if not done.exists():
-        code = search.start().wait()
-        if code:
-            raise SystemExit(f"error: the search that nobody disturbs ended with code {code}; see {search.log}")
-    return search.experiment
+def undisturbed(folder: Path, grid: Sequence[str]) -> tuple[Path, float]:
+    """The experiment of `grid` in one go, and the seconds that it takes."""
+    search = Attacked(folder / "reference", (*grid, "--inline"))
+    pid = forked(search)
+    began = time.monotonic()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
+        raise SystemExit(f"error: the search that nobody disturbs ended with code {code}; see {search.log}")
+    return search.experiment, time.monotonic() - began

@@ -24,7 +24,6 @@ from torture.attacked import Attacked, forked, kill, moment, wait_until
 from torture.setting import GRID, PARTIAL, START_S, Setting
 from tune_prune.core.store import TRIALS
 
-ROUNDS = 12  # of damage; a search that is complete already is damaged, too
 HARMS = ("bit", "cut", "empty", "exchanged", "removed")
 MIB = 1 << 20
 _S3_SERVER = Path(__file__).parents[2] / "tests" / "s3_server.py"
@@ -41,9 +40,9 @@ _COPY = "import fsspec, sys; fsspec.filesystem('s3').get(sys.argv[1], sys.argv[2
 
 
 def damage(setting: Setting, number: int) -> Attacked:
-    """What is refused must name the file, and is restored, or deleted where the sentence says so; everything else is computed
-    again or was of no consequence: the numbers at the end say which."""
-    search = Attacked(setting.folder / f"h{number}", (*GRID, "--inline"))
+    """A search that is complete already is damaged, too. What is refused must name the file, and is restored, or deleted where the
+    sentence says so; everything else is computed again or was of no consequence: the numbers at the end say which."""
+    search = Attacked(setting.folder / f"h{number}", (*setting.grid, "--inline"))
     chance = setting.chance
     harmed: tuple[Path, bytes] | None = None
     rounds = 0
@@ -51,7 +50,7 @@ def damage(setting: Setting, number: int) -> Attacked:
         said = len(search.told())
         pid = forked(search)
         if harmed is None and chance.random() < 0.6:
-            time.sleep(moment(chance, 8.0))
+            time.sleep(moment(chance, setting.kill_s))
             os.kill(pid, signal.SIGKILL)
             search.kills += 1
         _, status = os.waitpid(pid, 0)
@@ -70,7 +69,7 @@ def damage(setting: Setting, number: int) -> Attacked:
             harmed[0].write_bytes(harmed[1])  # of a trial that is finished: the search has no need to read it
         harmed = None
         search.look()
-        if rounds == ROUNDS:
+        if rounds == setting.rounds:
             if code == 0:
                 break
             continue
@@ -121,7 +120,7 @@ def _mend(search: Attacked, told: str, path: Path, content: bytes) -> None:
 def drivers(setting: Setting, number: int) -> Attacked:
     """Whoever does not have the experiment leaves with the sentence, before it has written anything."""
     how = setting.chance.choice(["grid", *PARTIAL])
-    search = Attacked(setting.folder / f"r{number}", (*GRID, *PARTIAL.get(how, ()), "--inline"))
+    search = Attacked(setting.folder / f"r{number}", (*setting.grid, *PARTIAL.get(how, ()), "--inline"))
     done = False
     while not done:
         codes: dict[int, int] = {}
@@ -136,7 +135,7 @@ def drivers(setting: Setting, number: int) -> Attacked:
 
         if not wait_until(ended, START_S):
             search.problems.append(f"of three starts {len(codes)} ended in {START_S:.0f} s: {search.told()[-300:]}")
-        time.sleep(moment(setting.chance, 8.0))
+        time.sleep(moment(setting.chance, setting.kill_s))
         ended()
         for pid in set(started) - set(codes):
             os.kill(pid, signal.SIGKILL)
@@ -157,7 +156,7 @@ def drivers(setting: Setting, number: int) -> Attacked:
 
 def disk(setting: Setting, number: int) -> Attacked:
     """`kills` are the times that the disk was full. What did not fit has left nothing behind, and says so with folder and space."""
-    search = Attacked(setting.folder / f"d{number}", (*GRID, "--inline"))
+    search = Attacked(setting.folder / f"d{number}", (*setting.grid, "--inline"))
     search.storage.mkdir(parents=True)
     size = setting.chance.randrange(MIB // 4, MIB)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", search.storage], check=True)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torture import attacked
@@ -17,28 +18,34 @@ from torture.attacks import wrong_end
 SCRIPT = Path(__file__).parents[2] / "scripts" / "torture"
 
 
-@pytest.mark.slow
-def test_a_search_whose_worker_code_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--only",
-        "hostile",
-        "--searches",
-        "1",
-        "--kills",
-        "3",
-        "--seed",
-        "2",
-        "--output",
-    ]
-    run = subprocess.run(
-        [*command, str(tmp_path / "out.jsonl")], capture_output=True, text=True, timeout=400, check=False
-    )
+def lines_of(output: Path, *flags: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """What a run of one search for each attack has written, and the words of its table's last lines, one for each."""
+    command = [sys.executable, str(SCRIPT), *flags, "--output", str(output)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    return lines, [line.split() for line in run.stdout.splitlines()[-len(lines) :]]
+
+
+@pytest.mark.slow
+def test_a_hostile_search_that_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    ((line,), table) = lines_of(tmp_path / "out", "--only", "hostile", "--searches", "1", "--kills", "3", "--seed", "2")
     assert 1 <= line["kills"] <= 3 and line["problems"] == []
-    assert run.stdout.splitlines()[-1].split() == ["hostile", "1", str(line["kills"]), "0"]
+    assert table == [["hostile", "1", str(line["kills"]), "0"]]
+
+
+def test_a_short_search_that_is_killed_and_damaged_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    short = ("--short", "--only", "workers,damage", "--searches", "2", "--kills", "1", "--seed", "72")
+    (lines, table) = lines_of(tmp_path / "out", *short)
+    (workers, damage) = lines
+    assert workers["kills"] == 1 and damage["kills"] >= 2  # times that a file was damaged count, too
+    assert workers["problems"] == damage["problems"] == []
+    assert table == [[line["attack"], "1", str(line["kills"]), "0"] for line in lines]
+
+
+def test_an_attack_without_a_short_form_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module("torture.__main__").main(["--short", "--only", "workers,s3"]) == 2
+    assert capsys.readouterr().err == "error: s3 has no --short form; leave it out, or name another attack\n"
 
 
 def test_an_unknown_attack_is_a_sentence() -> None:
@@ -54,7 +61,7 @@ def test_no_attack_that_can_be_made_is_no_success(
 ) -> None:
     torture_main = importlib.import_module("torture.__main__")
     monkeypatch.setattr(torture_main.os, "getuid", lambda: 1000)
-    monkeypatch.setattr(torture_main, "undisturbed", lambda folder: pytest.fail("a search was made"))
+    monkeypatch.setattr(torture_main, "undisturbed", lambda *given: pytest.fail("a search was made"))
     assert torture_main.main(["--only", "disk"]) == 2
     assert capsys.readouterr().err.startswith("error: no attack is left to make; name another one with --only")
 
