@@ -1,8 +1,8 @@
 """What the benchmarks share: models to measure, real data, medians, aligned tables, JSON and what the machine is.
 
 A benchmark measures both sides in one run and reports ratios: seconds of different runs do not compare on a machine that
-others use too. A model is named by `--model`: an embedded one, `stories260K`, `smollm2` or a size of `SIZES`, a Llama of random
-weights with the GPT-2 tokenizer or the beginning of it.
+others use too. A model is named by `--model`: an embedded one, `stories260K`, `smollm2`, a folder, or a size of `SIZES`, a Llama of
+random weights with the GPT-2 tokenizer or the beginning of it.
 """
 
 from __future__ import annotations
@@ -133,9 +133,13 @@ def subject(name: str, work: Path, limit: int = 0) -> Subject:
     """
     if name in embedded.MODEL_NAMES:
         return Subject(name, name, None)
+    if "/" in name and (Path(name) / "config.json").is_file():
+        return Subject(Path(name).name, name, str(_cut_data(work / f"data-{limit}", limit) if limit else data_dir()))
     if name not in ("stories260K", "smollm2", *SIZES):
         known = ", ".join([*embedded.MODEL_NAMES, "stories260K", "smollm2", *SIZES])
-        raise SystemExit(f"error: --model {name!r} is no model of the benchmarks; known: {known}")
+        raise SystemExit(
+            f"error: --model {name!r} is no model of the benchmarks; known: {known}, or a folder: DIR/MODEL"
+        )
     data = _cut_data(work / f"data-{limit}", limit) if limit else data_dir()
     if name == "smollm2":
         return Subject(name, catalog.resolve(name).name, str(data))
@@ -186,7 +190,8 @@ def benchmark_parser(
         type=lambda text: tuple(text.split(",")),
         default=tuple(models),
         metavar="A,B",
-        help=f"embedded models, stories260K, or random weights: {', '.join(SIZES)} (default: {','.join(models)})",
+        help="embedded models, stories260K, smollm2, DIR/MODEL, or random weights: "
+        f"{', '.join(SIZES)} (default: {','.join(models)})",
     )
     p.add_argument(
         "--repeats",

@@ -2,6 +2,7 @@
 
     python scripts/bench_passes.py                                            the published grid on small models, minutes
     python scripts/bench_passes.py --model 20M --seq-len 16,32 --num-samples 16,32,64
+    python scripts/bench_passes.py --only-ways --model smollm2 --seq-len 128 --num-samples 16
 
 Shared: one gradient pass per seq_len with a snapshot for every num_samples, one removal pass per seq_len whose losses are
 kept per sample, each removed model starting from the hidden states in front of the removed layer. Per trial: a gradient
@@ -11,6 +12,10 @@ for every configuration that has it: 45 timed passes would say the same.
 
 Shows the number of passes, tokens and seconds of both, that the shared results equal direct ones bit for bit, and the
 largest difference between the removal losses of both ways.
+
+The shared gradient passes are also made in every way to hold the model, in turn: whole (its gradients at once), by layer, and
+streamed (by layer, weights read from their files): seconds, the ratio to whole, and whether the bits are the same. `--only-ways`
+makes no others.
 """
 
 from __future__ import annotations
@@ -32,6 +37,8 @@ from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.loading import LoadedModel
+from tune_prune.models.runner.mapped_model import map_model
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.planning import search_space
 from tune_prune.pruning.batches import batch_size
 from tune_prune.pruning.methods import load_method
@@ -46,11 +53,15 @@ def removal_kinds(method: str) -> tuple[str, ...]:
     return tuple(kind for statistic, kind in named if statistic == "block_removal")
 
 
-def measure(subject: Subject, configs: list[PruningConfig], repeats: int) -> dict[str, Any]:
-    """Passes, tokens and seconds of both ways for the trials `configs` of one model."""
+def measure(subject: Subject, configs: list[PruningConfig], repeats: int, only_ways: bool) -> dict[str, Any]:
+    """Passes, tokens and seconds of both ways for the trials `configs` of one model, and what `measure_ways` finds."""
     run = subject.run()
-    loaded = loading.load_model(catalog.resolve(run.model), torch.float32, "cpu")
+    source = catalog.resolve(run.model)
+    loaded = loading.load_model(source, torch.float32, "cpu")
     tokens = calibration.tokenize(loaded.tokenizer, calibration.load_text(run.calibration))
+    about = {"model": subject.name, **sizes_of(run), "ways": measure_ways(loaded, tokens, configs, repeats, run.seed)}
+    if only_ways:
+        return about
     gradient: dict[str, Any] = {"seconds": {"shared": 0.0, "per_trial": 0.0}, "bit_equal": True}
     removal: dict[str, Any] = {"seconds": {"shared": 0.0, "per_trial": 0.0}, "largest_difference": 0.0}
     for seq_len in sorted({config.seq_len for config in configs}):
@@ -87,7 +98,45 @@ def measure(subject: Subject, configs: list[PruningConfig], repeats: int) -> dic
     for part in (gradient, removal):
         for values in [values for values in part.values() if isinstance(values, dict)]:
             values["ratio"] = values["per_trial"] / values["shared"] if values["shared"] else float("nan")
-    return {"model": subject.name, **sizes_of(run), "gradient": gradient, "removal": removal}
+    return about | {"gradient": gradient, "removal": removal}
+
+
+def measure_ways(
+    loaded: LoadedModel, tokens: torch.Tensor, configs: list[PruningConfig], repeats: int, seed: int
+) -> dict[str, Any]:
+    """Seconds of the gradient passes of `configs` in every way to hold the model, their ratio to those of the whole model at once,
+    and whether the results are the same bits."""
+    mapped = map_model(loaded.source, torch.float32, "cpu")
+    found: dict[str, Any] = {"seconds": dict.fromkeys(("whole", "by layer", "streamed"), 0.0), "bit_equal": True}
+    for seq_len in sorted({config.seq_len for config in configs}):
+        counts = sorted({config.num_samples for config in configs if config.seq_len == seq_len})
+        windows = calibration.windows(tokens, seq_len, counts[-1], seed)
+
+        def passes(
+            held: LoadedModel, way: Residency, windows: Any = windows, counts: Any = counts
+        ) -> Callable[[], Any]:
+            return lambda: taylor(held.model, held.family, windows, counts, way)
+
+        seconds, results = median_times(
+            {
+                "whole": passes(loaded, RESIDENT),
+                "by layer": passes(loaded, Residency(gradients_by_layer=True)),
+                "streamed": passes(mapped, mapped.residency),
+            },
+            repeats,
+        )
+        for way, taken in seconds.items():
+            found["seconds"][way] += taken
+            found["bit_equal"] &= all(_equal(results[way][n], results["whole"][n]) for n in counts)
+    found["ratio"] = {way: taken / found["seconds"]["whole"] for way, taken in found["seconds"].items()}
+    return found
+
+
+def _equal(one: Importance, other: Importance) -> bool:
+    one_arrays, other_arrays = one.arrays(), other.arrays()
+    return one_arrays.keys() == other_arrays.keys() and all(
+        np.array_equal(one_arrays[name], other_arrays[name]) for name in other_arrays
+    )
 
 
 def _gradient_passes(
@@ -103,10 +152,7 @@ def _gradient_passes(
     found["seconds"]["shared"] += seconds["shared"]
     for n in counts:
         found["seconds"]["per_trial"] += seconds[str(n)] * sum(config.num_samples == n for config in here)
-        shared, direct = results["shared"][n].arrays(), results[str(n)][n].arrays()
-        found["bit_equal"] &= shared.keys() == direct.keys() and all(
-            np.array_equal(shared[name], direct[name]) for name in direct
-        )
+        found["bit_equal"] &= _equal(results["shared"][n], results[str(n)][n])
 
 
 def _removal_passes(
@@ -177,18 +223,30 @@ def without_block(loaded: LoadedModel, layer: torch.nn.Module, kind: str) -> Ite
 
 
 def report(results: list[dict[str, Any]]) -> str:
-    rows: list[tuple[object, ...]] = [("model, passes, what", "shared", "per trial", "ratio")]
+    titles = [
+        f"{result['model']} ({result['layer_params'] / 1e6:.2f}M in layers, {result['params'] / 1e6:.2f}M in all)"
+        for result in results
+    ]
+    ways = list(results[0]["ways"]["seconds"])
+    rows: list[tuple[object, ...]] = [("gradient passes, seconds", *ways, *(f"{way} / whole" for way in ways[1:]))]
+    for title, result in zip(titles, results, strict=True):
+        of = result["ways"]
+        rows.append((title, *of["seconds"].values(), *(of["ratio"][way] for way in ways[1:])))
+    lines = [table(rows), ""]
     for result in results:
-        title = (
-            f"{result['model']} ({result['layer_params'] / 1e6:.2f}M in layers, {result['params'] / 1e6:.2f}M in all)"
-        )
+        equal = "are the same bits in every way" if result["ways"]["bit_equal"] else "DIFFER between the ways"
+        lines.append(f"{result['model']}: importances {equal}")
+    rows = [("model, passes, what", "shared", "per trial", "ratio")]
+    for title, result in zip(titles, results, strict=True):
         for part in ("gradient", "removal"):
             for what in ("passes", "samples", "tokens", "token_layers", "seconds"):
-                values = result[part].get(what)
+                values = result.get(part, {}).get(what)
                 if values is not None:
                     name = what.replace("token_layers", "tokens x layers")
                     rows.append((f"{title}, {part}, {name}", values["shared"], values["per_trial"], values["ratio"]))
-    lines = [table(rows), ""]
+    if len(rows) == 1:
+        return "\n".join(lines)
+    lines += ["", table(rows), ""]
     for result in results:
         equal = "equals a direct pass bit for bit" if result["gradient"]["bit_equal"] else "DIFFERS from a direct pass"
         lines.append(f"{result['model']}: every importance {equal}")
@@ -204,6 +262,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     numbers: dict[str, Any] = {"type": lambda text: tuple(map(int, text.split(","))), "metavar": "A,B"}
     p.add_argument("--seq-len", default=space["seq_len"], help="of the grid (default: %(default)s)", **numbers)
     p.add_argument("--num-samples", default=space["num_samples"], help="of the grid (default: %(default)s)", **numbers)
+    p.add_argument("--only-ways", action="store_true", help="gradient passes in every way to hold the model, no others")
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
     methods = space["method"]
@@ -211,7 +270,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         PruningConfig(method, seq_len, n) for method in methods for seq_len in args.seq_len for n in args.num_samples
     ]
     with tempfile.TemporaryDirectory() as work:
-        results = [measure(subject(name, Path(work)), configs, args.repeats) for name in args.model]
+        results = [measure(subject(name, Path(work)), configs, args.repeats, args.only_ways) for name in args.model]
     print(
         f"{len(configs)} configurations: {', '.join(methods)} x seq_len {args.seq_len} x num_samples {args.num_samples}\n"
     )

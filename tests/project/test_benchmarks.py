@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models import catalog
@@ -48,15 +49,39 @@ def test_passes(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixt
     shared, alone = 2 * (layers + 3 * layers * (layers - 1) / 2), 4 * (2 * layers + 3 * layers * (layers - 1))
     assert removal["token_layers"]["ratio"] == pytest.approx(alone / shared)
     assert positive(*(part["seconds"][way] for part in (gradient, removal) for way in ("shared", "per_trial")))
-    assert "equals a direct pass bit for bit" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "equals a direct pass bit for bit" in out and "the same bits in every way" in out
+    ways = model["ways"]
+    assert list(ways["seconds"]) == list(ways["ratio"]) and set(ways["ratio"]) == {"whole", "by layer", "streamed"}
+    for way, ratio in ways["ratio"].items():
+        assert ratio == pytest.approx(ways["seconds"][way] / ways["seconds"]["whole"]) and ratio > 0
+    assert ways["bit_equal"] is True
+
+
+@needs_data
+def test_ways_alone_of_a_model_in_a_folder_and_their_difference(
+    bench: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module("bench_passes")
+    real = module.taylor
+
+    def wrong(model: Any, family: Any, windows: Any, snapshots: list[int], way: Any) -> Any:
+        return real(model, family, windows.flip(0) if way.streamed else windows, snapshots, way)
+
+    monkeypatch.setattr(module, "taylor", wrong)
+    folder = embedded.model_dir("tiny-llama")
+    argv = ["--threads", "1", "--repeats", "1", "--seq-len", "16", "--num-samples", "2,4", "--only-ways"]
+    (model,) = bench("passes", "--model", str(folder), *argv)["models"]
+    assert model["model"] == "tiny-llama" and "gradient" not in model and model["ways"]["bit_equal"] is False
+    assert "importances DIFFER between the ways" in capsys.readouterr().out
 
 
 def test_passes_tell_a_difference(bench: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("bench_passes")
     real = module.taylor
 
-    def wrong(model: Any, family: Any, windows: Any, snapshots: list[int]) -> Any:
-        return real(model, family, windows if len(snapshots) > 1 else windows.flip(0), snapshots)
+    def wrong(model: Any, family: Any, windows: Any, snapshots: list[int], *way: Any) -> Any:
+        return real(model, family, windows if len(snapshots) > 1 else windows.flip(0), snapshots, *way)
 
     monkeypatch.setattr(module, "taylor", wrong)
     argv = ["--model", "tiny-llama", "--threads", "1", "--repeats", "1", "--seq-len", "16", "--num-samples", "2,4"]
