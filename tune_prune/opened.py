@@ -34,7 +34,7 @@ from tune_prune.models import catalog, loading, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import readable_in_place, to_bring_layers
-from tune_prune.models.runner.out_of_memory import release
+from tune_prune.models.runner.out_of_memory import first_that_fits, release
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import surgery
@@ -196,11 +196,12 @@ class Model:
         beside = [measuring.base_memory(self.base, itemsize, self.device, *read)] if kl else []
         return self._fastest([], lambda way: [*measured(way=way), *beside], f"to measure {self.label}")
 
-    def _way_to_save(self, dtype: torch.dtype, whole: bool) -> Residency:
-        """A tensor at a time from its files, unless the model is there in `dtype` or `whole` is wanted."""
+    def _ways_to_save(self, dtype: torch.dtype, whole: bool) -> list[Residency]:
+        """A tensor at a time from its files; before that from memory, where the model is there in `dtype`. `whole`: only so."""
         kept = self._loaded
         there = kept is not None and kept.model.dtype == dtype and not kept.residency.from_files
-        return Residency(from_files=not (whole or there) and readable_in_place(self._source))
+        streamed = [Residency(from_files=True)] if not whole and readable_in_place(self._source) else []
+        return [RESIDENT, *streamed] if there or not streamed else streamed
 
     @property
     def _shapes(self) -> Shapes:
@@ -348,13 +349,12 @@ class PrunedModel:
         path = Path(folder).expanduser().absolute()
         check_folder(path, overwrite)
         kind = getattr(torch, dtype) if dtype else getattr(self.dense._config, "dtype", None) or torch.float32
-        return save_checkpoint(
-            self.dense.loaded(kind, self.dense._way_to_save(kind, whole=measure)),
-            self._recipe,
-            self._request.origin(),
-            path,
-            format,
-            overwrite=overwrite,
-            shard_bytes=round(shard_gb * 1e9),
-            measure_speed=measure,
+        about = self._recipe, self._request.origin(), path, format
+        how: dict[str, Any] = dict(overwrite=overwrite, shard_bytes=round(shard_gb * 1e9), measure_speed=measure)
+        return first_that_fits(
+            f"saving of {self.dense.label}",
+            self.dense._ways_to_save(kind, whole=measure),
+            lambda way: save_checkpoint(self.dense.loaded(kind, way), *about, **how),
+            torch.device(self.dense.device),
+            lambda: "leave out that speed is measured" if measure else "",
         )

@@ -13,6 +13,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+import tune_prune
+from tests.limited_memory import LimitedMemory
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, LAYERS, plan_of
 from tune_prune.checkpoint.card import model_card
 from tune_prune.checkpoint.manifest import Format, Manifest
@@ -23,6 +25,7 @@ from tune_prune.models.catalog import resolve
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel, load_model
 from tune_prune.models.runner.mapped_model import map_model
+from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.trial.recipe import Recipe
 
 ORIGIN = Origin(PruningConfig("random", 16, 8, 0.2), None, None, None, None)
@@ -129,3 +132,26 @@ def test_speed_of_a_model_that_is_not_in_memory_is_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"speed.* weights of model were left in their files"):
         save_checkpoint(mapped, Recipe(plan), ORIGIN, tmp_path / "small", measure_speed=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("fmt", ["hf", "gguf"])
+def test_a_model_that_does_not_fit_beside_its_copy_is_saved_from_its_files(fmt, tmp_path, caplog):
+    pruned = tune_prune.open("tiny-llama", device="cpu").prune("magnitude", ratio=0.2)
+    pruned.dense.loaded()  # as after a trial
+    with LimitedMemory() as memory:
+        pruned.save(tmp_path / "whole", fmt)
+    assert pruned.dense._loaded.residency.weights is None
+    with LimitedMemory(int(0.9 * memory.peak)) as less:
+        pruned.save(tmp_path / "less", fmt)
+    assert less.refused == 1 and "out of memory in saving of tiny-llama (resident)" in caplog.text
+    assert pruned.dense._loaded.residency.from_files
+    whole, found = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "less")
+    )
+    assert found == whole
+    with (
+        pytest.raises(OutOfMemory, match="saving of tiny-llama does not fit into memory, even streamed"),
+        LimitedMemory(9),
+    ):
+        pruned.save(tmp_path / "none", fmt)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["less", "whole"]

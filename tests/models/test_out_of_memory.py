@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from dataclasses import replace
@@ -16,7 +17,15 @@ from tune_prune.core.process import machine
 from tune_prune.core.process.machine import Memory
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import FAMILIES
-from tune_prune.models.runner.out_of_memory import OutOfMemory, Shortage, attempt, first_that_fits, is_out_of_memory
+from tune_prune.models.runner import out_of_memory
+from tune_prune.models.runner.out_of_memory import (
+    SIGNS,
+    OutOfMemory,
+    Shortage,
+    attempt,
+    first_that_fits,
+    is_out_of_memory,
+)
 from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 
@@ -25,19 +34,33 @@ HALVED = [replace(RESIDENT, halvings=halvings) for halvings in range(4)]
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError(CUBLAS),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"),
-        MemoryError(),
-    ],
-)
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnXpotrf(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("unable to mmap 8000 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    MemoryError("Cannot allocate memory (os error 12)"),  # of safetensors
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
 def test_errors_that_say_so(error):
     assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_every_sign_is_one_that_an_error_needs(sign, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "SIGNS", [other for other in SIGNS if other != sign])
+    assert not all(map(is_out_of_memory, ERRORS))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +68,9 @@ def test_errors_that_say_so(error):
     [
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+        RuntimeError(
+            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+        ),
         ValueError("CUDA out of memory"),
         OSError(28, "No space left on device"),
     ],

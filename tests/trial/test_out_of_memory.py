@@ -3,9 +3,10 @@ numbers of a trial that did not, remembered for the next one and noted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from tune_prune.core.records import TrialRecord
 from tune_prune.evaluation import perplexity
 from tune_prune.models import loading, weight_files
 from tune_prune.models.runner import mapped_model
+from tune_prune.models.runner.layer_weights import LazyWeights, first_non_finite
 from tune_prune.models.runner.out_of_memory import OutOfMemory
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
+from tune_prune.trial import steps
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.trial import Trial, run_trial
@@ -38,14 +41,22 @@ METHODS = {
     "removal": "layerwise",
     "input_norms": "wanda_sp",
     "pruning": "magnitude",
+    "refit": "magnitude",
+    "recovery": "magnitude",
     "kl": "magnitude",
     "perplexity": "magnitude",
     "zero_shot": "magnitude",
 }
 
 
+STEPS: dict[str, dict[str, Any]] = {
+    "refit": {"compensation": "least_squares", "refit_tokens": 2048},
+    "recovery": {"recovery": "lora", "recovery_steps": 1, "recovery_rate": 0.003},
+}
+
+
 def config_for(stage: str) -> PruningConfig:
-    return replace(BLOCKWISE, method=METHODS[stage], seq_len=64, num_samples=40)
+    return replace(BLOCKWISE, method=METHODS[stage], seq_len=64, num_samples=40, **STEPS.get(stage, {}))
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +84,17 @@ def run_limited(context: TrialContext, stage: str, limit: int = 2**62) -> tuple[
     """A trial whose `stage` has so much memory, and the most that the stage took."""
     trial, peak = Trial(config_for(stage), context), 0
     stages, names = trial.stages(), []
-    order = ["pruning", "kl", "perplexity", "zero_shot", "zero_shot"]
+    order = ["pruning", *([stage, "kl"] if stage in STEPS else ["kl", "perplexity", "zero_shot", "zero_shot"])]
     order = [*dict.fromkeys(["importance"] if METHODS[stage] in ("taylor", "layerwise") else []), *order]
     if stage in ("removal", "input_norms"):
-        order.insert(len(order) - 5, stage)
+        order.insert(order.index("pruning"), stage)
     for name in order:
         host = (context.calibration_tokens(context.run.calibration)[0], context.perplexity_tokens)
         with LimitedMemory(limit if name == stage else 2**62, host) as memory:
             names.append(next(stages).stage)
         if name == stage:
             peak = max(peak, memory.peak)
-    assert names == order and next(stages, None) is None
+    assert names == order and (stage in STEPS or next(stages, None) is None)
     return trial, peak
 
 
@@ -103,6 +114,8 @@ def alike(trial: Trial, other: Trial) -> bool:
         ("removal", 0.95, "resident, 1/2 at once"),
         ("input_norms", 0.95, "streamed"),
         ("pruning", 0.95, ""),
+        ("refit", 0.95, "streamed"),
+        ("recovery", 0.5, "streamed, states in a file"),
         ("kl", 0.95, "resident, 1/2 at once"),
         ("perplexity", 0.95, "resident, 1/2 at once"),
         ("perplexity", 0.4, "resident, 1/4 at once"),
@@ -135,7 +148,23 @@ def test_a_stage_that_does_not_fit_is_made_with_less(opened, stage, part, way):
         for report in Trial(config_for(stage), context).stages():
             if report.stage == stage:
                 begins.append(report.way)
+            elif begins:
+                break
     assert set(begins) == {way} and memory.refused == 0  # what worked is where the next trial begins
+
+
+def test_weights_that_cannot_be_looked_through_on_the_device_are_in_their_files(tmp_path, monkeypatch):
+    context, look = open_context(tmp_path, SMALL), first_non_finite
+
+    def limited(weights: Mapping[str, torch.Tensor]) -> str | None:
+        if not isinstance(weights, LazyWeights):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return look(weights)
+
+    monkeypatch.setattr("tune_prune.trial.context.first_non_finite", limited)
+    assert context.non_finite_weight is None and context.loaded.residency.from_files
+    what = "memory did not suffice for the stage check of weights resident, so it was made streamed"
+    assert context.fallback.notes == (what,)
 
 
 def test_a_plan_of_smaller_batches_is_where_the_first_trial_begins(opened):
@@ -164,12 +193,35 @@ def test_less_at_once_comes_first_then_leaner_ways_then_the_failure_with_its_fig
             bare = [replace(way, halvings=0) for way in (before, after)]
             assert bare[0] != bare[1] and WAYS.index(bare[0]) < WAYS.index(bare[1])
     halved = max(way.halvings for way in tried if not way.streamed)
-    assert (halved > 0) == (stage in ("removal", "kl", "perplexity", "zero_shot"))
+    assert (halved > 0) == (stage in ("removal", "recovery", "kl", "perplexity", "zero_shot"))
     assert ("by layer" in {str(way) for way in tried}) == (stage == "importance")
     said = str(raised.value)
-    assert said.startswith(f"{stage} of tiny-llama does not fit into memory, even {tried[-1]} (")
+    first = {"recovery": "dense pass for recovery"}.get(stage, stage)
+    assert said.startswith(f"{first} of tiny-llama does not fit into memory, even {tried[-1]} (")
     assert "asked for, " in said and f"the first of {len(tried)} ways tried: resident" in said
     assert not any(p.requires_grad or p.grad is not None for p in context.loaded.model.parameters())
+
+
+def test_the_dense_pass_of_a_recovery_takes_smaller_batches(opened, monkeypatch):
+    """They are larger than those of the training, which goes on as it was."""
+    run, tried = steps.head_inputs, []
+
+    def limited(model: object, samples: object, residency: Residency) -> object:
+        tried.append(str(residency))
+        if residency.halvings < 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return run(model, samples, residency)
+
+    def made(name: str) -> tuple[dict[str, float], str, tuple[str, ...]]:
+        trial = Trial(config_for("recovery"), opened(name))
+        report = next(report for report in trial.stages() if report.stage == "recovery")
+        return report.metrics, report.way, trial.progress.notes
+
+    metrics, *_ = made("whole")
+    monkeypatch.setattr(steps, "head_inputs", limited)
+    what = "memory did not suffice for the stage dense pass for recovery resident, so it was made resident, 1/4 at once"
+    assert made("limited") == (metrics, "", (what,))
+    assert tried == ["resident", "resident, 1/2 at once", "resident, 1/4 at once"]
 
 
 def test_weights_leave_the_device_when_the_model_is_streamed(opened):

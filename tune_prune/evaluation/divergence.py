@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tune_prune.core.terminal import progress
 from tune_prune.evaluation.engine.rows import default_batch_tokens
@@ -79,6 +79,11 @@ class Divergence:
         n = len(self.nats)
         spread = float(np.square(self.tokens * (self.nats - self.mean)).sum())
         return math.sqrt(n / (n - 1) * spread) / float(self.tokens.sum()) if n > 1 else math.nan
+
+
+def most_rows(samples: Sequence[Tensor], config: PretrainedConfig, device: str) -> int:
+    """The most of `samples` that go through a model of `config` together on "cpu" or "cuda", where nothing is halved."""
+    return max(1, min(default_batch_tokens(config, device) // min(map(len, samples)), len(samples)))
 
 
 @torch.inference_mode()

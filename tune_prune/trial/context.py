@@ -121,7 +121,11 @@ class TrialContext:
     def non_finite_weight(self) -> str | None:
         """The first weight of the dense model that holds NaN or infinity. All are read for it, one after the other, once: that is
         less than one pass over the model, of which a trial makes many."""
-        return first_non_finite(self.loaded.residency.weights or dict(self.loaded.model.named_parameters()))
+
+        def find(_: int) -> str | None:
+            return first_non_finite(self.loaded.residency.weights or dict(self.loaded.model.named_parameters()))
+
+        return self.fitted("check of weights", "forward", find)
 
     @cached_property
     def _task_fingerprint(self) -> str:

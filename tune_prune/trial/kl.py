@@ -25,9 +25,9 @@ from tune_prune.evaluation.divergence import (
     Divergence,
     compared_tokens,
     head_inputs,
+    most_rows,
     token_divergences,
 )
-from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.models import loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import LoadedModel
@@ -149,14 +149,10 @@ def _head(loaded: LoadedModel) -> list[Tensor]:
 
 def _fitted(context: TrialContext, recipe: Recipe, samples: Sequence[Tensor], run: Callable[[Residency], T]) -> T:
     """What `run` gives in the first way to hold the model of `recipe` in which memory suffices."""
-    tokens, shortest = (
-        default_batch_tokens(context.loaded.model.config, context.loaded.device.type),
-        min(map(len, samples)),
-    )
-    rows = max(1, min(tokens // shortest, len(samples)))  # of a batch, at most
+    rows = most_rows(samples, context.loaded.model.config, context.loaded.device.type)
     return context.fitted(
         "kl",
         "measure",
         lambda halvings: run(replace(context.residency_of(recipe), halvings=halvings)),
-        lambda: context.halvings(rows, shortest, context.residency_of(recipe)),
+        lambda: context.halvings(rows, min(map(len, samples)), context.residency_of(recipe)),
     )

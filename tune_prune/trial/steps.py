@@ -11,7 +11,7 @@ import torch
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.data import calibration
-from tune_prune.evaluation.divergence import head_inputs
+from tune_prune.evaluation.divergence import head_inputs, most_rows
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.compensation.recovery import Recovery
 from tune_prune.pruning.compensation.refit import Refit
@@ -67,11 +67,11 @@ def recovered(context: TrialContext, recipe: Recipe, config: PruningConfig) -> t
         def keep(state: dict[str, np.ndarray]) -> None:
             context.artifacts.put("recovery_state", key, state)
 
+        states = _dense_states(context, windows)
+
         def make(_: int) -> tuple[Recovery, int]:
             context.drop_copy()
             dense = context.loaded
-            states = head_inputs(dense.model, list(windows), dense.residency.forward_only)
-            states = states.view(count, length, -1)
             model, way = recipe.to_train(dense)
             kept = context.artifacts.get("recovery_state", key, dict)
             rate, seed = config.recovery_rate, run.seed
@@ -86,6 +86,26 @@ def recovered(context: TrialContext, recipe: Recipe, config: PruningConfig) -> t
         return recipe, found, forwarded
     changes = replace(recipe.changes, updates=found.updates)
     return replace(recipe, changes=changes, steps={**recipe.steps, "recovery": about}), found, forwarded
+
+
+def _dense_states(context: TrialContext, windows: torch.Tensor) -> torch.Tensor:
+    """What the head of the dense model is given at `windows` [samples, T]: [samples, T, H]. Its batches, larger than those of the
+    training, are halved where memory does not suffice."""
+    samples = list(windows)
+    rows = most_rows(samples, context.loaded.model.config, context.loaded.device.type)
+
+    def run(halvings: int) -> torch.Tensor:
+        context.drop_copy()
+        dense = context.loaded
+        return head_inputs(dense.model, samples, replace(dense.residency.forward_only, halvings=halvings))
+
+    states = context.fitted(
+        "dense pass for recovery",
+        "forward",
+        run,
+        lambda: context.halvings(rows, windows.shape[1], context.loaded.residency.forward_only),
+    )
+    return states.view(*windows.shape, -1)
 
 
 def _samples(context: TrialContext, config: PruningConfig, windows: torch.Tensor) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterable
@@ -20,14 +22,20 @@ from tune_prune.models.runner.residency import Residency
 
 log = logging.getLogger(__name__)
 
-# What RuntimeErrors say where torch has no class of its own: the CUDA driver, its libraries, and the CPU's allocator.
+# What RuntimeErrors say where torch has no class of its own: the CUDA driver, its libraries, the CPU's allocator, and the system
+# that is to map a file. A library that finds no room for its handle says only that it is not initialized, or had an internal error.
 SIGNS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "ALLOCATION_FAILED",  # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_..., and ..._HOST_...
+    "calling `cublasCreate(handle)`",
+    "calling `cusolverDnCreate(handle)`",
     "DefaultCPUAllocator",
+    os.strerror(errno.ENOMEM),
 )
 # How allocators say what they were asked for (CUDA's, the CPU's, numpy's), and CUDA's what was free.
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -58,6 +66,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether it says that memory does not suffice, and nothing else."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
 
 
