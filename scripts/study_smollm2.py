@@ -11,8 +11,9 @@ other experiments of --storage-path have computed is taken from there.
 1 grid        the 45 configurations of paper_grid at 20%, one draw of calibration samples
 2 contenders  the best of each method by --rule (or --contenders) on three draws
 3 control     random removal of 20%, three draws
-4 ratios      the best contender by --rule at 10%, 20% and 30%, three draws each
-5 analysis    of all of them by --rule: report.html, figures and tables to --output, with a CSV of each step and the dense model
+4 ratios      the best contender by --rule (or --ratios-of) at 10%, 20% and 30%, three draws each
+5 analysis    of all of them by --rule: report.html, figures and tables to --output, with a CSV of each step, the dense model and
+              every difference with its errors (scripts/study_comparisons.py)
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import study_comparisons
 import yaml
 
 from tune_prune import load_results
@@ -66,9 +68,10 @@ class Study:
     def run(self) -> None:
         """Raises UserError for contenders that the grid does not have, before anything runs."""
         names = [config.name for config in search_space.load(self.args.search_space).configs()]
-        if unknown := [name for name in self.args.contenders if name not in names]:
+        named = self.args.contenders + self.args.ratios_of
+        if unknown := [name for name in named if name not in names]:
             raise UserError(
-                f"contender {unknown[0]!r} is none of the {len(names)} configurations of {self.args.search_space}; "
+                f"{unknown[0]!r} is none of the {len(names)} configurations of {self.args.search_space}; "
                 f"{did_you_mean(unknown[0], names)}"
             )
         self.search("grid", self.args.search_space)
@@ -78,8 +81,9 @@ class Study:
             space = self.space(f"contenders-{contender['name']}", values_of(contender) | {"seed": DRAWS})
             self.search("contenders", space)
         self.search("control", self.space("control", {"method": "random", "seed": DRAWS}))
-        best = values_of(self.chosen(self.measured("contenders")))
-        self.search("ratios", self.space("ratios", best | {"seed": DRAWS, "pruning_ratio": RATIOS}))
+        for best in self.named("grid", self.args.ratios_of) or [self.chosen(self.measured("contenders"))]:
+            values = values_of(best) | {"seed": DRAWS, "pruning_ratio": RATIOS}
+            self.search("ratios", self.space(f"ratios-{best['name']}", values))
         self.analyse()
 
     def search(self, step: str, space: str | Path, *flags: str) -> None:
@@ -109,13 +113,16 @@ class Study:
         return rows[rows["name"] == names[0]].iloc[0]
 
     def contenders(self) -> list[pd.Series]:
-        """What goes on to three draws. Raises UserError for one without a complete trial."""
-        rows = self.measured("grid")
-        if not self.args.contenders:
-            return [self.chosen(own) for _, own in rows.groupby("method")]
-        if lost := [name for name in self.args.contenders if name not in set(rows["name"])]:
-            raise UserError(f"contender {lost[0]} has no complete trial in {self.folder('grid')}; leave it out")
-        return [rows[rows["name"] == name].iloc[0] for name in self.args.contenders]
+        """What goes on to three draws."""
+        methods = self.measured("grid").groupby("method")
+        return self.named("grid", self.args.contenders) or [self.chosen(own) for _, own in methods]
+
+    def named(self, step: str, names: list[str]) -> list[pd.Series]:
+        """These configurations of a step. Raises UserError for one without a complete trial."""
+        rows = self.measured(step)
+        if lost := [name for name in names if name not in set(rows["name"])]:
+            raise UserError(f"{lost[0]} has no complete trial in {self.folder(step)}; leave it out")
+        return [rows[rows["name"] == name].iloc[0] for name in names]
 
     def analyse(self) -> None:
         output = Path(self.args.output)
@@ -123,6 +130,7 @@ class Study:
         command("analysis", *folders, "--rule", self.args.rule, "--output", str(output))
         for step in STEPS:
             atomic_write_text(output / f"{step}.csv", published(self.folder(step) / RESULTS))
+        atomic_write_text(output / "comparisons.csv", study_comparisons.table(study_comparisons.compared(self.folder)))
         (model,) = load_results(self.folder("grid")).findings.study.models.values()
         atomic_write_text(output / "dense.json", to_json(dict(model.baseline)))
 
@@ -186,6 +194,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--contenders", type=names_of, default=[], metavar="A,B",
         help="configurations that go on to three draws, e.g. taylor-s256-n128 (default: the best of each method)",
+    )  # fmt: skip
+    p.add_argument(
+        "--ratios-of", type=names_of, default=[], metavar="A,B",
+        help="configurations that are measured at 10%%, 20%% and 30%% (default: the best contender)",
     )  # fmt: skip
     p.add_argument(
         "--rule", choices=("gold_logprob", "kl", "accuracy"), default="gold_logprob",

@@ -63,6 +63,7 @@ def commands_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) ->
 
     monkeypatch.setattr(study_smollm2, "command", command)
     monkeypatch.setattr(study_smollm2, "load_results", load_results)
+    monkeypatch.setattr(study_smollm2.study_comparisons, "compared", lambda folder: [{"step": folder("grid").name}])
     argv = ["--storage-path", str(tmp_path), "--output", str(tmp_path / "output"), *flags]
     study_smollm2.Study(*study_smollm2.parser().parse_known_args(argv)).run()
     return commands
@@ -93,23 +94,31 @@ def test_the_commands_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for step in study_smollm2.STEPS:  # as the search has written it, but for where it ran
         text = (tmp_path / "output" / f"{step}.csv").read_text()
         assert text == "method,output_dir,host,acc_mean\ntaylor,,,0.46000000000000002\n"
+    assert "\nstudy-smollm2-grid," in (tmp_path / "output" / "comparisons.csv").read_text()
     assert json.loads((tmp_path / "output" / "dense.json").read_text()) == {"acc_mean": 0.42}
 
 
 def test_contenders_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = ("--contenders", "taylor-s256-n128,layerwise-s32-n256", "--rule", "accuracy")
-    *searches, analysis = commands_of(monkeypatch, tmp_path, *named)
+    named = (
+        "--contenders",
+        "taylor-s256-n128,layerwise-s32-n256",
+        "--ratios-of",
+        "layerwise-s32-n256,taylor-s256-n512",
+    )
+    *searches, analysis = commands_of(monkeypatch, tmp_path, *named, "--rule", "accuracy")
     spaces = [search_space.load(words[words.index("--search-space") + 1]).values for words in searches]
     found = [(*space["method"], *space["seq_len"], *space["num_samples"]) for space in spaces[1:3]]
     assert found == [("taylor", 256, 128), ("layerwise", 32, 256)] and spaces[3]["method"] == ("random",)
-    assert spaces[4]["method"] == ("taylor",) and analysis_parser().parse_args(analysis[1:]).rule == "accuracy"
+    assert [space["method"] for space in spaces[4:]] == [("layerwise",), ("taylor",)]
+    assert all(space["pruning_ratio"] == (0.1, 0.2, 0.3) for space in spaces[4:])
+    assert analysis_parser().parse_args(analysis[1:]).rule == "accuracy"
 
 
 @pytest.mark.parametrize(
     ("flags", "ran", "said"),
     [
         (["--contenders", "taylor-s256-n129"], 0, "none of the 45 configurations of paper_grid; did you mean"),
-        (["--contenders", "taylor-s16-n128"], 1, "contender taylor-s16-n128 has no complete trial in"),
+        (["--contenders", "taylor-s16-n128"], 1, "taylor-s16-n128 has no complete trial in"),
         (["--rule", "kl"], 1, "--rule kl needs a finite KL to the dense model, which no trial of the study has"),
     ],
 )

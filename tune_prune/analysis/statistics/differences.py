@@ -33,6 +33,22 @@ def paired_difference(first: pd.Series, second: pd.Series) -> tuple[float, float
     return float(by_task.mean().mean()), math.sqrt(variances.sum(skipna=False)) / len(variances)
 
 
+def paired_gap(first: pd.Series, second: pd.Series) -> tuple[float, float] | None:
+    """The same of any measure, by item or by block of text (`measures.kl_blocks`), whose mean is over tokens. None where items or
+    blocks differ; NaN for the error of one block.
+
+    Of blocks it is the error of a ratio, as of KL itself (evaluation/divergence.py): of the differences' mean over tokens.
+    """
+    if not first.index.equals(second.index):
+        return None
+    if first.index.names[0] == "task":
+        return paired_difference(first, second)
+    gaps, tokens = (first - second).to_numpy(), first.index.get_level_values(1).to_numpy()
+    n, mean = len(gaps), float((gaps @ tokens) / tokens.sum())
+    variance = n / (n - 1) * np.square(tokens * (gaps - mean)).sum() / tokens.sum() ** 2 if n > 1 else math.nan
+    return mean, math.sqrt(variance)
+
+
 def measure_gaps(
     eligible: pd.DataFrame, draws: Mapping[int, pd.DataFrame], variances: Mapping[str, DrawVariance]
 ) -> pd.DataFrame:
@@ -92,16 +108,10 @@ def _gap_stderr(
     own: pd.Series, blocks: Mapping[Any, pd.Series | None], of_draws: pd.Series, row: Any, best: Any
 ) -> float:
     first, second = blocks[row], blocks[best]
-    if first is None or second is None or not first.index.equals(second.index):
+    paired = None if first is None or second is None else paired_gap(first, second)
+    if paired is None:
         return math.hypot(own[row], own[best])
-    if first.index.names[0] == "task":
-        paired = paired_difference(first, second)
-        return math.nan if paired is None else math.sqrt(paired[1] ** 2 + of_draws[row] + of_draws[best])
-    # The error of a ratio, as of KL itself (evaluation/divergence.py): of the differences' mean over tokens
-    gaps, tokens = (first - second).to_numpy(), first.index.get_level_values(1).to_numpy()
-    n, mean = len(gaps), (gaps @ tokens) / tokens.sum()
-    items = n / (n - 1) * np.square(tokens * (gaps - mean)).sum() / tokens.sum() ** 2 if n > 1 else math.nan
-    return float(math.sqrt(items + of_draws[row] + of_draws[best]))
+    return float(math.sqrt(paired[1] ** 2 + of_draws[row] + of_draws[best]))
 
 
 @dataclass(frozen=True)
