@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.s3_server import Server, running
 from tune_prune import embedded, search
-from tune_prune.cost_model import device_speed
+from tune_prune.cost_model import device_speed, memory
 from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest
 from tune_prune.data import calibration
 from tune_prune.models.families import FAMILIES
@@ -209,6 +209,13 @@ def short_text() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedded, "perplexity_text", lambda: text)
         yield
+
+
+@pytest.fixture
+def tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans without what an allocator takes beside the tensors, which is most of what small models differ by."""
+    monkeypatch.setattr(memory, "KEPT", dict.fromkeys(memory.KEPT, (0.0, 0)))
+    monkeypatch.setattr(memory, "FRAGMENTATION", dict.fromkeys(memory.FRAGMENTATION, 1.0))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.loading import LoadedModel
+from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.models.runner.residency import RESIDENT, WAYS
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.groups import PruningPlan
@@ -96,6 +97,9 @@ def build(name: str) -> Stage:
         way = WAYS[1]
     elif name.endswith("streamed"):
         model, way = in_way(model, "streamed")
+        mapped = way.weights
+        # Read, as from a file, whenever it is asked for, into memory that the library does not own.
+        way = replace(way, weights=LazyWeights(mapped, lambda name: torch.from_numpy(mapped[name].clone().numpy())))
     elif name.endswith("halved"):
         way = replace(RESIDENT, halvings=1)
     family = family_of("llama")
@@ -115,7 +119,8 @@ def build(name: str) -> Stage:
         plan = replace(whole, kept_channels=tuple(kept), removed_params=4 * 324 * 3 * 384)
         steps = (len(samples) - recovery.HELD_OUT) // recovery.ROWS
         plans = shapes.ways([("recovery", recovery.step_work(steps, 4))], removed_params=plan.removed_params)
-        (stage,) = next(ways for ways in plans if str(ways.way) == str(way)).stages
+        own = (str(way), way.pruned_whole)
+        (stage,) = next(ways for ways in plans if (str(ways.way), ways.way.pruned_whole) == own).stages
         dense = LoadedModel(None, model, None, family, read_geometry(model, family), way)
         states = head_inputs(model, list(samples), way.forward_only).view(*samples.shape, -1)
 

@@ -15,7 +15,8 @@ from torch.profiler import profile
 from transformers import MistralConfig
 
 from tests.memory_stages import STAGES, build
-from tune_prune.cost_model.memory import EVALUATION_SLACK, FRAGMENTATION, PROCESS_BYTES, Shapes
+from tune_prune.cost_model import memory
+from tune_prune.cost_model.memory import PROCESS_BYTES, Shapes
 from tune_prune.cost_model.memory_plan import MemoryPlan, choose
 from tune_prune.models import loading
 from tune_prune.models.runner import layer_weights
@@ -24,21 +25,7 @@ from tune_prune.pruning.statistics.taylor import STATISTIC
 from tune_prune.trial.fallback import MEASURING
 
 ROOT = Path(__file__).resolve().parents[2]
-# Planned over measured at most. An evaluation's plan counts layers and logits, which do not stand at the same time, because
-# the allocator may keep the layers' blocks.
-TENSORS = dict.fromkeys(STAGES, 1.25) | {
-    "removal streamed": 1.35,
-    "kl streamed": 1.35,
-    "zero_shot bfloat16": 2.0,
-    "gate_fisher": 1.35,
-    "recovery streamed": 1.45,
-    "refit": 1.5,  # a layer's inner products are gone when what goes into its last projection is taken
-    "refit bfloat16": 1.5,
-}
-# Gradients of the whole model at once.
-WHOLE = ("taylor", "copies", "taylor bfloat16", "fisher", "gate_fisher", "recovery", "recovery bfloat16")
-TENSORS |= dict.fromkeys(("evaluation", "evaluation halved", "evaluation streamed"), 1.75)
-TENSORS |= dict.fromkeys(("zero_shot", "zero_shot streamed"), 1.75)
+MOST = 1.25  # planned over measured
 
 
 class _AtOnce(Executor):
@@ -58,6 +45,7 @@ CASES = [pytest.param(name, marks=pytest.mark.slow) if name.endswith("bfloat16")
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("tensors_alone")
 def test_planned_tensors_are_those_that_torch_allocates(name, monkeypatch):
     monkeypatch.setattr(layer_weights, "ThreadPoolExecutor", _AtOnce)
     stage = build(name)
@@ -65,11 +53,9 @@ def test_planned_tensors_are_those_that_torch_allocates(name, monkeypatch):
         stage.run()
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    slack = FRAGMENTATION if name in WHOLE else EVALUATION_SLACK
     # The pruned copy is the dense model here.
     held = 0 if str(stage.plan.stage) in MEASURING and "streamed" not in name else stage.plan.held
-    planned = held + stage.plan.activations / slack["cpu"]
-    assert peak <= planned <= TENSORS[name] * peak
+    assert peak <= held + stage.plan.activations <= MOST * peak
 
 
 def resident(name: str, **environment: str) -> int:
@@ -100,7 +86,8 @@ def test_planned_memory_of_an_evaluation_is_what_fresh_processes_take():
     planned = build("evaluation").plan.activations
     assert resident("evaluation") <= planned
     returned = resident("evaluation", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=65536")
-    assert returned <= planned / EVALUATION_SLACK["cpu"] <= TENSORS["evaluation"] * returned
+    tensors = planned / (1 + memory.KEPT["cpu"][0])
+    assert returned <= tensors <= MOST * returned
 
 
 LAYER = 218_103_808  # weights of Mistral-7B's projections in a layer

@@ -30,7 +30,7 @@ from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning.selection import target_params
 
-pytestmark = pytest.mark.usefixtures("short_text")
+pytestmark = pytest.mark.usefixtures("short_text", "tensors_alone")
 SPACE = "search: grid\nmethod: [taylor, layerwise]\nseq_len: 256\nnum_samples: [5, 32]\n"
 
 
@@ -232,5 +232,5 @@ def test_a_model_is_pruned_within_what_it_may_take(refused: Callable[..., str], 
     assert found, sentence
     whole = tune_prune.open("tiny-llama", device="cpu").prune("taylor", **taylor)
     lean = tune_prune.open("tiny-llama", device="cpu", memory=found[1])
-    assert str(lean._way(whole.config, None)) == "by layer, states in a file"
+    assert str(lean._way(whole.config, None)) == "streamed, states in a file"
     assert lean.prune("taylor", **taylor).plan == whole.plan

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.cost_model.memory_plan import MemoryPlan, StageMemory
@@ -49,9 +50,10 @@ FLOAT32 = 4
 # What an allocator holds over what is counted of the tensors of a gradient pass through the whole model: on a CPU 0.97 to 1.26 in
 # 24 fresh processes.
 FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
-# The same of an evaluation, where layers and logits are counted as if they stood there together: on CPUs 0.6 to 1.86 in some 50
-# fresh processes on two machines; and of gradients by layer and of forward passes, which keep their blocks in the same way.
-EVALUATION_SLACK = {"cpu": 2.3, "cuda": 1.2}
+# The same of all other stages, whose tensors come and go a layer or a part of the logits at a time: a share of them, up to so many
+# bytes. The C library keeps small freed blocks only (at most 32 MiB each) and differs from process to process: on CPUs it held
+# up to 1.9 times the tensors of a small model more (some 50 fresh processes on two machines), of a large one hardly any.
+KEPT = {"cpu": (2.0, 320 * 2**20), "cuda": (0.2, sys.maxsize)}
 # Of what an evaluation does at once, before a leaner way is planned: 2,048 tokens still keep a GPU at its arithmetic. A CPU's
 # batches are small anyway, and fewer zero-shot rows round otherwise: there no bit shall depend on what is free.
 MOST_HALVINGS = {"cpu": 0, "cuda": 3}
@@ -110,19 +112,18 @@ class Shapes:
         vocab, device, config = self.config.vocab_size, self.device, self.config
         positions = window * max(1, min(way.at_once(windows_at_once(window, config, device)), text_tokens // window))
         at_once = max(1, MAX_LOGIT_ELEMENTS[device] // vocab)  # positions whose logits are there at a time
-        # They come when the layers are done, but the allocator has kept some of the layers' blocks.
-        layers, parts = positions * self._inner, min(positions, at_once) * vocab
-        behind = parts * (self.itemsize % FLOAT32 + 2 * FLOAT32) + self._head_inputs(positions)
-        perplexity = layers, max(parts * (self.itemsize + 2 * FLOAT32) // 2, behind - layers)
+        logits = min(positions, at_once) * vocab * (self.itemsize % FLOAT32 + 2 * FLOAT32)
+        perplexity = positions * self._inner, logits + self._head_inputs(positions)
         tokens = max(way.at_once(default_batch_tokens(config, device)), longest_row)
         scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
         masks = tokens * longest_row * (8 + 4 + self.itemsize)  # made from distances in int64
         logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
         scores = FLOAT32 * logits + self.itemsize * (logits if device == "cuda" else scored * vocab)
-        zero_shot = tokens * self._inner + masks, scores
+        zero_shot = tokens * self._inner + masks, scores + masks + self._head_inputs(tokens)
         # Batches as large as zero-shot's, or one window. Of two models, half as many: logits, log-softmax, difference.
         compared = max(tokens, window)
-        kl = compared * self._inner, min(compared, at_once // 2) * vocab * (2 * self.itemsize + 3 * FLOAT32)
+        two = min(compared, at_once // 2) * vocab * (2 * self.itemsize + 3 * FLOAT32)
+        kl = compared * self._inner, two + self._head_inputs(2 * compared)
         pruning = self.pruning(removed_params, replace(way, halvings=0))
         together = way.at_once(BLOCK_TOKENS)
         block = min(max(together, tokens), row_tokens)
@@ -136,28 +137,32 @@ class Shapes:
     def _measuring(
         self, stage: str, batch: tuple[int, int], block_tokens: int, block_masks: int, pruned: int, way: Residency
     ) -> StageMemory:
-        """`batch`: bytes of its activations in the layers, and of its logits; `block_tokens`: that go through brought layers
+        """`batch`: bytes of its activations in the layers, and behind them; `block_tokens`: that go through brought layers
         together, with masks of `block_masks` bytes; `pruned`: bytes of the pruned copy."""
-        layers, logits = batch
-        whole = StageMemory(
-            stage,
-            str(replace(RESIDENT, halvings=way.halvings)),
-            pruned,
-            int(EVALUATION_SLACK[self.device] * (layers + logits)),
-        )
+        resident = str(replace(RESIDENT, halvings=way.halvings))
+        whole = StageMemory(stage, resident, pruned, self._allocated(max(batch)))
         if not way.from_files:
             return whole
         states = block_tokens * self.geometry.hidden_size * self.itemsize
-        streamed = self._streamed(stage, block_masks, states, layers, layers + logits, way)
+        streamed = self._streamed(stage, block_masks, states, *batch, way)
         # Of copies that are read as a whole, the dense model is the baseline's, which is not.
         return max(whole, streamed, key=lambda stage: stage.total) if way.pruned_whole else streamed
 
     def _streamed(self, stage: str, held: int, states: int, layers: int, head: int, way: Residency) -> StageMemory:
         """A stage for which layers are brought, with `states`, bytes of hidden states that wait between them. `layers`, `head`: of
         a batch there; beside the layers are two of them, beside the head its own weights."""
-        away, slack = states if way.states != "device" else 0, EVALUATION_SLACK[self.device]
-        activations = max(slack * layers, slack * head + self._ends - self._two_layers)
-        return StageMemory(stage, str(way), held + states - away + self._two_layers, int(activations), away)
+        away = states if way.states != "device" else 0
+        own, mapped = self._ends
+        ends = max(
+            own + mapped, self._allocated(head) + own
+        )  # the file is closed before anything goes through the head
+        activations = max(self._allocated(layers), ends - self._two_layers)
+        return StageMemory(stage, str(way), held + states - away + self._two_layers, activations, away)
+
+    def _allocated(self, tensors: int) -> int:
+        """What an allocator takes for so many bytes of them, which come and go."""
+        share, most = KEPT[self.device]
+        return tensors + min(int(share * tensors), most)
 
     def pruning(self, removed_params: int, way: Residency = RESIDENT) -> StageMemory:
         """The pruned model, which shares all but its projections with the dense one where that is there."""
@@ -169,19 +174,26 @@ class Shapes:
         if not way.from_files:  # what is removed may all be on other GPUs
             left = min(left, self._on_one(self._projections))
         held = left * self.itemsize + padding
-        return StageMemory("pruning", str(RESIDENT), held, self._ends if way.from_files else 0)
+        return StageMemory("pruning", str(RESIDENT), held, sum(self._ends) if way.from_files else 0)
 
     @property
     def _two_layers(self) -> int:
         """Weights that stay in their files, while layers are brought: of two, and of the tensor that is just being read."""
         h = self.geometry.hidden_size
-        return self.itemsize * (2 * (max(self._projections) + 4 * h) + h * max(self._q, self._m))
+        return self.itemsize * 2 * (max(self._projections) + 4 * h) + self._stored * h * max(self._q, self._m)
 
     @property
-    def _ends(self) -> int:
-        """The same for what stands before or behind the layers: the embedding or the head, on a CPU beside what is mapped of its
-        file."""
-        return self.itemsize * self.config.vocab_size * self.geometry.hidden_size * (2 if self.device == "cpu" else 1)
+    def _stored(self) -> int:
+        """Bytes of a weight in its file."""
+        dtype = self.config.dtype
+        return dtype.itemsize if isinstance(dtype, torch.dtype) else self.itemsize
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        """Of what stands before or behind the layers, the embedding or the head: its weights, and what is mapped of its file while
+        they are read, on a CPU."""
+        weights = self.config.vocab_size * self.geometry.hidden_size
+        return weights * self.itemsize, weights * self._stored if self.device == "cpu" else 0
 
     def _passes(self, passes: Iterable[tuple[str, PassWork]], way: Residency, removed_params: int) -> list[StageMemory]:
         """The largest pass of each stage."""
@@ -202,24 +214,25 @@ class Shapes:
         if work.product_tokens:  # all of them go through a layer before the next one
             carried = work.product_tokens
             sums, batch, solving = self._products(work)
-            layers = max(layers + batch, solving)
+            layers = max(layers, batch, solving)
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
             states = min(max(BLOCK_TOKENS, carried), run) * h * self.itemsize
             return self._streamed(stage, sums, states, layers, head if work.head_positions else 0, way)
         if work.product_tokens and self.device == "cpu":  # where the weights that come out are kept
             sums += self.itemsize * h * self.geometry.num_layers * (self._q + self._m)
-        activations = int(EVALUATION_SLACK[self.device] * max(layers, head))
+        activations = self._allocated(max(layers, head))
         return StageMemory(stage, str(RESIDENT), sums + carried * h * self.itemsize, activations)
 
     def _products(self, work: PassWork) -> tuple[int, int, int]:
         """Of a refit, which sums up products of the inputs of a layer's last projections: the sums with the inputs that are held
-        out; beside a batch its scaled inputs and their product; and what solving by the sums takes: a copy of the larger ones, its
-        Cholesky factor, and four matrices of the projection's size."""
+        out; of a batch the inputs, the residual stream, both scaled, those that stay, and their product; and what solving by the
+        sums takes: a copy of the larger ones, its Cholesky factor, and four matrices of the projection's size."""
         item, h, q, m = max(FLOAT32, self.itemsize), self.geometry.hidden_size, self._q, self._m
         most = max(q, m)
         sums = q**2 + m**2 + (q + m) * (work.product_tokens // HELD_OUT)
-        return item * sums, item * (2 * most * work.batch_tokens + most**2), item * most * (2 * most + 4 * h)
+        batch = work.batch_tokens * (self.itemsize * (most + 4 * h) + item * (2 * most + h))
+        return item * sums, batch + item * most**2, item * most * (2 * most + 4 * h)
 
     def _training(self, stage: str, work: PassWork, way: Residency, removed_params: int) -> StageMemory:
         """Gradients of adapters of a pruned copy, with that copy, what AdamW keeps of the adapters (they, a gradient and two
@@ -240,6 +253,10 @@ class Shapes:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens
         layers, logits = self.geometry.num_layers, self._logits(work)
         saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h  # of a token in a layer
+        if (
+            not work.weight_sums and not work.adapter_rank
+        ):  # no weight's gradient needs the inputs of the first projections
+            saved -= item * 2 * h
         if work.adapter_rank:  # adapters in float32 save their inputs in it, too
             saved += FLOAT32 * bool(item % FLOAT32) * (5 * h + q + m)
         # Of a part of the logits the log-softmax and two gradients; of a divergence those of two models, half as many of each, both
@@ -270,8 +287,8 @@ class Shapes:
             here = layers_on(layers, self.gpus)
             need = max(here * tokens * saved + max(scores, tokens * inside) + one, results)
         away = states if way.states != "device" else 0
-        slack = (EVALUATION_SLACK if way.by_layer else FRAGMENTATION)[self.device]
-        return StageMemory(stage, str(way), sums + states - away, int(slack * need), away)
+        activations = self._allocated(need) if way.by_layer else int(FRAGMENTATION[self.device] * need)
+        return StageMemory(stage, str(way), sums + states - away, activations, away)
 
     def _logits(self, work: PassWork) -> int:
         """Of the largest part that is there at once."""
@@ -287,7 +304,7 @@ class Shapes:
     def _inner(self) -> int:
         """Of a token inside one layer of a forward pass."""
         h = self.geometry.hidden_size
-        return self.itemsize * (max(3 * self._m, 6 * self._q) + 3 * h) + FLOAT32 * 2 * h
+        return max(self.itemsize * (max(3 * self._m, 6 * self._q) + 5 * h), self.itemsize * 2 * h + FLOAT32 * 3 * h)
 
     @property
     def _projections(self) -> list[int]:

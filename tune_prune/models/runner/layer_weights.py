@@ -39,12 +39,13 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 def on_device(tensor: Tensor, device: torch.device) -> nn.Parameter:
-    """A copy of a weight, to be computed with.
+    """A weight to be computed with: contiguous, and in memory that torch has allocated itself.
 
-    A copy also where it is on that device, because one that is mapped from a file begins wherever the file has it: there
-    matrix products may add up in another order.
+    So one that is mapped from a file is copied also where it is on that device: it begins wherever the file has it, and there
+    matrix products may add up in another order. One that was converted on the way is torch's own already.
     """
-    return nn.Parameter(tensor.clone(memory_format=torch.contiguous_format).to(device), requires_grad=False)
+    mapped = not tensor.untyped_storage().resizable()
+    return nn.Parameter(tensor.to(device, copy=mapped).contiguous(), requires_grad=False)
 
 
 def bring(model: nn.Module, weights: Weights, device: torch.device) -> None:
