@@ -53,8 +53,9 @@ def test_passes(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixt
     assert "equals a direct pass bit for bit" in out and "the same bits in every way" in out
     ways = model["ways"]
     assert list(ways["seconds"]) == list(ways["ratio"]) and set(ways["ratio"]) == {"whole", "by layer", "streamed"}
-    for way, ratio in ways["ratio"].items():
-        assert ratio == pytest.approx(ways["seconds"][way] / ways["seconds"]["whole"]) and ratio > 0
+    for ratio, clock in (("ratio", "seconds"), ("cpu_ratio", "cpu_seconds")):
+        for way, value in ways[ratio].items():
+            assert value == pytest.approx(ways[clock][way] / ways[clock]["whole"]) and value > 0
     assert ways["bit_equal"] is True
 
 

@@ -16,8 +16,12 @@ Place = Literal["device", "host", "file"]
 
 @dataclass(frozen=True)
 class Residency:
-    """Where weights and hidden states are, and how much is there at once. No number depends on it, but for zero-shot rows that
-    are halved (on GPUs): their sums are rounded otherwise, by up to 1e-4 nats."""
+    """Where weights and hidden states are, and how much is there at once.
+
+    On a CPU no number depends on it, but for zero-shot rows and KL where `halvings` is above 0 (planned on GPUs only; after a lack
+    of memory anywhere): matrix products of fewer rows round otherwise, log-likelihoods by up to 1e-4 nats in float32 and, of 1,500
+    nats, by half a nat in bfloat16. On a GPU other shapes of batches may take other kernels: there all that is made in another
+    way, or in smaller batches, is equal up to that rounding."""
 
     # By parameter name, in host memory or files, for layers that are brought one at a time; None: the model's own, on the device.
     weights: Mapping[str, torch.Tensor] | None = None

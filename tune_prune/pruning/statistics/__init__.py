@@ -101,7 +101,7 @@ class Statistic(ABC):
     ) -> dict[Need, dict[str, np.ndarray]]:
         """The arrays of every need by one pass over `windows`, token ids [samples, seq_len] of at least as many samples as the
         largest need. The model may be changed meanwhile, and is as it was at the end, also of a failure. `residency` says where
-        weights and hidden states are; no number depends on it."""
+        weights and hidden states are; on a CPU no number depends on it."""
 
     @abstractmethod
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
