@@ -74,11 +74,11 @@ def regained(reference: Losses, other: Losses, measure: str) -> tuple[float, flo
     return share, float(np.sqrt(of_items + of_draws))
 
 
-def rows_of(folder: str, reference: str) -> list[dict[str, Any]]:
-    """A row per model and configuration that has every draw of the reference, trained ones among the others of their model. Raises
-    UserError where that is not there."""
+def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
+    """A row per model and configuration, of searches in those `folders`, that has every draw of the reference; trained ones among
+    the others of their model. Raises UserError where that is not there."""
     rows = []
-    models = list(load_results(folder).findings.study.models.values())
+    models = [model for folder in folders for model in load_results(folder).findings.study.models.values()]
     for of in dict.fromkeys((model.base, model.ratio) for model in models):
         alike = [model for model in models if (model.base, model.ratio) == of]
         label = alike[0].label
@@ -92,7 +92,7 @@ def rows_of(folder: str, reference: str) -> list[dict[str, Any]]:
             raise UserError(f"{reference} was not measured on {label}; there are {', '.join(groups)}")
         dense = gold_logprobs(dense_folder(alike[0]))
         if dense is None:
-            raise UserError(f"{folder} has no items of the dense {label}; search again with the same command")
+            raise UserError(f"there are no items of the dense {label}; search again with the same command")
         draws = sorted(groups[reference])
         base = losses([own.loc[groups[reference][draw], "output_dir"] for draw in draws], dense)
         for name, members in groups.items():
@@ -100,6 +100,10 @@ def rows_of(folder: str, reference: str) -> list[dict[str, Any]]:
                 continue
             chosen = own.loc[[members[draw] for draw in draws]]
             found = losses(list(chosen["output_dir"]), dense)
+            if any(base.values[of].shape != values.shape for of, values in found.values.items()):
+                raise UserError(
+                    f"{name} was measured on other texts than {reference}; search again with equal settings"
+                )
             row = {"model": label, "configuration": name, "draws": len(draws)}
             row |= {"ppl": chosen["ppl"].mean(), "accuracy": chosen["acc_mean"].mean()}
             for measure in found.values:
@@ -138,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
     args = parser.parse_args(argv)
     try:
-        rows = [row for folder in args.experiments for row in rows_of(folder, args.reference)]
+        rows = rows_of(args.experiments, args.reference)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -71,6 +71,16 @@ def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for measure in ("kl_text", "kl_tasks", "ppl"):
         assert refitted[measure] == pytest.approx(np.mean([metrics[measure] for metrics in mine]))
     assert "| `taylor-s16-n8` | 2 |" in capsys.readouterr().out
+    space.write_text("search: grid\nmethod: [layerwise]\nseq_len: [16]\nnum_samples: [8]\nseeds: [0, 1]\n")
+    two = [str(tmp_path / "two"), "--reference", "taylor-s16-n8", "--output", str(output)]
+    argv = ["--model", "tiny-llama", "--inline", "--search-space", str(space), *flags[:-1], "two"]
+    assert search.main(argv) == 0
+    assert main([folder, *two]) == 0
+    both = {row["configuration"]: row for row in json.loads(output.read_text())}
+    assert set(both) == set(rows) | {"layerwise-s16-n8"} and all(both[name] == row for name, row in rows.items())
+    assert search.main([*argv[:-1], "less", "--perplexity-tokens", "2000"]) == 0
+    assert main([str(tmp_path / "less"), folder, *two[1:]]) == 2
+    assert "on other texts than taylor-s16-n8" in capsys.readouterr().err
     assert main([folder, "--reference", "fisher-s16-n8"]) == 2
     assert "fisher-s16-n8 was not measured on tiny-llama" in capsys.readouterr().err
 

@@ -183,13 +183,14 @@ def _slowdown(work: ModelWork, slots: int, cpus: float, gpus: float) -> float:
     """How much longer than predicted a worker may take that shares its device with the others and with what else ran then."""
     speed = work.speed
     if _fills_gpu(work):
-        shared = 1.0  # they wait for each other, and that is predicted
+        shared = speed.spread  # they wait for each other, and that is predicted
     elif gpus > 0:
-        shared = float(min(slots, round(1 / min(1.0, gpus))))  # the trials of one GPU may each wait for all others
+        shared = speed.spread * min(slots, round(1 / min(1.0, gpus)))  # the trials of one GPU may each wait for all others
     else:
         trials = min(slots, math.floor(speed.load.cpus / cpus))  # on the machine that was measured
-        shared = max(1.0, (speed.load.average + trials * max(1, int(cpus))) / speed.load.cpus)
-    return SLOWER * speed.spread * shared
+        # What runs beside them is also why equal runs of the measurement differed: not counted twice.
+        shared = max(speed.spread, (speed.load.average + trials * max(1, int(cpus))) / speed.load.cpus)
+    return SLOWER * shared
 
 
 def _dealt_out(durations: Iterable[float], slots: int) -> float:
