@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.search_folders import TINY
 from tune_prune import results, search
@@ -34,11 +35,13 @@ from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.planning import experiment
 from tune_prune.planning.plan import Plan
 from tune_prune.planning.preflight import make_plan
+from tune_prune.pruning.compensation.recovery import Recovery
 from tune_prune.pruning.statistics import Need, load_statistic
 
 NAME = "damaged"
 ARGV = (*TINY, "--limit", "4", "--tasks", "boolq,piqa", "--gpus-per-trial", "0", "--inline", "--name", NAME)
 KINDS = ("suite", "importance", "removal", "dense_states", "kl", "perplexity", "zero_shot")  # of artifacts
+OF_OTHERS = ("input_norms", "recovery", "recovery_state")  # of wanda_sp and of a training, done and begun
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Finished:
         (model,) = self.plan.models
         keys = sorted(key for _, key in model.trials)
         best = json.loads((self.folder / "global_best_config.json").read_text())["models"]["tiny-llama"]["key"]
-        if kind in KINDS:
-            return sorted((self.storage / "artifacts").glob(f"{kind}-*"))[number]
+        if kind in (*KINDS, *OF_OTHERS):
+            return sorted((self.storage / "artifacts").glob(f"{kind}-[0-9a-f]*"))[number]
         if kind in (
             "pruning_plan.json",
             "gradient_diagnosis.json",
@@ -83,6 +86,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory, short_text: None) -> Iterato
         store = FolderStore(storage / NAME)
         for record in Ledger(store).records()[:2]:  # as of workers that were killed
             AttemptLog(store).write(replace(record, search_id=f"killed-{record.key}"), 1.5)
+        artifacts = ArtifactStore(storage / "artifacts")
+        blocks = [
+            f"{name}{block}_{layer}" for name in ("", "sum_") for block in ("attention", "mlp") for layer in range(2)
+        ]
+        norms = dict.fromkeys(blocks, np.ones(3)) | {"tokens": np.array([8]), "samples": np.array([8])}
+        trained = Recovery({"a.weight": (torch.ones(2, 1), torch.ones(1, 2))}, 0.5, 0.25).arrays()
+        for kind, arrays in zip(OF_OTHERS, (norms, trained, trained | {"done": np.array(4)}), strict=True):
+            artifacts.put(kind, {"of": kind}, arrays)
         yield Finished(storage, make_plan(search.settings_from(search.parser().parse_args(argv))))
 
 
@@ -95,6 +106,8 @@ def finished(whole: Finished, tmp_path: Path) -> Finished:
 
 def plan_again(kept: Finished) -> str:
     """What the next search does before it starts, and what it reads when it does."""
+    if FolderStore(kept.folder).get("baseline.json") is None:
+        return "to be computed again"
     store = FolderStore(kept.folder)
     records = experiment.check_same_identity(store, {model.run.label: model.identity() for model in kept.plan.models})
     read = [Ledger(store).read(key) for model in kept.plan.models for _, key in model.trials]
@@ -160,21 +173,24 @@ def of_worker(kind: str) -> Callable[[Finished], str]:
             "kl": Divergence.from_arrays,
             "perplexity": PerplexityResult.from_arrays,
             "zero_shot": lambda arrays: (arrays["loglikelihoods"], arrays["greedy"]),
+            "input_norms": lambda arrays: load_statistic("input_norms").value(arrays, Need("input_norms", "", 8)),
+            "recovery": Recovery.from_arrays,
+            "recovery_state": dict,
         }
-        found = ArtifactStore(kept.storage / "artifacts").get(kind, KEYS[kept.file(kind).name], readers[kind])
+        found = ArtifactStore(kept.storage / "artifacts").get(kind, KEYS[kind], readers[kind])
         return "computed again" if found is None else "unseen"
 
     return read
 
 
-KEYS: dict[str, dict[str, Any]] = {}  # of the artifacts, by their names
+KEYS: dict[str, dict[str, Any]] = {}  # of the first artifact of each kind
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _keys(whole: Finished) -> None:
-    for path in (whole.storage / "artifacts").iterdir():
-        with np.load(path) as stored:
-            KEYS[path.name] = json.loads(str(stored["key"]))
+    for kind in (*KINDS, *OF_OTHERS):
+        with np.load(whole.file(kind)) as stored:
+            KEYS[kind] = json.loads(str(stored["key"]))
 
 
 READ: dict[str, Callable[[Finished], str]] = {
@@ -191,7 +207,7 @@ READ: dict[str, Callable[[Finished], str]] = {
     "pruning_plan.json": pruned,
     "gradient_diagnosis.json": drawn("gradient_diagnosis.json", "grad_mean"),
     "pruning_comparison.json": drawn("pruning_comparison.json", "params_kept"),
-    **{kind: of_worker(kind) for kind in KINDS},
+    **{kind: of_worker(kind) for kind in (*KINDS, *OF_OTHERS)},
 }
 
 
@@ -215,7 +231,7 @@ def another(kept: Finished, kind: str) -> bytes:
         return b'{"state": "ended", "plan": "of another version"}'
     elif kind in ("cost.json", "method_comparison.json"):
         return kept.file("cost.json" if kind == "method_comparison.json" else "method_comparison.json").read_bytes()
-    elif kind in ("suite", "dense_states"):  # there is one of them
+    elif kind in ("suite", "dense_states", *OF_OTHERS):  # there is one of them
         return kept.file("perplexity").read_bytes()
     else:
         return kept.file(kind, 1).read_bytes()
@@ -250,6 +266,16 @@ def nulls(kept: Finished, kind: str) -> bytes:
     return json.dumps(dict.fromkeys(set(json.loads(kept.file(kind).read_bytes())) - {"checksum"})).encode()
 
 
+def unsealed(kept: Finished, kind: str) -> bytes | None:
+    """Without its checksum, or those of all that is in it; of what has none nothing else."""
+    values = json.loads(kept.file(kind).read_bytes()) if kind in SEALED else {}
+    for part in (values, *values.values()):
+        if isinstance(part, dict):
+            part.pop("checksum", None)
+    return json.dumps(values).encode()
+
+
+SEALED = ("ledger", "baseline.json", "experiment.json", "passes", "attempts", "cost.json")
 VIEWS = ("all_methods_results.csv", "global_best_config.json", "method_comparison.json", "cost.json")
 TEXTS = [kind for kind in (*READ, *VIEWS) if kind.endswith(".json") or kind in ("ledger", "passes", "attempts")]
 DAMAGES: dict[str, Callable[[Finished, str], bytes | None]] = {
@@ -261,6 +287,8 @@ DAMAGES: dict[str, Callable[[Finished, str], bytes | None]] = {
     "NaN": not_a_number,
     "nulls": nulls,
     "folder": lambda kept, kind: None,
+    "removed": lambda kept, kind: None,
+    "unsealed": unsealed,
 }
 SEEN = {"ledger": "refused", "baseline.json": "refused", "experiment.json": "refused", "passes": "refused"}
 SEEN |= {
@@ -273,17 +301,23 @@ SEEN |= {"items.parquet": "refused", "global_best_config.json": "refused", "prun
 SEEN |= {
     "gradient_diagnosis.json": "refused",
     "pruning_comparison.json": "refused",
-    **dict.fromkeys(KINDS, "computed again"),
+    **dict.fromkeys((*KINDS, *OF_OTHERS), "computed again"),
 }
 OTHERWISE = {
     ("experiment.json", "of another"): "refused: its settings",
     ("passes", "folder"): "unseen",  # it holds no cost
     ("attempts", "folder"): "left out",  # likewise
-    # Views have no checksum: what has their form is believed, by who reads them alone, until a search writes them again.
-    **{("cost.json", damage): "unseen" for damage in ("flipped", "of another")},
+    # These views have no checksum: what has their form is believed, by who reads them alone, until a search writes them again.
     ("status.json", "flipped"): "unseen",
     **{("all_methods_results.csv", damage): "unseen" for damage in ("flipped", "of another", "NaN")},
-    **{(kind, "folder"): "refused" for kind in KINDS},  # nothing could be stored there
+    **{(kind, "folder"): "refused" for kind in (*KINDS, *OF_OTHERS)},  # nothing could be stored there
+    ("experiment.json", "unsealed"): "unseen",  # an older version has gone on; its fields are held against the keys
+    # What is not there, is not known to have been, unless something speaks of it:
+    **{(kind, "removed"): "to be computed again" for kind in ("ledger", "baseline.json")},
+    ("passes", "removed"): "unseen",
+    **{(kind, "removed"): "left out" for kind in ("attempts", "items.parquet", "gradient_diagnosis.json")},
+    ("pruning_comparison.json", "removed"): "left out",
+    **{(kind, "removed"): "lost" for kind in ("cost.json", "status.json")},
 }
 
 
@@ -292,7 +326,9 @@ def refusal(sentence: str, path: Path) -> str:
     if "\n" in sentence or len(sentence) > 700:
         return sentence
     settings = "was made with other settings (tiny-llama: seed was 1, is 0)" in sentence
-    named = sentence.startswith(f"{path} ") or f"{path} is " in sentence or f"{path}, line " in sentence
+    gone = f"experiment {path.parent} has results but no {path.name}, which" in sentence
+    gone = gone or sentence.startswith(f"--config {path.parent} has no {path.name}: ")
+    named = gone or sentence.startswith(f"{path} ") or f"{path} is " in sentence or f"{path}, line " in sentence
     return "refused" if named else "refused: its settings" if settings else sentence
 
 
@@ -303,10 +339,13 @@ def test_damage_matrix(kind: str, finished: Finished, caplog: pytest.LogCaptureF
     assert READ[kind](finished) == "unseen"
     found, expected = {}, {}
     for damage, make in DAMAGES.items():
+        if damage == "unsealed" and kind not in SEALED:
+            continue
         caplog.clear()
         if (damaged := make(finished, kind)) is None:
             path.unlink()
-            path.mkdir()
+            if damage == "folder":
+                path.mkdir()
         else:
             assert damaged != content
             path.write_bytes(damaged)
@@ -315,10 +354,10 @@ def test_damage_matrix(kind: str, finished: Finished, caplog: pytest.LogCaptureF
                 found[damage] = READ[kind](finished)
         except UserError as error:
             found[damage] = refusal(str(error), path)
-        if found[damage] == "computed again":
+        if found[damage] == "computed again" and damage != "removed":
             assert str(path) in caplog.text and "computed again" in caplog.text
         expected[damage] = OTHERWISE.get((kind, damage), SEEN[kind])
-        path.rmdir() if path.is_dir() else path.unlink()
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         path.write_bytes(content)
     assert found == expected
 
@@ -330,7 +369,10 @@ def test_views_are_written_again(damage: str, finished: Finished, capfd: pytest.
     for kind, damaged in {kind: DAMAGES[damage](finished, kind) for kind in VIEWS}.items():
         path = finished.folder / kind
         path.unlink()
-        path.mkdir() if damaged is None else path.write_bytes(damaged)
+        if damage == "folder":
+            path.mkdir()
+        elif damaged is not None:
+            path.write_bytes(damaged)
     assert search.main([*ARGV, "--storage-path", str(finished.storage)]) == 0
     error = capfd.readouterr().err
     found = {}

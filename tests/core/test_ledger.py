@@ -65,8 +65,8 @@ def test_random_records_survive_bit_by_bit(tmp_path: Path) -> None:
             status=generator.choice(["complete", "failed", "stopped_early"]),
             reason=generator.choice(["", "inf", 'line\nline "quoted" \u2028', "nan"]),
             metrics={f"metric_{i}": number for i, number in enumerate(numbers)},
-            stages=[{"stage": "zero_shot", "duration_s": numbers[0], "tokens": 3}],
-            elapsed_time_s=numbers[1],
+            stages=[{"stage": "zero_shot", "duration_s": abs(generator.gauss(0, 1)), "tokens": 3, "way": "nan"}],
+            elapsed_time_s=generator.choice([math.inf, 5e-324, 1.7976931348623157e308]),
         )
         Ledger(FolderStore(tmp_path)).write(record)
         read = Ledger(FolderStore(tmp_path)).read(record.key)
@@ -197,8 +197,22 @@ DAMAGED = {
     "literal_nan": (with_field("metrics", {"ppl": math.nan}), "not valid JSON (NaN is no number of JSON)"),
     "percent": (with_field("metrics", {"acc_mean": 59.8}), "(metrics.acc_mean is 59.8; it must be a fraction)"),
     "negative": (with_field("metrics", {"acc_mean": -0.1}), "(metrics.acc_mean is -0.1; it must be a fraction)"),
-    "negative_error": (with_field("metrics", {"acc_mean_stderr": -0.1}), "it must be a fraction)"),
-    "negative_ppl": (with_field("metrics", {"ppl": -9.0}), "(metrics.ppl is -9.0; it must be at least 0)"),
+    "negative_error": (with_field("metrics", {"acc_mean_stderr": -0.1}), "it must be at least 0)"),
+    "other_mean": (
+        with_field("metrics", {"acc_mean": 0.5, "acc_boolq": 0.25, "acc_boolq_stderr": 0.5, "acc_piqa": 0.5}),
+        "(metrics.acc_mean is 0.5; it must be the mean of its tasks, 0.375)",
+    ),
+    "negative_ppl": (with_field("metrics", {"ppl": -9.0}), "(metrics.ppl is -9.0; it must be at least 1)"),
+    "small_ppl": (with_field("metrics", {"ppl": 0.5}), "(metrics.ppl is 0.5; it must be at least 1)"),
+    "negative_kl": (with_field("metrics", {"kl_text": -0.1}), "(metrics.kl_text is -0.1; it must be at least 0)"),
+    "positive_logprob": (with_field("metrics", {"gold_logprob_mean": 0.1}), "it must be at most 0)"),
+    "removes_all": (with_field("metrics", {"removed_fraction": 1.5}), "it must be a fraction)"),
+    "negative_time": (with_field("elapsed_time_s", -1.0), "it must be greater than or equal to 0)"),
+    "undefined_time": (stage(duration_s="nan"), "it must be greater than or equal to 0)"),
+    "more_than_all": (
+        stage(items_scored=9, items_total=8),
+        "(stages[0].items_scored is 9; it must be at most 8, of all items)",
+    ),
     "text_stage": (stage(duration_s="long"), "(stages[0].duration_s is 'long'; it must be a number)"),
     "stage_without": (with_field("stages", [{"stage": "perplexity"}]), "(stages[0].duration_s is missing)"),
     "no_method": (with_field("config", {"seq_len": 64}), "a record whose configuration is not possible ("),

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -226,6 +227,17 @@ class LeaseContract(StoreContract):
             time.sleep(short_lease / 2)
             assert store.within(".lock").get("00000001.json") != first
         assert "was not renewed, which is tried again" in caplog.text and "ZeroDivisionError" in caplog.text
+
+    def test_a_clock_that_is_set_does_not_lose_the_lock(
+        self, store: Store, short_lease: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with store.lock():
+            hour_ago = SimpleNamespace(time=lambda: time.time() - 3600, sleep=time.sleep, monotonic=time.monotonic)
+            with monkeypatch.context() as patched:
+                patched.setattr(lease, "time", hour_ago)
+                time.sleep(short_lease / 2)
+            with pytest.raises(UserError, match="another search runs"), store.lock():
+                pytest.fail("two searches run on one experiment")
 
     def test_of_two_that_find_it_free_one_gets_it(self, store: Store, short_lease: float) -> None:
         def hold(number: int) -> bool:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -15,7 +16,7 @@ from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from tune_prune.core.errors import UserError
 from tune_prune.data.perplexity_text import load_text
-from tune_prune.evaluation.perplexity import perplexity, windows_at_once
+from tune_prune.evaluation.perplexity import PerplexityResult, perplexity, windows_at_once
 
 LIMIT = 32
 DATA = Path(os.environ.get("TUNE_PRUNE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -152,3 +153,23 @@ def test_a_text_that_cannot_be_had_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UserError, match=r"hub \(ConnectionError\).*--data-dir"):
         load_text(None, embedded=False)
+
+
+@pytest.mark.parametrize(
+    ("ppl", "loss", "tokens", "possible"),
+    [
+        (math.exp(2.5), 2.5, 7, True),
+        (math.inf, 800.0, 7, True),
+        (math.nan, math.nan, 7, True),
+        (math.exp(2.5), 2.6, 7, False),
+        (math.inf, 2.5, 7, False),
+        (math.exp(2.5), 2.5, 0, False),
+    ],
+)
+def test_a_stored_perplexity_is_that_of_its_loss(ppl: float, loss: float, tokens: int, possible: bool) -> None:
+    arrays = {"ppl": np.array(ppl), "mean_loss": np.array(loss), "num_tokens": np.array(tokens)}
+    if possible:
+        assert PerplexityResult.from_arrays(arrays).num_tokens == tokens
+        return
+    with pytest.raises(ValueError, match="not the perplexity of its loss"):
+        PerplexityResult.from_arrays(arrays)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.tune.experiment import Trial as RayTrial
 
 from tune_prune.tuning.ray_cluster.watch import deadline
 from tune_prune.tuning.ray_cluster.watch.deadline import Deadline
@@ -17,6 +18,9 @@ from tune_prune.tuning.ray_cluster.watch.deadline import Deadline
 
 class StandIn:
     """For one of Ray's trials, whose actor is that process."""
+
+    trial_id = "0"
+    status = RayTrial.RUNNING
 
     def __init__(self, pid: int) -> None:
         self.temporary_state = SimpleNamespace(
@@ -92,3 +96,49 @@ def test_a_worker_that_is_stopped_while_it_starts_is_ended(stopped, starting):
     starting.clear()
     now = 1e6
     assert limit.check() == []
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_worker_that_is_stopped_between_trials_is_ended(stopped, ready):
+    """Ray's trial is pending while the worker, which has one behind it, is to take it; also without a time limit per trial."""
+    now = 0.0
+    limit, trial = Deadline(None, clock=lambda: now), StandIn(stopped.pid)
+    trial.status = RayTrial.PENDING
+    for moment in (100.0, 400.0, 100.0 + deadline.START_S - 0.1):
+        now = moment
+        assert limit.check([trial]) == []
+    assert stopped.poll() is None
+    if ready:
+        trial.status = RayTrial.RUNNING
+    now += deadline.LOOK_EVERY_S
+    assert limit.check([trial]) == []
+    if ready:
+        assert stopped.poll() is None
+    else:
+        assert stopped.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_a_late_worker_is_ended_until_it_is_dead(stopped, monkeypatch):
+    """As where its node did not answer when it was first to be ended."""
+    now, state, ends = 0.0, "ALIVE", 0
+
+    def not_yet(actor: dict[str, Any]) -> None:
+        nonlocal ends
+        ends += 1
+
+    monkeypatch.setattr(deadline, "_end_process", not_yet)
+    monkeypatch.setattr(
+        deadline, "actors", lambda actor_id=None, **_: {"State": state, "Pid": 1} if actor_id is not None else {}
+    )
+    limit, trial = Deadline(10, clock=lambda: now), StandIn(stopped.pid)
+    limit.begin(trial)
+    now = 10.0
+    assert limit.check() == [trial] and ends == 1
+    limit.done(trial)  # whatever Ray thinks of the trial
+    for number in (2, 3):
+        now += deadline.LOOK_EVERY_S
+        assert limit.check() == [] and ends == number
+    state = "DEAD"
+    for _ in range(2):
+        now += deadline.LOOK_EVERY_S
+        assert limit.check() == [] and ends == 3

@@ -24,6 +24,7 @@ from tune_prune.trial.trial import Trial
 from tune_prune.tuning import worker
 from tune_prune.tuning.driver import TuneOptions, run_search
 from tune_prune.tuning.observers import status
+from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.worker import TrialSpec
 
 PROTOCOL = EvaluationProtocol(tasks=("boolq",), limit=4, slices=(0.5, 1.0), perplexity_window=64)
@@ -136,6 +137,20 @@ def test_an_interrupted_search_keeps_what_is_finished_and_says_how_to_go_on(
     assert (tmp_path / "one" / "all_methods_results.csv").exists()
     lost = json.loads((tmp_path / "one" / "cost.json").read_text())["lost_work"]  # the interrupted trial had one stage
     assert (lost["attempts"], lost["stages"]) == (1, 1) and lost["seconds"] > lost["unfinished_seconds"] >= 0
+
+
+def test_what_cannot_be_noted_at_an_interrupt_does_not_hide_it(tmp_path, breaks, capfd, monkeypatch):
+    def full(lost: LostWork) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LostWork, "note_all", full)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
+    breaks(CONFIGS[0], KeyboardInterrupt())
+    assert search.main([*argv, "--storage-path", str(tmp_path), "--name", "one"]) == 130
+    said = capfd.readouterr().err
+    assert "warning: what interrupted attempts had computed is not noted: [Errno 28] No space left" in said
+    assert "finished trials are kept" in said
 
 
 def test_a_full_disk_ends_a_search_in_a_sentence_and_the_same_command_goes_on(tmp_path, capfd, monkeypatch):

@@ -16,7 +16,7 @@ from tune_prune.pruning.statistics import Need
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.preparation import PrepareJob, Work
-from tune_prune.tuning.progress import LiveLine, TimeLeft
+from tune_prune.tuning.progress import LATE, LiveLine, TimeLeft
 from tune_prune.tuning.worker import TrialSpec
 
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, EvaluationProtocol(), 0, "float32")
@@ -219,3 +219,28 @@ def test_what_is_left_is_a_range_of_the_paces_seen():
     middle = search.line._left.seconds()  # type: ignore[union-attr]
     assert low < middle < high
     assert Search(cost=None).line.seconds_left() is None
+
+
+def test_a_stage_that_takes_ten_times_its_forecast_is_said_once():
+    search = Search(jobs=[])
+    work = search.start(SPECS["k0"])
+    search.stage(work, "pruning", 1.0)
+    longest = search.line._left.of_stage(work)  # type: ignore[union-attr]
+    assert longest == 20.0
+    assert "warning" not in search.shown(wait=LATE * longest)
+    name = f"{work.run.label} {work.config.name}"
+    search.shown(wait=20.0)
+    said = [line for line in search.screen.getvalue().splitlines() if line.startswith("warning: ")]
+    assert len(said) == 1 and said[0].startswith(f"warning: a stage of {name} takes 03:40, and 00:20 were predicted")
+    search.shown(wait=1000.0)
+    search.stage(work, "perplexity", 1220.0)
+    assert search.screen.getvalue().count("warning: ") == 1
+
+
+def test_a_job_and_a_search_in_this_process_are_late_too():
+    """Which tell nothing before they are done."""
+    search = Search()
+    job = search.start(JOBS[1])
+    search.now += 10_000
+    search.done(job, JobMessage())
+    assert search.screen.getvalue().count("warning: ") == 1

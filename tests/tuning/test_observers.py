@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
 
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
-from tune_prune.core.ledger import PassLog
-from tune_prune.core.records import StageReport
+from tune_prune.core.ledger import AttemptLog, PassLog
+from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, TrialMessage
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
@@ -65,6 +67,45 @@ def test_tensorboard_on_a_full_disk_is_a_warning_without_a_traceback(tmp_path, m
     observers.on_finish()
     assert len(said) == 1 and said[0].startswith("TensorBoard: not written (OSError: [Errno 28] No space left")
     assert capfd.readouterr().err == ""
+
+
+def test_of_several_failures_the_first_is_told_once_all_are_tried(tmp_path, monkeypatch):
+    settings, tried = WorkerSettings(tmp_path, tmp_path, TrialResources()), []
+    lost = LostWork(settings)
+    for key in ("a", "b", "c"):
+        lost.on_start(replace(SPEC, key=key))
+
+    def fails(log: AttemptLog, record: TrialRecord, unfinished_s: float | None = None) -> None:
+        tried.append(record.key)
+        raise OSError(f"{record.key} cannot be noted")
+
+    monkeypatch.setattr(AttemptLog, "write", fails)
+    with pytest.raises(OSError, match=r"^a cannot be noted"):
+        lost.note_all()
+    assert tried == ["a", "b", "c"]
+
+    board, closed = TensorBoardObserver(tmp_path, dict.fromkeys("abc", "tiny-llama")), []
+    for key in ("a", "b", "c"):
+        board.on_message(replace(SPEC, key=key), stage_message(key, "perplexity", metrics={"ppl": 2.0}))
+    close = SummaryWriter.close
+
+    def fails_twice(writer: SummaryWriter) -> None:
+        close(writer)
+        closed.append(writer)
+        if len(closed) < 3:
+            raise OSError(f"{len(closed)} cannot be closed")
+
+    monkeypatch.setattr(SummaryWriter, "close", fails_twice)
+    with pytest.raises(OSError, match=r"^1 cannot be closed"):
+        board.on_finish()
+    assert len(closed) == 3
+
+
+def test_two_attempts_in_the_same_second_are_two_files(tmp_path):
+    settings = WorkerSettings(tmp_path, tmp_path, TrialResources())
+    for _ in range(2):
+        settings.note_attempt(TrialProgress("k", "tiny-llama", SPEC.config))
+    assert len(settings.attempts.read([])) == 2
 
 
 def test_what_an_attempt_had_done_before_it_died_is_kept(tmp_path: Path):

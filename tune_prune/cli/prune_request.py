@@ -66,6 +66,9 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         raise DamagedFile(path, "a folder, where a file belongs", "remove it, then search again")
     content = read_file(path)
     if content is None:
+        if is_folder and isinstance(place, Path):
+            step = "let its search come to its end (one without anything to run writes it, too), or name another one"
+            raise UserError(f"--config {asked} has no {BEST_CONFIG}: {step}")
         raise UserError(
             f"--config {asked} does not exist; name the {BEST_CONFIG} that a search has written, or its folder"
         )

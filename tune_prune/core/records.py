@@ -6,6 +6,7 @@ not percent); *_s are seconds, *_bytes bytes, *_tokens tokens.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ from pydantic import BeforeValidator
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.files import NON_FINITE
-from tune_prune.core.validation import Count, Number, validated
+from tune_prune.core.validation import Amount, Count, Number, validated
 
 Status = Literal["complete", "failed", "stopped_early"]
 
@@ -97,8 +98,8 @@ class TrialRecord:
     stages: list[dict[str, _StageValue]] = field(default_factory=list)  # StageReport dicts without metrics
     search_id: str = ""  # of the start that ran it; empty in records of older versions
     started_at: str = ""  # ISO 8601, UTC
-    elapsed_time_s: Number = 0.0
-    peak_memory_bytes: int = 0  # GPU: torch's peak; CPU: the process's peak resident set
+    elapsed_time_s: Amount = 0.0
+    peak_memory_bytes: Count = 0  # GPU: torch's peak; CPU: the process's peak resident set
     host: str = ""
     device_name: str = ""  # of the GPU or CPU; empty where the model was never opened, and in older records
     torch_version: str = ""  # likewise
@@ -115,20 +116,44 @@ class TrialRecord:
         names a field which is missing or wrong."""
         record = validated(cls, values)
         for name, value in record.metrics.items():
-            if (
-                not (value >= 0 and (value <= 1 or name.endswith("_stderr")))
-                and name.startswith("acc_")
-                and value == value
-            ):
-                raise ValueError(f"metrics.{name} is {value}; it must be a fraction")
-        if record.metrics.get("ppl", 1.0) < 0:
-            raise ValueError(f"metrics.ppl is {record.metrics['ppl']}; it must be at least 0")
+            if what := _impossible(name, value):
+                raise ValueError(f"metrics.{name} is {value}; it must be {what}")
+        names = [name for name in record.metrics if name.startswith("acc_") and not name.endswith("_stderr")]
+        tasks, mean = [record.metrics[name] for name in names if name != "acc_mean"], record.metrics.get("acc_mean")
+        if tasks and mean is not None and abs(mean - sum(tasks) / len(tasks)) > 1e-6:
+            raise ValueError(f"metrics.acc_mean is {mean}; it must be the mean of its tasks, {sum(tasks) / len(tasks)}")
         for index, stage in enumerate(record.stages):
             try:
                 validated(PassCost, stage)
             except ValueError as error:
                 raise ValueError(f"stages[{index}].{error}") from error
+            scored, total = (stage.get(name, 0) for name in ("items_scored", "items_total"))
+            if scored > total:
+                raise ValueError(f"stages[{index}].items_scored is {scored}; it must be at most {total}, of all items")
         return record
+
+
+_ROUNDING = 1e-2  # of what is computed from float32 or less
+# By how a metric's name begins: the least and the most that it can be. Infinite and undefined ones are results.
+_BOUNDS = {
+    "acc_": (0, 1, "a fraction"),
+    "chance_acc_": (0, 1, "a fraction"),
+    "removed_fraction": (0, 1, "a fraction"),
+    "ppl": (1 - _ROUNDING, math.inf, "at least 1"),
+    "kl_": (-_ROUNDING, math.inf, "at least 0"),
+    "gold_logprob_": (-math.inf, _ROUNDING, "at most 0"),
+    "params_count": (0, math.inf, "at least 0"),
+}
+
+
+def _impossible(name: str, value: float) -> str:
+    """What a metric would have to be, where it cannot be `value`; else nothing."""
+    if name.endswith("_stderr"):
+        return "at least 0" if value < 0 else ""
+    for start, (least, most, what) in _BOUNDS.items():
+        if name.startswith(start) and (value < least or value > most):
+            return what
+    return ""
 
 
 @dataclass
@@ -136,8 +161,10 @@ class PassCost:
     """What every stage of a record and every file of a pass tells; there is more in both."""
 
     stage: str
-    duration_s: Number
+    duration_s: Amount
     tokens: Count
+    items_scored: Count = 0
+    items_total: Count = 0
 
 
 @dataclass

@@ -29,6 +29,7 @@ def _indices(value: Any) -> tuple[int, ...]:
 
 
 Number = Annotated[float, PlainValidator(_number)]  # also "nan", "inf", "-inf", as `to_json` writes them
+Amount = Annotated[Number, Field(ge=0)]
 Indices = Annotated[tuple[int, ...], PlainValidator(_indices)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]

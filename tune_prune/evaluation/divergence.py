@@ -61,6 +61,8 @@ class Divergence:
         found = cls(arrays["nats"], arrays["tokens"])
         if found.nats.shape != found.tokens.shape or found.nats.dtype != np.float64 or not found.tokens.size:
             raise ValueError("it does not have a divergence for every block")
+        if (found.tokens < 1).any():
+            raise ValueError("it has blocks without tokens")
         return found
 
     def to_dict(self) -> dict[str, list[float]]:

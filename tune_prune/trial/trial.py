@@ -58,7 +58,8 @@ class TrialProgress:
     key: str
     model: str  # label
     config: PruningConfig | None
-    started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    # In microseconds, as the file of an attempt is named by it.
+    started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
     host: str = field(default_factory=platform.node)
     device_name: str = ""  # until a model is opened
     torch_version: str = ""

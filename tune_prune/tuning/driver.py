@@ -154,9 +154,15 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
                     from tune_prune.tuning.ray_cluster import tuner  # imports ray
 
                     tuner.run(queue, prepared, specs, rule, settings, observers, len(prepared) + count, slots)
+        except BaseException:  # which is what is told, whatever can be noted
+            try:
+                lost.note_all()
+            except Exception as error:  # noqa: BLE001  # said
+                warn(f"what interrupted attempts had computed is not noted: {error}")
+            raise
         finally:
-            lost.note_all()
             line.end()
+        lost.note_all()
         if preparations.failure is not None:
             raise preparations.failure
     ran = ledger_observer.records

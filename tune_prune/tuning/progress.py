@@ -24,6 +24,8 @@ LOG_REFRESH_S = 10.0  # without a terminal; later on
 LOG_REFRESH_SHARE = (
     0.01  # of the time that the search has taken: a search of days writes no more lines than one of hours
 )
+LATE = 10  # times its forecast, after which it is said that a stage takes long
+_LATE_LEAST_S = 60.0  # less is nothing to wait for, whatever was predicted
 _PACES = 200  # stages whose paces say how far the time left is uncertain; the latest count
 
 
@@ -61,6 +63,14 @@ class TimeLeft:
     def end(self, name: Hashable) -> None:
         """The piece is over, whatever was left of it."""
         self._running.pop(name, None)
+
+    def of_stage(self, name: Hashable) -> float:
+        """What the longest stage that is left of a running piece will take."""
+        return max((self._paced({stage: left}) for stage, left in self._running.get(name, {}).items()), default=0.0)
+
+    def of_piece(self, name: Hashable) -> float:
+        """What all that is left of a running piece will take."""
+        return self._paced(self._running.get(name, {}))
 
     @property
     def measured(self) -> bool:
@@ -127,6 +137,8 @@ class LiveLine(Observer):
         self._several = len(set(self._groups.values())) > 1
         self._best: dict[str, tuple[float, str]] = {}  # by group's label
         self._warned: set[str] = set()
+        self._since: dict[Work, float] = {}  # of what runs: when it began, or its last stage was done
+        self._late: set[Work] = set()
         self._jobs = list(jobs)
         self._clock = clock
         self._scored: dict[str, int] = {}  # zero-shot items by trial
@@ -178,11 +190,14 @@ class LiveLine(Observer):
 
     def on_tick(self, running: int) -> None:
         now = self._clock()
+        for work in list(self._since):
+            self._say_if_late(work)
         seldom = max(LOG_REFRESH_S, LOG_REFRESH_SHARE * (now - self._began))
         if now - self._shown >= (TTY_REFRESH_S if self._tty else seldom):
             self._write(self._text(running))
 
     def on_start(self, work: Work) -> None:
+        self._since[work] = self._clock()
         if self._left is not None:
             if isinstance(work, TrialSpec):
                 self._scored.pop(work.key, None)
@@ -193,6 +208,8 @@ class LiveLine(Observer):
             if warning not in self._warned:  # another worker may have met the same
                 self._warned.add(warning)
                 self.say(f"warning: {warning}")
+        self._say_if_late(work)
+        self._since[work] = self._clock()
         if self._left is None:
             return
         kind = _kind(work)
@@ -224,7 +241,24 @@ class LiveLine(Observer):
     def on_finish(self) -> None:
         self.say(self._text(0))
 
+    def _say_if_late(self, work: Work) -> None:
+        """That a stage takes far longer than predicted, once of each piece of work: it may hang."""
+        if self._left is None or work in self._late:
+            return
+        job = isinstance(work, PrepareJob)  # which tells of all its stages at its end
+        predicted = self._left.of_piece(work) if job else self._left.of_stage(work)
+        predicted += 0.0 if self._left.measured else self._start_s
+        passed = self._clock() - self._since.get(work, self._clock())
+        if predicted and passed > max(LATE * predicted, _LATE_LEAST_S):
+            self._late.add(work)
+            what = f"{work}" if isinstance(work, PrepareJob) else f"a stage of {work.run.label} {work.config.name}"
+            self.say(
+                f"warning: {what} takes {_clock_text(passed)}, and {_clock_text(predicted)} were predicted: its machine is busy, "
+                "or its worker hangs, which --trial-timeout would end"
+            )
+
     def _end(self, work: Work) -> None:
+        self._since.pop(work, None)
         self._prepared += isinstance(work, PrepareJob)
         if self._left is not None:
             self._left.end(work)

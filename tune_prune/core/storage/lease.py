@@ -1,8 +1,8 @@
 """A lock on object storage: an object that says who holds it and until when, renewed while its owner lives.
 
 The objects .lock/00000001.json, .lock/00000002.json, ... are one owner each. Who finds the newest one expired or given back
-puts the next, if there is none: of several who try one wins. The clocks of machines must agree to within `LEASE_S`; where they do
-not, records are safe all the same, as none that is finished is ever replaced.
+puts the next, if there is none: of several who try one wins. One that seems expired is watched for a while first, as clocks may
+differ or be set: who lives renews it by its own. Records are safe all the same, as none that is finished is ever replaced.
 """
 
 from __future__ import annotations
@@ -73,17 +73,20 @@ class Lease:
 
     def _take(self) -> None:
         last, owner = self._newest()
-        first = owner["until"]
-        if first > time.time():
+        first = last, owner["until"]
+        if owner["until"] > 0:  # else it was given back
+            # Clocks may differ, or be set: who lives renews it within a quarter of its length, by any clock.
+            seconds = min(max(owner["until"] - time.time(), self._length / 2), self._length)
             log.warning(
                 "%s is locked by a search%s that may have been killed: waiting up to %.0f s",
-                self._experiment, held_by(owner), min(first - time.time(), self._length),
+                self._experiment, held_by(owner), seconds,
             )  # fmt: skip
-        while (left := owner["until"] - time.time()) > 0:
-            time.sleep(min(self._length / 12, left))
-            last, owner = self._newest()
-            if owner["until"] > first:  # it lives
-                raise UserError(taken(self._experiment, owner))
+            end = time.monotonic() + seconds
+            while owner["until"] > 0 and (left := end - time.monotonic()) > 0:
+                time.sleep(min(self._length / 12, left))
+                last, owner = self._newest()
+                if owner["until"] > 0 and (last, owner["until"]) != first:  # it lives
+                    raise UserError(taken(self._experiment, owner))
         self._number = last + 1
         won = self._store.put_new(_name(self._number), self._content())
         last, owner = self._newest()

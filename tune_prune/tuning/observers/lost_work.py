@@ -50,9 +50,15 @@ class LostWork(Observer):
         self._note(work)
 
     def note_all(self) -> None:
-        """They are killed with this process, or with its Ray."""
+        """They are killed with this process, or with its Ray. Raises the first of what could not be noted."""
+        first: Exception | None = None
         for work in list(self._running):
-            self._note(work)
+            try:
+                self._note(work)
+            except Exception as error:  # noqa: BLE001  # raised once all are tried
+                first = first or error
+        if first is not None:
+            raise first
 
     def _note(self, work: Work) -> None:
         if (lost := self._running.pop(work, None)) is not None:

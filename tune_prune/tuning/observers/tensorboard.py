@@ -63,11 +63,17 @@ class TensorBoardObserver(Observer):
         self.on_end(work, last)
 
     def on_finish(self) -> None:
+        first: Exception | None = None
         for writer in self._writers.values():
-            writer.close()
+            try:
+                writer.close()
+            except Exception as error:  # noqa: BLE001  # raised once all are closed
+                first = first or error
         self._writers.clear()
         if self._temporary is not None:
             temporary.remove(self._temporary)
+        if first is not None:
+            raise first
 
     def _finish(self, spec: TrialSpec, last: TrialMessage) -> None:
         status, failure = ("stopped_early", "") if last.record is None else (last.record.status, last.record.failure)

@@ -33,6 +33,7 @@ from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster.trainable import AFTER_A_DEATH, PruneTrainable, message_in, work_of
 from tune_prune.tuning.ray_cluster.watch.deadline import Deadline
+from tune_prune.tuning.ray_cluster.watch.handover import deaths_count_once
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
 
@@ -85,7 +86,8 @@ def run(
         ),
     )
     try:
-        tuner.fit()
+        with deaths_count_once():
+            tuner.fit()
     finally:
         if not isinstance(folder, Path):  # its own files, which it appends to, are on this machine
             temporary.remove(Path(state))
@@ -174,7 +176,7 @@ class _ObserverCallback(Callback):
     def on_step_end(self, iteration: int, trials: list[RayTrial], **info: Any) -> None:
         if self._failure is not None:
             raise self._failure
-        for trial in self._deadline.check():
+        for trial in self._deadline.check(trials):
             if isinstance(self._work(trial), TrialSpec):  # which would take as long again; a job is tried once more
                 trial.max_failures = 0
         self._observers.on_tick(sum(trial.status == RayTrial.RUNNING for trial in trials))

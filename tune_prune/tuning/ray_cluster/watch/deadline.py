@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import psutil
@@ -20,10 +20,10 @@ LOOK_EVERY_S = 10.0
 
 class Deadline:
     """Ends the worker of each of Ray's trials that takes longer than `limit_s` seconds (None: no limit), and each that has a
-    process and is not ready START_S later.
+    process and is not ready START_S later: for its first trial, as it starts, or for a next one that it was given.
 
     Ray has no limit of its own, and asks a worker to end itself, which one that is stopped does not. So its process is killed, on
-    its node. Ray sees it die, and tries again as often as `max_failures` of the trial says.
+    its node, again and again until Ray says that it is dead, and tries again as often as `max_failures` of the trial says.
     """
 
     def __init__(self, limit_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +31,8 @@ class Deadline:
         self._clock = clock
         self._due: dict[RayTrial, float] = {}
         self.ended: set[RayTrial] = set()
-        self._starting: dict[str, float] = {}  # actors that have a process, and when they were first seen
+        self._late: set[str] = set()  # actors of those that are not dead yet
+        self._starting: dict[str, float] = {}  # what has a process and is not ready, and when that was first seen
         self._looked = clock()
 
     def begin(self, trial: RayTrial) -> None:
@@ -42,31 +43,48 @@ class Deadline:
     def done(self, trial: RayTrial) -> None:
         self._due.pop(trial, None)
 
-    def check(self) -> list[RayTrial]:
-        """End those that are late, and say which trials are."""
+    def check(self, trials: Iterable[RayTrial] = ()) -> list[RayTrial]:
+        """End those that are late, and say which trials are. `trials`: all that Ray has."""
         now = self._clock()
         if now - self._looked >= LOOK_EVERY_S:
             self._looked = now
-            self._check_starts(now)
+            self._check_starts(now, trials)
+            self._end_late()
         late = [trial for trial, due in self._due.items() if due <= now]
         for trial in late:
             del self._due[trial]
             actor = trial.temporary_state.ray_actor
             if actor is not None:
                 self.ended.add(trial)
-                known = actors(actor._actor_id.hex())
-                if known.get("State") == "ALIVE":
-                    _end_process(known)
+                self._late.add(actor._actor_id.hex())
+        if late:
+            self._end_late()
         return late
 
-    def _check_starts(self, now: float) -> None:
-        """Ray waits for an actor's start for ever. One without a process waits for resources, which may take any time."""
+    def _end_late(self) -> None:
+        for actor in list(self._late):
+            known = actors(actor)
+            if known.get("State") == "ALIVE":
+                _end_process(known)
+            else:
+                self._late.remove(actor)
+
+    def _check_starts(self, now: float, trials: Iterable[RayTrial]) -> None:
+        """Ray waits for ever for an actor's start, and for its answer where it is given a next trial, pending until then. One
+        without a process waits for resources, which may take any time."""
         own = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
         pending = actors(job_id=own, actor_state_name="PENDING_CREATION")
-        self._starting = {key: self._starting.get(key, now) for key, actor in pending.items() if actor["Pid"]}
+        waiting = {key: about for key, about in pending.items() if about["Pid"]}
+        for trial in trials:
+            actor = trial.temporary_state.ray_actor
+            if trial.status == RayTrial.PENDING and actor is not None:
+                about = actors(actor._actor_id.hex())
+                if about.get("State") == "ALIVE":
+                    waiting[f"{actor._actor_id.hex()} {trial.trial_id}"] = about
+        self._starting = {key: self._starting.get(key, now) for key in waiting}
         for key, since in self._starting.items():
             if now - since >= START_S:
-                _end_process(pending[key])
+                _end_process(waiting[key])
 
 
 def _end_process(actor: dict[str, Any]) -> None:
