@@ -65,7 +65,7 @@ def test_random_records_survive_bit_by_bit(tmp_path: Path) -> None:
             status=generator.choice(["complete", "failed", "stopped_early"]),
             reason=generator.choice(["", "inf", 'line\nline "quoted" \u2028', "nan"]),
             metrics={f"metric_{i}": number for i, number in enumerate(numbers)},
-            stages=[{"stage": "zero_shot", "duration_s": abs(generator.gauss(0, 1)), "tokens": 3, "way": "nan"}],
+            stages=[{"stage": "zero_shot", "duration_s": abs(generator.gauss(0, 1)), "tokens": 3, "way": math.inf}],
             elapsed_time_s=generator.choice([math.inf, 5e-324, 1.7976931348623157e308]),
         )
         Ledger(FolderStore(tmp_path)).write(record)
