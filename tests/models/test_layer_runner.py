@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+from tests.conftest import build_tiny
 from tests.residencies import CASES, WAYS, Counted, in_way
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
@@ -89,6 +90,23 @@ def test_at_most_two_layers_are_in_memory_at_a_time(tiny, monkeypatch):
         gc.enable()
     assert 9 <= min(alive) <= max(alive) <= 18 and len(made) == 4 * 9  # parameters of a layer
     assert not any(one() is not None for one in made)
+
+
+@pytest.mark.parametrize("way", ["resident", "streamed"])
+def test_a_runner_that_nobody_has_is_gone_with_its_model(way):
+    """At once: a pruned copy would stay on the device until the garbage is collected."""
+    model = build_tiny("qwen2-sliding", torch.float32)
+    held, residency = in_way(model, way)
+    gc.disable()
+    try:
+        runner = runner_of(held, residency)
+        with torch.inference_mode(), runner.tail() as losses:
+            losses(batches()["a"], runner.forward(batches())["a"])
+        left = [weakref.ref(one) for one in (runner, held, model)]
+        del runner, losses, held, model, residency
+        assert [one() for one in left] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_file_of_hidden_states_has_no_name_and_uses_its_room_again(tmp_path):

@@ -176,11 +176,12 @@ class LayerRunner:
     def _make_start(self, parameters: Mapping[int, nn.Parameter]) -> Callable[..., tuple[Tensor, list[_Call]]]:
         inputs: list[Tensor] = []
         calls: list[_Call] = []
+        last = self.num_layers
 
-        def record(hidden: Tensor, call: _Call) -> Tensor:
+        def record(hidden: Tensor, call: _Call) -> Tensor:  # without `self`: a circle would hold the model's weights
             inputs.append(hidden)
             calls.append(call)
-            if len(calls) == self.num_layers:
+            if len(calls) == last:
                 raise _AllRecorded
             return hidden
 
