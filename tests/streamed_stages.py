@@ -32,8 +32,6 @@ from tune_prune.models.weight_files import write_weights
 from tune_prune.pruning.compensation import recovery
 from tune_prune.pruning.compensation.refit import least_squares
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.methods import Dense, load_method
-from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses
 from tune_prune.pruning.statistics.taylor import taylor
 from tune_prune.trial.recipe import Recipe
@@ -72,7 +70,6 @@ def stages(dense: LoadedModel, folder: Path) -> dict[str, Callable[[], Any]]:
     origin = Origin(PruningConfig("random", 16, 8, 0.2), None, None, None, None)
     return {
         "gradients": lambda: taylor(model, family, windows, [8], how),
-        "pruning": lambda: pruned(dense),
         "removals": lambda: removal_losses(model, family, windows[:2], KINDS, how),
         "refit": lambda: least_squares(model, family, plan, windows, 0.1, how),
         "perplexity": lambda: perplexity(model, windows.flatten(), 64, residency=how),
@@ -82,14 +79,6 @@ def stages(dense: LoadedModel, folder: Path) -> dict[str, Callable[[], Any]]:
         "GGUF file": lambda: save_checkpoint(dense, Recipe(plan), origin, folder / "gguf", "gguf"),
         "recovery": lambda: recover(dense, plan),  # the last: it imports PEFT
     }
-
-
-def pruned(dense: LoadedModel) -> Any:
-    """As a trial does it whose method reads weights alone."""
-    method = Dense(dense.model, dense.family, dense.geometry, 0, {}, dense.residency)
-    plan = select(load_method("magnitude").scores(method), dense.geometry, 0.2, "free")
-    assert plan.removed_params
-    return Recipe(plan).make(dense)
 
 
 def recover(dense: LoadedModel, plan: PruningPlan) -> Any:
