@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from tests.trials import open_context
 from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import decoder_layers, family_of
+from tune_prune.models.geometry import read_geometry
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning import padding
-from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.groups import GroupScores, PruningPlan
+from tune_prune.pruning.selection import select
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
@@ -43,6 +46,34 @@ def test_outputs_stay_and_shared_tensors_too(variant, tiny):
     )  # whole before, so still shared
 
 
+# What a logit of such a model may change by: products of other widths add up in another order, and by no more than their rounding.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.1}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_log_probabilities_stay_in_every_type_and_the_plan_counts(variant, tiny, dtype):
+    dense = tiny(variant, dtype)
+    family = family_of(dense.config.model_type)
+    geometry = read_geometry(dense, family)
+    scores = GroupScores.of_layers(
+        [(np.arange(k) + 1.0, np.arange(m) + 1.0) for k, m in zip(geometry.kv_heads, geometry.mlp_width, strict=True)]
+    )
+    plan = select(scores.per_parameter(geometry), geometry, 0.3)
+    assert any(len(kept) % 64 for kept in plan.kept_channels)
+    plain, padded = (prune(dense, family, plan) for _ in range(2))
+    left = sum(p.numel() for p in plain.parameters())
+    padding.pad(padded, family, 64)
+    filled = sum(
+        -len(kept) % 64 * cost for kept, cost in zip(plan.kept_channels, geometry.channel_cost, strict=True) if kept
+    )
+    assert plan.total_params - plan.removed_params == left
+    assert sum(p.numel() for p in padded.parameters()) - left == filled > 0
+    ids = torch.randint(64, (3, 40), generator=torch.Generator().manual_seed(1))
+    found, expected = (torch.log_softmax(model(ids).logits.double(), dim=-1) for model in (padded, plain))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize(
     "way",
     [RESIDENT, Residency(from_files=True, pruned_whole=True), Residency(from_files=True)],
@@ -72,6 +103,9 @@ def test_a_trial_counts_and_measures_as_without(tmp_path, monkeypatch, way):
         if "gate" in linears
     )
     assert (model.device.type == "meta") == (str(way) == "streamed" and not way.pruned_whole)
+    params = plain["params_count"]
+    assert sum(p.numel() for p in model.parameters()) > params  # the record has what the plan leaves
+    assert padded["params_count"] == params < context.loaded.geometry.total_params
     rounded = {name for name in plain if name == "ppl" or name.startswith(("kl_", "gold_logprob"))}
     assert len(rounded) > 5
     for name in rounded:
