@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.conftest import build_tiny
 from tests.pruning.test_surgery import KEEP_SETS, plan_of
+from tune_prune.evaluation.divergence import head_inputs, token_divergences
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.engine.rows import Request
 from tune_prune.evaluation.perplexity import perplexity
@@ -30,6 +31,7 @@ from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.runner.residency import Residency
 from tune_prune.models.runner.spread import device_map, follow_weights
+from tune_prune.pruning.compensation.refit import least_squares
 from tune_prune.pruning.methods import Dense, load_method
 from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics.block_removal import KINDS
@@ -146,6 +148,19 @@ def measured(model: PreTrainedModel) -> Any:
     return perplexity(model, WINDOWS.flatten(), 11, residency=RESIDENT).mean_loss
 
 
+def diverged(model: PreTrainedModel) -> Any:
+    family = family_of(model.config.model_type)
+    small = prune(model, family, plan_of(model, family, *KEEP_SETS["different in every layer"]))
+    return token_divergences(small, list(WINDOWS), head_inputs(model, list(WINDOWS), RESIDENT), RESIDENT)
+
+
+def refitted(model: PreTrainedModel) -> Any:
+    family = family_of(model.config.model_type)
+    plan = plan_of(model, family, *KEEP_SETS["different in every layer"])
+    found = least_squares(model, family, plan, WINDOWS, 0.1, RESIDENT)
+    return [[block.before, block.after] for block in found.blocks] + [*found.weights.values()]
+
+
 DONE: dict[str, Callable[[PreTrainedModel], Any]] = {
     **{f"gradients {name}": statistic("taylor", ("",), way) for name, way in WAYS.items()},
     "removals": statistic("block_removal", KINDS, RESIDENT),
@@ -153,6 +168,8 @@ DONE: dict[str, Callable[[PreTrainedModel], Any]] = {
     "magnitude": magnitude,
     "perplexity": measured,
     "perplexity, pruned": pruned(measured),
+    "kl": diverged,
+    "refit": refitted,
     "zero-shot": zero_shot(share=True),
     "zero-shot, plain rows": zero_shot(share=False),
     "zero-shot, pruned": pruned(zero_shot(share=True)),
