@@ -121,13 +121,13 @@ def test_a_dry_run_says_of_every_stage_what_it_takes_and_how(bound: int, plan_te
 
 def test_no_number_knows_the_way(bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole records of a search, and its identity; what the passes were is noted."""
-    found = {}
+    least, found = min(plan.total for plan in planned().models[0].ways), {}
     streamed = tuple(way for way in WAYS if way.from_files and way.states == "file")
     for name, memory, ways in (
         ("whole", None, WAYS),
         ("lean", at_least(bound), WAYS),
         ("copies read", None, streamed[:1]),
-        ("streamed", None, streamed[1:]),
+        ("streamed", at_least(least), WAYS),  # as on a GPU that is too small for any other way
     ):
         monkeypatch.setattr("tune_prune.cost_model.memory.WAYS", ways)
         folder = tmp_path / name

@@ -185,7 +185,9 @@ def _slowdown(work: ModelWork, slots: int, cpus: float, gpus: float) -> float:
     if _fills_gpu(work):
         shared = speed.spread  # they wait for each other, and that is predicted
     elif gpus > 0:
-        shared = speed.spread * min(slots, round(1 / min(1.0, gpus)))  # the trials of one GPU may each wait for all others
+        shared = speed.spread * min(
+            slots, round(1 / min(1.0, gpus))
+        )  # the trials of one GPU may each wait for all others
     else:
         trials = min(slots, math.floor(speed.load.cpus / cpus))  # on the machine that was measured
         # What runs beside them is also why equal runs of the measurement differed: not counted twice.
