@@ -3,11 +3,12 @@
     python scripts/simulate_cluster.py                                     135 and 5,000 trials on 1 to 64 nodes of 8 GPUs
     python scripts/simulate_cluster.py --nodes 16 --trials 5000 --controller-ms 20
 
-What is real: the queue (jobs before the trials that need them), the messages, the live line with its ETA, the stopping rule, the
-records in a ledger, and the time that these take, which counts: the driver handles one message at a time, and a worker waits for
-its turn between two stages, as under Ray Tune. What is assumed: seconds of stages (`cost_model`, on GPUs that reach 40% of an
-H200's peak), with a spread of --jitter; milliseconds of Ray Tune's own controller for a message (--controller-ms); seconds to load
-a model's weights whenever a worker meets another model.
+What is real: the queue (jobs before the trials that need them), the messages, the stopping rule, the records in a ledger, all that
+follows a search (the live line with its ETA, TensorBoard's files, status.json, what is kept of killed attempts), and the processor
+time that these take, which counts: the driver handles one message at a time, and a worker waits for its turn between two stages,
+as under Ray Tune. What is assumed: seconds of stages (`cost_model`, on GPUs that reach 40% of an H200's peak), with a spread of
+--jitter; milliseconds of Ray Tune's own controller for a message (--controller-ms); seconds to load a model's weights whenever a
+worker meets another model. bench_scale.py measures the CSV, which a search writes at its end.
 
     ideal        all work over all GPUs
     bound        what no order of work can beat: ideal, or the shortest preparation job and as many of the shortest trials, one
@@ -25,8 +26,10 @@ import math
 import resource
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -40,6 +43,7 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.hashing import digest
 from tune_prune.core.records import StageReport, TrialRecord
+from tune_prune.core.store import TENSORBOARD
 from tune_prune.cost_model.device_speed import DeviceSpeed, Line
 from tune_prune.cost_model.estimate import DISK_BYTES_PER_S, CostEstimate, ModelCost, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
@@ -51,7 +55,11 @@ from tune_prune.pruning.statistics import by_statistic
 from tune_prune.trial.statistics import by_samples
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
-from tune_prune.tuning.observers.observer import Observer
+from tune_prune.tuning.observers.lost_work import LostWork
+from tune_prune.tuning.observers.observer import Observer, Observers
+from tune_prune.tuning.observers.results import LedgerObserver, PrepareLines, PrepareObserver
+from tune_prune.tuning.observers.status import StatusObserver
+from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.preparation import PrepareJob, Work, prepare_jobs
 from tune_prune.tuning.progress import LiveLine
 from tune_prune.tuning.queue import WorkQueue
@@ -120,6 +128,10 @@ class Worker:
     model: str = ""
 
 
+def _fail(text: str) -> None:
+    raise AssertionError(text)
+
+
 class Cluster:
     """The simulated time of a search on so many GPUs; `run` once."""
 
@@ -129,7 +141,7 @@ class Cluster:
         self.now = 0.0  # simulated seconds
         self.costs = {cost.label: cost for cost in costs}
         self.random = np.random.default_rng(args.seed)
-        self.ledger = not args.no_ledger
+        self.files = not args.no_files
         self.jitter, self.controller_s = args.jitter, args.controller_ms / 1000
         self.specs = {spec.key: spec for spec in specs}
         self.settings = WorkerSettings(folder, folder, TrialResources(cpus=1, gpus=1))
@@ -138,21 +150,37 @@ class Cluster:
         cost = CostEstimate(tuple(costs), gpus, 0.0, 0.0)
         options: dict[str, Any] = {"stream": io.StringIO(), "cost": cost, "jobs": jobs, "slots": gpus}
         self.line = LiveLine(self.specs, len(specs), clock=lambda: self.now, **options)
-        self.observers: list[Observer] = [self.line]
         self.rule = StoppingRule()
+        self.observers = Observers(*self.followers(len(jobs), gpus), warn=_fail) if self.files else self.line
+        self.threads = 0  # of this process, at most
         self.workers = [Worker() for _ in range(gpus)]
         self.work_s = self.ledger_s = self.driver_s = 0.0
+        self.messages = 0
         self.jobs_s: list[float] = []
         self.trials_s: list[float] = []
         self.began: dict[Work, float] = {}
         self.ended: dict[Work, float] = {}
 
+    def followers(self, jobs: int, gpus: int) -> tuple[list[Observer], list[Observer]]:
+        """What follows a search, as tuning.driver has it: what it cannot do without, and its views."""
+        keepers = [LedgerObserver(self.settings, {}), LostWork(self.settings), PrepareObserver(lambda run, found: None)]
+        labels = {key: spec.run.label for key, spec in self.specs.items()}
+        tensorboard = TensorBoardObserver(Path(self.settings.experiment_dir) / TENSORBOARD, labels)
+        self.status = StatusObserver(self.settings, len(self.specs), 0, gpus, self.line.seconds_left)
+        return keepers, [tensorboard, PrepareLines(jobs, self.line.say), self.line, self.status]
+
     def run(self) -> float:
+        """Simulate with all that follows a search."""
+        with self.status if self.files else nullcontext():
+            makespan = self._run()
+            self.timed(self.observers.on_finish)
+        return makespan
+
+    def _run(self) -> float:
         """The simulated seconds until the last trial has ended."""
         idle, number = list(range(len(self.workers))), itertools.count()
         events: list[tuple[float, int, int]] = []  # when, the order in which it was asked for, which worker
-        for observer in self.observers:
-            observer.on_begin()
+        self.observers.on_begin()
         while True:
             while idle and (work := self.timed(self.queue.next)) is not None:
                 worker = idle.pop()
@@ -160,6 +188,7 @@ class Cluster:
                 heapq.heappush(events, (self.now + self.stage(self.workers[worker]), next(number), worker))
             if not events:
                 break
+            self.threads = max(self.threads, threading.active_count())
             at, _, worker = heapq.heappop(events)
             self.now = max(self.now, at)  # the driver may be behind: then the worker has waited for it
             if self.message(self.workers[worker]):
@@ -170,10 +199,10 @@ class Cluster:
         return self.now
 
     def timed(self, call: Any, *arguments: Any) -> Any:
-        """What the driver does: its real seconds pass in the simulation, too."""
-        started = time.perf_counter()
+        """What the driver does: its seconds pass in the simulation, too; of processor time, as others use this machine."""
+        started = time.process_time()
         result = call(*arguments)
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         self.now += seconds
         self.driver_s += seconds
         return result
@@ -194,8 +223,7 @@ class Cluster:
         worker.work, worker.stages = work, stages
         worker.progress = None if isinstance(work, PrepareJob) else TrialProgress(work.key, work.run.label, work.config)
         self.began[work] = self.now
-        for observer in self.observers:
-            self.timed(observer.on_start, work)
+        self.timed(self.observers.on_start, work)
 
     def stage(self, worker: Worker) -> float:
         """Seconds of its next stage; of a job they are one."""
@@ -210,6 +238,7 @@ class Cluster:
         """The driver hears of a stage or a job; whether that was its last."""
         work = worker.work
         assert work is not None
+        self.messages += 1
         self.now += self.controller_s
         self.driver_s += self.controller_s
         last: Message
@@ -227,22 +256,19 @@ class Cluster:
         ends = last.ended
         if not ends:
             self.timed(self.queue.report, work, last)
-        for observer in self.observers:
-            self.timed(observer.on_message, work, last)
+        self.timed(self.observers.on_message, work, last)
         if ends:
             self.timed(self.queue.end, work, last)
-            for observer in self.observers:
-                self.timed(observer.on_end, work, last)
+            self.timed(self.observers.on_end, work, last)
             self.ended[work] = self.now
-        for observer in self.observers:
-            self.timed(observer.on_tick, len(self.workers))
+        self.timed(self.observers.on_tick, len(self.workers))
         return ends
 
     def record(self, worker: Worker) -> TrialRecord | None:
         """At the end of a trial, written by its worker: beside the others, at no cost to the driver."""
         if worker.stages or worker.progress is None:
             return None
-        if not self.ledger:
+        if not self.files:
             return worker.progress.record("complete")
         started = time.perf_counter()
         record = self.settings.write_record(worker.progress, "complete")
@@ -271,7 +297,7 @@ def simulate(trials: int, nodes: int, args: Any) -> dict[str, float]:
         cluster = Cluster(costs, specs, nodes * args.gpus_per_node, Path(folder), args)
         makespan = cluster.run()
         started = time.perf_counter()
-        assert len(cluster.settings.ledger.records()) == (0 if args.no_ledger else len(specs))
+        assert len(cluster.settings.ledger.records()) == (0 if args.no_files else len(specs))
         reading = time.perf_counter() - started
     gpus = nodes * args.gpus_per_node
     return {
@@ -284,6 +310,8 @@ def simulate(trials: int, nodes: int, args: Any) -> dict[str, float]:
         "efficiency": cluster.work_s / gpus / makespan,
         "of_bound": cluster.bound() / makespan,
         "driver_busy": cluster.driver_s / makespan,
+        "driver_ms_per_message": 1000 * cluster.driver_s / cluster.messages,
+        "threads": cluster.threads,
         "record_ms": 1000 * cluster.ledger_s / len(specs),
         "ledger_read_s": reading,
         "process_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -308,13 +336,15 @@ def main(argv: list[str] | None = None) -> int:
         "--jitter", type=float, default=0.1, metavar="X", help="spread of a stage's seconds (default: %(default)s)"
     )
     p.add_argument("--controller-ms", type=float, default=10.0, metavar="X", help="of a message (default: %(default)s)")
-    p.add_argument("--no-ledger", action="store_true", help="write no records, which is most of what this takes")
+    p.add_argument(
+        "--no-files", action="store_true", help="no records and no views but the live line: less than the driver does"
+    )
     p.add_argument("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
     p.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON, too")
     args = p.parse_args(argv)
     torch.set_num_threads(1)
     print("A simulation: stages take the cost model's seconds of simulated time.\n")
-    heads = "trials nodes  GPUs     ideal     bound  makespan of ideal of bound driver busy"
+    heads = "trials nodes  GPUs     ideal     bound  makespan of ideal of bound driver busy ms/message threads   MiB"
     print(heads)
     found = []
     for row in rows(args):
@@ -322,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         hours = " ".join(f"{row[name] / 3600:>7.2f} h" for name in ("ideal_s", "bound_s", "makespan_s"))
         print(
             f"{row['trials']:>6} {row['nodes']:>5} {row['gpus']:>5} {hours} {row['efficiency']:>8.1%} {row['of_bound']:>8.1%}"
-            f" {row['driver_busy']:>11.1%}",
+            f" {row['driver_busy']:>11.1%} {row['driver_ms_per_message']:>10.2f} {row['threads']:>7} {row['process_mib']:>5.0f}",
             flush=True,
         )
     if args.output is not None:

@@ -19,7 +19,7 @@ from tune_prune.tuning.worker import TrialSpec
 
 def test_trials_wait_for_their_statistics_and_all_are_done(tmp_path: Path) -> None:
     costs, specs = simulate_cluster.specs_of(135)
-    args = Namespace(seed=0, jitter=0.1, controller_ms=10.0, no_ledger=False)
+    args = Namespace(seed=0, jitter=0.1, controller_ms=10.0, no_files=False)
     cluster = simulate_cluster.Cluster(costs, specs, 16, tmp_path, args)
     makespan = cluster.run()
     jobs = {(work.run, work.samples): ended for work, ended in cluster.ended.items() if isinstance(work, PrepareJob)}
@@ -35,7 +35,7 @@ def test_sixteen_nodes_reach_nine_tenths_of_the_ideal_where_there_is_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "simulated.json"
-    assert simulate_cluster.main(["--nodes", "16", "--trials", "135,2000", "--no-ledger", "--output", str(output)]) == 0
+    assert simulate_cluster.main(["--nodes", "16", "--trials", "135,2000", "--no-files", "--output", str(output)]) == 0
     few, many = json.loads(output.read_text())["simulated"]
     assert few["gpus"] == many["gpus"] == 128
     assert few["efficiency"] < 0.75  # 135 trials on 128 GPUs: some GPU has two, most have one

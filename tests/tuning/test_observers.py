@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard import SummaryWriter
 
 from tests.trial_messages import stage_message
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig, Samples
@@ -16,6 +17,7 @@ from tune_prune.core.ledger import AttemptLog, PassLog
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.trial.trial import TrialProgress
 from tune_prune.tuning.messages import JobMessage, TrialMessage
+from tune_prune.tuning.observers import tensorboard
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
@@ -87,15 +89,15 @@ def test_of_several_failures_the_first_is_told_once_all_are_tried(tmp_path, monk
     board, closed = TensorBoardObserver(tmp_path, dict.fromkeys("abc", "tiny-llama")), []
     for key in ("a", "b", "c"):
         board.on_message(replace(SPEC, key=key), stage_message(key, "perplexity", metrics={"ppl": 2.0}))
-    close = SummaryWriter.close
+    close = tensorboard._EventFile.close
 
-    def fails_twice(writer: SummaryWriter) -> None:
-        close(writer)
-        closed.append(writer)
+    def fails_twice(file: tensorboard._EventFile) -> None:
+        close(file)
+        closed.append(file)
         if len(closed) < 3:
             raise OSError(f"{len(closed)} cannot be closed")
 
-    monkeypatch.setattr(SummaryWriter, "close", fails_twice)
+    monkeypatch.setattr(tensorboard._EventFile, "close", fails_twice)
     with pytest.raises(OSError, match=r"^1 cannot be closed"):
         board.on_finish()
     assert len(closed) == 3
@@ -106,6 +108,22 @@ def test_two_attempts_in_the_same_second_are_two_files(tmp_path):
     for _ in range(2):
         settings.note_attempt(TrialProgress("k", "tiny-llama", SPEC.config))
     assert len(settings.attempts.read([])) == 2
+
+
+def test_tensorboard_has_no_thread_for_each_trial_that_runs(tmp_path):
+    keys = [f"k{number}" for number in range(20)]
+    observer = TensorBoardObserver(tmp_path, dict.fromkeys(keys, "tiny-llama"))
+    before = threading.active_count()
+    for key in keys:
+        observer.on_message(replace(SPEC, key=key), stage_message(key, "perplexity", metrics={"ppl": 2.0}))
+    assert threading.active_count() == before
+    observer.on_finish()
+    (written,) = (tmp_path / "tiny-llama").glob("*-k7/events*")
+    events = list(EventFileLoader(str(written)).Load())
+    assert [value.tag for event in events for value in event.summary.value] == [
+        "duration_s/perplexity",
+        "perplexity/ppl",
+    ]
 
 
 def test_what_an_attempt_had_done_before_it_died_is_kept(tmp_path: Path):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
 import shutil
-import threading
-from collections.abc import Callable, Mapping
-from functools import partial
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import hparams, scalar
 
 from tune_prune.core.process import temporary
 from tune_prune.core.store import Location, open_store
@@ -39,8 +42,7 @@ class TensorBoardObserver(Observer):
         else:
             self._folder = self._temporary = temporary.make()
         self._labels = labels
-        self._writers: dict[str, SummaryWriter] = {}
-        threading.excepthook = partial(_unless_of_a_writer, threading.excepthook)
+        self._files: dict[str, _EventFile] = {}
 
     def on_message(self, work: Work, message: Message) -> None:
         if isinstance(work, PrepareJob) or isinstance(message, JobMessage) or message.stage is None:
@@ -48,11 +50,11 @@ class TensorBoardObserver(Observer):
         report = message.stage
         if message.index == 0:
             self._close(work)  # of an attempt that died
-        writer, items = self._writer(work), report.items_scored
-        writer.add_scalar(f"duration_s/{report.stage}", report.duration_s, items or message.index)
+        file, step = self._file(work), report.items_scored or message.index
+        file.add(scalar(f"duration_s/{report.stage}", report.duration_s), step)
         for name, value in _curves(report.metrics).items():
-            writer.add_scalar(_tag(name), value, items or message.index)
-        writer.flush()
+            file.add(scalar(_tag(name), value), step)
+        file.flush()
         self._put(work)
 
     def on_end(self, work: Work, last: Message | None) -> None:
@@ -64,12 +66,12 @@ class TensorBoardObserver(Observer):
 
     def on_finish(self) -> None:
         first: Exception | None = None
-        for writer in self._writers.values():
+        for file in self._files.values():
             try:
-                writer.close()
+                file.close()
             except Exception as error:  # noqa: BLE001  # raised once all are closed
                 first = first or error
-        self._writers.clear()
+        self._files.clear()
         if self._temporary is not None:
             temporary.remove(self._temporary)
         if first is not None:
@@ -83,22 +85,21 @@ class TensorBoardObserver(Observer):
         first = [name for name in ("acc_mean", "ppl") if name in values]  # the table's first columns
         rest = [name for name in values if name not in first and not name.startswith("grad_")]
         metrics = {_tag(name): values[name] for name in (*first, *rest)}
-        # SummaryWriter.add_hparams would start another run in a folder named by the time.
-        events = self._writer(spec)._get_file_writer()
+        file = self._file(spec)
         for summary in hparams(row, metrics):
-            events.add_summary(summary)
+            file.add(summary)
         self._close(spec)
         self._put(spec)
 
-    def _writer(self, spec: TrialSpec) -> SummaryWriter:
-        if spec.key not in self._writers:
+    def _file(self, spec: TrialSpec) -> _EventFile:
+        if spec.key not in self._files:
             folder = self._folder / self._name(spec)
             if folder.exists():
                 shutil.rmtree(folder)  # curves of an attempt that did not finish would mix with the new ones
             for name in self._store.names(self._name(spec)):
                 self._store.remove(name)
-            self._writers[spec.key] = SummaryWriter(str(folder))
-        return self._writers[spec.key]
+            self._files[spec.key] = _EventFile(folder)
+        return self._files[spec.key]
 
     def _name(self, spec: TrialSpec) -> str:
         return f"{self._labels[spec.key]}/{spec.config.name}-{spec.key[:6]}"
@@ -109,14 +110,32 @@ class TensorBoardObserver(Observer):
                 self._store.put(f"{self._name(spec)}/{file.name}", file.read_bytes())
 
     def _close(self, spec: TrialSpec) -> None:
-        if spec.key in self._writers:
-            self._writers.pop(spec.key).close()
+        if spec.key in self._files:
+            self._files.pop(spec.key).close()
 
 
-def _unless_of_a_writer(show: Callable[[threading.ExceptHookArgs], object], failure: threading.ExceptHookArgs) -> None:
-    """What the thread of a writer raises is raised once more where it is written to."""
-    if not type(failure.thread).__module__.startswith("tensorboard."):
-        show(failure)
+class _EventFile:
+    """One file of events in a folder of its own. torch's SummaryWriter has a thread for each, hundreds on a cluster, in which a
+    full disk would be met."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}"
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add(self, summary: Summary, step: int | None = None) -> None:
+        self._write(Event(wall_time=time.time(), summary=summary, step=step))
+
+    def _write(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _curves(metrics: Mapping[str, float]) -> dict[str, float]:
