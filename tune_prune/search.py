@@ -25,7 +25,7 @@ from tune_prune import __version__, api
 from tune_prune.cli import flags
 from tune_prune.cli.search_flags import COMMAND, parser, settings_from
 from tune_prune.core.errors import UserError
-from tune_prune.core.process import ending
+from tune_prune.core.process import ending, temporary
 from tune_prune.core.records import failure_counts
 from tune_prune.core.terminal import progress
 from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tune_prune.results import Results
     from tune_prune.tuning.observers.json_log import JsonLog
 
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _BESIDE_THE_LINE_S = 0.5  # a stage that is shorter has no bar
 
 
@@ -63,8 +64,23 @@ def _main(argv: list[str]) -> None:
 
         print(status.shown(args.status, args.storage_path, args.json))
         return
-    with started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
+    with _compiled_code(), started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
         _search(args, argv, local_ray)
+
+
+@contextlib.contextmanager
+def _compiled_code() -> Iterator[None]:
+    """As it is imported, torch makes a folder for what it compiles, which is nothing here, beside the temporary ones: within this,
+    one that goes with them, also for workers of a local Ray."""
+    if _COMPILED in os.environ or "torch" in sys.modules:
+        yield
+        return
+    with temporary.folder() as folder:
+        os.environ[_COMPILED] = str(folder)
+        try:
+            yield
+        finally:
+            del os.environ[_COMPILED]
 
 
 def _search(args: argparse.Namespace, argv: list[str], local_ray: LocalRay | None) -> None:

@@ -74,9 +74,9 @@ class Attacked:
         own = {MARK: str(self.folder), "TMPDIR": str(self.temporary), "RAY_TMPDIR": str(self.temporary)}
         return {**os.environ, **own, **self.environment}
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """The command, as a user gives it, in a session of its own."""
-        command = [sys.executable, *self.program, *self.arguments]
+    def start(self, *more: str) -> subprocess.Popen[bytes]:
+        """The command, as a user gives it, with `more` flags, in a session of its own."""
+        command = [sys.executable, *self.program, *self.arguments, *more]
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 command, env=self.variables(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True

@@ -2,7 +2,9 @@
 on where the results lie are in storage_attacks.py; here:
 
 workers     a process that does what a worker does, killed (-9) at any moment and begun again: many kills in little time
-searches    the command with a local Ray: its driver, a worker, the raylet or the GCS killed, TERM, INT once or twice
+recipes     the same, of trials that are refitted and trained, with what an interrupted training has kept written all the time
+searches    the command with a local Ray: its driver, a worker, the raylet or the GCS killed, a worker stopped, TERM to the driver
+            or to every process, INT once or twice
 cluster     a search on three nodes that ask for a token, each of which dies once
 hostile     a model whose name is a formula, a tag or a command, and tasks that would run code; killed as `workers`
 """
@@ -28,11 +30,14 @@ from torture import storage_attacks
 from torture.attacked import Attacked, forked, kill, moment, wait_until
 from torture.setting import GRID, PARTIAL, START_S, Setting
 from tune_prune import embedded
+from tune_prune.pruning.compensation import recovery
+from tune_prune.pruning.statistics import block_removal
 
 END_S = 900.0  # in which a search that nobody disturbs any more ends
 # What dies in an attack on a whole search, and the exit code of the driver then (None: it lives on, or is dead itself).
 TARGETS: Mapping[str, int | None] = {
-    "driver": None, "worker": None, "raylet": 1, "gcs": 1, "TERM": 143, "INT": 130, "INT INT": 130,
+    "driver": None, "worker": None, "raylet": 1, "gcs": 1, "TERM": 143, "TERM all": 143, "INT": 130, "INT INT": 130,
+    "STOP": None,
 }  # fmt: skip
 
 LABELS = (
@@ -77,6 +82,18 @@ def _killed_until_it_ends(search: Attacked, setting: Setting, most_s: float) -> 
             break
         search.kills += 1
         search.look()
+
+
+def recipes(setting: Setting, number: int) -> Attacked:
+    folder = setting.folder / f"t{number}"
+    grid = (*GRID, "--search-space", str(Path(__file__).with_name("recipes.yaml")), "--inline")
+    search, whole = Attacked(folder, grid), Attacked(folder / "whole", grid)
+    recovery.KEEP_EVERY_S = block_removal.KEEP_EVERY_S = 0.1  # in the forks, too
+    began = time.monotonic()
+    os.waitpid(forked(whole), 0)
+    _killed_until_it_ends(search, setting, min(setting.kill_s, (time.monotonic() - began) / 2))
+    search.finished(whole.experiment, same=True)
+    return search
 
 
 def hostile(setting: Setting, number: int) -> Attacked:
@@ -145,7 +162,7 @@ def searches(setting: Setting, number: int) -> Attacked:
 
 def _attack(search: Attacked, target: str, chance: random.Random) -> bool:
     """Begin the search, and kill `target` when its first worker works, or later. Whether it came to its end instead."""
-    running = search.start()
+    running = search.start(*(("--trial-timeout", f"{STOPPED_S:g}") if target == "STOP" else ()))
     whole = psutil.Process(running.pid)
 
     def named(name: str) -> list[psutil.Process]:
@@ -159,11 +176,15 @@ def _attack(search: Attacked, target: str, chance: random.Random) -> bool:
         if running.returncode:
             search.problems.append(f"exit code {running.returncode} before any kill: {search.told()[-300:]}")
         return True
-    names = {"worker": "ray::", "raylet": "raylet/raylet", "gcs": "gcs_server"}
+    names = {"worker": "ray::", "STOP": "ray::", "raylet": "raylet/raylet", "gcs": "gcs_server"}
     if target in names:
-        found = [process for process in named(names[target]) if "Trainable" in process.name() or target != "worker"]
-        for process in found[:1] if target == "worker" else found:
-            kill(process)
+        of_worker = names[target] == "ray::"
+        found = [process for process in named(names[target]) if "Trainable" in process.name() or not of_worker]
+        for process in found[:1] if of_worker else found:
+            kill(process, signal.SIGSTOP if target == "STOP" else signal.SIGKILL)
+    elif target == "TERM all":  # as Slurm does
+        for process in search.processes():
+            kill(process, signal.SIGTERM)
     elif target == "driver":
         kill(whole)
     else:
@@ -182,13 +203,14 @@ def _attack(search: Attacked, target: str, chance: random.Random) -> bool:
         if expected is not None and code not in (expected, 0):  # 0: it was at its end already
             search.problems.append(f"after {target} exit code {code} and not {expected}: {search.told()[-300:]}")
     search.gone()
-    if target not in ("driver", "worker"):
+    if target not in ("driver", "worker", "STOP"):
         search.no_files_left()
     search.look()
     return target == "worker" and running.returncode == 0
 
 
 LEFT_AFTER_S = 60.0
+STOPPED_S = 120.0  # after which the driver ends the worker that was stopped, with its trial
 
 
 # --- a cluster
@@ -286,6 +308,7 @@ def _kill_node(node: psutil.Process) -> None:
 
 ATTACKS: Mapping[str, Callable[[Setting, int], Attacked]] = {
     "workers": workers,
+    "recipes": recipes,
     "searches": searches,
     "cluster": cluster,
     "hostile": hostile,

@@ -24,7 +24,7 @@ from torture.attacked import Attacked, forked, kill, moment, wait_until
 from torture.setting import GRID, PARTIAL, START_S, Setting
 from tune_prune.core.store import TRIALS
 
-HARMS = ("bit", "cut", "empty", "exchanged", "removed")
+HARMS = ("bit", "cut", "empty", "exchanged", "removed", "unsealed")
 MIB = 1 << 20
 _S3_SERVER = Path(__file__).parents[2] / "tests" / "s3_server.py"
 _SHORT_LEASE = """
@@ -93,7 +93,9 @@ def _harm(search: Attacked, chance: random.Random) -> tuple[Path, bytes] | None:
         path.unlink()
     elif how == "exchanged":
         shutil.copyfile(chance.choice(others), path)
-    elif how == "bit" and content:
+    elif how == "unsealed" and b'"checksum"' in content:
+        path.write_bytes(re.sub(rb'\n *"checksum": "[0-9a-f]{64}",', b"", content))
+    elif how in ("bit", "unsealed") and content:
         changed = bytearray(content)
         changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
         path.write_bytes(changed)

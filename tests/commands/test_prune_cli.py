@@ -216,6 +216,13 @@ def test_another_model_is_not_pruned_by_this_search(
     assert "holds 3 results" in told and "tiny-llama, tiny-mistral, tiny-qwen2" in told
 
 
+def as_of_an_older_version(experiment: Path, key: str) -> None:
+    """Without checksums, by which no plan can be proven."""
+    for file in (experiment / "experiment.json", experiment / "ledger" / f"{key}.json"):
+        values = {name: value for name, value in read(file).items() if name not in ("checksum", "files")}
+        file.write_text(json.dumps(values), encoding="utf-8")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "word"),
@@ -233,9 +240,7 @@ def test_a_plan_that_leaves_no_working_model(
     plan = read(path)
     plan["layers"][0] |= change
     path.write_text(json.dumps(plan), encoding="utf-8")
-    record = experiment / "ledger" / f"{path.parent.name}.json"
-    values = read(record)  # as older versions wrote it, by which no plan can be proven
-    record.write_text(json.dumps({name: v for name, v in values.items() if name not in ("checksum", "files")}))
+    as_of_an_older_version(experiment, path.parent.name)
     assert word in sentence("--config", experiment, "--model", "tiny-llama", "--output", tmp_path / "o")
 
 
@@ -250,9 +255,8 @@ def test_a_damaged_plan_is_computed_again(
     plan = read(path)
     damaged = plan | {"layers": [plan["layers"][0] | {"kept_channels": [3, 3]}, *plan["layers"][1:]]}
     path.write_text(json.dumps(damaged), encoding="utf-8")
-    record = experiment / "ledger" / f"{path.parent.name}.json"
-    values = {name: v for name, v in read(record).items() if not old or name not in ("checksum", "files")}
-    record.write_text(json.dumps(values))
+    if old:
+        as_of_an_older_version(experiment, path.parent.name)
     argv = ["--config", str(experiment), "--model", "tiny-llama", "--output", str(tmp_path / "o"), "--device", "cpu"]
     assert prune.main(argv) == 0
     assert f"{path} is " in caplog.text and "the plan is computed again" in caplog.text

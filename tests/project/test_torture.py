@@ -53,7 +53,10 @@ def test_an_unknown_attack_is_a_sentence() -> None:
         [sys.executable, str(SCRIPT), "--only", "disks"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-    assert "unknown attack 'disks'; known: workers, searches, cluster, hostile, damage, drivers, disk, s3" in run.stderr
+    assert (
+        "unknown attack 'disks'; known: workers, recipes, searches, cluster, hostile, damage, drivers, disk, s3"
+        in run.stderr
+    )
 
 
 def test_no_attack_that_can_be_made_is_no_success(
