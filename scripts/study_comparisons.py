@@ -10,8 +10,8 @@ measure   gold_logprob (nats, mean of tasks), kl_text, kl_tasks (nats per token)
           accuracy_able (points, without the tasks on which the dense model does not tell right from wrong), and boolq_yes: to
           how many items of BoolQ `first` answers yes (`gold`: to how many that is right)
 items     standard error over items or blocks of text that both have in common, of means over draws and configurations
-draws     standard error over draws of calibration samples: the variance between draws, pooled over the contenders, or over what is
-          pruned by that ratio, or of random removal alone, over the number of draws, of both; nothing where there is one draw. The
+draws_stderr    standard error over draws of calibration samples, of both: the variance between its own draws, as configurations
+          differ in how far these lie apart, over their number; nothing where there is one draw. From three draws it is rough. The
           interaction of draws with items is taken off where it is known (accuracies), and counts twice elsewhere, which is
           rather too wide
 stderr    of both
@@ -24,8 +24,8 @@ import csv
 import io
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -38,7 +38,7 @@ from tune_prune import load_results
 from tune_prune.analysis.input.items import columns_of, read_items
 from tune_prune.analysis.input.measures import GOLD, TEXTS, dense_folder, gold_logprobs, kl_blocks
 from tune_prune.analysis.statistics.differences import paired_gap
-from tune_prune.analysis.statistics.draws import DrawVariance, draw_variance
+from tune_prune.analysis.statistics.draws import draw_variance
 from tune_prune.analysis.statistics.findings import ModelFindings
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text
@@ -54,7 +54,8 @@ class Side:
     name: str
     folders: tuple[str, ...]  # trials whose mean it is; none of the dense model's KL
     draws: int = 1
-    found: ModelFindings | None = None  # of the variance between draws
+    several: Mapping[int, pd.DataFrame] = field(default_factory=dict)  # its draws, as `ModelFindings.draws` has them
+    interactions: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # of these
 
 
 class Comparisons:
@@ -135,9 +136,7 @@ class Comparisons:
 
 def _between(side: Side, columns: Sequence[str]) -> float | None:
     """The variance that draws give to the mean of a side, in the unit of the columns; None where it is not known."""
-    if side.found is None or side.draws < 2:
-        return None
-    own: DrawVariance | None = draw_variance(side.found.draws, side.found.interactions, list(columns))
+    own = draw_variance(side.several, side.interactions, list(columns))
     return None if own is None else own.variance / side.draws
 
 
@@ -153,7 +152,16 @@ def sides(found: ModelFindings) -> list[Side]:
     """The configurations, each the mean of its draws."""
     rows = found.eligible.sort_values(["method", "seq_len", "num_samples"])
     folders = {i: found.draws[i]["output_dir"] if i in found.draws else [own] for i, own in rows["output_dir"].items()}
-    return [Side(str(rows.loc[i, "name"]), tuple(own), len(own), found) for i, own in folders.items()]
+    return [
+        Side(
+            str(rows.loc[i, "name"]),
+            tuple(own),
+            len(own),
+            {i: found.draws[i]} if i in found.draws else {},
+            found.interactions,
+        )
+        for i, own in folders.items()
+    ]
 
 
 def groups(found: ModelFindings) -> list[tuple[Side, Side]]:

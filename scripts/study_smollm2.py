@@ -92,7 +92,7 @@ class Study:
     def space(self, name: str, values: dict[str, Any]) -> Path:
         """A search space of these values alone, as a file."""
         path = self.results / f"{self.args.name}-{name}.yaml"
-        usual = {"search": "grid", "seq_len": [16], "num_samples": [8]}
+        usual = {"search": "grid", "seq_len": [16], "num_samples": [128]}  # of the grid, for a method that reads none
         listed = {key: value if isinstance(value, (list, str)) else [value] for key, value in (usual | values).items()}
         atomic_write_text(path, yaml.safe_dump(listed, sort_keys=False))
         return path

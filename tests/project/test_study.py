@@ -141,36 +141,3 @@ def test_flags_of_the_searches_are_not_taken_for_its_own(capsys: pytest.CaptureF
         study_smollm2.parser().parse_known_args(["--storage-path", "s3://bucket/results"])
     assert ended.value.code == 2
     assert "argument --storage-path: s3://bucket/results is no folder" in capsys.readouterr().err
-
-
-ROOT = Path(__file__).resolve().parents[2]
-STUDY = ROOT / "docs" / "studies" / "smollm2-135m"
-ABLE = ("piqa", "hellaswag", "arc_easy")  # tasks on which the dense model tells right from wrong
-
-
-def shown(row: dict[str, Any]) -> list[str]:
-    """A configuration's numbers as tables of the study print them; `row` of grid.csv, or metrics of the dense model."""
-
-    def fraction(value: float) -> str:
-        return f"{value:.4f}".removeprefix("0")
-
-    kl = [f"{row[name]:.3f} ± {row[f'{name}_stderr']:.3f}" if name in row else "0" for name in ("kl_text", "kl_tasks")]
-    able = sum(row[f"acc_{task}"] for task in ABLE) / len(ABLE)
-    accuracy = f"{fraction(row['acc_mean'])} ± {fraction(row['acc_mean_stderr'])}"
-    return [f"{row['gold_logprob_mean']:.2f}", *kl, fraction(able), accuracy, f"{row['ppl']:.2f}"]
-
-
-@pytest.mark.parametrize("document", [ROOT / "README.md", STUDY / "README.md"], ids=["README", "study"])
-def test_tables_of_the_study_are_its_committed_numbers(document: Path) -> None:
-    rows = pd.read_csv(STUDY / "grid.csv").to_dict("records")
-    measured = {f"`{row['method']}-s{row['seq_len']}-n{row['num_samples']}`": row for row in rows}
-    measured["dense"] = json.loads((STUDY / "dense.json").read_text())
-    lines = document.read_text(encoding="utf-8").splitlines()
-    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    (header,) = (cells for cells in tables if "right answer, nats" in cells and "perplexity" in cells)
-    skipped = [number for number, cell in enumerate(header) if cell == "behind the first"]
-    found = {cells[0]: cells for cells in tables if cells[0] in measured and len(cells) == len(header)}
-    assert len(found) >= 4 and "dense" in found
-    for name, cells in found.items():
-        kept = [cell for number, cell in enumerate(cells) if number not in (0, *skipped)]
-        assert kept == shown(measured[name]), name

@@ -18,6 +18,7 @@ import study_comparisons
 from tests.findings import simulated_study
 from tune_prune import load_results
 from tune_prune.analysis.input.items import read_items
+from tune_prune.analysis.statistics.draws import draw_variance
 
 GRID, DRAWN = "grid", {"taylor-s64-n128": 3, "layerwise-s64-n128": 3}
 DENSE = "taylor-s16-n128"  # whose items stand for those of the dense model
@@ -92,9 +93,11 @@ def test_differences_of_several_draws(study) -> None:
     own, (first, second) = scores(folders["contenders"]), sorted(DRAWN)
     found = row(rows, "contenders", first, second)
     assert found["draws"] == 3 and found["value"] == pytest.approx(own[first].mean() - own[second].mean(), rel=1e-4)
-    between = load_results(folders["contenders"]).findings.models["alpha"].draw_variance
-    assert found["draws_stderr"] == pytest.approx(100 * math.sqrt(between.variance * 2 / 3), rel=1e-4)
-    assert between.variance > 0
+    drawn = load_results(folders["contenders"]).findings.models["alpha"]
+    own_draws = [draw_variance({i: own}, drawn.interactions, ["acc_mean"]) for i, own in drawn.draws.items()]
+    between = sum(one.variance for one in own_draws if one is not None)
+    assert found["draws_stderr"] == pytest.approx(100 * math.sqrt(between / 3), rel=1e-4)
+    assert between > 0
     assert found["stderr"] == pytest.approx(math.hypot(found["items"], found["draws_stderr"]), rel=1e-4)
 
 
