@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import transformers
 from bench_common import benchmark_parser, machine, median_times, table, timed
-from bench_slot import LIMIT_S, Slot
+from gpu_measurements import LIMIT_S, Slot
 from make_random_model import config_of
 from random_items import HFLM_ROWS, TASKS, random_items, score_as_hflm
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel

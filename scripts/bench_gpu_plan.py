@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from bench_common import timed
 from bench_gpu import build, device_of, gpu_parser, versions
-from bench_slot import Slot
+from gpu_measurements import Slot
 from make_random_model import write_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

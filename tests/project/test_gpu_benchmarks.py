@@ -58,9 +58,9 @@ def test_a_slot_ends_in_time_and_keeps_what_was_measured(hang: str, code: int, t
 import re, sys, threading
 from pathlib import Path
 sys.path.insert(0, {str(SCRIPTS)!r})
-import bench_slot
-bench_slot.GRACE_S = 0.3
-with bench_slot.Slot("test", 0.3, Path({str(path)!r}), {{"device": "cpu"}}) as slot:
+import gpu_measurements
+gpu_measurements.GRACE_S = 0.3
+with gpu_measurements.Slot("test", 0.3, Path({str(path)!r}), {{"device": "cpu"}}) as slot:
     if slot.begin("quick"):
         slot.add({{"measured": "quick", "seconds": float("nan")}})
     if slot.begin("slow"):
@@ -84,12 +84,12 @@ def test_a_slot_goes_on_where_one_fails_and_ends_with_that(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    bench_slot = importlib.import_module("bench_slot")
+    gpu_measurements = importlib.import_module("gpu_measurements")
 
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with bench_slot.Slot("test", 60, None) as slot:
+    with gpu_measurements.Slot("test", 60, None) as slot:
         for function in (full, lambda: {"bytes": 1}):
             slot.add(slot.told(function))
         slot.check()

@@ -52,8 +52,8 @@ FLOAT32 = 4
 FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
 # The same of all other stages, whose tensors come and go a layer or a part of the logits at a time: a share of them, up to so many
 # bytes. The C library keeps small freed blocks only (at most 32 MiB each) and differs from process to process: on CPUs it held
-# up to 1.9 times the tensors of a small model more (some 50 fresh processes on two machines), of Llama-3-8B, streamed, 0.4 GiB.
-KEPT = {"cpu": (2.0, 512 * 2**20), "cuda": (0.2, sys.maxsize)}
+# up to 1.9 times the tensors of a small model more (some 50 fresh processes on two machines), of Llama-3-8B, streamed, 0.6 GiB.
+KEPT = {"cpu": (2.0, 640 * 2**20), "cuda": (0.2, sys.maxsize)}
 # Of what an evaluation does at once, before a leaner way is planned: 2,048 tokens still keep a GPU at its arithmetic. A CPU's
 # batches are small anyway, and fewer zero-shot rows round otherwise: there no bit shall depend on what is free.
 MOST_HALVINGS = {"cpu": 0, "cuda": 3}
