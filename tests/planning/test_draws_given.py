@@ -19,7 +19,7 @@ from tune_prune.analysis.statistics.draws import next_draws
 from tune_prune.cli.search_flags import parser, settings_from
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.ledger import Ledger, read_about
+from tune_prune.core.ledger import Ledger, read_about, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import STATUS, FolderStore
 from tune_prune.planning import draws as of_plan
@@ -42,6 +42,8 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     folder = tmp_path_factory.mktemp("draws")
     path = simulated_study(folder, ("alpha",), items=150, draws=dict.fromkeys(names, MOST), draw_sd=0.006)
     store = FolderStore(path)
+    # A search seals what it decides by, experiment.json: then nothing beside it may be without a checksum.
+    write_baselines(store, read_baselines(store))
     return path, read_about(store) or {}, Ledger(store).records()
 
 
