@@ -195,7 +195,7 @@ def claims() -> dict[str, str]:
         "drawn kl": f"{gap(best, second, 'kl_text', of)} nats more KL on text",
         "drawn tasks": f"{gap(best, second, 'kl_tasks', of)} on questions",
         "drawn accuracy": f"{gap(best, second, 'accuracy', of)} points on seven tasks",
-        "lucky": f"`layerwise-s32-n128` has lost {gap('layerwise-s32-n128', 'dense', 'gold_logprob', sign=-1)} nats",
+        "one": f"{gap('layerwise-s32-n128', best, 'gold_logprob', of)} nats apart",
         "random": f"{gap(RANDOM, second, 'gold_logprob', 'control', sign=-1)} nats below",
         "random accuracy": f"{gap(RANDOM, second, 'accuracy', 'control', sign=-1)} points of accuracy",
     }
