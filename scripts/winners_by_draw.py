@@ -40,7 +40,7 @@ def winners(trials: pd.DataFrame) -> list[dict[str, Any]]:
                 {
                     "model": model,
                     "draw": number,
-                    "winner": "-".join(map(str, best)),
+                    "winner": _name(dict(zip(scores.index.names, best, strict=True))),
                     "place": place,
                     "of": len(means),
                     "lost_points": 100 * float(means.iloc[0] - means[best]),
@@ -48,6 +48,13 @@ def winners(trials: pd.DataFrame) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _name(values: dict[str, Any]) -> str:
+    """As in the tables of a search: taylor-s16-n128, and what else is set."""
+    method, tokens, samples, *more = (values[name] for name in values)
+    set_here = [str(value) for value in more if pd.notna(value) and value != "none"]
+    return "-".join([method, f"s{tokens}", f"n{samples}", *set_here])
 
 
 def main() -> None:
