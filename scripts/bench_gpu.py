@@ -20,19 +20,16 @@ from __future__ import annotations
 
 import math
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from bench_common import benchmark_parser, machine, median_times, table, timed
-from gpu_measurements import LIMIT_S, Slot
+from bench_common import table, timed
+from gpu_measurements import Slot, device_of, gpu_parser, matmul_peak, versions
 from make_random_model import config_of
 from random_items import HFLM_ROWS, TASKS, random_items, score_as_hflm
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
@@ -43,7 +40,6 @@ from tune_prune.evaluation.engine.rows import Request, default_batch_tokens
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import Family, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
-from tune_prune.models.loading import set_up_gpu
 from tune_prune.pruning import padding
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.selection import select
@@ -121,35 +117,6 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return result
-
-
-def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOP/s of the product of two square matrices of `size`: the median of five, after two that are not counted."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-
-    def multiply() -> None:
-        torch.matmul(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    for _ in range(2):
-        multiply()
-    seconds, _ = median_times({"matmul": multiply}, 5)
-    return 2 * size**3 / seconds["matmul"]
-
-
-def versions() -> dict[str, Any]:
-    """What the numbers were measured with, and on."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        **machine(),
-        "transformers": transformers.__version__,
-        "cuda": torch.version.cuda,
-        "commit": commit.stdout.strip() or None,
-    }
 
 
 def pruned_models(bench: Bench) -> Iterator[tuple[str, PreTrainedModel, int]]:
@@ -389,25 +356,6 @@ def main(argv: list[str] | None = None) -> None:
         print(report(bench, found, projected))
         slot.finish(zero_shot=found, projection=projected)
     slot.check()
-
-
-def gpu_parser(doc: str | None) -> Any:
-    """Of the flags that both benchmarks of a GPU have."""
-    p = benchmark_parser(doc, [])
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    p.add_argument("--tiny", action="store_true", help="a model of toy size, to try the code")
-    p.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="S", help="end after so many seconds (default: %(default)s)"
-    )
-    return p
-
-
-def device_of(args: Any) -> torch.device:
-    """The device, set up as workers have it. Exits with a sentence where there is none."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("error: torch finds no GPU here; try the code with --device cpu --tiny")
-    set_up_gpu()
-    return torch.device(args.device)
 
 
 if __name__ == "__main__":

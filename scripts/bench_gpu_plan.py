@@ -38,8 +38,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_common import timed
-from bench_gpu import build, device_of, gpu_parser, versions
-from gpu_measurements import Slot
+from bench_gpu import build
+from gpu_measurements import Slot, device_of, gpu_parser, versions
 from make_random_model import write_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -1,5 +1,5 @@
-"""A benchmark on a machine that is lent for minutes: every measurement is written when it is made, and the process ends in time,
-whatever hangs.
+"""What benchmarks of a GPU share: flags, the device, its peak, versions; and `Slot`, for a machine that is lent for minutes: every
+measurement is written when it is made, and the process ends in time, whatever hangs.
 
     with Slot("gpu", limit=540, output=None) as slot:
         if slot.begin("forward"):                # False, once the time is over: the rest is left out
@@ -22,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from bench_common import benchmark_parser, machine, median_times
 
 from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.models.loading import set_up_gpu
 
 LIMIT_S = 540.0  # of ten minutes, in which a machine also has to start
 GRACE_S = 10.0
@@ -107,3 +110,51 @@ class Slot:
             child.kill()
         self.add({"stopped in": self._of, "after_s": self.limit})
         os._exit(0)
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of the product of two square matrices of `size`: the median of five, after two that are not counted."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+
+    def multiply() -> None:
+        torch.matmul(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(2):
+        multiply()
+    seconds, _ = median_times({"matmul": multiply}, 5)
+    return 2 * size**3 / seconds["matmul"]
+
+
+def versions() -> dict[str, Any]:
+    """What the numbers were measured with, and on."""
+    here = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        **machine(),
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def gpu_parser(doc: str | None) -> Any:
+    """Of the flags that both benchmarks of a GPU have."""
+    p = benchmark_parser(doc, [])
+    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    p.add_argument("--tiny", action="store_true", help="a model of toy size, to try the code")
+    p.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="S", help="end after so many seconds (default: %(default)s)"
+    )
+    return p
+
+
+def device_of(args: Any) -> torch.device:
+    """The device, set up as workers have it. Exits with a sentence where there is none."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("error: torch finds no GPU here; try the code with --device cpu --tiny")
+    set_up_gpu()
+    return torch.device(args.device)
