@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import struct
 from pathlib import Path
@@ -63,6 +64,22 @@ def test_it_computes_what_the_loaded_model_computes(tiny, variant, dtype, tmp_pa
     assert buffers and {name for name, _ in found.model.named_buffers()} == buffers.keys()
     assert all(torch.equal(value, buffers[name]) for name, value in found.model.named_buffers())
     assert found.model.generation_config.to_dict() == loaded.model.generation_config.to_dict()
+
+
+def test_a_file_that_is_too_large_to_be_mapped_is_named(folder):
+    """As one of 141 GB is on a machine of 24: here the limit is the address space of this process."""
+    path = min(folder.glob("*.safetensors"))
+    os.truncate(path, path.stat().st_size + 2**34)  # a hole, which takes no space
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**33, limits[1]))
+    try:
+        with pytest.raises(
+            UserError, match=f"{path.name} cannot be mapped .*Cannot allocate memory.*max_shard_size='5GB'"
+        ):
+            mapped(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 @pytest.mark.parametrize("shift", [8, 16, 40])

@@ -89,6 +89,14 @@ def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]
             cause = " ".join(str(error).split())
             size = path.stat().st_size
             raise UserError(f"weight file {path} is damaged or cut off ({size:,} bytes; {cause}); {_AGAIN}") from error
+        except (
+            MemoryError,
+            RuntimeError,
+        ) as error:  # Linux maps no larger file than its memory, privately, as torch does
+            raise UserError(
+                f"weight file {path} cannot be mapped into memory ({' '.join(str(error).split())}); on a machine with more of it, "
+                "save the model again in smaller files: save_pretrained(folder, max_shard_size='5GB')"
+            ) from error
         shapes |= own
         paths |= dict.fromkeys(own, path)
     names: dict[nn.Parameter, list[str]] = {}  # tied weights have several, and are stored under any of them
