@@ -21,6 +21,7 @@ from tune_prune.analysis.statistics.differences import difference, paired_differ
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.analysis.tables.sizes import by_size
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
@@ -277,7 +278,7 @@ def test_each_ratio_of_a_search_is_compared_in_itself(tmp_path: Path) -> None:
     rows = [tuple(row[key] for key in ("model", "ratio", "kept", "acc_mean")) for row in table.rows]
     assert rows == [("tiny", 0, 1, 0.8), ("tiny", 0.2, 0.8, 0.7), ("tiny", 0.3, 0.7, 0.5)]
     one_ratio = found(tmp_path, records[:2], {"tiny": dense()})
-    assert one_ratio.sizes is None and "accuracy_by_size" not in all_tables(one_ratio)
+    assert by_size(one_ratio) is None and "accuracy_by_size" not in all_tables(one_ratio)
 
 
 def test_one_model_with_results_gives_no_cross_model_file(tmp_path: Path) -> None:

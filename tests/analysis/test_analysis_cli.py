@@ -91,6 +91,8 @@ print(err.getvalue())
         (["--csv", "M=x.csv", "--baseline", "M=120"], "'M=120' is not MODEL=ACCURACY"),
         (["x", "--rule", "luck"], "--rule: unknown value 'luck'; known: accuracy"),
         (["x", "--seed", "-1"], "--seed"),
+        (["x", "--within", "1"], "--within 1 is for --rule smallest; give that rule, or leave it out"),
+        (["x", "--rule", "smallest", "--within", "nan"], "'nan' is no number of percentage points from 0 to 100"),
         (["no-such-folder"], "no-such-folder is not a folder"),
         (["--csv", "M=no-such.csv"], "no-such.csv cannot be read"),
         (["x", "--frob"], "unknown flag --frob"),

@@ -30,6 +30,7 @@ from tune_prune.analysis.figures import figure_style, figures, figures_best
 from tune_prune.analysis.input.rows import config_of, typed
 from tune_prune.analysis.input.study import Model, Study
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings, find
+from tune_prune.analysis.tables.sizes import by_size
 from tune_prune.core.errors import UserError
 
 LOST = "layerwise-s16-n128"
@@ -177,8 +178,9 @@ def test_accuracy_against_size_has_every_ratio_and_the_dense_model(tmp_path: Pat
 
     found = findings_of(pruned(0.3), pruned(0.1))
     best = {label: model.best["acc_mean"] for label, model in found.models.items()}
-    assert found.sizes is not None
-    (axes,) = figures.accuracy_size(found.sizes).axes
+    sizes = by_size(found)
+    assert sizes is not None
+    (axes,) = figures.accuracy_size(sizes).axes
     assert points(axes, "*") == {(100, 0.7)}
     assert points(axes, "o") == {(90, best["m@0.1"]), (70, best["m@0.3"])}
     assert "accuracy_size" in {path.stem for path in figures.draw_all(found, tmp_path)}
@@ -192,8 +194,9 @@ def test_bands_of_accuracy_against_size_go_over_the_draws_of_the_best() -> None:
         return replace(model, base="m", baseline={"acc_mean": 0.7, "acc_mean_stderr": 0.01})
 
     def band(found: Findings) -> tuple[list[str], list[tuple[float, float]]]:
-        assert found.sizes is not None
-        figure = figures.accuracy_size(found.sizes)
+        sizes = by_size(found)
+        assert sizes is not None
+        figure = figures.accuracy_size(sizes)
         (area,) = [shape for shape in figure.axes[0].collections if isinstance(shape, FillBetweenPolyCollection)]
         corners = {(round(float(x)), round(float(y), 3)) for x, y in area.get_paths()[0].vertices}
         return legend(figure), sorted(corners)

@@ -14,6 +14,7 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.analysis.tables.sizes import by_size
 from tune_prune.core.config import ZERO_SHOT_TASKS
 
 GAINS = {"taylor-s64-n512": 0.04, "blockwise-s64-n512": 0.03, "layerwise-s256-n512": -0.02}
@@ -31,7 +32,7 @@ def test_trained_models_are_a_group_of_their_own(findings) -> None:
     assert {name.endswith("-lora") for name in trained.eligible["name"]} == {True}
     assert {name.endswith("-lora") for name in untrained.eligible["name"]} == {False}
     assert trained.model.base == untrained.model.base == "alpha" and trained.model.series == "alpha+lora"
-    assert findings.sizes is None  # a training is no other size
+    assert by_size(findings) is None  # a training is no other size
     for key, table in all_tables(findings).items():
         of_untrained = [row for row in table.rows if row.get("model") == "alpha" and key != "transfer"]
         assert not [row for row in of_untrained if "lora" in str(row.get("name", ""))], key

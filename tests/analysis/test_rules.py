@@ -21,6 +21,7 @@ def rows(*values: tuple[Any, ...], **more: list[float]) -> pd.DataFrame:
         "gradient_pass_s": math.nan,
         "difference_points": gaps,
         "difference_stderr_points": np.where(gaps == 0, 0.0, 1.0),
+        "margin_points": 2 + 100 * (frame["acc_mean"] - 0.605),  # below a dense model of .605
     }
     return frame.assign(**(defaults | more))
 
@@ -36,6 +37,7 @@ def test_each_rule_chooses_what_it_says() -> None:
         "kl": [],
         "one-standard-error": ["b"],  # c is cheaper, but 2 points behind with an error of 1
         "pareto": ["a", "b", "c"],
+        "smallest": ["a"],  # all are of one size
     }
 
 
@@ -54,6 +56,22 @@ def test_equal_tokens_are_told_apart_by_the_measured_pass_then_by_accuracy() -> 
     assert rules.one_standard_error(rows(*same)) == ["a"]
     assert rules.one_standard_error(rows(*same, gradient_pass_s=[math.nan, 2.0, 2.0])) == ["b"]
     assert rules.one_standard_error(rows(*same, gradient_pass_s=[3.0, 2.0, 1.0])) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("params", "margins", "expected"),
+    [
+        ([800, 700, 600], [1.5, 1.0, 0.0], ["c"]),
+        ([800, 700, 600], [1.5, 1.0, -0.1], ["b"]),  # c is too far below the dense model
+        ([800, 700, 699.9], [1.5, 1.0, 0.5], ["b"]),  # a channel is no smaller model
+        ([800, 700, math.nan], [1.5, 1.0, 0.5], ["b"]),
+        ([math.nan] * 3, [1.5, 1.0, 0.5], ["a"]),
+        ([800, 700, 600], [-0.1, -0.2, -0.3], []),
+        ([800, 700, 600], [math.nan] * 3, []),  # the dense model is unknown
+    ],
+)
+def test_smallest_is_the_smallest_within_the_bound(params: Any, margins: list[float], expected: list[str]) -> None:
+    assert rules.smallest(rows(*ABC, params_count=params, margin_points=margins)) == expected
 
 
 def test_perplexity_ignores_what_is_not_finite() -> None:

@@ -84,8 +84,8 @@ MISTYPED = {
         "magnitude, random, taylor, wanda_sp"
     ),
     "analysis ray_results/x --model llama": f"unknown flag --model{SEE}",
-    "analysis ray_results/x --rule best": (
-        f"--rule: unknown value 'best'; known: accuracy, gold_logprob, kl, one-standard-error, pareto, perplexity{SEE}"
+    "analysis ray_results/x --rule luck": (
+        f"--rule: unknown value 'luck'; known: accuracy, gold_logprob, kl, one-standard-error, pareto, perplexity, smallest{SEE}"
     ),
     "serch --model tiny-llama": (
         "unknown command 'serch'; did you mean 'search'? known: analysis, evaluate, prune, search"

@@ -7,6 +7,7 @@ model with everything that supports it: tables, figures, a report, a page.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ RULES = (
     "kl",
     "one-standard-error",
     "pareto",
+    "smallest",
 )  # rules.RULES, without its imports
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
@@ -48,6 +50,7 @@ def parser() -> Parser:
         examples={
             "ray_results/NAME": "an experiment: finished, running or half-lost",
             "ray_results/A ray_results/B --rule pareto": "several, compared across models",
+            "ray_results/NAME --rule smallest --within 2": "the smallest model within 2 points of the dense one",
             "--csv Llama=all_methods_results.csv --baseline Llama=0.651": "published results",
             "ray_results/NAME --export-study study.db": "for optuna-dashboard sqlite:///study.db",
         },
@@ -71,8 +74,12 @@ def parser() -> Parser:
     p.add_argument(
         "--rule", choices=RULES, default="accuracy",
         help="how the best is chosen: highest accuracy; lowest perplexity; fewest calibration tokens within one standard error of "
-        "the most accurate; most accurate of those that no other beats in accuracy, perplexity, size and latency "
-        "(default: %(default)s)",
+        "the most accurate; most accurate of those that no other beats in accuracy, perplexity, size and latency; smallest, over "
+        "all pruning ratios, within some points of the dense model (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--within", type=_points, metavar="POINTS",
+        help="with --rule smallest: how many percentage points below the dense model's accuracy are allowed (default: 2)",
     )  # fmt: skip
     p.add_argument(
         "--percent", action="store_true",
@@ -103,6 +110,16 @@ def _path(text: str) -> Path:
             f"{text!r} is no folder; name one, and copy from there what is to be kept elsewhere"
         )
     return Path(text).expanduser()
+
+
+def _points(text: str) -> float:
+    try:
+        points = float(text)
+    except ValueError:
+        points = math.nan
+    if not 0 <= points <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of percentage points from 0 to 100, e.g. 2 or 0.5")
+    return points
 
 
 def _place(text: str) -> Location:
@@ -164,12 +181,15 @@ def _main(argv: list[str]) -> None:
             export_study(lambda: read_study(args.folders, args.csv, args.baseline), args.export_study, args.overwrite)
         )
         return
+    if args.within is not None and args.rule != "smallest":
+        raise UserError(f"--within {args.within:g} is for --rule smallest; give that rule, or leave it out")
     output, started, seconds = args.output, time.monotonic(), dict[str, float]()
 
     _check_output(output)
     from tune_prune.analysis.input.reading import read_study
     from tune_prune.analysis.render.messages import accuracies_in_percent
     from tune_prune.analysis.statistics.findings import find
+    from tune_prune.analysis.statistics.rules import WITHIN
 
     with progress.step("analysis", lambda: _STEPS, "steps") as advance:
 
@@ -180,7 +200,7 @@ def _main(argv: list[str]) -> None:
         done("imports")
         study = read_study(args.folders, args.csv, args.baseline)
         done("reading")
-        findings = find(study, args.rule, args.seed)
+        findings = find(study, args.rule, args.seed, WITHIN if args.within is None else args.within)
         if not findings.models:
             raise UserError(why_nothing(study))
         done("statistics")
@@ -267,6 +287,7 @@ def describe(findings: Findings) -> str:
     from tune_prune.analysis.render.messages import format_message, note_sentences, one_line
     from tune_prune.analysis.render.text import text_table
     from tune_prune.analysis.tables.configurations import best_configurations
+    from tune_prune.analysis.tables.sizes import smallest
     from tune_prune.analysis.tables.trial_tables import counts
 
     models = findings.study.models.values()
@@ -280,6 +301,9 @@ def describe(findings: Findings) -> str:
         lines.append(f"{'note' if problem.kind == 'note' else 'problem':13}{one_line(text, _WIDTH)}")
     if len(problems) > _SHOWN_PROBLEMS:
         lines.append(f"             and {len(problems) - _SHOWN_PROBLEMS} more, all in report.html")
+    if (near := smallest(findings)) is not None:
+        sizes = near.pick("model", "config", "kept", "acc_mean", "difference", "within")
+        lines += ["", sizes.title, text_table(sizes), *note_sentences(sizes, best="*")]
     best = best_configurations(findings).pick(
         "model", "name", "acc_mean", "retained", "ppl", "cross_fitted", "share_of_runs"
     )

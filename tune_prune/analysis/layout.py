@@ -22,6 +22,7 @@ from tune_prune.analysis.input.rows import plain_value, plain_values
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.rerun import command
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+from tune_prune.analysis.tables.sizes import is_within
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json, to_json
 from tune_prune.core.ledger import trial_file
@@ -40,7 +41,7 @@ def write_layout(findings: Findings, output: Path) -> list[Path]:
         name = folder_name(model, taken)
         found, folder, best = findings.models.get(label), output / f"consolidated_{name}", {}
         if found is not None:
-            best[label] = best_entry(found, folder) | _evidence(found)
+            best[label] = best_entry(found, folder) | _evidence(found, findings)
         texts = views(findings, [label], best, model.rows.drop(columns="name"), folder)
         written += FolderStore(folder).put_all(texts)
         if found is not None:
@@ -62,10 +63,10 @@ def folder_name(model: Model, taken: set[str]) -> str:
     return name
 
 
-def _evidence(found: ModelFindings) -> dict[str, Any]:
+def _evidence(found: ModelFindings, findings: Findings) -> dict[str, Any]:
     """What stands behind a model's best configuration, and the command that runs it again."""
     p_values = map(plain_value, found.eligible["p_value"])
-    selection = {
+    selection: dict[str, Any] = {
         "rule": found.rule,
         "chosen": found.chosen,
         "confidence_set": found.tied,
@@ -73,6 +74,11 @@ def _evidence(found: ModelFindings) -> dict[str, Any]:
         "basis": found.basis,
         "cross_fit": None if found.cross_fit is None else asdict(found.cross_fit),
     }
+    if findings.rule == "smallest":
+        gap, chosen = found.against_dense, findings.smallest[found.model.series] is found
+        difference = {} if gap is None else plain_values(vars(gap), "points", "stderr_points", "basis")
+        about = {"within_points": findings.within, "is_within": is_within(found), "smallest_of_all_ratios": chosen}
+        selection |= about | {"to_dense": difference}
     return {"model": found.model.label, "command": command(found.model, found.best), "selection": selection}
 
 

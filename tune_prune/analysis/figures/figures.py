@@ -31,6 +31,7 @@ from tune_prune.analysis.render.messages import printed
 from tune_prune.analysis.statistics.effects import level_table
 from tune_prune.analysis.statistics.factors import NUMERIC, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
+from tune_prune.analysis.tables.sizes import by_size
 from tune_prune.core.store import location
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
@@ -56,8 +57,8 @@ def draw_all(findings: Findings, folder: Path) -> list[Path]:
         if any(np.isfinite(model.eligible["ppl"]).any() for model in models.values()):
             figures["ppl_accuracy"] = ppl_accuracy(models)
         figures["accuracy_cost"] = accuracy_cost(models)
-        if findings.sizes is not None:
-            figures["accuracy_size"] = accuracy_size(findings.sizes)
+        if (sizes := by_size(findings)) is not None:
+            figures["accuracy_size"] = accuracy_size(sizes)
         for label, model in models.items():
             folder_of_best = model.best["output_dir"]
             kept = layer_shares(location(folder_of_best)) if folder_of_best else None
@@ -151,7 +152,7 @@ def accuracy_cost(models: Mapping[str, ModelFindings]) -> Figure:
 
 
 def accuracy_size(sizes: pd.DataFrame) -> Figure:
-    """acc_mean and its standard error of each model's best configurations (`Findings.sizes`) against the percentage of parameters
+    """acc_mean and its standard error of each model's best configurations (`sizes.by_size`) against the percentage of parameters
     kept; stars are the dense models, bands go from the lowest to the highest draw of calibration samples."""
     figure, (axes,) = figure_style.panels(1, 2.2, wide=False)
     styles = figure_style.styles(sizes["model"], first=())

@@ -21,24 +21,21 @@ from tune_prune.analysis.input.errors import with_wilson_errors
 from tune_prune.analysis.input.items import ItemReader, guessing
 from tune_prune.analysis.input.measures import dense_folder, discrimination, informative_mean, with_gold_logprobs
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.input.rows import CALIBRATION, plain_values, ranked
+from tune_prune.analysis.input.rows import CALIBRATION, plain_value, ranked
 from tune_prune.analysis.input.study import Model, Study, gradient_pass_s
 from tune_prune.analysis.statistics import draws, effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
-from tune_prune.analysis.statistics.differences import Transfer, measure_gaps, transfer
+from tune_prune.analysis.statistics.differences import Difference, Transfer, difference, measure_gaps, transfer
 from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance
 from tune_prune.analysis.statistics.effects import Correlation, Trend
 from tune_prune.analysis.statistics.factors import NUMERIC, grid_size, levels_of, reading, varied
 from tune_prune.analysis.statistics.method_pairs import method_pairs
-from tune_prune.analysis.statistics.rules import NEEDS, RULES
+from tune_prune.analysis.statistics.rules import NEEDS, RULES, WITHIN, none_within
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
 
 __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
-
-
-_SIZE_VALUES = ("params_count", "acc_mean", "acc_mean_stderr", "ppl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +45,11 @@ class ModelFindings:
 
     model: Model  # of the study, with standard errors for accuracies of 0 and 1 (`errors.with_wilson_errors`)
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
-    # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own
-    # minus the most accurate's, 0 for itself), p_value (chance of a gap to the best as large as this if this were the
-    # best; corrected for all configurations), in_confidence_set (p_value above 0.05 or unknown: statistically tied with the best),
-    # draws (how many it is the mean of), draw_share (`draws.configurations`), draw_stderr (the part of acc_mean_stderr that these
-    # make; NaN where it is unknown)
+    # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own minus
+    # the most accurate's, 0 for itself), p_value (chance of a gap to the best as large as this if this were the best; corrected for
+    # all configurations), in_confidence_set (p_value above 0.05 or unknown: statistically tied with the best), draws (how many it
+    # is the mean of), draw_share (`draws.configurations`), draw_stderr (the part of acc_mean_stderr that these make; NaN where it
+    # is unknown), margin_points (`rules`)
     eligible: pd.DataFrame
     trials: pd.DataFrame  # the eligible ones: each draw by itself
     draws: Mapping[int, pd.DataFrame]  # by the index of a row of `eligible`, its trials, where there are several
@@ -67,12 +64,18 @@ class ModelFindings:
 
     @cached_property
     def best(self) -> pd.Series:
-        """A row of `eligible`."""
-        return self.named(self.chosen[self.rule][0])
+        """A row of `eligible`; where rule "smallest" finds none within its bound, the nearest: the most accurate."""
+        return self.named((self.chosen[self.rule] or self.chosen["accuracy"])[0])
 
     def named(self, name: str) -> pd.Series:
         """The eligible row of a configuration."""
         return self.eligible[self.eligible["name"] == name].iloc[0]
+
+    @cached_property
+    def against_dense(self) -> Difference | None:
+        """The accuracy of `best` minus the dense model's, on the same items where both have them; None where that is unknown."""
+        dense = {"acc_mean_stderr": math.nan, **self.model.baseline, "output_dir": dense_folder(self.model)}
+        return difference(self.best, dense, self.items) if "acc_mean" in dense else None
 
     @property
     def draw_variance(self) -> DrawVariance | None:
@@ -108,9 +111,9 @@ class ModelFindings:
     @cached_property
     def cross_fit(self) -> CrossFit | None:
         """None without item outcomes, and where rows without them decided."""
+        own = self.eligible, self.best["name"], self.scores, self.comparison, self.rule
         generator = np.random.default_rng(seed_for(self.seed, f"folds of {self.model.label}"))
-        name = self.best["name"]
-        return cross_fit_rule(self.eligible, name, self.scores, self.comparison, self.rule, generator, self.items)
+        return cross_fit_rule(*own, generator, self.items)
 
     @cached_property
     def methods(self) -> pd.DataFrame:
@@ -212,8 +215,7 @@ class ModelFindings:
     def statistics(self) -> Mapping[str, float]:
         """Counts (runs, complete, failed, stopped_early, not_finite, task_evaluations), and max, min, median, mean, std (n - 1)
         of acc_mean over the configurations."""
-        rows, accuracy = self.model.rows, self.eligible["acc_mean"]
-        status = rows["status"].value_counts()
+        rows, accuracy, status = self.model.rows, self.eligible["acc_mean"], self.model.rows["status"].value_counts()
         return {
             "runs": len(rows),
             "complete": len(self.trials),
@@ -276,6 +278,7 @@ class Findings:
 
     study: Study
     rule: str
+    within: float  # points below the dense model's accuracy that rule "smallest" allows
     models: Mapping[str, ModelFindings]  # with an eligible trial at least
     without: tuple[str, ...]  # labels of models that have none
     items: DrawItems
@@ -288,35 +291,26 @@ class Findings:
         rows = {label: found.eligible for label, found in self.models.items()}
         return transfer(rows, {label: found.best for label, found in self.models.items()}, self.items)
 
+    def meaning(self, rule: str) -> Message:
+        return Message(f"rule_{rule}", {"within": self.within})
+
     @cached_property
-    def sizes(self) -> pd.DataFrame | None:
-        """Accuracy against size, of the models with two pruning ratios or more; None if there is none.
+    def series(self) -> Mapping[str, list[ModelFindings]]:
+        """The models that differ in nothing but their pruning ratio, the lowest ratio first, by their label without it."""
+        ordered = sorted(self.models.values(), key=lambda found: found.model.ratio)
+        names = dict.fromkeys(found.model.series for found in self.models.values())
+        return {name: [found for found in ordered if found.model.series == name] for name in names}
 
-        A row for the dense model, where it is known (ratio 0), and one for the best configuration of each ratio: model (label
-        without ratio), config (name), ratio, kept (of the dense parameters), _SIZE_VALUES, acc_lowest and acc_highest (of draws).
-        """
-        rows: list[dict[str, Any]] = []
-        for base in dict.fromkeys(found.model.series for found in self.models.values()):
-            members = [found for found in self.models.values() if found.model.series == base]
-            if len({found.model.ratio for found in members}) < 2:
-                continue
-            dense = next((found.model.baseline for found in members if found.model.baseline), {})
-            if "acc_mean" in dense:
-                row = {"model": base, "config": "dense", "ratio": 0.0, "kept": 1.0}
-                rows.append(row | plain_values(dense, *_SIZE_VALUES))
-            for found in sorted(members, key=lambda found: found.model.ratio):
-                values = plain_values(found.best, *_SIZE_VALUES)
-                kept = 1 - found.best["removed_fraction"]
-                if values["params_count"] and dense.get("params_count"):
-                    kept = values["params_count"] / dense["params_count"]
-                row = {"model": base, "config": found.best["name"], "ratio": found.model.ratio, "kept": kept}
-                draws = found.draws.get(found.best.name, found.best.to_frame().T)["acc_mean"]
-                rows.append(row | values | {"acc_lowest": draws.min(), "acc_highest": draws.max()})
-        return pd.DataFrame(rows) if rows else None
+    @cached_property
+    def smallest(self) -> Mapping[str, ModelFindings]:
+        """By rule "smallest" the one of each of `series` whose best has the fewest parameters; none where nothing is within."""
+        able = {name: [one for one in members[::-1] if one.chosen["smallest"]] for name, members in self.series.items()}
+        size = {one.model.label: plain_value(one.best["params_count"]) or math.inf for one in self.models.values()}
+        return {name: min(members, key=lambda one: size[one.model.label]) for name, members in able.items() if members}
 
 
-def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
-    """The findings of `study`, the best of each model chosen by `rule` (one of RULES).
+def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WITHIN) -> Findings:
+    """The findings of `study`, the best of each model chosen by `rule` (one of RULES); `within` is of rule "smallest".
 
     `seed` is of the bootstrap and of the folds; each model has its own stream, whatever other models there are. UserError
     for an unknown rule, for a rule that a model's rows cannot decide, and for items that contradict their trial's record.
@@ -337,18 +331,18 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
         scores, message = paired_scores(eligible, items)
         accuracies, stderrs = (eligible[name].to_numpy(dtype=np.float64) for name in ("acc_mean", "acc_mean_stderr"))
         generator = np.random.default_rng(seed_for(seed, f"bootstrap of {label}"))
-        comparison = compare(
-            accuracies, stderrs, scores, generator, between=between, shares=eligible["draw_share"].to_numpy()
-        )
+        shares = eligible["draw_share"].to_numpy()
+        comparison = compare(accuracies, stderrs, scores, generator, between=between, shares=shares)
         eligible = draws.with_draw_errors(eligible, variances).assign(
             gradient_pass_s=gradient_pass_s(eligible, model, study.costs),
             difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
             difference_stderr_points=100 * comparison.stderr(slice(0, 1))[0],
             p_value=comparison.p_value,
             in_confidence_set=comparison.in_confidence_set,
+            margin_points=100 * (eligible["acc_mean"] - model.baseline.get("acc_mean", math.nan)) + within,
         )
         chosen = {name: choose(eligible) for name, choose in RULES.items()}
-        if not chosen[rule]:
+        if not chosen[rule] and rule != "smallest":  # which decides over all ratios
             raise UserError(
                 f"selection rule {rule!r} needs {NEEDS[rule]}, which no complete trial of {label} has; use --rule accuracy"
             )
@@ -356,4 +350,11 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0) -> Findings:
             *(model, rule, eligible, trials, several, interactions, variances),
             *(comparison, scores, message, chosen, seed, items),
         )
-    return Findings(study, rule, models, tuple(label for label in study.models if label not in models), items)
+    without = tuple(label for label in study.models if label not in models)
+    findings = Findings(study, rule, within, models, without, items)
+    for label, members in findings.series.items():
+        if rule == "smallest" and label not in findings.smallest:
+            nearest = max(members, key=lambda found: found.best["acc_mean"])
+            what = f"{nearest.best['name']} with {100 * nearest.model.ratio:g}% removed"
+            raise UserError(none_within(label, within, what, nearest.against_dense))
+    return findings

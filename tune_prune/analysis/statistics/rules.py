@@ -1,7 +1,8 @@
 """Selection rules: which configuration is chosen, from the rows that are eligible.
 
 Rows are `ModelFindings.eligible`, the most accurate first, with the columns name, acc_mean, ppl, tokens (seq_len x samples),
-difference_points and difference_stderr_points (own minus the most accurate's), gradient_pass_s (NaN where not measured).
+difference_points and difference_stderr_points (own minus the most accurate's), gradient_pass_s (NaN where not measured),
+margin_points (of accuracy, above what is still within --within points of the dense model; NaN where that is unknown).
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.measures import GOLD, TEXTS
+from tune_prune.analysis.statistics.differences import Difference
+from tune_prune.core.values.measures import MEASURES
 
-# Of rules that take the highest score: the columns whose mean it is, and the sign with which more of it is better
-SCORES = {"accuracy": (1, ("acc_mean",)), "gold_logprob": (1, (GOLD,)), "kl": (-1, TEXTS)}
+WITHIN = 2.0  # points below the dense model's accuracy that rule "smallest" allows if it is not told otherwise
 _SAME_SIZE = 0.001  # relative; plans of one budget differ by a channel or two, which is no smaller model
+_ROUNDING = 1e-9  # points
 
 
 def accuracy(rows: pd.DataFrame) -> list[str]:
@@ -23,8 +25,7 @@ def accuracy(rows: pd.DataFrame) -> list[str]:
 
 def perplexity(rows: pd.DataFrame) -> list[str]:
     """The lowest finite perplexity; of equal ones the more accurate. Empty if none is known."""
-    finite = rows[np.isfinite(_numbers(rows["ppl"]))]
-    return finite.sort_values("ppl", kind="stable")["name"].head(1).tolist()
+    return _highest(rows, score(rows, "perplexity"))
 
 
 def gold_logprob(rows: pd.DataFrame) -> list[str]:
@@ -39,15 +40,15 @@ def kl(rows: pd.DataFrame) -> list[str]:
 
 
 def score_columns(rows: pd.DataFrame, rule: str) -> list[str]:
-    """The columns of SCORES of a rule, as far as any row has them."""
-    return [name for name in SCORES[rule][1] if name in rows and rows[name].notna().any()]
+    """The columns of MEASURES of a rule, as far as any row has them."""
+    return [name for name in MEASURES[rule][1] if name in rows and rows[name].notna().any()]
 
 
 def score(rows: pd.DataFrame, rule: str) -> np.ndarray:
-    """What a rule of SCORES takes the highest of; NaN where that is unknown or infinite."""
+    """What a rule of MEASURES takes the highest of; NaN where that is unknown or infinite."""
     columns = score_columns(rows, rule)
     values = [_numbers(rows[name]) for name in columns] or [np.full(len(rows), np.nan)]
-    found = SCORES[rule][0] * np.mean(values, axis=0)
+    found = MEASURES[rule][0] * np.mean(values, axis=0)
     return np.where(np.isfinite(found), found, np.nan)
 
 
@@ -99,6 +100,25 @@ def pareto(rows: pd.DataFrame) -> list[str]:
     return kept
 
 
+def smallest(rows: pd.DataFrame) -> list[str]:
+    """The fewest parameters of those whose accuracy, as measured, is within --within points of the dense model's; of the same size
+    (0.1%) the more accurate. Empty where none is, and where the dense model's is unknown."""
+    within = rows[_numbers(rows["margin_points"]) >= -_ROUNDING]
+    size = np.nan_to_num(_numbers(within["params_count"]), nan=np.inf)
+    return within[size <= (1 + _SAME_SIZE) * size.min(initial=np.inf)]["name"].head(1).tolist()
+
+
+def none_within(model: str, within: float, nearest: str, gap: Difference | None) -> str:
+    """Why rule "smallest" chooses nothing; `gap`: of the nearest to the dense model, None where that one's accuracy is unknown."""
+    if gap is None:
+        return f"--rule smallest needs the dense model's accuracy, which is not known of {model}; give --baseline {model}=ACCURACY"
+    points = f"{gap.points:.2f}" + (f" ± {gap.stderr_points:.2f}" if np.isfinite(gap.stderr_points) else "") + " points"
+    return (
+        f"no configuration of {model} is within {within:g} points of the dense model: the nearest, {nearest}, differs by {points}; "
+        "give a larger --within, or search smaller pruning ratios"
+    )
+
+
 def _numbers(values: pd.Series) -> np.ndarray:
     return values.to_numpy(dtype=np.float64, na_value=np.nan)
 
@@ -111,10 +131,12 @@ RULES = {
     "kl": kl,
     "one-standard-error": one_standard_error,
     "pareto": pareto,
+    "smallest": smallest,
 }
 # What a rule needs that may not have been measured.
 NEEDS = {
     "perplexity": "a finite ppl",
     "gold_logprob": "log-probabilities of right choices",
     "kl": "a finite KL to the dense model",
+    "smallest": "an accuracy within --within points of the dense model's",
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from tune_prune.analysis.render.latex import document, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.tables import configurations, hyperparameters, measure_tables, recovery, trial_tables
+from tune_prune.analysis.tables import configurations, hyperparameters, measure_tables, recovery, sizes, trial_tables
 from tune_prune.analysis.tables.table import Table
 from tune_prune.core.store import FolderStore
 
@@ -16,7 +16,8 @@ def all_tables(findings: Findings) -> dict[str, Table]:
     """All tables that these findings have rows for, by their keys; those of the appendix last."""
     made = [
         configurations.best_configurations(findings),
-        configurations.accuracy_by_size(findings),
+        sizes.smallest(findings),
+        sizes.accuracy_by_size(findings),
         recovery.recovery(findings),
         configurations.selection_rules(findings),
         trial_tables.draws(findings),

@@ -91,7 +91,7 @@ def best_configurations(findings: Findings) -> Table:
         Column("share_of_runs", "Tied", hint="others that are statistically tied with the most accurate (95%)"),
     ]
     notes = [
-        Message("note_chosen", {"rule": findings.rule, "meaning": Message(f"rule_{findings.rule}")}),
+        Message("note_chosen", {"rule": findings.rule, "meaning": findings.meaning(findings.rule)}),
         *accuracy_notes(findings),
     ]
     if any(found.cross_fit for found in findings.models.values()):
@@ -107,18 +107,6 @@ def best_configurations(findings: Findings) -> Table:
     return Table("optimal_configurations", title, columns, rows, notes)
 
 
-def accuracy_by_size(findings: Findings) -> Table | None:
-    """The dense model and the best configuration of each pruning ratio, of models with two ratios or more."""
-    if findings.sizes is None:
-        return None
-    columns = [
-        *(MODEL, Column("ratio", "Pruning ratio", "number"), CONFIG, Column("kept", "Parameters kept", "percent")),
-        *(PARAMETERS, ACCURACY, PERPLEXITY),
-    ]
-    notes = [*accuracy_notes(findings), Message("note_sizes")]
-    return Table("accuracy_by_size", "Accuracy against size", columns, findings.sizes.to_dict("records"), notes)
-
-
 def selection_rules(findings: Findings) -> Table:
     """What each rule chooses."""
     rows = []
@@ -132,7 +120,7 @@ def selection_rules(findings: Findings) -> Table:
         *(MARKED_ACCURACY, PERPLEXITY, TOKENS, PARAMETERS),
     ]
     rules = dict.fromkeys(rule for found in findings.models.values() for rule in found.chosen)
-    notes = [Message("note_rule", {"rule": rule, "meaning": Message(f"rule_{rule}")}) for rule in rules]
+    notes = [Message("note_rule", {"rule": rule, "meaning": findings.meaning(rule)}) for rule in rules]
     title = "Configurations chosen by each rule"
     return Table("selection_rules", title, columns, rows, notes, best="best_tied")
 

@@ -1,0 +1,22 @@
+"""What trials can be compared by: by name the metrics whose mean counts, and the sign with which more of it is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+MEASURES = {
+    "accuracy": (1, ("acc_mean",)),
+    "perplexity": (-1, ("ppl",)),
+    "gold_logprob": (1, ("gold_logprob_mean",)),
+    "kl": (-1, ("kl_text", "kl_tasks")),
+}
+
+
+def measured(metrics: Mapping[str, float], measure: str) -> float:
+    """One of MEASURES of a trial, more is better: the mean of those of its metrics that are known; NaN where none is, or one is
+    infinite."""
+    sign, names = MEASURES[measure]
+    values = [metrics[name] for name in names if name in metrics]
+    found = sign * sum(values) / len(values) if values else math.nan
+    return found if math.isfinite(found) else math.nan
