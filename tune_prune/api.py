@@ -108,6 +108,7 @@ def search(
     *,
     search: str | None = None,
     num_trials: int | None = None,
+    objective: str = "accuracy",
     pruning_ratio: float | None = None,
     shape: str | None = None,
     align: int | None = None,
@@ -144,6 +145,8 @@ def search(
                     YAML file
     search          grid (all) or optuna (its TPE picks); None: as the space says
     num_trials      trials of optuna, per model, pruning ratio and recovery; None: as the space says, else 20
+    objective       what optuna looks for, and what the best is chosen by: accuracy, perplexity, gold_logprob (log-probability of
+                    right choices) or kl (to the dense model)
     pruning_ratio   fraction of ALL parameters to remove, above 0 and below 1; None: as the space says, else 0.2
     shape, align    widths of the pruned layers, as for `Model.prune`; None: as the space says, else free
     revision, calibration, data_dir, trust_tasks, seed, dtype, perplexity_window, perplexity_tokens    as for `open`; the seed is

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.command import why_nothing, write_analysis
@@ -19,6 +20,7 @@ from tune_prune.analysis.input.reading import read_study, study_of_search
 from tune_prune.analysis.input.study import Study
 from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.findings import Findings, find
+from tune_prune.analysis.statistics.rules import score
 from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import TrustingRun
@@ -112,7 +114,15 @@ class Results:
 def load(folder: Location) -> Results:
     """Of an experiment, or of a folder of results files. Raises UserError."""
     study = read_study([folder], [])
-    return Results(folder, find(study), next(iter(study.costs.values()), {}))
+    objectives = {(about.get("settings") or {}).get("objective", "accuracy") for about in study.experiments.values()}
+    rule = _rule(study, objectives.pop()) if len(objectives) == 1 else "accuracy"
+    return Results(folder, find(study, rule), next(iter(study.costs.values()), {}))
+
+
+def _rule(study: Study, objective: str) -> str:
+    """By which the best is chosen: the objective, or accuracy where a model has no trial of which that is known."""
+    rows = [model.rows[model.rows["success"]] for model in study.models.values()]
+    return objective if all(np.isfinite(score(own, objective)).any() for own in rows if len(own)) else "accuracy"
 
 
 def run(
@@ -157,6 +167,7 @@ def _run(
         search="optuna" if plan.space.search == "optuna" else "grid",
         num_trials=plan.space.num_trials,
         seed=settings.seed,
+        objective=settings.objective,
         scheduler=settings.scheduler,
         inline=settings.inline,
         address=settings.address,
@@ -174,7 +185,8 @@ def _run(
     else:
         _run_by_decisions(plan, store, jobs, options, models)
     records, baselines = ledger.records(), read_baselines(store)
-    findings = find(study_of_search(folder, {"models": models}, baselines, records))
+    measured = study_of_search(folder, {"models": models}, baselines, records)
+    findings = find(measured, _rule(measured, settings.objective))
     write_views(store, records, findings, lambda name: _warned(store, name))
     cost = {}
     with _warned(store, COST):

@@ -161,7 +161,8 @@ def _run(
     best = results.best.reset_index().to_dict("records")
     log.event("end", trials=statuses, best=best, seconds=time.monotonic() - started, folder=str(plan.experiment_dir))
     print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
-    for name, next_command in next_commands(str(folder), [] if args.save_best else list(results.best.index)):
+    labels = [] if args.save_best else list(results.best.index)
+    for name, next_command in next_commands(str(folder), labels, results.findings.rule):
         print(f"{name:<12} {shlex.join(next_command)}")
     if len(failed):
         classes = failure_counts(failed["failure"])
@@ -177,12 +178,13 @@ def _log_plan(log: JsonLog, plan: Plan) -> None:
     log.event("plan", **about, predicted_seconds=seconds, predicted_gpu_hours=hours)
 
 
-def next_commands(folder: str, labels: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """What can be done with a finished search, by name; `labels`: the models whose best configuration can be saved."""
+def next_commands(folder: str, labels: Sequence[str], rule: str = "accuracy") -> list[tuple[str, list[str]]]:
+    """What can be done with a finished search, by name; `labels`: the models whose best configuration can be saved; `rule`: by
+    which it was chosen."""
     python = ["python", "-m"]
     commands = [
         ("view curves", ["tensorboard", "--logdir", f"{folder}/tensorboard"]),
-        ("report", [*python, "tune_prune.analysis", folder]),
+        ("report", [*python, "tune_prune.analysis", folder, *([] if rule == "accuracy" else ["--rule", rule])]),
     ]
     for label in labels:
         which = ["--model", label] if len(labels) > 1 else []

@@ -40,6 +40,7 @@ WRONG_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "unknown space": ([*TINY, "--search-space", "papergrid"], ["'papergrid'", "did you mean 'paper_grid'?"]),
     "unknown search": ([*TINY, "--search", "random"], ["--search", "'random'", "optuna"]),
     "trials of a grid": ([*TINY, "--num-trials", "3"], ["--num-trials 3", "all 6", "--search optuna"]),
+    "objective of a grid": ([*TINY, "--objective", "kl"], ["--objective kl", "all 6", "analysis --rule kl"]),
     "no trials": ([*TINY, "--search", "optuna", "--num-trials", "0"], ["--num-trials", "'0'", "from 1"]),
     "too many trials": ([*TINY, "--search", "optuna", "--num-trials", "7"], ["7", "only 6", "at most 6"]),
     "ratio 0": ([*TINY, "--pruning-ratio", "0"], ["--pruning-ratio", "'0'", "above 0 and below 1"]),

@@ -340,6 +340,26 @@ def test_the_ledger_as_optuna_studies(experiment: Path, tmp_path: Path, capsys: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["simulated", "study.db"]
 
 
+@pytest.mark.parametrize(("objective", "metric"), [("perplexity", "ppl"), ("kl", "kl")])
+def test_the_study_of_a_search_with_another_objective(
+    experiment: Path, tmp_path: Path, objective: str, metric: str
+) -> None:
+    ledger = Ledger(FolderStore(experiment))
+    for record in ledger.records():
+        if record.status == "complete":
+            kl = {"kl_text": 2.0, "kl_tasks": record.metrics["acc_mean"]}
+            ledger.seal(replace(record, metrics=record.metrics | kl))
+    about = json.loads((experiment / EXPERIMENT).read_text())
+    (experiment / EXPERIMENT).write_text(json.dumps(about | {"settings": {"objective": objective}}))
+    assert analysis.main([str(experiment), "--export-study", str(tmp_path / "study.db")]) == 0
+    study = optuna.load_study(study_name="alpha", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    assert (study.direction.name, study.metric_names) == ("MINIMIZE", [metric])
+    records = [r for r in ledger.records() if r.model == "alpha" and r.status == "complete"]
+    values = {r.key: r.metrics["ppl"] if metric == "ppl" else (2 + r.metrics["acc_mean"]) / 2 for r in records}
+    found = {trial.user_attrs["key"]: trial.value for trial in study.trials if trial.value is not None}
+    assert found == pytest.approx(values)
+
+
 def test_a_stopped_trial_is_pruned_where_it_was(experiment: Path, tmp_path: Path) -> None:
     ledger = Ledger(FolderStore(experiment))
     stopped = next(record for record in ledger.records() if record.status == "stopped_early")

@@ -70,6 +70,40 @@ def test_it_learns():
     assert sum(gains) / 7 / 5 > 0.02
 
 
+@pytest.mark.parametrize("objective", ["accuracy", "perplexity", "gold_logprob", "kl"])
+def test_it_looks_for_its_objective(objective):
+    """By each measure another trial is the best, of those that are told and of those that the ledger has."""
+    specs = specs_of("m")[:9]
+
+    def metrics_of(spec) -> dict[str, float]:
+        place = specs.index(spec)
+        worse = {name: float((place - best) % 9) for best, name in enumerate(("acc", "ppl", "gold", "kl"))}
+        kl = {"kl_text": worse["kl"], "kl_tasks": 1 + worse["kl"]}
+        return {"acc_mean": 1 - worse["acc"] / 10, "ppl": 5 + worse["ppl"], "gold_logprob_mean": -worse["gold"], **kl}
+
+    first = ("accuracy", "perplexity", "gold_logprob", "kl").index(objective)
+    told = OptunaSearcher(specs, num_trials=9, seed=0, objective=objective)
+    while (spec := told.ask()) is not None:
+        told.tell(spec, stage_message(spec.key, status="complete", metrics=metrics_of(spec), items_scored=20))
+    known = [replace(record_of(spec, "complete"), metrics=metrics_of(spec)) for spec in specs]
+    read = OptunaSearcher(specs, num_trials=9, seed=0, known=known, objective=objective)
+    for searcher in (told, read):
+        best = searcher._studies["m"]._study.best_trial
+        levels = {"seq_len": (16, 64, 256), "num_samples": (8, 16, 64)}
+        config = {name: values[best.params[name]] for name, values in levels.items()}
+        assert config == {name: getattr(specs[first].config, name) for name in levels}
+
+
+def test_what_was_stopped_is_known_by_the_objective():
+    spec = specs_of("m")[0]
+    searcher = OptunaSearcher([spec], num_trials=1, seed=0, objective="kl")
+    searcher.ask()
+    metrics = {"acc_mean": 0.4, "kl_text": 2.0, "kl_tasks": 4.0}
+    searcher.tell(spec, stage_message(spec.key, metrics=metrics, items_scored=10))
+    (trial,) = searcher._studies["m"]._study.trials
+    assert (trial.state, trial.intermediate_values) == (TrialState.PRUNED, {10: -3.0})
+
+
 def test_each_model_and_ratio_has_its_own_trials_one_group_after_the_other():
     small = [
         replace(spec, config=replace(spec.config, pruning_ratio=0.3), key=f"s{spec.key}") for spec in specs_of("a")

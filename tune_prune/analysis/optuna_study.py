@@ -1,8 +1,9 @@
 """The trials of a study as Optuna studies in an SQLite file: `analysis FOLDER --export-study study.db`.
 
-One Optuna study per model (and pruning ratio), which maximises acc_mean. Complete trials have it as their value; those that were
-stopped early are pruned, with what they had reached; failed ones are failed. Everything else that is known of a trial is among its
-user attributes: ppl, the accuracy of every task, standard errors, sizes, where it ran, why it failed.
+One Optuna study per model (and pruning ratio), which maximises acc_mean or, of a search with another --objective, that. Complete
+trials have it as their value; those that were stopped early are pruned, with what they had reached; failed ones are failed.
+Everything else that is known of a trial is among its user attributes: ppl, the accuracy of every task, standard errors, sizes,
+where it ran, why it failed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tune_prune.core.store import location, open_store
 from tune_prune.core.terminal import progress
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.kinds import Whole
+from tune_prune.core.values.measures import MEASURES, measured
 
 if TYPE_CHECKING:
     import optuna
@@ -75,7 +77,9 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         storage = optuna.storages.RDBStorage("sqlite:///:memory:")  # in a file every trial would wait for the disk
-        counts = {label: _write(storage, label, model) for label, model in study.models.items()}
+        counts = {
+            label: _write(storage, label, model, _objective(study, model)) for label, model in study.models.items()
+        }
         with closing(sqlite3.connect(temporary)) as file, storage.engine.connect() as connection:
             connection.connection.driver_connection.backup(file)  # type: ignore[union-attr]
         storage.engine.dispose()
@@ -89,18 +93,29 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
     return f"{studies}\nwrote        {path}\nview         optuna-dashboard sqlite:///{path}"
 
 
-def _write(storage: optuna.storages.RDBStorage, label: str, model: Model) -> int:
+def _objective(study: Study, model: Model) -> str:
+    """What the searches of its trials looked for, if that is one thing; else accuracy."""
+    settings = [study.experiments.get(origin, {}).get("settings") or {} for origin in model.origins]
+    found = {own.get("objective", "accuracy") for own in settings}
+    return found.pop() if len(found) == 1 else "accuracy"
+
+
+def _write(storage: optuna.storages.RDBStorage, label: str, model: Model, objective: str) -> int:
     import optuna
 
-    study = optuna.create_study(storage=storage, study_name=label, direction="maximize")
+    sign, columns = MEASURES[objective]
+    direction = optuna.study.StudyDirection.MAXIMIZE if sign > 0 else optuna.study.StudyDirection.MINIMIZE
+    study = optuna.create_study(storage=storage, study_name=label, direction=direction)
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
-        study.set_metric_names(["acc_mean"])  # or optuna-dashboard calls it Objective 0
+        study.set_metric_names(
+            [columns[0] if len(columns) == 1 else objective]
+        )  # or optuna-dashboard calls it Objective 0
     study.set_user_attr("dense", {name: _json(value) for name, value in model.baseline.items()})
     study.set_user_attr("origins", [str(origin) for origin in model.origins])
     distributions = _distributions(model.rows)
     rows = model.rows.to_dict("records")
     for row in progress.over(rows, f"study {label}", "trials"):
-        study.add_trial(_trial(row, distributions))
+        study.add_trial(_trial(row, distributions, objective))
     return len(rows)
 
 
@@ -123,14 +138,16 @@ def _distributions(rows: pd.DataFrame) -> dict[str, BaseDistribution]:
     return found
 
 
-def _trial(row: Mapping[Any, Any], distributions: Mapping[str, BaseDistribution]) -> optuna.trial.FrozenTrial:
+def _trial(
+    row: Mapping[Any, Any], distributions: Mapping[str, BaseDistribution], objective: str
+) -> optuna.trial.FrozenTrial:
     import optuna
     from optuna.trial import TrialState
 
     values = {str(name): plain_value(value) for name, value in row.items()}
     params = {name: values[name] for name in distributions if values[name] is not None}
-    accuracy = values["acc_mean"]
-    known = accuracy is not None and math.isfinite(accuracy)
+    value = MEASURES[objective][0] * measured({k: v for k, v in values.items() if v is not None}, objective)
+    known = math.isfinite(value)
     stopped = values["status"] == "stopped_early"
     known_values = {k: _json(v) for k, v in values.items() if v not in (None, "") and k not in _NOT_ATTRIBUTES}
     own = {*_ATTRIBUTES, *(f"acc_{task}" for task in tasks_of(values))}
@@ -139,11 +156,11 @@ def _trial(row: Mapping[Any, Any], distributions: Mapping[str, BaseDistribution]
     complete = values["success"] and known
     trial = optuna.trial.create_trial(
         state=TrialState.COMPLETE if complete else TrialState.PRUNED if stopped else TrialState.FAIL,
-        value=accuracy if complete else None,
+        value=value if complete else None,
         params=params,
         distributions={name: distributions[name] for name in params},
         user_attrs=attributes,
-        intermediate_values={_items_scored(values): accuracy} if stopped and known else {},
+        intermediate_values={_items_scored(values): value} if stopped and known else {},
     )
     if started := values["started_at"]:
         trial.datetime_start = datetime.fromisoformat(started).astimezone().replace(tzinfo=None)  # Optuna's are local

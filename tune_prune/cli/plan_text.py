@@ -111,7 +111,10 @@ def _search(plan: Plan) -> str:
     if space.search == "optuna":
         of = [name for name in ("pruning_ratio", "recovery") if len(space.values[name]) > 1]
         each = " and ".join(["a model", *(HYPERPARAMETERS[name].label.lower() for name in of)])
-        return f"optuna (TPE) on {space.name}: {space.num_trials} of {max(plan.group_sizes)} configurations {each}"
+        goal = "" if plan.objective == "accuracy" else f", by {plan.objective}"
+        return (
+            f"optuna (TPE) on {space.name}: {space.num_trials} of {max(plan.group_sizes)} configurations {each}{goal}"
+        )
     product = prod(len(values) for values in space.values.values())
     found = str(points) if product == points else f"{product} points, {points} distinct"
     return f"grid over {space.name}: {' x '.join(lists)} = {found} configurations a model"

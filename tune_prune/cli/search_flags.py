@@ -10,6 +10,7 @@ from tune_prune.cli import flags
 from tune_prune.core.errors import did_you_mean
 from tune_prune.core.terminal.parser import Parser
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.values.measures import MEASURES
 
 if TYPE_CHECKING:
     from tune_prune.planning.plan import SearchSettings
@@ -50,6 +51,13 @@ def parser() -> Parser:
         type=flags.whole_number(1, 10**9),
         metavar="N",
         help="trials of optuna, per model, pruning ratio and recovery (default: as the space says, else 20)",
+    )
+    what.add_argument(
+        "--objective",
+        choices=tuple(MEASURES),
+        default="accuracy",
+        help="what optuna looks for, and what the best is chosen by at the end: accuracy; perplexity; the log-probability of right "
+        "choices; KL to the dense model, mean of both texts (default: %(default)s)",
     )
     flags.add_hyperparameter_flags(what, ["pruning_ratio"], "as the space says, else 0.2")
     flags.add_hyperparameter_flags(what, ["shape"], "as the space says, else free")
@@ -223,6 +231,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         search_space=args.search_space,
         search=args.search,
         num_trials=args.num_trials,
+        objective=args.objective,
         pruning_ratio=args.pruning_ratio,
         shape=args.shape,
         align=args.align,

@@ -63,11 +63,13 @@ def experiment_dir(storage: Location, name: str | None, default_name: str) -> Lo
     return folder
 
 
-def check_same_identity(store: Store, identities: Mapping[str, Mapping[str, Any]]) -> list[TrialRecord]:
+def check_same_identity(
+    store: Store, identities: Mapping[str, Mapping[str, Any]], objective: str | None = None
+) -> list[TrialRecord]:
     """Refuse to add trials of another identity to an experiment that has results, and say what differs; and to go on where a result
     is damaged or is not of the experiment. Gives the records of its trials.
 
-    `identities` is ModelPlan.identity() by label.
+    `identities` is ModelPlan.identity() by label, `objective` that of Plan.
     """
     records, baselines = Ledger(store).records(), read_baselines(store)
     if store.get(BASELINES) is None and not records:
@@ -81,6 +83,9 @@ def check_same_identity(store: Store, identities: Mapping[str, Mapping[str, Any]
             kept = old.get("texts", {})
             texts = {name: kept.get(name, data) for name, data in new.get("texts", {}).items()}
             changes += [f"{label}: {change}" for change in _changes(_flat(old | {"texts": texts}), _flat(new))]
+    if objective is not None and about.get("search") == "optuna":
+        before = (about.get("settings") or {}).get("objective", "accuracy")  # from before there were others
+        changes += [f"objective was {before}, is {objective}"] if before != objective else []
     if changes:
         raise UserError(
             f"experiment {store.folder} was made with other settings ({'; '.join(changes)}); use them again, or start another "
@@ -146,7 +151,7 @@ def _models(store: Store, about: Mapping[str, Any]) -> dict[str, Any]:
 def write(store: Store, plan: Plan, command: list[str]) -> dict[str, Any]:
     """experiment.json: what the experiment is, for people and for the analysis. Models of earlier starts are kept; gives all of
     them, by label. Hold `store.lock()`: another search may have started since the plan was made."""
-    check_same_identity(store, {model.run.label: model.identity() for model in plan.models})
+    check_same_identity(store, {model.run.label: model.identity() for model in plan.models}, plan.objective)
     about = read_about(store) or {"models": {}}
     if not is_sealed(about):
         _seal(store)

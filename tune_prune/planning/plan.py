@@ -28,6 +28,7 @@ class SearchSettings:
     search_space: str = "paper_grid"  # a name of search_spaces/ or a YAML file
     search: str | None = None  # grid or optuna; None: as the search space says
     num_trials: int | None = None  # per model, pruning ratio and recovery, optuna only
+    objective: Literal["accuracy", "perplexity", "gold_logprob", "kl"] = "accuracy"  # what optuna looks for
     pruning_ratio: float | None = None  # None: the search space's, else 0.2
     shape: str | None = None  # free, aligned, aligned-N or uniform; None: the search space's, else free
     align: int | None = None  # N of the aligned shape; None: as suits the model
@@ -119,6 +120,11 @@ class Plan:
         default_factory=dict
     )  # by kind of GPU and label; of several kinds
     gpu_free: Mapping[str, int] = field(default_factory=dict)  # bytes by kind of GPU, of that with least to use
+
+    @property
+    def objective(self) -> str | None:
+        """What the search looks for; None: it tries all."""
+        return self.settings.objective if self.space.search == "optuna" else None
 
     @property
     def trials_per_model(self) -> int:

@@ -81,7 +81,9 @@ def make_plan(settings: SearchSettings) -> Plan:
                 memory_bounds.check(trial_bytes, slots, told, resources)
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         results = open_store(folder)
-        records = experiment.check_same_identity(results, {model.run.label: model.identity() for model in models})
+        identities = {model.run.label: model.identity() for model in models}
+        objective = settings.objective if space.search == "optuna" else None
+        records = experiment.check_same_identity(results, identities, objective)
         if told:
             _check_reach(told, folder.parent, models)
         finished = {record.key for record in records if record.status != "failed"}

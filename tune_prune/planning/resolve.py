@@ -57,6 +57,11 @@ def space(settings: SearchSettings) -> SearchSpace:
         )
     values["shape"] = aligned(values["shape"], settings.align)
     loaded = replace(loaded, search=settings.search or loaded.search, values=values)
+    if loaded.search == "grid" and settings.objective != "accuracy":
+        raise UserError(
+            f"--objective {settings.objective} is for --search optuna, but a grid runs all {loaded.size} configurations; leave it "
+            f"out, and choose among them with analysis --rule {settings.objective}"
+        )
     if settings.draws is None and len(values["seed"]) > 1:
         _check_several_seeds(settings, loaded)
     return replace(loaded, num_trials=_num_trials(settings, loaded))

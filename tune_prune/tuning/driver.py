@@ -55,6 +55,7 @@ class TuneOptions:
         None  # per model, pruning ratio and recovery, for optuna, counting those in the ledger; None: the whole space
     )
     seed: int = 0  # of the sampler
+    objective: str = "accuracy"  # what it looks for: one of core.values.measures.MEASURES
     only: frozenset[str] | None = None  # keys of the jobs that are run now; None: all
     goes_on: bool = False  # with other jobs after these: the search has not ended with them
     scheduler: Literal["none", "asha", "race", "race-gold"] = "none"
@@ -204,7 +205,8 @@ def _pending(
     pending = [spec for spec in specs if spec.key not in finished]
     if options.search == "grid":
         return None, pending
-    searcher = OptunaSearcher(specs, options.num_trials or len(specs), options.seed, recorded)
+    num_trials = options.num_trials or len(specs)
+    searcher = OptunaSearcher(specs, num_trials, options.seed, recorded, options.objective)
     return searcher, pending if searcher.remaining else []
 
 

@@ -21,23 +21,28 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.values.measures import measured
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.worker import TrialSpec, labels_of_groups
 
-METRIC = "acc_mean"
 STARTUP_TRIALS = 5  # random points before TPE models anything; Optuna's 10 would be most of a 27-point space
 
 
 class OptunaSearcher:
-    """Proposes trials of `specs`, at most `num_trials` per model, pruning ratio and recovery, maximising acc_mean; one
-    of these groups after the other.
+    """Proposes trials of `specs`, at most `num_trials` per model, pruning ratio and recovery, towards the best `objective` (one of
+    MEASURES); one of these groups after the other.
 
     `known` are the ledger's records. Complete and early-stopped ones count as trials; failed ones are proposed first,
     as they are to run again. Proposals depend on `seed`, `specs`, `known` and the order of results only.
     """
 
     def __init__(
-        self, specs: Sequence[TrialSpec], num_trials: int, seed: int, known: Iterable[TrialRecord] = ()
+        self,
+        specs: Sequence[TrialSpec],
+        num_trials: int,
+        seed: int,
+        known: Iterable[TrialRecord] = (),
+        objective: str = "accuracy",
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         known = list(known)
@@ -47,7 +52,7 @@ class OptunaSearcher:
         self._studies: dict[str, _Study] = {}  # by group's label
         for label in dict.fromkeys(labels.values()):
             members = [spec for spec in specs if labels[spec.key] == label]
-            self._studies[label] = _Study(members, num_trials, seed_for(seed, f"optuna {label}"), known)
+            self._studies[label] = _Study(members, num_trials, seed_for(seed, f"optuna {label}"), known, objective)
 
     @property
     def remaining(self) -> int:
@@ -62,7 +67,7 @@ class OptunaSearcher:
         return None
 
     def report(self, spec: TrialSpec, message: TrialMessage) -> None:
-        """The accuracy that a trial has reached so far."""
+        """What a trial has reached so far."""
         self._studies[self._groups[spec.key]].report(spec.key, message)
 
     def tell(self, spec: TrialSpec, last: TrialMessage | None, error: bool = False) -> None:
@@ -73,7 +78,10 @@ class OptunaSearcher:
 class _Study:
     """The configurations of one model at one ratio, which of them were tried, and the Optuna study that proposes the next."""
 
-    def __init__(self, specs: Sequence[TrialSpec], num_trials: int, seed: int, known: Iterable[TrialRecord]) -> None:
+    def __init__(
+        self, specs: Sequence[TrialSpec], num_trials: int, seed: int, known: Iterable[TrialRecord], objective: str
+    ) -> None:
+        self._objective = objective
         self._keys = {spec.config: spec.key for spec in specs}
         self._unseen = sorted(self._keys)
         self._levels = _levels(self._keys)
@@ -111,21 +119,27 @@ class _Study:
         return self._keys[config]
 
     def report(self, key: str, message: TrialMessage | None) -> None:
-        if message is not None and message.stage is not None and message.accuracy is not None:
-            self._live[key].report(message.accuracy, message.stage.items_scored)
+        value = self._value(message)
+        if message is not None and message.stage is not None and message.accuracy is not None and value is not None:
+            self._live[key].report(value, message.stage.items_scored)
 
     def tell(self, key: str, message: TrialMessage | None, error: bool) -> None:
         """Complete, failed or stopped by the scheduler: PRUNED keeps TPE from taking a partial value for a final one."""
         status = "failed" if error or message is None else message.status
         if status == "running":
             self.report(key, message)
-        trial, value = self._live.pop(key), None if message is None else message.accuracy
+        trial, value = self._live.pop(key), self._value(message)
         if status == "running":
             self._study.tell(trial, state=TrialState.PRUNED)
         elif status == "complete" and value is not None:
             self._study.tell(trial, value)
         else:
             self._study.tell(trial, state=TrialState.FAIL)
+
+    def _value(self, message: TrialMessage | None) -> float | None:
+        """What Optuna maximises, of what is known of a trial; None where that is not there, or not finite."""
+        value = math.nan if message is None else measured(message.progress.metrics, self._objective)
+        return None if math.isnan(value) else value
 
     def _distributions(self) -> dict[str, BaseDistribution]:
         """Numbers by their rank, so that 64 lies between 32 and 128 whatever the spacing; methods and shapes have no order."""
@@ -146,7 +160,7 @@ class _Study:
         }
 
     def _finished_trial(self, config: PruningConfig, record: TrialRecord) -> optuna.trial.FrozenTrial:
-        value = record.metrics.get(METRIC, math.nan)
+        value = measured(record.metrics, self._objective)
         steps = [stage["items_scored"] for stage in record.stages if stage.get("items_scored")]
         complete = record.status == "complete" and math.isfinite(value)
         stopped = record.status == "stopped_early" and math.isfinite(value)

@@ -1,0 +1,47 @@
+"""`search --search optuna --objective`: a real search by another measure than accuracy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tune_prune
+from tests.search_folders import TINY
+from tune_prune import search
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.store import FolderStore
+from tune_prune.core.values.measures import MEASURES, measured
+
+
+def test_a_search_by_kl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(
+        "search: optuna\nnum_trials: 3\nmethod: [magnitude, taylor, wanda_sp]\nseq_len: 16\nnum_samples: 8\n"
+    )
+    argv = [*TINY, "--search-space", str(path), "--storage-path", str(tmp_path), "--name", "by-kl", "--inline"]
+    argv += ["--limit", "8", "--tasks", "piqa", "--gpus-per-trial", "0"]
+    assert search.main([*argv, "--objective", "kl"]) == 0
+    said = capsys.readouterr().out
+    assert "3 of 3 configurations a model, by kl" in said
+    assert f"report       python -m tune_prune.analysis {tmp_path / 'by-kl'} --rule kl" in said
+    folder = tmp_path / "by-kl"
+    assert json.loads((folder / "experiment.json").read_text())["settings"]["objective"] == "kl"
+    records = Ledger(FolderStore(folder)).records()
+    best = min(records, key=lambda record: record.metrics["kl_text"] + record.metrics["kl_tasks"])
+    chosen = json.loads((folder / "global_best_config.json").read_text())
+    assert chosen["selection_rule"] == "kl" and chosen["models"]["tiny-llama"]["key"] == best.key
+    assert tune_prune.load_results(folder).findings.rule == "kl"
+
+    assert search.main(argv) == 2
+    assert "was made with other settings (objective was kl, is accuracy)" in capsys.readouterr().err
+    assert search.main([*argv, "--objective", "kl"]) == 0
+    assert [record.started_at for record in Ledger(FolderStore(folder)).records()] == [r.started_at for r in records]
+
+
+def test_a_measure_is_the_mean_of_what_is_known() -> None:
+    metrics = {"acc_mean": 0.5, "ppl": 12.0, "gold_logprob_mean": -8.0, "kl_text": 1.0, "kl_tasks": 3.0}
+    assert [measured(metrics, name) for name in MEASURES] == [0.5, -12.0, -8.0, -2.0]
+    assert measured({"kl_text": 1.0}, "kl") == -1.0
+    assert all(measured(bad, "perplexity") != measured(bad, "perplexity") for bad in ({}, {"ppl": float("inf")}))
