@@ -14,8 +14,10 @@ from pathlib import Path
 
 from tune_prune.cli import flags
 from tune_prune.core.errors import UserError
+from tune_prune.core.files import DamagedFile, parse_json, to_json
 from tune_prune.core.store import Location, location, open_store
 from tune_prune.core.terminal import progress
+from tune_prune.core.terminal.escapes import say
 from tune_prune.core.terminal.parser import Parser
 
 
@@ -90,35 +92,31 @@ def _main(argv: list[str]) -> None:
     run = model.protocol(args.limit, args.tasks)
     from tune_prune.checkpoint import recorded
     from tune_prune.cli import evaluation_text
-    from tune_prune.core.files import to_json
     from tune_prune.data.sources import measured_on
 
     base = model.base if args.kl else None
     model.loaded(way=model.way_to_measure(run, kl=args.kl))  # weights that are not there are said before anything else
-    print(
-        f"{model.label}: {model.params:,} parameters, {model.geometry.num_layers} layers, {run.dtype} on {model.device}",
-        flush=True,
+    say(
+        f"{model.label}: {model.params:,} parameters, {model.geometry.num_layers} layers, {run.dtype} on {model.device}"
     )
     if model.found_as:
-        print(f"weights      {model.found_as}", flush=True)
+        say(f"weights      {model.found_as}")
     if model.manifest is not None:
-        print(evaluation_text.checkpoint_line(model.manifest), flush=True)
+        say(evaluation_text.checkpoint_line(model.manifest))
     if base is not None:
-        print(f"dense model  {base.label}, to which KL is measured", flush=True)
-    found = model.evaluate(
-        args.limit, args.tasks, lambda stage: print(evaluation_text.stage_line(stage), flush=True), args.kl
-    )
+        say(f"dense model  {base.label}, to which KL is measured")
+    found = model.evaluate(args.limit, args.tasks, lambda stage: say(evaluation_text.stage_line(stage)), args.kl)
     earlier = None if model.manifest is None else recorded.comparable(model.manifest, run, measured_on(run))
-    print(f"\n{evaluation_text.result_text(found, earlier)}")
+    say(f"\n{evaluation_text.result_text(found, earlier)}")
     for note in [*found.notes, *(earlier.notes if earlier else ())]:
-        print(f"note: {note}")
+        say(f"note: {note}")
     if output is not None:
         recorded_metrics = {} if model.manifest is None else {"recorded": model.manifest.metrics}
         origin = {} if model.gguf is None else {"gguf": asdict(model.gguf)}
         compared = {} if base is None else {"base": base.name}
         content = to_json(found.record.to_dict() | {"run": run.to_dict()} | origin | compared | recorded_metrics)
         open_store(output.parent).put(output.name, content)
-        print(f"\nrecord       {output}")
+        say(f"\nrecord       {output}")
 
 
 def _output(asked: str) -> Location:
@@ -130,7 +128,18 @@ def _output(asked: str) -> Location:
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         reason = "is a folder" if path.is_dir() else "stands in no folder that can be written to"
         raise UserError(f"--output {asked} {reason}; name a file in an existing folder, e.g. record.json")
+    if path.exists() and not _is_record(path):  # a device would be replaced, too
+        raise UserError(
+            f"--output {asked} is there, and is no record of an evaluation, which is replaced; name another file"
+        )
     return path
+
+
+def _is_record(path: Path) -> bool:
+    try:
+        return path.is_file() and "metrics" in parse_json(path)
+    except DamagedFile:
+        return False
 
 
 if __name__ == "__main__":

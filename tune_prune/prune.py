@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from tune_prune.cli import flags
 from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
+from tune_prune.core.store import is_address
 from tune_prune.core.terminal import progress
+from tune_prune.core.terminal.escapes import say
 from tune_prune.core.terminal.parser import Parser
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.pruning.methods import load_method
@@ -112,7 +114,7 @@ def _main(argv: list[str]) -> None:
     from tune_prune.cli import prune_request  # imports torch: not before every flag has been read
     from tune_prune.opened import Model
 
-    if "://" in args.output:
+    if is_address(args.output):
         raise UserError(f"--output {args.output} is no folder, which a checkpoint is; name one, then copy it there")
     folder = Path(args.output).expanduser().absolute()
     check_folder(folder, args.overwrite)
@@ -135,7 +137,7 @@ def _main(argv: list[str]) -> None:
             {name: getattr(args, name) for name, row in HYPERPARAMETERS.items() if not row.of_run}, args.align
         )
     how = {"dtype": args.dtype, "overwrite": args.overwrite, "shard_gb": args.shard_gb, "measure": args.measure}
-    print(describe(folder, save(dense, request, folder, args.format, **how)))
+    say(describe(folder, save(dense, request, folder, args.format, **how)))
 
 
 def device_of(request: PruneRequest, asked: str = "auto", measure: bool = False) -> str:
@@ -150,18 +152,16 @@ def save(dense: Model, request: PruneRequest, folder: Path, fmt: Format = "hf", 
     UserError."""
     from tune_prune.cli.plan_text import shown_path
 
-    print(
-        f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters", flush=True
-    )
+    say(f"{request.run.label}: {request.config.name}, {request.config.pruning_ratio:.0%} of all parameters")
     if dense.found_as:
-        print(f"weights      {dense.found_as}", flush=True)
+        say(f"weights      {dense.found_as}")
     pruned = dense.execute(
-        request, lambda stage: print(f"{stage.stage:<12} {stage.tokens:,} tokens, {stage.duration_s:.1f} s", flush=True)
+        request, lambda stage: say(f"{stage.stage:<12} {stage.tokens:,} tokens, {stage.duration_s:.1f} s")
     )
     searched = None if request.plan_file is None else f"as searched ({shown_path(request.plan_file)})"
     how, plan = searched or f"computed (calibration: {request.run.of(request.config).calibration})", pruned.plan
     removed = f"{plan.removed_params:,} of {plan.total_params:,} parameters removed ({plan.removed_fraction:.2%})"
-    print(f"plan         {how}: {removed}", flush=True)
+    say(f"plan         {how}: {removed}")
     return pruned.save(folder, fmt, **options)
 
 

@@ -30,6 +30,7 @@ from tune_prune.core.ledger import AttemptLog, Ledger, PassLog, read_baselines
 from tune_prune.core.process import temporary
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import COST, STATUS, Location, Store, open_store
+from tune_prune.core.terminal.escapes import say
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.opened import Model, PrunedModel
 from tune_prune.planning import experiment, recoveries
@@ -214,7 +215,7 @@ def _warned(store: Store, name: str) -> Iterator[None]:
         if isinstance(error, OSError):
             said = refused(error)
             reason = said[0] if said else f"{store.path(name)} cannot be written ({error}); run the same command again"
-        print(f"warning: {name}: not written: {reason}", file=sys.stderr, flush=True)
+        say(f"warning: {name}: not written: {reason}", sys.stderr)
 
 
 def _run_by_decisions(
@@ -230,7 +231,7 @@ def _run_by_decisions(
 
     def tell(name: str, decisions: Sequence[object]) -> None:
         for one in decisions:
-            print(f"{name:<12} {one}", flush=True)
+            say(f"{name:<12} {one}")
 
     draws, before = Draws(plan, study), set[str]()
     options = replace(options, goes_on=True)

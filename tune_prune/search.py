@@ -28,6 +28,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.process import ending, temporary
 from tune_prune.core.records import failure_counts
 from tune_prune.core.terminal import progress
+from tune_prune.core.terminal.escapes import say
 from tune_prune.tuning.ray_cluster.local import LocalRay, started_early
 
 if TYPE_CHECKING:
@@ -59,10 +60,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
+    if args.json and args.status is None:
+        raise UserError("--json is for --status; leave it out, or give --log-json for the events of a search")
     if args.status is not None:
         from tune_prune.cli import status
 
-        print(status.shown(args.status, args.storage_path, args.json))
+        say(status.shown(args.status, args.storage_path, args.json))
         return
     with _compiled_code(), started_early(not (args.inline or args.address or args.dry_run)) as local_ray:
         _search(args, argv, local_ray)
@@ -129,18 +132,18 @@ def _run(
             "and keep the model afterwards with the line `keep` that the search ends with"
         )
     _log_plan(log, plan)
-    print(describe(plan), flush=True)
+    say(describe(plan))
     if args.dry_run:
-        print("\ndry run: nothing was started")
+        say("\ndry run: nothing was started")
         return
-    print(flush=True)
+    say()
     command, started = [*COMMAND, *argv], time.monotonic()
     again = shlex.join(command)
 
     def at_end(results: Results) -> None:
-        print(f"\n{results}\n")
+        say(f"\n{results}\n")
         if results.cost:  # else a warning has said why not
-            print(cost_line(results.cost))
+            say(cost_line(results.cost))
         if args.save_best:
             with progress.shown():
                 _save_best(results)
@@ -160,14 +163,14 @@ def _run(
     statuses = trials["status"].value_counts().to_dict()
     best = results.best.reset_index().to_dict("records")
     log.event("end", trials=statuses, best=best, seconds=time.monotonic() - started, folder=str(plan.experiment_dir))
-    print(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
+    say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     labels = [] if args.save_best else list(results.best.index)
     for name, next_command in next_commands(str(folder), labels, results.findings.rule):
-        print(f"{name:<12} {shlex.join(next_command)}")
+        say(f"{name:<12} {shlex.join(next_command)}")
     if len(failed):
         classes = failure_counts(failed["failure"])
-        print(f"failed       {len(failed)} of {len(planned)} trials: {classes} (see all_methods_results.csv)")
-        print(f"             the same command tries them again:\n             {again}")
+        say(f"failed       {len(failed)} of {len(planned)} trials: {classes} (see all_methods_results.csv)")
+        say(f"             the same command tries them again:\n             {again}")
 
 
 def _log_plan(log: JsonLog, plan: Plan) -> None:
@@ -206,7 +209,7 @@ def _save_best(results: Results) -> None:
         request = prune_request.from_config(str(results.folder), label)
         folder = results.folder / SAVED_MODELS / label
         saved = prune.save(Model(request.run, prune.device_of(request)), request, folder, overwrite=True)
-        print(f"{prune.describe(folder, saved)}\n", flush=True)
+        say(f"{prune.describe(folder, saved)}\n")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def test_licence_texts_are_copied(tmp_path: Path) -> None:
     checkpoint.mkdir()
     for name in ("LICENSE.md", "NOTICE", "config.json"):
         (model / name).write_text(name, encoding="utf-8")
+    (model / "LICENSES").mkdir()
     copy_license_files(folder_source(model, OTHER), checkpoint)
     assert sorted(path.name for path in checkpoint.iterdir()) == ["LICENSE.md", "NOTICE"]
 

@@ -450,6 +450,12 @@ class TestS3(BetweenProcesses, LeaseContract):
         ),
         ("s3://", r"names no bucket; write e\.g\. s3://bucket/prefix"),
         ("file://x", r"with three slashes"),
+        (
+            "s3:/bucket/x",
+            r"s3:/bucket/x is neither .*; write s3://bucket/x, or \./s3:/bucket/x for a folder of that name",
+        ),
+        ("GS:bucket", r"write gs://bucket, or"),
+        ("file:/x", r"write file:///x, or"),
     ],
 )
 def test_what_is_no_location_is_refused(text: str, sentence: str) -> None:

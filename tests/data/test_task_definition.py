@@ -33,6 +33,8 @@ REFUSED = {
     "itself": ("include: task.yaml", ["task.yaml", "includes it again"]),
     "itself through another": ("include: [circle.yaml]", ["circle.yaml", "includes it again"]),
     "file that is not there": ("include: gone.yaml", ["gone.yaml", "not there"]),
+    "a link that leads to itself": ("include: loop.yaml", ["loop.yaml", "not there"]),
+    "no name of a file": ('include: "a\\0b"', ["include is 'a\\x00b'", "name of a file"]),
     "a number as file": ("include: 3", ["include is 3", "name of a file"]),
     "code of a data set": ("custom_dataset: evil.go", ["custom_dataset", "plain data", "--trust-tasks"]),
     "arguments of a data set": ("dataset_kwargs: {trust_remote_code: true}", ["dataset_kwargs", "--trust-tasks"]),
@@ -65,6 +67,7 @@ def test_what_is_not_data_is_refused_in_a_sentence(addition: str, words: list[st
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ngo = Task = None\n")
     (tmp_path / "secret.yaml").write_text("description: secret\n")
     (folder / "link.yaml").symlink_to(tmp_path / "secret.yaml")
+    (folder / "loop.yaml").symlink_to(folder / "loop.yaml")
     (folder / "circle.yaml").write_text("include: task.yaml\n")
     started = time.monotonic()
     with pytest.raises(UserError) as caught:

@@ -124,12 +124,35 @@ def test_comments_block_lists_and_byte_order_mark(tmp_path: Path) -> None:
         ("num_samples", "[0]", "num_samples is 0; it must be a whole number from 1 to 1000000"),
         ("num_samples", "[1000001]", "num_samples is 1000001; it must be"),
         ("num_samples", "[]", "num_samples is an empty list"),
+        ("pruning_ratio", "[0.2, 0.2000001]", "pruning_ratio lists 0.2000001 beside one that has the same six digits"),
+        ("search", "x" * 9999, f"search is the text '{'x' * 59}; known"),
     ],
 )
 def test_bad_value(tmp_path: Path, name: str, value: str, expected: str) -> None:
     [(line, problem)] = problems(tmp_path, with_value(**{name: value}))
-    assert line == LINES[name]
+    assert line == LINES.get(name, LINES["extra"])
     assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize("search", ["grid", "optuna\nnum_trials: 2"])
+def test_more_combinations_than_can_be_planned(tmp_path: Path, search: str) -> None:
+    """At once: nobody waits for billions of them."""
+    lists = {"seq_len": 100, "num_samples": 1000, "removal_divisor": 900}
+    text = f"search: {search}\nmethod: [blockwise]\n"
+    text += "".join(f"{name}: [{', '.join(map(str, range(2, count + 2)))}]\n" for name, count in lists.items())
+    [(_, problem)] = problems(tmp_path, text)
+    assert problem == (
+        "its lists have 90,000,000 combinations, and 100,000 is the most that can be planned; shorten them, e.g. the 1,000 "
+        "values of num_samples"
+    )
+
+
+def test_of_many_problems_the_first_are_told(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, with_value(seq_len=f"[{', '.join(['1'] * 500)}]"))
+    with pytest.raises(UserError) as caught:
+        search_space.load(path)
+    first, *lines = str(caught.value).splitlines()
+    assert first.endswith("has 500 problems:") and len(lines) == 21 and lines[-1] == "and 480 more"
 
 
 @pytest.mark.parametrize(

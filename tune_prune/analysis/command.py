@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, whole_number
 from tune_prune.core.process.ending import exit_code
-from tune_prune.core.store import EXPERIMENT, FolderStore, Location, location
+from tune_prune.core.store import EXPERIMENT, FolderStore, Location, is_address, location
 from tune_prune.core.terminal import progress
-from tune_prune.core.terminal.escapes import printable
+from tune_prune.core.terminal.escapes import say
 from tune_prune.core.terminal.parser import Parser
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def parser() -> Parser:
 def _path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty; name a folder")
-    if "://" in text:
+    if is_address(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no folder; name one, and copy from there what is to be kept elsewhere"
         )
@@ -124,7 +124,7 @@ def _points(text: str) -> float:
 
 def _place(text: str) -> Location:
     try:
-        return location(text).expanduser() if "://" in text else _path(text)
+        return location(text).expanduser() if is_address(text) else _path(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -173,13 +173,13 @@ def _main(argv: list[str]) -> None:
         raise UserError(
             "nothing to analyse was named; name an experiment, e.g. ray_results/NAME, or give a results file as --csv MODEL=PATH"
         )
+    if args.overwrite and args.export_study is None:
+        raise UserError("--overwrite is for --export-study; leave it out: what is in --output is replaced by the newer")
     if args.export_study is not None:
         from tune_prune.analysis.input.reading import read_study
         from tune_prune.analysis.optuna_study import export_study
 
-        print(
-            export_study(lambda: read_study(args.folders, args.csv, args.baseline), args.export_study, args.overwrite)
-        )
+        say(export_study(lambda: read_study(args.folders, args.csv, args.baseline), args.export_study, args.overwrite))
         return
     if args.within is not None and args.rule != "smallest":
         raise UserError(f"--within {args.within:g} is for --rule smallest; give that rule, or leave it out")
@@ -209,9 +209,9 @@ def _main(argv: list[str]) -> None:
     others = [f"{name}/ ({n})" if (output / name).is_dir() else name for name, n in counts.items()]
     with accuracies_in_percent(args.percent):
         description = describe(findings)
-    print(printable(description) + f"\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
+    say(f"{description}\n\nwrote        {output}/: {', '.join([*_REPORTS, *others])}")
     steps = ", ".join(f"{step} {duration:.1f}" for step, duration in seconds.items())
-    print(f"took         {time.monotonic() - started:.1f} s ({steps})")
+    say(f"took         {time.monotonic() - started:.1f} s ({steps})")
 
 
 def write_analysis(

@@ -15,7 +15,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from tune_prune.analysis.input.rows import plain_value
 from tune_prune.analysis.input.study import Model, Study, tasks_of
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.store import location, open_store
+from tune_prune.core.store import TRIALS, location, open_store
 from tune_prune.core.terminal import progress
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.kinds import Whole
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
+_SQLITE = b"SQLite format 3\0"
 _LOG_SCALE = 8  # the largest level over the smallest from which on an axis is logarithmic
 _NOT_ATTRIBUTES = (*HYPERPARAMETERS, "model", "success", "where", "started_at")
 # Attributes of their own, beside the tasks' accuracies; all others are in one, `more`: Optuna takes a millisecond for each.
@@ -61,6 +62,8 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
     if path.exists() and not (overwrite and path.is_file()):
         step = "give --overwrite to replace it, or name another file" if path.is_file() else "name a file"
         raise UserError(f"--export-study {path} is there already; {step}")
+    if path.exists() and path.open("rb").read(len(_SQLITE)) not in (_SQLITE, b""):
+        raise UserError(f"--export-study {path} is no SQLite file, and only such a file is replaced; name another file")
     if not path.absolute().parent.is_dir():
         raise UserError(
             f"--export-study {path} cannot be written: {path.absolute().parent} is no folder; make it first"
@@ -84,8 +87,9 @@ def export_study(read: Callable[[], Study], path: Path, overwrite: bool = False)
             connection.connection.driver_connection.backup(file)  # type: ignore[union-attr]
         storage.engine.dispose()
         os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"--export-study {path} cannot be written ({error.strerror}); name another file") from error
+    except (OSError, sqlite3.Error) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"--export-study {path} cannot be written ({cause}); name another file") from error
     finally:
         optuna.logging.set_verbosity(verbosity)
         temporary.unlink(missing_ok=True)
@@ -163,15 +167,24 @@ def _trial(
         intermediate_values={_items_scored(values): value} if stopped and known else {},
     )
     if started := values["started_at"]:
-        trial.datetime_start = datetime.fromisoformat(started).astimezone().replace(tzinfo=None)  # Optuna's are local
-        trial.datetime_complete = trial.datetime_start + timedelta(seconds=values["elapsed_time"] or 0)
+        try:
+            begin = datetime.fromisoformat(started).astimezone().replace(tzinfo=None)  # Optuna's are local
+            end = begin + timedelta(seconds=values["elapsed_time"] or 0)
+            begin.astimezone(UTC), end.astimezone(UTC)  # as Optuna will
+        except (ValueError, OverflowError) as error:
+            raise UserError(
+                f"{values['model']} {values['name']} has started_at {started!r:.60} and elapsed_time {values['elapsed_time']}, "
+                "which are no times; correct its results file, or leave the two columns out"
+            ) from error
+        trial.datetime_start, trial.datetime_complete = begin, end
     return trial
 
 
 def _items_scored(values: Mapping[str, Any]) -> int:
     """How many items a trial that was stopped early had answered, by its record; 0 where that is not there."""
-    experiment = location(values["output_dir"]).parents[1] if values["key"] and values["output_dir"] else None
-    record = None if experiment is None else Ledger(open_store(experiment)).read(values["key"])
+    folder = location(values["output_dir"] or "")
+    known = values["key"] and folder.parent.name == TRIALS  # else it is one of a published file
+    record = Ledger(open_store(folder.parent.parent)).read(values["key"]) if known else None
     return max((stage.get("items_scored", 0) for stage in record.stages), default=0) if record is not None else 0
 
 

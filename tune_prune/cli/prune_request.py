@@ -16,7 +16,7 @@ from tune_prune.checkpoint.save import Origin
 from tune_prune.core import artifact_cache
 from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import DamagedFile, parse_json
+from tune_prune.core.files import DamagedFile, number, parse_json
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, stranger
 from tune_prune.core.store import BASELINES, BEST_CONFIG, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
@@ -78,6 +78,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         entry = _chosen(entries, label, path)
         config = PruningConfig.from_dict(entry)
         run = None if entry["source"] is None else validated(ModelRun, entry["source"])
+        recorded = {"metrics": _metrics(entry), "baseline": _baseline(entry.get("baseline"))}
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -92,7 +93,7 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
             f"{config.method}, --seq-len {config.seq_len} and --num-samples {config.num_samples} instead"
         )
     trial = _trial_folder(path, entry.get("output_dir"))
-    known = _known(trial, entry, run, config, path)
+    known = _known(trial, recorded, run, config, path)
     moved = run if base is None and revision is None else _moved(run, base, revision)
     return PruneRequest(moved, config, source=run, artifact_dir=_artifacts(trial, path), **known)
 
@@ -129,11 +130,11 @@ def _artifacts(trial: Location | None, path: Location) -> Location | None:
 
 
 def _known(
-    trial: Location | None, entry: Mapping[str, Any], run: ModelRun, config: PruningConfig, path: Location
+    trial: Location | None, recorded: Mapping[str, Any], run: ModelRun, config: PruningConfig, path: Location
 ) -> dict[str, Any]:
-    """Plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else from the entry of the file
-    `path`. A damaged plan is as good as none."""
-    known: dict[str, Any] = {"metrics": _metrics(entry), "baseline": _baseline(entry.get("baseline"))}
+    """Plan, fingerprint and measurements of the trial, from its experiment as far as that is there, else what is `recorded` in the
+    file `path`. A damaged plan is as good as none."""
+    known = dict(recorded)
     if trial is None:
         return known
     experiment = open_store(trial.parents[1])
@@ -180,20 +181,22 @@ def _same_data(run: ModelRun, recorded: str | None) -> MeasuredOn | None:
         return None
 
 
-def _metrics(entry: Mapping[str, Any]) -> dict[str, float]:
-    """The measurements that the entry itself holds, named as in the ledger."""
+def _metrics(entry: Mapping[str, Any]) -> dict[str, float | None]:
+    """The measurements that the entry itself holds, named as in the ledger. Raises ValueError, TypeError, KeyError or
+    AttributeError where it holds something else, as `_baseline` does."""
     found = {name: entry[name] for name in ("ppl", "acc_mean", "acc_mean_stderr", "removed_fraction") if name in entry}
     for task, values in (entry.get("tasks") or {}).items():
         found |= {f"acc_{task}": values["acc"], f"acc_{task}_stderr": values["stderr"]}
-    return found
+    return _numbers(found)
 
 
-def _baseline(values: Mapping[str, Any] | None) -> dict[str, float] | None:
-    return (
-        None
-        if values is None
-        else {name: values[name] for name in ("ppl", "acc_mean", "acc_mean_stderr") if name in values}
-    )
+def _baseline(values: Mapping[str, Any] | None) -> dict[str, float | None] | None:
+    names = ("ppl", "acc_mean", "acc_mean_stderr")
+    return None if values is None else _numbers({name: values[name] for name in names if name in values})
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: None if value is None else number(value) for name, value in values.items()}
 
 
 def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None) -> PruneRequest:

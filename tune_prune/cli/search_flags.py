@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +197,7 @@ def _seeds(text: str) -> tuple[int, ...]:
         seeds = tuple(kind.read(part.strip()) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds, e.g. 0,1,2: each must be {kind}") from None
-    if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
+    if twice := [seed for seed, count in Counter(seeds).items() if count > 1]:
         raise argparse.ArgumentTypeError(f"{text!r} has the seed {twice[0]} twice; keep one")
     return seeds
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -75,7 +76,7 @@ class _Said:
 def shown(name: str, storage_path: str, as_json: bool = False) -> str:
     """The status as text or as one JSON object. UserError where there is no such experiment, or where its files are damaged."""
     found = read(experiment(name, storage_path))
-    return to_json(found).rstrip() if as_json else text(found)
+    return to_json(found, plain_ascii=True).rstrip() if as_json else text(found)
 
 
 def experiment(name: str, storage_path: str) -> Store:
@@ -83,6 +84,8 @@ def experiment(name: str, storage_path: str) -> Store:
     storage = location(storage_path).expanduser()
     named, below = open_store(location(name).expanduser()), open_store(storage / name.lstrip("/"))
     for store in (below, named):
+        if isinstance(store.folder, Path) and not store.folder.is_dir():
+            continue
         if store.get(EXPERIMENT) is not None or store.names(LEDGER):
             return store
     others = [place for place in open_store(storage).folders() if open_store(storage / place).has(EXPERIMENT)]

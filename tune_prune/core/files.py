@@ -30,13 +30,13 @@ class DamagedFile(UserError):
         self.path, self.what = path, what
 
 
-def to_json(value: Any, indent: int | None = 2) -> str:
+def to_json(value: Any, indent: int | None = 2, plain_ascii: bool = False) -> str:
     """The text of `value` (plain data or NumPy scalars) as files keep it: sorted keys, indented (None: one line), a newline
-    at the end.
+    at the end; `plain_ascii`: for streams, with every other letter spelt out, so that nothing in it acts on a terminal.
 
     JSON has no NaN or infinity: they become the strings "nan", "inf" and "-inf"; `number` turns them back.
     """
-    return json.dumps(_plain(value), sort_keys=True, indent=indent, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(_plain(value), sort_keys=True, indent=indent, allow_nan=False, ensure_ascii=plain_ascii) + "\n"
 
 
 def number(value: Any) -> float | int:

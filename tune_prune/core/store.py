@@ -15,10 +15,20 @@ from typing import BinaryIO
 
 from tune_prune.core.storage.contract import Store
 from tune_prune.core.storage.folder import FolderStore
-from tune_prune.core.storage.location import Location, ObjectPath, location
+from tune_prune.core.storage.location import Location, ObjectPath, is_address, location
 from tune_prune.core.storage.objects import ObjectStore
 
-__all__ = ["FolderStore", "Location", "ObjectPath", "Store", "location", "open_file", "open_store", "read_file"]
+__all__ = [
+    "FolderStore",
+    "Location",
+    "ObjectPath",
+    "Store",
+    "is_address",
+    "location",
+    "open_file",
+    "open_store",
+    "read_file",
+]
 
 EXPERIMENT = "experiment.json"
 BASELINES = "baseline.json"

@@ -44,7 +44,7 @@ def resolve(name: str | None, data_dir: str | None, model_is_embedded: bool) -> 
             return "wikitext2"
         folder = Path(data_dir) / "text"
         for kind in ("train", "valid"):
-            found = sorted(folder.glob(f"*{kind}*.txt"))
+            found = sorted(path for path in folder.glob(f"*{kind}*.txt") if path.is_file())
             if found:
                 return str(found[0].resolve())
         raise UserError(
@@ -97,7 +97,7 @@ def load_text(source: str) -> str:
     if source not in HUB_TEXTS:
         try:
             text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # a name with a zero byte, or no UTF-8
             raise UserError(f"calibration text {source} cannot be read ({error}); give a UTF-8 text file") from error
         if not text.strip():
             raise UserError(f"calibration text {source} is empty; give a text file with enough tokens for the search")

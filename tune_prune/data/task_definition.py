@@ -7,6 +7,7 @@ stay plain; what else it says is refused, unless whoever runs the command vouche
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def followed(path: Path) -> tuple[dict[str, Any], list[Path]]:
 def _follow(path: Path, files: dict[Path, dict[str, Any]]) -> dict[str, Any]:
     values = files[path] = _load(path, _Follower)
     merged: dict[str, Any] = {}
-    for other in map(Path.resolve, _included(path, values)):
+    for other in map(_real, _included(path, values)):
         if other not in files and other.is_file():
             merged |= _follow(other, files)
     return merged | values
@@ -123,7 +124,7 @@ def _merged(path: Path, folder: Path, before: tuple[Path, ...]) -> dict[str, Any
     values = _load(path, _DataLoader)
     merged: dict[str, Any] = {}
     for other in _included(path, values):
-        target = other.resolve()
+        target = _real(other)
         if not target.is_relative_to(folder):
             raise UserError(
                 f"{path} includes {other}, which is outside its folder; copy that file into it, or {_TRUST}"
@@ -140,9 +141,14 @@ def _included(path: Path, values: dict[str, Any]) -> Iterator[Path]:
     """The files that `include` names, which is taken out of `values`."""
     names = values.pop("include", None)
     for name in names if isinstance(names, list) else [] if names is None else [names]:
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not name.isprintable():
             raise UserError(f"{path}: include is {name!r:.60}; it must be the name of a file, or a list of them")
         yield path.parent / name
+
+
+def _real(path: Path) -> Path:
+    """Without links, and as it is where they lead nowhere."""
+    return Path(os.path.realpath(path))
 
 
 def _load(path: Path, loader: type[yaml.SafeLoader]) -> dict[str, Any]:

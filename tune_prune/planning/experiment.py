@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import re
 import subprocess
@@ -52,15 +53,22 @@ def experiment_dir(storage: Location, name: str | None, default_name: str) -> Lo
         )
     if name == artifact_cache.FOLDER:
         raise UserError(f"--name {name} is reserved for the cache that experiments share; choose another name")
-    for folder in (storage / artifact_cache.FOLDER, storage / (name or default_name)):
-        try:
-            open_store(folder).check_writable()
-        except OSError as error:
-            raise UserError(
-                f"results cannot be written to {folder} ({error.strerror or error}); choose another place with --storage-path, "
-                "or another --name"
-            ) from error
+    folder = storage / (name or default_name)
+    check_writable(folder)
     return folder
+
+
+def check_writable(folder: Location) -> None:
+    """Raise UserError where results cannot be written to `folder`; creates nothing."""
+    try:
+        open_store(folder).check_writable()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # which has a sentence of its own
+            raise
+        raise UserError(
+            f"results cannot be written to {folder} ({error.strerror or error}); choose another place with --storage-path, "
+            "or another --name"
+        ) from error
 
 
 def check_same_identity(

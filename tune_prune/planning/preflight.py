@@ -52,6 +52,7 @@ def make_plan(settings: SearchSettings) -> Plan:
             f"--storage-path is {storage}, the memory of this process, which no worker of Ray sees; add --inline, or name a folder "
             "or a bucket"
         )
+    experiment.check_writable(storage / artifact_cache.FOLDER)
     store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):
         told = _survey(settings)

@@ -57,6 +57,11 @@ def space(settings: SearchSettings) -> SearchSpace:
         )
     values["shape"] = aligned(values["shape"], settings.align)
     loaded = replace(loaded, search=settings.search or loaded.search, values=values)
+    if loaded.combinations > search_space.MAX_POINTS:
+        raise UserError(
+            f"{loaded.path} and the {len(values['seed']):,} seeds of the flags make {loaded.combinations:,} combinations, and "
+            f"{search_space.MAX_POINTS:,} is the most that can be planned; ask for fewer seeds"
+        )
     if loaded.search == "grid" and settings.objective != "accuracy":
         raise UserError(
             f"--objective {settings.objective} is for --search optuna, but a grid runs all {loaded.size} configurations; leave it "

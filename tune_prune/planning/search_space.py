@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from tune_prune.pruning.methods import load_method, method_names
 
 SEARCHES = ("grid", "optuna")
 NUM_TRIALS = Whole(1, 10**9)
+MAX_POINTS = 100_000  # combinations: a plan looks at each of them, which takes a minute then
+_SHOWN = 20  # problems of a file
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class SearchSpace:
     values: dict[str, tuple[Any, ...]]  # of every hyperparameter; a shape may still be "aligned", without its number
     given: Collection[str]  # hyperparameters that the file names; the others have their defaults
     reads: Mapping[str, frozenset[str]]  # method -> hyperparameters that its statistics depend on
+
+    @property
+    def combinations(self) -> int:
+        """Of all values: at least as many as there are points."""
+        return prod(map(len, self.values.values()))
 
     @property
     def size(self) -> int:
@@ -143,6 +151,10 @@ class _Reader:
                 nodes[name], f"{name} is read by no trial; add `{switch.name}: {switch.example}`, or remove it"
             )
         space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), reads)
+        if space.combinations > MAX_POINTS and not self.problems:
+            longest = max(given, key=lambda name: len(given[name]))
+            what = f"its lists have {space.combinations:,} combinations, and {MAX_POINTS:,} is the most that can be planned"
+            self._problem(nodes[longest], f"{what}; shorten them, e.g. the {len(given[longest]):,} values of {longest}")
         self._check_num_trials(nodes, space)
         if self.problems:
             raise self._error()
@@ -150,7 +162,10 @@ class _Reader:
 
     def _error(self) -> UserError:
         lines = [f"{self.shown}:{line}: {problem}" for line, _, problem in sorted(self.problems)]
-        return UserError("\n".join([f"{self.shown} has {len(lines)} problem{'s' * (len(lines) > 1)}:", *lines]))
+        more = [f"and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
+        return UserError(
+            "\n".join([f"{self.shown} has {len(lines)} problem{'s' * (len(lines) > 1)}:", *lines[:_SHOWN], *more])
+        )
 
     def _problem(self, node: yaml.Node, text: str) -> None:
         self.problems.append((node.start_mark.line + 1, node.start_mark.column + 1, text))
@@ -207,6 +222,10 @@ class _Reader:
             value = self._value(name, row.kind, item)
             if value is not None and value in values:
                 self._problem(item, f"{name} lists {value!r} twice; keep one")
+            elif isinstance(value, float) and f"{value:g}" in {
+                f"{other:g}" for other in values
+            }:  # as in names and labels
+                self._problem(item, f"{name} lists {value!r} beside one that has the same six digits; keep one")
             elif name == "method" and value is not None and value not in self.methods:
                 self._problem(item, f"unknown method {value!r}; {did_you_mean(value, self.methods)}")
             elif value is not None:
@@ -252,4 +271,4 @@ def _shown(node: yaml.Node) -> str:
         return f"{node.value} (true or false)"
     if _is(node, "null"):
         return "empty"
-    return f"the text {node.value!r}" if _is(node, "str") else str(node.value)
+    return f"the text {node.value!r:.60}" if _is(node, "str") else f"{node.value:.60}"

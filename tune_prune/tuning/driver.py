@@ -21,6 +21,7 @@ from tune_prune.core.hashing import seed_for
 from tune_prune.core.ledger import Ledger, read_baselines, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import ITEMS, TENSORBOARD, TRIALS, Location, open_store
+from tune_prune.core.terminal.escapes import say
 from tune_prune.cost_model.estimate import CostEstimate
 from tune_prune.models import catalog, loading
 from tune_prune.models.runner.residency import Residency
@@ -131,7 +132,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
 
         def warn(text: str) -> None:
             line.end()
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            say(f"warning: {text}", sys.stderr)
 
         def keep(run: ModelRun, baseline: TrialRecord) -> None:
             baselines[run.label] = baseline

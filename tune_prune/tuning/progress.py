@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TextIO
 
 from tune_prune.core.records import TrialRecord, failure_counts
+from tune_prune.core.terminal.escapes import printable
 from tune_prune.cost_model.estimate import TRIAL_OVERHEAD_S, CostEstimate, Seconds
 from tune_prune.tuning.messages import JobMessage, Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
@@ -302,6 +303,7 @@ class LiveLine(Observer):
         return low, high
 
     def _write(self, text: str) -> None:
+        text = printable(text)
         if self._tty:
             columns = shutil.get_terminal_size().columns - 1  # a longer line would wrap and could not be rewritten
             self._stream.write("\r" + text[:columns].ljust(self._width))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -63,7 +64,7 @@ def read_study(
     places += [(label, path / RESULTS if isinstance(path, Path) and path.is_dir() else path) for label, path in csvs]
     once: dict[tuple[str | None, Location], Location] = {}  # a place that is named twice is read once
     for label, path in places:
-        once.setdefault((label, path.resolve()), path)
+        once.setdefault((label, _real(path)), path)
     for (label, _), path in once.items():
         if label is not None:
             parts.append(_with_best_config(read_results_csv(path, label)))
@@ -73,6 +74,11 @@ def read_study(
         experiments |= {path: about} if about else {}
         costs |= {path: cost} if cost else {}
     return Study(_with_baselines(_models(parts), baselines), experiments, costs)
+
+
+def _real(path: Location) -> Location:
+    """Without links, and as it is where they lead nowhere."""
+    return Path(os.path.realpath(path)) if isinstance(path, Path) else path
 
 
 def study_of_search(

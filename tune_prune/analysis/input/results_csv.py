@@ -25,9 +25,11 @@ from tune_prune.analysis.input.rows import (
 from tune_prune.analysis.input.study import Model, Problem
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, check_label
 from tune_prune.core.errors import UserError
-from tune_prune.core.store import RESULTS, TRIALS, Location, open_file
+from tune_prune.core.store import RESULTS, TRIALS, Location, is_address, open_file
 from tune_prune.core.values.hyperparameters import OLDER_NAMES
 
+_LARGEST_WHOLE = 2**53  # beyond it a float is not one whole number
+_LARGEST = 1e100  # beyond it figures have no ticks
 _MISSING = ("", "nan", "na", "n/a", "none", "null", "<na>", "-")
 _SUCCESS = (
     dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False) | {"": None}
@@ -109,7 +111,7 @@ def _trial_folder(folder: Location, name: object) -> object:
     """We write trial folders relative to the file; a foreign one is left as it is. No address is followed that a file names."""
     if not isinstance(name, str):
         return name
-    if "://" in name:
+    if is_address(name):
         return ""
     if isinstance(folder, Path):
         return (folder / name).as_posix() if (folder / name).is_dir() else name
@@ -167,8 +169,10 @@ def _values(path: Location, cells: pd.Series) -> pd.Series:
             if not numeric:
                 return cells.astype("str")
             raise _wrong(path, line, name, f"{cell!r} is not a number") from None
-        if name in INTEGERS and not (math.isnan(value) or value.is_integer()):
-            raise _wrong(path, line, name, f"{cell!r} is not a whole number")
+        if name in INTEGERS and not (math.isnan(value) or (value.is_integer() and abs(value) <= _LARGEST_WHOLE)):
+            raise _wrong(path, line, name, f"{cell!r:.60} is not a whole number of up to {_LARGEST_WHOLE:,}")
+        if math.isfinite(value) and abs(value) > _LARGEST:
+            raise _wrong(path, line, name, f"{cell!r:.60} is beyond {_LARGEST:g}, which nothing here measures")
         accuracy = name.startswith("acc_") and not name.endswith("_stderr") and math.isfinite(value)
         if accuracy and not 0 <= value <= 1:
             raise _wrong(path, line, name, f"{cell!r} is not from 0 to 1 (accuracies are fractions)")

@@ -82,7 +82,10 @@ class FolderStore(Store):
         return sorted(path.relative_to(self.folder).as_posix() for path in found if not path.name.startswith("."))
 
     def check_writable(self) -> None:
-        existing = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
+        places = (self.folder, *self.folder.parents)
+        existing = next(place for place in places if place.exists())
+        if broken := [place for place in places if place.is_symlink() and not place.exists()]:
+            raise NotADirectoryError(f"{broken[0]} is a link that leads nowhere")
         if not existing.is_dir():
             raise NotADirectoryError(f"{existing} is a file")
         with tempfile.TemporaryFile(dir=existing):

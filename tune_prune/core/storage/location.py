@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path, PurePosixPath
 
 from tune_prune.core.errors import UserError
 
 SCHEMES = ("s3", "gs", "memory")  # of objects; file:// is a folder
+_ADDRESS = re.compile(rf"({'|'.join(('file', *SCHEMES))}):", re.IGNORECASE)
 
 
 class ObjectPath(PurePosixPath):
@@ -30,13 +32,24 @@ class ObjectPath(PurePosixPath):
 Location = Path | ObjectPath
 
 
+def is_address(text: str) -> bool:
+    """Whether `text` is meant as an address, and not as the name of a folder or file: `location` knows it, or refuses it."""
+    return "://" in text or _ADDRESS.match(text) is not None
+
+
 def location(text: str | Location) -> Location:
     """What `text` names: s3://bucket/prefix, gs://bucket/prefix, memory://prefix, file:///folder or a folder. Raises UserError for
-    another scheme, and for one without a bucket."""
+    another scheme, for one without a bucket, and for an address with a slash too few."""
     if isinstance(text, (Path, ObjectPath)):
         return text
     scheme, separator, rest = str(text).partition("://")
     if not separator:
+        if mistyped := _ADDRESS.match(text):  # a folder named `s3:` would take the results
+            scheme, place = mistyped[1].lower(), text[mistyped.end() :].lstrip("/")
+            right = f"{scheme}://{'/' * (scheme == 'file')}{place}"
+            raise UserError(
+                f"{text} is neither a folder nor an address; write {right}, or ./{text} for a folder of that name"
+            )
         return Path(text)
     if scheme == "file":
         if not rest.startswith("/"):

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
+from typing import TextIO
 
 
 def printable(text: str) -> str:
     """`text` for a terminal: what would move its cursor, change its colours or the direction of writing is spelt out (\\x1b). Lines
     and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def say(text: str = "", to: TextIO | None = None) -> None:
+    """Print `text` at once, to standard output unless another stream is given, with nothing in it that acts."""
+    print(printable(text), file=to or sys.stdout, flush=True)
 
 
 def markdown(text: str) -> str:

@@ -85,6 +85,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; but a misspelt flag is reported before the one that is missing for it."""
         args = sys.argv[1:] if args is None else list(args)
+        if strange := [text for text in args if any("\ud800" <= letter <= "\udfff" for letter in text)]:
+            raise UserError(f"{strange[0]!r} is no UTF-8 text, which names in records are; rename that file or folder")
         known = self._option_string_actions
         unknown = [flag for flag in _flags(args) if flag not in known]
         if unknown:

@@ -28,7 +28,7 @@ class JsonLog(Observer):
     def event(self, event: str, /, **fields: Any) -> None:
         if self._stream is not None:
             time = datetime.now(UTC).isoformat(timespec="milliseconds")
-            self._stream.write(to_json({"event": event, "time": time, **fields}, indent=None))
+            self._stream.write(to_json({"event": event, "time": time, **fields}, indent=None, plain_ascii=True))
             self._stream.flush()
 
     def on_start(self, work: Work) -> None:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.terminal.escapes import say
 from tune_prune.tuning.messages import Message, TrialMessage
 from tune_prune.tuning.observers.observer import Observer
 from tune_prune.tuning.preparation import Work
@@ -151,7 +152,7 @@ class TrackingObserver(Observer):
             tracker.close()
 
     def _warn(self, what: str) -> None:
-        print(f"warning: --track {self._name}: {what}", file=sys.stderr, flush=True)
+        say(f"warning: --track {self._name}: {what}", sys.stderr)
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float]:

@@ -1,0 +1,173 @@
+"""Places and values that are not what they look like, through every command: links that lead nowhere, devices, addresses with a
+slash too few, names that are no text, numbers beyond all sizes. One sentence each, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.search_folders import TINY, data_folder, model_folder
+from tests.trials import RUN
+from tune_prune import evaluate, prune, search
+from tune_prune.analysis import command as analysis
+from tune_prune.planning import search_space
+
+pytestmark = pytest.mark.usefixtures("nothing_created")
+
+ROW = {"model": "m", "method": "taylor", "seq_len": 16, "num_samples": 4, "acc_mean": 0.5, "output_dir": "x"}
+
+
+def test_an_address_with_a_slash_too_few_is_no_folder(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "write s3://bucket/x, or ./s3:/bucket/x" in refused(search.main, *TINY, "--storage-path", "s3:/bucket/x")
+    assert "write gs://b, or" in refused(search.main, "--status", "x", "--storage-path", "gs:b")
+    assert "write s3://b/x, or" in refused(prune.main, "--config", "s3:/b/x", "--output", "o")
+    made_by = ("--model", "tiny-llama", "--method", "magnitude")
+    assert "--output s3:/b/x is no folder" in refused(prune.main, *made_by, "--output", "s3:/b/x")
+    assert "write s3://b/x, or" in refused(analysis.main, "s3:/b/x")
+    assert "'s3:/b/x' is no folder" in refused(analysis.main, "x", "--output", "s3:/b/x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_that_lead_nowhere(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "gone").symlink_to(tmp_path / "not there")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for link in ("gone", "loop"):
+        sentence = refused(search.main, *TINY, "--storage-path", f"{link}/below", "--dry-run")
+        assert f"{tmp_path}/{link} is a link that leads nowhere" in sentence and "--storage-path" in sentence
+        assert "cannot be read as a CSV file" in refused(analysis.main, "--csv", f"M={link}")
+        assert "which is not in ray_results" in refused(search.main, "--status", f"./{link}")
+    text = data_folder(tmp_path / "data") / "text"
+    (text / "a.train.txt").symlink_to(text / "a.train.txt")
+    folder = model_folder(tmp_path / "m")
+    sentence = refused(
+        search.main, "--model", folder, "--search-space", "smoke", "--data-dir", text.parent, "--dry-run"
+    )
+    assert "no calibration text" in sentence
+
+
+def test_what_is_no_folder_has_no_experiment(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for argv in (["file"], ["x", "--storage-path", "file"], ["/dev/null"]):
+        assert f"the experiment {argv[0]!r}, which is not in" in refused(search.main, "--status", *argv)
+
+
+def test_the_place_of_results_is_looked_at_first(
+    refusal: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "file is a file" in refusal(*TINY, "--storage-path", "file")
+    assert caplog.text == ""  # nothing else was looked for there
+
+
+def test_names_that_are_no_text(refused: Callable[..., str]) -> None:
+    name = os.fsdecode(b"r\xe9sultats")
+    for main, argv in (
+        (search.main, [*TINY, "--storage-path", name]),
+        (search.main, ["--status", name]),
+        (prune.main, ["--config", name, "--output", "o"]),
+        (evaluate.main, ["--model", name]),
+        (analysis.main, [name]),
+    ):
+        assert r"'r\udce9sultats' is no UTF-8 text" in refused(main, *argv)
+
+
+def test_flags_that_nothing_reads(refused: Callable[..., str]) -> None:
+    assert "--json is for --status" in refused(search.main, *TINY, "--json")
+    assert "--overwrite is for --export-study" in refused(analysis.main, "x", "--overwrite")
+
+
+def test_more_seeds_than_can_be_planned(refusal: Callable[..., str]) -> None:
+    seeds = ",".join(map(str, range(search_space.MAX_POINTS // 6 + 1)))
+    assert "16,667 seeds of the flags make 100,002 combinations" in refusal(*TINY, "--seeds", seeds)
+
+
+@pytest.mark.parametrize("output", ["thesis.tex", "list.json", "pipe"])
+def test_only_a_record_is_replaced_by_a_record(output: str, refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    (tmp_path / "list.json").write_text('{"metric": 1}')
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null would be
+    sentence = refused(evaluate.main, "--model", "tiny-llama", "--output", output)
+    assert f"--output {output} is there, and is no record of an evaluation" in sentence
+    assert (tmp_path / "thesis.tex").read_text() == "years" and (tmp_path / "pipe").is_fifo()
+
+
+def csv_file(folder: Path, *rows: dict) -> str:
+    pd.DataFrame(rows).to_csv(folder / "results.csv", index=False)
+    return f"m={folder / 'results.csv'}"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("num_samples", 1e300, "is not a whole number of up to 9,007,199,254,740,992"),
+        ("params_count", 1e308, "is not a whole number"),
+        ("ppl", 1e308, "is beyond 1e+100"),
+        ("elapsed_time", -1e308, "is beyond 1e+100"),
+    ],
+)
+def test_numbers_beyond_all_sizes(
+    column: str, value: float, says: str, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    sentence = refused(analysis.main, "--csv", csv_file(tmp_path, ROW | {column: value}), "--output", tmp_path / "out")
+    assert f"line 2, column {column}: " in sentence and says in sentence and not (tmp_path / "out").exists()
+
+
+def test_a_results_file_that_names_an_address_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = csv_file(tmp_path, ROW | {"output_dir": "s3:/b/x"}, ROW | {"seq_len": 32, "output_dir": "file:/etc"})
+    assert analysis.main(["--csv", where, "--export-study", str(tmp_path / "study.db")]) == 0
+    assert "m: 2 trials" in capsys.readouterr().out
+
+
+# What a study cannot hold of a row.
+TIMES = {
+    "no time": {"started_at": "soon"},
+    "an endless trial": {"started_at": "2026-05-01T12:00:00+00:00", "elapsed_time": 1e99},
+    "before all times": {"started_at": "0001-01-01T00:00:00+00:00"},
+}
+
+
+@pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
+def test_a_study_of_no_times(times: dict, refused: Callable[..., str], tmp_path: Path) -> None:
+    where = csv_file(tmp_path, ROW | times)
+    sentence = refused(analysis.main, "--csv", where, "--export-study", tmp_path / "study.db")
+    assert "which are no times; correct its results file" in sentence and times["started_at"] in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]
+
+
+def test_a_stopped_trial_of_a_published_file_in_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stopped = {"seq_len": 32, "key": "k", "status": "stopped_early", "success": False}
+    where = csv_file(tmp_path, ROW | {"key": "a", "status": "complete", "success": True}, ROW | stopped)
+    assert analysis.main(["--csv", where, "--export-study", str(tmp_path / "study.db")]) == 0
+    assert "m: 2 trials" in capsys.readouterr().out
+
+
+def test_only_a_study_is_replaced_by_a_study(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "experiment.json").write_text("{}")
+    argv = ("--csv", csv_file(tmp_path, ROW), "--export-study", tmp_path / "experiment.json", "--overwrite")
+    assert "is no SQLite file, and only such a file is replaced" in refused(analysis.main, *argv)
+    assert (tmp_path / "experiment.json").read_text() == "{}"
+
+
+RECORDED = {
+    "tasks a number": ({"tasks": 3}, "does not name a configuration"),
+    "a task a number": ({"tasks": {"boolq": 1}}, "does not name a configuration"),
+    "an accuracy a text": ({"acc_mean": "high"}, "'high' is not a number"),
+    "a baseline a number": ({"baseline": 3}, "does not name a configuration"),
+    "no name of a text": (
+        {"source": RUN.to_dict() | {"calibration": "/a\0b"}},
+        "calibration text /a\\x00b cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "says"), RECORDED.values(), ids=RECORDED)
+def test_what_no_search_has_recorded(changes: dict, says: str, refused: Callable[..., str], tmp_path: Path) -> None:
+    entry = {"method": "taylor", "seq_len": 16, "num_samples": 8, "source": RUN.to_dict()} | changes
+    (tmp_path / "best.json").write_text(json.dumps({"models": {"tiny-llama": entry}}))
+    assert says in refused(prune.main, "--config", "best.json", "--output", "out", begun=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.json"]
