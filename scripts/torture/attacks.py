@@ -30,6 +30,7 @@ from torture import storage_attacks
 from torture.attacked import Attacked, forked, kill, moment, wait_until
 from torture.setting import GRID, PARTIAL, START_S, Setting
 from tune_prune import embedded
+from tune_prune.core.store import LEDGER
 from tune_prune.pruning.compensation import recovery
 from tune_prune.pruning.statistics import block_removal
 
@@ -69,10 +70,13 @@ def workers(setting: Setting, number: int) -> Attacked:
 
 
 def _killed_until_it_ends(search: Attacked, setting: Setting, most_s: float) -> None:
-    """Each kill comes `most_s` seconds after a start, or sooner."""
+    """The first kill comes as soon as something is there to be lost, each later one `most_s` seconds after a start, or sooner."""
     while True:
         pid = forked(search)
-        if search.kills < setting.most_kills:
+        if search.kills == 0:
+            wait_until(lambda: any((search.experiment / LEDGER).glob("[!.]*.json")), START_S)
+            os.kill(pid, signal.SIGKILL)
+        elif search.kills < setting.most_kills:
             time.sleep(moment(setting.chance, most_s))
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
