@@ -65,6 +65,17 @@ def test_a_published_grid_where_nothing_heavy_is_installed(tmp_path: Path, run_w
     assert "准确率" in (tmp_path / "final_analysis_report.txt").read_text(encoding="utf-8")
 
 
+def test_methods_that_read_no_calibration_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As those of `--search-space control`: nothing varies with samples, and everything is written."""
+    row = "m,random,16,8,0.5,a,0.1\n"
+    header = "model,method,seq_len,num_samples,acc_mean,output_dir,pruning_duration_s"
+    (tmp_path / "results.csv").write_text(f"{header}\n{row}")
+    assert command.main(["--csv", f"m={tmp_path / 'results.csv'}", "--output", str(tmp_path / "out")]) == 0
+    assert "random-s16-n8" in capsys.readouterr().out
+    tables = {path.stem for path in (tmp_path / "out" / "tables").glob("*.csv")}
+    assert "methods" in tables and not tables & {"seq_len", "num_samples"}
+
+
 def test_help_and_usage_errors_need_nothing_at_all(run_without: Callable[..., str]) -> None:
     code = """
 import contextlib, io

@@ -122,3 +122,42 @@ def test_a_pipe_of_a_worker_that_breaks_is_a_defect(capfd: pytest.CaptureFixture
 
     with pytest.raises(BrokenPipeError):
         ending.exit_code(main)
+
+
+def test_closed_streams_go_nowhere_and_are_no_other_file(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\nfrom tune_prune.core.process import ending\n"
+        "def main():\n    print('out')\n    print('err', file=sys.stderr)\n    assert sys.stdin.read() == ''\n"
+        f"    with open({str(tmp_path / 'file')!r}, 'w') as file:\n        file.write(str(file.fileno() > 2))\n"
+        "    os.write(2, b'of a library')\n"
+        "ending.leave(lambda: ending.exit_code(main))\n"
+    )
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program], check=False)
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "True"
+
+
+def test_a_letter_that_the_terminal_lacks_is_spelt_out() -> None:
+    program = (
+        "from tune_prune.core.process import ending\n"
+        "ending.leave(lambda: ending.exit_code(lambda: print('.88 \\u00b1 .01\\u2026')))\n"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (".88 \\xb1 .01\\u2026\n", "")
+
+
+def test_a_folder_that_is_gone_and_a_name_that_is_no_text_are_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = os.fsdecode(b"r\xe9sultats")
+    assert ending.exit_code(lambda: name.encode() and None) == 2
+    said = capfd.readouterr().err
+    assert r"error: 'r\udce9sultats' is no UTF-8 text" in said and said.count("\n") == 1
+    with pytest.raises(FileNotFoundError):
+        ending.exit_code(lambda: Path("no such file").read_text() and None)  # a defect
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert ending.exit_code(lambda: Path.cwd() and None) == 2
+    said = capfd.readouterr().err
+    assert "is not there any more; start it in another one" in said and said.count("\n") == 1

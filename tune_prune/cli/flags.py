@@ -143,7 +143,7 @@ def run(main: Callable[[], None]) -> int:
     """Call `main` and return the exit code."""
     # Set before transformers or datasets are imported: their progress bars and warnings would cut through our lines. Who sits at a
     # terminal sees the hub's downloads, which may last longer than all the rest.
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

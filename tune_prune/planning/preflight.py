@@ -52,6 +52,9 @@ def make_plan(settings: SearchSettings) -> Plan:
             f"--storage-path is {storage}, the memory of this process, which no worker of Ray sees; add --inline, or name a folder "
             "or a bucket"
         )
+    str(
+        storage
+    ).encode()  # raises where a part of it is no text: records hold it, which are written when trials have ended
     experiment.check_writable(storage / artifact_cache.FOLDER)
     store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):

@@ -131,9 +131,9 @@ class ModelFindings:
 
     @cached_property
     def levels(self) -> Mapping[str, pd.DataFrame]:
-        """Hyperparameter -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
+        """Hyperparameter that a method reads -> `effects.level_table`: index level; columns n, mean, std, stderr, min, max."""
         shown = [factor for factor in NUMERIC if factor in CALIBRATION or factor in varied(self.eligible)]
-        return {factor: effects.level_table(self.reading(factor), factor) for factor in shown}
+        return {factor: effects.level_table(rows, factor) for factor in shown if len(rows := self.reading(factor))}
 
     @cached_property
     def trends(self) -> Mapping[str, Trend]:

@@ -8,6 +8,7 @@ output (`| head`), 143 terminated (`kill`, Slurm, Kubernetes).
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import signal
@@ -74,6 +75,7 @@ class _Ending:
 def exit_code(main: Callable[[], None], advice: str = "") -> int:
     """Call `main` and return the exit code. A signal prints its own message and `advice`, or that of `advised`."""
     ending = _Ending(advice)
+    _open_streams()
     with _signals(ending):
         try:
             main()
@@ -92,13 +94,47 @@ def exit_code(main: Callable[[], None], advice: str = "") -> int:
                 if ending.advice:
                     _say(f"what read the output has ended: {ending.advice}")
                 return 128 + signal.SIGPIPE
-            said = refused(error)
+            said = refused(error) or _no_text(error) or _nowhere(error)
             if said is None:
                 raise
             sentence, code = said
             _say(_with_advice(f"error: {sentence}", error))
             return code
     return 0
+
+
+def _open_streams() -> None:
+    """A closed one (`>&-`, some daemons) goes nowhere, and no file that is opened later takes its place; a letter that an
+    encoding lacks is spelt out, not an error after hours."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115  # for as long as the process lives
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _no_text(error: BaseException) -> tuple[str, int] | None:
+    """That a name which a file system has given is no text, in a sentence; and the exit code."""
+    if not isinstance(error, UnicodeEncodeError) or "surrogates" not in error.reason:
+        return None
+    part = error.object[max(0, error.start - 60) : error.end + 20]
+    return f"{part!r} is no UTF-8 text, which names in records are; rename that file or folder", 2
+
+
+def _nowhere(error: BaseException) -> tuple[str, int] | None:
+    """That the current folder is gone, likewise."""
+    if not isinstance(error, FileNotFoundError):
+        return None
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the folder in which this command was started is not there any more; start it in another one", 2
+    return None
 
 
 def _output_is_closed() -> bool:
