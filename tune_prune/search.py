@@ -106,7 +106,8 @@ def _log(wanted: bool) -> Iterator[JsonLog]:
         try:
             yield log
         except BaseException as error:
-            log.event("failure", error=type(error).__name__, reason=str(error))
+            reason = ending.heard_signal() if isinstance(error, KeyboardInterrupt) else str(error)
+            log.event("failure", error=type(error).__name__, reason=reason)
             raise
 
 
@@ -118,6 +119,7 @@ def _run(
     log: JsonLog,
 ) -> None:
     from tune_prune.analysis.cost import cost_line
+    from tune_prune.analysis.render.messages import one_line
     from tune_prune.cli.plan_text import describe, shown_path
     from tune_prune.planning.preflight import make_plan
     from tune_prune.results import run
@@ -169,7 +171,9 @@ def _run(
         say(f"{name:<12} {shlex.join(next_command)}")
     if len(failed):
         classes = failure_counts(failed["failure"])
+        first = failed.iloc[0]
         say(f"failed       {len(failed)} of {len(planned)} trials: {classes} (see all_methods_results.csv)")
+        say(f"             e.g. {first['model']} {first['name']}: {one_line(first['reason'])}")
         say(f"             the same command tries them again:\n             {again}")
 
 

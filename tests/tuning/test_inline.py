@@ -226,9 +226,10 @@ def test_a_search_ends_with_the_classes_of_its_failures(tmp_path, capfd, breaks)
     breaks(CONFIGS[0], Infeasible("too much"))
     breaks(CONFIGS[2], NotFinite("3 scores are not finite"))
     assert search.main(argv) == 0
-    summary = capfd.readouterr().out.splitlines()[-3:]
+    summary = capfd.readouterr().out.splitlines()[-4:]
     assert summary[0].startswith("failed       2 of 3 trials: 1 infeasible, 1 not finite (see all_methods_results.csv)")
     assert summary[1:] == [
+        f"             e.g. tiny-llama@0.1 {CONFIGS[0].name}: too much",
         "             the same command tries them again:",
         f"             python -m tune_prune.search {shlex.join(argv)}",
     ]

@@ -24,7 +24,7 @@ from tune_prune.core.config import PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines, required_about, stranger
-from tune_prune.core.records import TrialRecord
+from tune_prune.core.records import FAILURES, TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, STATUS, Store, location, open_store
 from tune_prune.core.terminal.escapes import printable
 from tune_prune.core.validation import Count, validated
@@ -221,7 +221,8 @@ def text(found: Mapping[str, Any]) -> str:
             lines.append(("", f"and {len(pieces) - _SHOWN:,} more; by machine: {others}"))
     for index, failure in enumerate(found["failures"][:_SHOWN]):
         latest = failure["latest"]
-        why = f"{failure['failure']}: {failure['count']:,}, the latest {latest['model']} {latest['config']} on {latest['host']}"
+        kind = FAILURES.get(failure["failure"], failure["failure"])
+        why = f"{kind}: {failure['count']:,}, the latest {latest['model']} {latest['config']} on {latest['host']}"
         lines.append(("" if index else "failed", f"{why}: {_short(latest['reason'])}"))
     lines += [("damaged", _short(error)) for error in found["damaged"][:_SHOWN]]
     for index, (label, model) in enumerate(found["models"].items()):
@@ -248,8 +249,9 @@ def _of_search(found: Mapping[str, Any]) -> str:
     if state == "silent":
         gone = ", and that process is gone" if _gone(search) else ""
         return f"silent for {silent}{gone}: {who} was killed, or does not reach this storage; the same command goes on"
-    how = "ended" if state == "ended" else "stopped by an interrupt or an error; the same command goes on"
-    return f"{how}, {who}, {silent} ago"
+    if state == "ended":
+        return f"ended {silent} ago, {who}"
+    return f"stopped {silent} ago by an interrupt or an error, {who}; the same command goes on"
 
 
 def _gone(search: Mapping[str, Any]) -> bool:

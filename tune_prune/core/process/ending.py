@@ -163,6 +163,11 @@ def advised(advice: str) -> Iterator[None]:
         raise
 
 
+def heard_signal() -> str:
+    """In words, what the command that runs was told; that it was interrupted, where nothing is known of a signal."""
+    return SIGNALS[(_current and _current.heard) or signal.SIGINT]
+
+
 def by_force(sentence: str) -> None:
     """End the command that runs with that sentence, its advice and code 1: its main thread hangs. Nothing without a command."""
     if _current is not None:

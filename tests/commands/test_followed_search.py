@@ -1,0 +1,140 @@
+"""A whole search as others follow it: every line of `--log-json`, and its status afterwards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tune_prune import search
+from tune_prune.cli import status
+from tune_prune.core.ledger import Ledger, write_about
+from tune_prune.core.store import EXPERIMENT, FolderStore
+from tune_prune.pruning.selection import select
+from tune_prune.trial import trial
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], str]:
+    """The folder of a search with --log-json, its events, and what it has written to standard error."""
+    folder = tmp_path_factory.mktemp("followed")
+    argv = ["--model", "tiny-llama", "--search-space", "control", "--limit", "5", "--inline", "--log-json"]
+    with pytest.MonkeyPatch.context() as patch:
+        out, err = _Stream(), _Stream()
+        patch.setattr("sys.stdout", out)
+        patch.setattr("sys.stderr", err)
+        assert search.main([*argv, "--storage-path", str(folder), "--name", "followed"]) == 0
+    return folder / "followed", [json.loads(line) for line in out.text.splitlines()], err.text
+
+
+class _Stream:
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool:
+        return False
+
+
+def test_every_line_of_the_log_is_an_event(followed: tuple[Path, list[dict[str, Any]], str]) -> None:
+    folder, events, text = followed
+    names = [event["event"] for event in events]
+    assert names[:2] == ["start", "plan"] and names[-2:] == ["trial_end", "end"]
+    assert names.count("job_start") == names.count("job_end") == 1  # the baseline
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    assert events[1]["trials"] == {"tiny-llama": 1} and events[1]["recorded"] == 0
+    (record,) = Ledger(FolderStore(folder)).records()
+    stages = [event for event in events if event["event"] == "stage"]
+    assert [stage["stage"] for stage in stages] == [stage["stage"] for stage in record.stages]
+    ended = events[-2]
+    assert (ended["key"], ended["status"], ended["failure"]) == (record.key, "complete", "")
+    assert ended["metrics"] == record.metrics and events[-1]["trials"] == {"complete": 1}
+    assert "[1/1] running 0" in text and "\r" not in text
+
+
+def test_a_search_that_cannot_start_is_a_failure_in_the_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["--model", "tiny-llama", "--inline", "--log-json", "--storage-path", str(tmp_path), "--name", "a/b"]
+    assert search.main(argv) == 2
+    output = capsys.readouterr()
+    start, failure = map(json.loads, output.out.splitlines())
+    assert start["event"] == "start" and failure["event"] == "failure"
+    assert failure["reason"] and failure["reason"] in output.err
+
+
+def test_its_status_afterwards(followed: tuple[Path, list[dict[str, Any]], str]) -> None:
+    found = status.read(FolderStore(followed[0]))
+    assert found["state"] == "ended" and found["trials"]["done"] == found["trials"]["planned"] == 1
+    assert found["search"]["running"] == [] and found["search"]["done"] == 1
+
+
+def test_records_of_another_search_are_named_and_left_out(
+    followed: tuple[Path, list[dict[str, Any]], str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(followed[0], folder)
+    about = json.loads((folder / EXPERIMENT).read_text())
+    about["models"]["tiny-llama"]["run"]["seed"] += 1
+    write_about(FolderStore(folder), {name: value for name, value in about.items() if name != "checksum"})
+    found = status.read(FolderStore(folder))
+    assert found["trials"]["done"] == 0 and found["models"] == {}
+    assert len(found["damaged"]) == 2 and all("of another search: its key would be" in it for it in found["damaged"])
+
+
+def problems(scores: Any, *arguments: Any) -> Any:
+    """The second of three trials fails, and the third is interrupted."""
+    made.append(scores)
+    if len(made) == 2:
+        raise RuntimeError("too \x1b[31mred\nand a second line")
+    if len(made) == 3:
+        raise KeyboardInterrupt
+    return select(scores, *arguments)
+
+
+made: list[Any] = []
+
+
+def test_a_log_of_failures_and_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every line is an object, also of what went wrong; nothing acts on a terminal; the same command goes on."""
+    made.clear()
+    monkeypatch.setattr(trial, "select", problems)
+    (tmp_path / "space.yaml").write_text(
+        "search: grid\nmethod: [random, magnitude, taylor]\nseq_len: 16\nnum_samples: 8\n"
+    )
+    argv = ["--model", "tiny-llama", "--search-space", str(tmp_path / "space.yaml"), "--limit", "2", "--tasks", "boolq"]
+    argv += ["--perplexity-tokens", "300", "--inline", "--log-json", "--storage-path", str(tmp_path), "--name", "one"]
+    assert search.main(argv) == 130
+    output = capsys.readouterr()
+    events = [json.loads(line) for line in output.out.splitlines()]
+    ends = {event["status"]: event for event in events if event["event"] == "trial_end"}
+    assert (ends["failed"]["failure"], ends["failed"]["name"]) == ("error", "magnitude-s16-n8")
+    assert (
+        ends["failed"]["reason"] == "RuntimeError: too \x1b[31mred\nand a second line" and ends["complete"]["metrics"]
+    )
+    assert events[-1] | {"event": "failure", "error": "KeyboardInterrupt", "reason": "interrupted"} == events[-1]
+    assert "interrupted: finished trials are kept; to go on, run the same command again" in output.err
+    shown = output.out + output.err
+    assert not [letter for letter in shown if not (letter.isprintable() or letter == "\n")]
+
+    assert search.main(["--status", str(tmp_path / "one")]) == 0
+    said = capsys.readouterr().out
+    assert "by an interrupt or an error, process" in said and "trials       2 of 3 done: 1 complete, 1 failed" in said
+    assert (
+        "failed       other error: 1, the latest tiny-llama magnitude-s16-n8 on " in said
+        and "\\x1b[31mred and a" in said
+    )
+
+    made.extend(range(9))
+    assert search.main(argv) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["recorded"] for event in events if event["event"] == "plan"] == [1]
+    assert events[-1]["trials"] == {"complete": 3}
