@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from tune_prune import search
@@ -26,8 +28,16 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
         out, err = _Stream(), _Stream()
         patch.setattr("sys.stdout", out)
         patch.setattr("sys.stderr", err)
+        patch.setenv("HF_TOKEN", "hf_secret123")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "aws_secret123")
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        for place, name in ((socket, "getaddrinfo"), (socket.socket, "connect"), (socket.socket, "sendto")):
+            patch.setattr(place, name, lambda *arguments, **_: asked.append(arguments))
         assert search.main([*argv, "--storage-path", str(folder), "--name", "followed"]) == 0
     return folder / "followed", [json.loads(line) for line in out.text.splitlines()], err.text
+
+
+asked: list[Any] = []  # over the network
 
 
 class _Stream:
@@ -58,6 +68,20 @@ def test_every_line_of_the_log_is_an_event(followed: tuple[Path, list[dict[str, 
     assert (ended["key"], ended["status"], ended["failure"]) == (record.key, "complete", "")
     assert ended["metrics"] == record.metrics and events[-1]["trials"] == {"complete": 1}
     assert "[1/1] running 0" in text and "\r" not in text
+
+
+def test_no_secret_is_written(followed: tuple[Path, list[dict[str, Any]], str]) -> None:
+    folder, events, text = followed
+    files = [path for path in folder.parent.rglob("*") if path.is_file()]
+    assert len(files) > 20 and not [path for path in files if b"secret123" in path.read_bytes()]
+    assert "secret123" not in f"{events}{text}"
+
+
+def test_nothing_is_asked_over_the_network(followed: tuple[Path, list[dict[str, Any]], str]) -> None:
+    """An embedded model needs nothing of it."""
+    assert followed and asked == []
+    with pytest.raises(OSError):  # noqa: PT011  # the real one: what has been recorded is what is called
+        socket.create_connection(("127.0.0.1", 1), timeout=1)
 
 
 def test_a_search_that_cannot_start_is_a_failure_in_the_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

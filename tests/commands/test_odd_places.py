@@ -13,7 +13,7 @@ import pytest
 
 from tests.search_folders import TINY, data_folder, model_folder
 from tests.trials import RUN
-from tune_prune import evaluate, prune, search
+from tune_prune import embedded, evaluate, prune, search
 from tune_prune.analysis import command as analysis
 from tune_prune.planning import search_space
 
@@ -48,6 +48,16 @@ def test_links_that_lead_nowhere(refused: Callable[..., str], tmp_path: Path) ->
         search.main, "--model", folder, "--search-space", "smoke", "--data-dir", text.parent, "--dry-run"
     )
     assert "no calibration text" in sentence
+
+
+def test_names_of_files_do_not_act_on_a_terminal(plan_text: Callable[..., str], tmp_path: Path) -> None:
+    """Of those that nobody has named: the calibration text that lies in the data."""
+    data, folder = data_folder(tmp_path / "data"), model_folder(tmp_path / "m")
+    (data / "text" / "a\x1b[2Jtrain.txt").write_text(embedded.calibration_text())
+    shown = plan_text(
+        "--model", folder, "--search-space", "smoke", "--data-dir", data, "--limit", "2", "--tasks", "boolq"
+    )
+    assert "\x1b" not in shown and r"a\x1b[2Jtrain.txt" in shown
 
 
 def test_what_is_no_folder_has_no_experiment(refused: Callable[..., str], tmp_path: Path) -> None:

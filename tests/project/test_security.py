@@ -19,6 +19,7 @@ import tune_prune
 from tests.search_folders import model_folder
 from tune_prune import prune
 from tune_prune.core.errors import UserError
+from tune_prune.data import template_process, templates
 from tune_prune.models import loading
 from tune_prune.models.catalog import resolve
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 HERE, RAY = "project/test_security.py", "tuning/test_tuning.py"
+FOLLOWED, ODD = "commands/test_followed_search.py", "commands/test_odd_places.py"
 HELD_BY = {
     "Code of a model": [f"{HERE}::test_no_code_of_a_model_runs", f"{HERE}::test_no_call_lets_code_of_a_model_run"],
     "Weights": [f"{HERE}::test_a_pickle_of_weights_runs_nothing"],
@@ -38,7 +40,11 @@ HELD_BY = {
         "data/test_task_definition.py::test_what_is_not_data_is_refused_in_a_sentence",
         "commands/test_untrusted_tasks.py::test_nothing_of_a_task_file_runs",
     ],
-    "Templates": ["data/test_task_definition.py::test_a_template_does_no_harm"],
+    "Templates": [
+        "data/test_task_definition.py::test_a_template_does_no_harm",
+        "data/test_task_definition.py::test_many_slow_templates_end_too",
+        f"{HERE}::test_limits_of_templates_are_as_stated",
+    ],
     "Trust in task files": [
         "commands/test_untrusted_tasks.py::test_trust_lets_it_run",
         "commands/test_untrusted_tasks.py::test_only_a_person_can_say_that_files_are_trusted",
@@ -62,21 +68,30 @@ HELD_BY = {
         "analysis/test_page.py::test_nothing_is_loaded_and_only_its_own_script_may_run",
         "analysis/test_page.py::test_names_from_outside_are_only_text",
     ],
-    "Terminals": ["analysis/test_hostile_labels.py::test_a_terminal_is_not_spoken_to"],
+    "Terminals": [
+        "analysis/test_hostile_labels.py::test_a_terminal_is_not_spoken_to",
+        f"{HERE}::test_everything_is_printed_by_one_function",
+        f"{ODD}::test_names_of_files_do_not_act_on_a_terminal",
+        f"{FOLLOWED}::test_a_log_of_failures_and_an_interrupt",
+    ],
     "Names": [
         f"{HERE}::test_long_names_are_refused_in_a_sentence",
         "analysis/test_hostile_labels.py::test_names_that_no_folder_can_have",
     ],
     "Checkpoints": [f"{HERE}::test_checkpoints_hold_no_code_but_two_files"],
-    "Secrets": [f"{HERE}::test_secrets_stay_out"],
-    "Overwriting": [f"{HERE}::test_nothing_else_is_overwritten"],
+    "Secrets": [f"{HERE}::test_secrets_stay_out", f"{FOLLOWED}::test_no_secret_is_written"],
+    "Overwriting": [
+        f"{HERE}::test_nothing_else_is_overwritten",
+        f"{ODD}::test_only_a_record_is_replaced_by_a_record",
+        f"{ODD}::test_only_a_study_is_replaced_by_a_study",
+    ],
     "Ports": [f"{RAY}::test_a_local_ray_is_for_this_process_alone_and_its_workers_are_as_nice_as_other_programs"],
     "Temporary folders": [
         "core/test_ending.py::test_a_signal_ends_a_command_with_its_code_and_what_to_do",
         "tuning/test_ray_start.py::test_a_ray_that_no_search_has_joined_leaves_nothing",
     ],
     "Clusters": ["tuning/test_cluster.py::test_a_cluster_with_a_token_lets_nobody_in_without_it"],
-    "Telemetry": [f"{HERE}::test_telemetry_is_off"],
+    "Telemetry": [f"{HERE}::test_telemetry_is_off", f"{FOLLOWED}::test_nothing_is_asked_over_the_network"],
 }
 
 
@@ -185,6 +200,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose layers differ, made where secrets are in the environment and in the path."""
     folder = tmp_path_factory.mktemp("of_anna") / "saved"
     base = model_folder(folder.parent / "base")
+    (base / "LICENSE.py").write_text("a program that a class file could name")
+    (base / "LICENSE").write_text("a licence")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_TOKEN", "hf_secret123")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "aws_secret123")
@@ -197,8 +214,10 @@ def test_checkpoints_hold_no_code_but_two_files(saved: Path) -> None:
     assert programs == {"configuration_tune_prune.py", "modeling_tune_prune.py"}
     for name in programs:
         assert (saved / name).read_bytes() == (ROOT / "tune_prune" / "models" / "pruned" / name).read_bytes()
-    kinds = {path.suffix for path in saved.iterdir()}
-    assert kinds <= {".safetensors", ".json", ".md", ".png", ".py", ".model", ".txt", ".jinja"}
+    others = {"LICENSE", "README.md", "layers.png", "config.json", "generation_config.json", "tune_prune.json"}
+    assert {path.name for path in saved.iterdir()} - programs == others | {
+        "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    }  # fmt: skip
 
 
 def test_secrets_stay_out(saved: Path) -> None:
@@ -220,6 +239,30 @@ def test_nothing_else_is_overwritten(output: str, says: str, refused, tmp_path: 
     flags = ("--model", "tiny-llama", "--method", "magnitude", "--output", output, "--overwrite")
     assert says in refused(prune.main, *flags)
     assert (tmp_path / "folder" / "thesis.tex").read_text() == "years" and (tmp_path / "file").read_text() == "kept"
+
+
+def test_everything_is_printed_by_one_function() -> None:
+    """`say` spells out what would act, and nothing that a command prints goes around it but lines for other programs."""
+    found = {
+        f"{path.parent.name}/{path.name}"
+        for path in (ROOT / "tune_prune").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and "embedded" not in path.parts
+    }
+    own = {"terminal/escapes.py", "process/ending.py"}  # with `printable`
+    constant = {"tune_prune/__main__.py", "terminal/parser.py"}  # help, versions, and the repr of a command
+    assert found - own - constant == {"data/template_process.py", "ray_cluster/head.py"}  # to their parents
+
+
+def test_limits_of_templates_are_as_stated() -> None:
+    words = " ".join(SECURITY.split())
+    assert (
+        "in a process of their own with 1 GiB of memory, 10 seconds for each and five minutes of CPU time for all"
+        in words
+    )
+    assert "make at most a million characters" in words
+    assert (template_process.MAX_MEMORY, template_process.MAX_TEXT) == (2**30, 10**6)
+    assert (templates.SECONDS, templates.CPU_SECONDS) == (10, 5 * 60)
 
 
 def test_telemetry_is_off() -> None:

@@ -41,5 +41,5 @@ def copy_license_files(source: ModelSource, folder: Path) -> None:
     if source.kind == "folder":
         for pattern in LICENSE_FILES:
             for path in Path(source.location).glob(pattern):
-                if path.is_file():  # not a folder LICENSES/, as some projects have it
+                if path.is_file() and path.suffix != ".py":  # nor a folder LICENSES/, as some projects have it
                     shutil.copyfile(path, folder / path.name)
