@@ -213,9 +213,9 @@ def package_of_contributor(folder: Path) -> Path:
             '    shape: str = HYPERPARAMETERS["shape"].default\n',
             '    shape: str = HYPERPARAMETERS["shape"].default\n    {code}\n',
         ),
-        "scores = method.scores(dense)": (
-            "trial/trial.py",
-            "                return select(method.scores(dense), geometry, config.pruning_ratio, config.shape)\n",
+        "scores = method.scores(model)": (
+            "trial/iteration.py",
+            "    return method.scores(model)\n",
             "{code}\n",
         ),
     }
@@ -230,7 +230,7 @@ def package_of_contributor(folder: Path) -> Path:
             indent = re.match(" *", place)[0] if text.startswith("{code}") else ""  # type: ignore[index]
             code = "\n".join(f"{indent}{line}" for line in block.text.strip().splitlines())
             if "np." in code:
-                source = source.replace("\nimport torch\n", "\nimport numpy as np\nimport torch\n")
+                source = source.replace("\n\nfrom tune_prune.", "\n\nimport numpy as np\n\nfrom tune_prune.", 1)
             (package / name).write_text(source.replace(place, text.format(code=code), 1), encoding="utf-8")
         else:
             name = re.findall(r"`(?:tune_prune/)?([\w/]+/|)(\w+)\.py`", block.before)[-1][1]

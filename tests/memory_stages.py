@@ -58,6 +58,10 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "recovery by layer": ("", ()),
     "recovery streamed": ("", ()),
     "recovery bfloat16": ("", ()),
+    "steps": ("taylor", (10,)),
+    "steps by layer": ("taylor", (10,)),
+    "steps streamed": ("taylor", (10,)),
+    "steps of norms": ("input_norms", (10,)),
     "kl": ("", ()),
     "kl streamed": ("", ()),
     "zero_shot": ("", ()),
@@ -146,8 +150,22 @@ def build(name: str) -> Stage:
         return Stage(text, lambda: perplexity(model, windows.flatten()[: 5 * 512], 512, residency=way))
     found = load_statistic(statistic)
     needs = [Need(statistic, kind, n) for kind in (KINDS if statistic == "block_removal" else ("",)) for n in numbers]
-    plans = shapes.ways([(found.stage, found.work(needs, 256, 4, "cpu"))])
-    (stage,) = next(plan for plan in plans if str(plan.way) == str(way)).stages
+    work, stepped = found.work(needs, 256, 4, "cpu"), name.startswith("steps")
+    plans = shapes.ways([(found.stage, replace(work, of_copy=stepped))])
+    (stage,) = next(
+        plan for plan in plans if (str(plan.way), plan.way.pruned_whole) == (str(way), way.pruned_whole)
+    ).stages
+    if stepped:  # of a copy from which hardly anything is gone
+        whole = PruningPlan.keep_all(read_geometry(model, family))
+        plan = replace(whole, kept_channels=(tuple(range(1000)),) * 4, removed_params=4 * 24 * 3 * 384)
+        dense = LoadedModel(None, model, None, family, read_geometry(model, family), way)
+
+        def take(samples: torch.Tensor, needs: list[Need]) -> Any:
+            copy, held = Recipe(plan).to_train(dense)
+            return found.collect(copy, family, samples, needs, held if found.backward else held.forward_only)
+
+        take(windows[:1, :4], [Need(statistic, "", 1)])
+        return Stage(stage, lambda: take(windows, needs))
     found.collect(model, family, windows[:1, :4], [Need(statistic, need.kind, 1) for need in needs], way)
     return Stage(stage, lambda: found.collect(model, family, windows, needs, way))
 

@@ -112,6 +112,7 @@ class Model:
         num_samples: int | None = None,
         *,
         removal_divisor: int | None = None,
+        steps: int | None = None,
         shape: str = "free",
         align: int | None = None,
         compensation: str = "none",
@@ -129,15 +130,14 @@ class Model:
         seq_len          tokens per calibration sample; needed by every method that reads data
         num_samples      calibration samples; likewise
         removal_divisor  removal losses use the first num_samples // removal_divisor samples; None: 5
+        steps            in which the groups are removed, with statistics of what is left taken again between them; None: 1
         shape            widths of the pruned layers: free, any; aligned, MLP widths in multiples of `align` (or aligned-N);
-                         uniform, the same in every layer (docs/methods.md, "Shapes")
-        align            channels; None: 64, from 1B parameters on 256
+                         uniform, the same in every layer (docs/methods.md, "Shapes"); `align`, None: 64, from 1B parameters on 256
         compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
         damping          of a refit, how strongly it keeps to the old weights; None: 0.1
         refit_tokens     calibration tokens of a refit; None: 16,384
         recovery         none, or lora: adapters are trained and merged (docs/methods.md, "Recovery")
-        recovery_steps   steps of the training; None: 100
-        recovery_rate    its largest learning rate; None: 0.001
+        recovery_steps, recovery_rate    of the training, and its largest learning rate; None: 100 and 0.001
         on_stage         is called with each stage's report (name, seconds, tokens) as it ends
 
         Statistics that an earlier call or, in ./ray_results, a search has computed are used again. Raises UserError for a value
@@ -146,7 +146,7 @@ class Model:
         values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples, shape=shape)
         values |= dict(removal_divisor=removal_divisor, compensation=compensation, damping=damping)
         values |= dict(refit_tokens=refit_tokens, recovery=recovery, recovery_steps=recovery_steps)
-        values |= dict(recovery_rate=recovery_rate)
+        values |= dict(recovery_rate=recovery_rate, steps=steps)
         return self.execute(self.request(values, align), on_stage)
 
     def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:

@@ -48,7 +48,7 @@ def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> No
     values = {
         **{"method": ["taylor", "blockwise"], "seq_len": [5, 16], "num_samples": [3, 16], "pruning_ratio": [0.2, 0.3]},
         **{"removal_divisor": [1, 3, 5, 16], "shape": ["free", "aligned-3", "aligned-16", "uniform"]},
-        **{"seed": [None, 1, 16], "calibration": [None, "c4", "wikitext2+c4"]},
+        **{"seed": [None, 1, 16], "calibration": [None, "c4", "wikitext2+c4"], "steps": [1, 3, 16]},
     }
     recipe = {
         **{"compensation": ["none", "least_squares"], "damping": [0.1, 3.0, 5.0], "refit_tokens": [16_384, 2048]},
@@ -93,13 +93,13 @@ def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
     assert same.within(RUN) == CONFIG and same.within(RUN).name == "taylor-s64-n128" and key(same) == key()
     assert other.within(RUN) == other and other.name == "taylor-s64-n128-r1" and key(other) != key()
     assert key(other) == key(run=replace(RUN, seed=1))
-    assert CONFIG.to_dict().keys() == {
-        name for name, row in HYPERPARAMETERS.items() if not row.of_run and not row.switch
-    }
+    plain = {name for name, row in HYPERPARAMETERS.items() if not row.of_run and not row.switch}
+    assert CONFIG.to_dict().keys() == plain - {"steps"}  # as before there were several
+    assert replace(CONFIG, steps=2).to_dict().keys() == plain
     both = {"compensation": "least_squares", "recovery": "lora"}
     for switches in ({"compensation": "least_squares"}, {"recovery": "lora"}):
         there = {name for name, row in HYPERPARAMETERS.items() if not row.of_run and row.switch in ("", *switches)}
-        assert replace(CONFIG, **switches).to_dict().keys() == there
+        assert replace(CONFIG, **switches).to_dict().keys() == there - {"steps"}
         assert replace(CONFIG, **switches).changes_weights and not CONFIG.changes_weights
     refitted = replace(CONFIG, **both)
     assert replace(CONFIG, damping=3.0, recovery_steps=5).canonical() == CONFIG
@@ -108,7 +108,7 @@ def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
     )
     assert PruningConfig.from_dict(refitted.to_dict()) == refitted
     assert PruningConfig.from_dict(other.to_dict()) == other and other.values(RUN)["seed"] == 1
-    assert refitted.values(RUN) == refitted.to_dict() | {"seed": 0, "calibration": "embedded"}
+    assert refitted.values(RUN) == refitted.to_dict() | {"seed": 0, "calibration": "embedded", "steps": 1}
     assert replace(CONFIG, calibration="embedded").within(RUN) == CONFIG
     assert replace(CONFIG, calibration="c4+/home/my texts/Long-Name!.txt").name == "taylor-s64-n128-cc4+Long_Name_"
     assert sorted([other, replace(CONFIG, seed=0), CONFIG]) == [CONFIG, replace(CONFIG, seed=0), other]

@@ -41,7 +41,8 @@ class _AtOnce(Executor):
 
 
 # Slow where the CPU has no instructions for bfloat16
-CASES = [pytest.param(name, marks=pytest.mark.slow) if name.endswith("bfloat16") else name for name in STAGES]
+SLOW = [name for name in STAGES if name.endswith("bfloat16") or name in ("steps by layer", "steps streamed")]
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in STAGES]
 
 
 @pytest.mark.parametrize("name", CASES)

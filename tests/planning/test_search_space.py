@@ -195,6 +195,7 @@ def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
         "shape": ("aligned", "aligned-128", "uniform", "free"),
         "seed": (3, 0, 4294967295),
         "calibration": ("c4", "wikitext2+c4"),
+        "steps": (1, 4),
         "compensation": ("least_squares", "none"),
         "damping": (0.3, 0.1, 100),
         "refit_tokens": (1024, 16384),
@@ -212,6 +213,19 @@ def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
         space = search_space.load(yaml_file(tmp_path, with_value(**{name: text} | more)))
         assert space.values[name] == values
         assert name in space.given
+
+
+def test_steps_are_for_methods_that_read_samples(tmp_path: Path) -> None:
+    text = with_value(method="[taylor, random]", steps="[4, 1]")
+    points = {(config.method, config.steps) for config in search_space.load(yaml_file(tmp_path, text)).configs()}
+    assert points == {("taylor", 4), ("taylor", 1), ("random", 1)}
+    assert problems(tmp_path, with_value(method="[taylor, magnitude]", steps="[2, 4]")) == [
+        (
+            len(GOOD) + 1,
+            "steps lists no 1, but magnitude reads no calibration samples, so that nothing can be taken again after a step; add 1, "
+            "or remove magnitude",
+        )
+    ]
 
 
 def test_a_grid_over_ratios_divisors_and_shapes(tmp_path: Path) -> None:

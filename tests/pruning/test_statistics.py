@@ -196,7 +196,7 @@ def test_magnitudes_in_bfloat16_are_summed_in_float32(tiny):
 
 def test_what_methods_read():
     reads = {name: load_method(name).reads for name in method_names()}
-    samples = {"seq_len", "num_samples", "seed", "calibration"}
+    samples = {"seq_len", "num_samples", "seed", "calibration", "steps"}
     assert reads["magnitude"] == set() and reads["random"] == {"seed"}
     assert reads["taylor"] == reads["wanda_sp"] == reads["flap"] == samples
     assert reads["layerwise"] == reads["blockwise"] == {*samples, "removal_divisor"}

@@ -79,7 +79,8 @@ def describe(plan: Plan) -> str:
 
 def _model_stages(plan: Plan) -> list[str]:
     """Those between the statistics and the zero-shot slices."""
-    wanted = {switch: set(plan.space.values[switch]) != {"none"} for switch in RECIPE_STAGES.values()}
+    usual = {switch: {HYPERPARAMETERS[switch].default} for switch in RECIPE_STAGES.values()}
+    wanted = {switch: set(plan.space.values[switch]) != found for switch, found in usual.items()}
     return [stage for stage in MODEL_STAGES[:-1] if wanted.get(RECIPE_STAGES.get(stage, ""), True)]
 
 

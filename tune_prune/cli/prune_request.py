@@ -28,7 +28,7 @@ from tune_prune.planning import resolve
 from tune_prune.planning.resolve import DenseModel
 from tune_prune.pruning import selection, shapes
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.methods import NO_STEPS, load_method
 from tune_prune.trial.steps import samples_needed
 
 log = logging.getLogger(__name__)
@@ -210,6 +210,8 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         raise UserError(
             f"{method.name} reads calibration samples: {' and '.join(missing)} must be given, e.g. {examples}"
         )
+    if given.get("steps", 1) != 1 and "steps" not in method.reads:
+        raise UserError(f"steps is {given['steps']}, but {method.name} {NO_STEPS}; leave it out")
     for name in unread(given) & given.keys():
         switch = RECIPE[RECIPE[name].of]
         raise UserError(

@@ -82,6 +82,7 @@ class PruningConfig:
     recovery: str = HYPERPARAMETERS["recovery"].default
     recovery_steps: int = HYPERPARAMETERS["recovery_steps"].default
     recovery_rate: float = HYPERPARAMETERS["recovery_rate"].default
+    steps: int = HYPERPARAMETERS["steps"].default
 
     def __post_init__(self) -> None:
         for name, row in HYPERPARAMETERS.items():
@@ -116,9 +117,11 @@ class PruningConfig:
         return asdict(self) | {name: getattr(run.of(self), name) for name in OF_RUN}
 
     def to_dict(self) -> dict[str, Any]:
-        """For records: all values by name, without those of the run; of a refit or a recovery only where there is one."""
+        """For records: all values by name, without those of the run; of a refit, a recovery or several steps only where there are
+        such."""
         values = asdict(self)
         left_out = {name for name, row in RECIPE.items() if values[row.switch] == "none"}
+        left_out |= {"steps"} if self.steps == PruningConfig.steps else set()  # as before there were several
         return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
     def group(self, label: str) -> Group:

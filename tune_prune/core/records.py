@@ -33,10 +33,10 @@ FAILURES: dict[str, str] = {
 }
 
 # Of a trial, after one stage for each statistic that its method decides by. The dense baseline has neither pruning nor KL.
-MODEL_STAGES = ("pruning", "refit", "recovery", "kl", "perplexity", "zero_shot")
-MEASURING_STAGES = MODEL_STAGES[3:]
-# Of those, what a recipe has where that hyperparameter is not none.
-RECIPE_STAGES = {"refit": "compensation", "recovery": "recovery"}
+MODEL_STAGES = ("steps", "pruning", "refit", "recovery", "kl", "perplexity", "zero_shot")
+MEASURING_STAGES = MODEL_STAGES[4:]
+# Of those, what a trial has where that hyperparameter is not at its default.
+RECIPE_STAGES = {"steps": "steps", "refit": "compensation", "recovery": "recovery"}
 
 
 def pass_name(stage: str) -> str:

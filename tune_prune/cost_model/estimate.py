@@ -27,6 +27,7 @@ from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
+from tune_prune.trial.iteration import works_of
 
 # Measured on a two-core machine without a GPU, but for one.
 WORKER_START_S = 10.0  # Ray, a worker's imports and its model's configuration
@@ -71,8 +72,8 @@ class ModelWork:
     way: Residency = RESIDENT
     state_bytes: int = 0  # of a token between two layers
     slices: int = 1  # of the zero-shot items
-    # By stage of a recipe, what it is asked for by each trial, or by those that an adaptive search may visit; 0: it is not done.
-    recipes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    # `workload.recipe_amounts` of each trial, or of those that an adaptive search may visit.
+    recipes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -274,15 +275,21 @@ def _pass(work: ModelWork, stage: str, todo: PassWork, seq_len: int, snapshot: f
     return StageCost(stage, 1, todo.tokens, arithmetic.of_pass(todo, seq_len), seconds)
 
 
-def _step(work: ModelWork, stage: str, amounts: Sequence[int]) -> StageCost:
+def _step(work: ModelWork, stage: str, amounts: Sequence[Any]) -> StageCost:
     """A step of the recipes of all trials; of a search that visits only some configurations as many as fall on them on average."""
     layers, share = work.arithmetic.layers, work.trials / len(amounts)
 
-    def passes(amount: int) -> Sequence[PassWork]:
+    def passes(amount: Any) -> Sequence[PassWork]:
+        if stage == "steps":
+            return works_of(amount, layers, work.device)
         return [refit.work(amount, layers, work.device)] if stage == "refit" else recovery.work(amount, layers)
 
-    # Of the same length for both; a recovery reads weights that are brought once for every step.
-    each = [[_pass(work, stage, todo, refit.WINDOW) for todo in passes(amount)] for amount in amounts if amount]
+    # Of the same length for a refit and a recovery, which reads weights that are brought once for every step.
+    each = [
+        [_pass(work, stage, todo, amount.seq_len if stage == "steps" else refit.WINDOW) for todo in passes(amount)]
+        for amount in amounts
+        if amount
+    ]
     tokens, flops, seconds = (
         share * sum(getattr(one, of) for parts in each for one in parts) for of in ("tokens", "flops", "seconds")
     )

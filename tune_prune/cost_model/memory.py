@@ -202,7 +202,9 @@ class Shapes:
             if work.adapter_rank:
                 one = self._training(stage, work, way, removed_params)
             else:
-                one = self._gradients(stage, work, way) if work.backward else self._forward(stage, work, way)
+                own, copy = self._of_copy(way, 0) if work.of_copy else (way, 0)  # as large as the dense model, at most
+                one = self._gradients(stage, work, own) if work.backward else self._forward(stage, work, own)
+                one = replace(one, way=one.way if own is way else str(way), held=one.held + copy)
             found[stage] = max(one, found.get(stage, one), key=lambda stage: (stage.total, stage.away))
         return list(found.values())
 
@@ -237,10 +239,8 @@ class Shapes:
     def _training(self, stage: str, work: PassWork, way: Residency, removed_params: int) -> StageMemory:
         """Gradients of adapters of a pruned copy, with that copy, what AdamW keeps of the adapters (they, a gradient and two
         moments) and, on a CPU, the hidden states of the dense model that they are trained towards."""
-        h, copy, own = self.geometry.hidden_size, 0, way
-        if not way.from_files or way.pruned_whole:
-            copy = self.pruning(removed_params, way).held
-            own = replace(way, from_files=False, pruned_whole=False, gradients_by_layer=way.by_layer)
+        h = self.geometry.hidden_size
+        own, copy = self._of_copy(way, removed_params)
         one = self._gradients(stage, work, own)
         widths = 4 * (h + self._q) + 3 * (
             h + self._m
@@ -248,6 +248,13 @@ class Shapes:
         adapters = 4 * FLOAT32 * work.adapter_rank * widths * self.geometry.num_layers
         waiting = work.waiting_tokens * h * self.itemsize if self.device == "cpu" else 0
         return replace(one, way=str(way), held=one.held + copy + adapters + waiting)
+
+    def _of_copy(self, way: Residency, removed_params: int) -> tuple[Residency, int]:
+        """How a pruned copy is held while statistics or gradients are taken of it, and the bytes of it that are there then."""
+        if way.from_files and not way.pruned_whole:
+            return way, 0
+        own = replace(way, from_files=False, pruned_whole=False, gradients_by_layer=way.by_layer)
+        return own, self.pruning(removed_params, way).held
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
@@ -26,6 +27,7 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
 from tune_prune.trial.context import suite_key
+from tune_prune.trial.iteration import steps_of, works_of
 from tune_prune.trial.statistics import StatisticCache, by_samples
 
 LONGEST_ROW = 1024  # tokens of a zero-shot item, where none was read
@@ -95,7 +97,8 @@ def memory_of(
 
 def passes_of(configs: Collection[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
     """What the statistics and the recipes of `configs` take: stage and work of each pass, for its memory."""
-    return recipe_passes(configs, num_layers, device) + [
+    later = [("steps", work) for config in configs for work in works_of(config, num_layers, device)]
+    return [*recipe_passes(configs, num_layers, device), *dict.fromkeys(later)] + [
         (load_statistic(name).stage, load_statistic(name).work(needs, samples.seq_len, num_layers, device))
         for samples, shared in by_samples(configs).items()
         for name, needs in by_statistic(shared).items()
@@ -109,9 +112,15 @@ def recipe_passes(configs: Collection[PruningConfig], num_layers: int, device: s
     return refits + [("recovery", recovery.step_work(n, num_layers)) for n in amounts["recovery"] if n]
 
 
-def recipe_amounts(configs: Collection[PruningConfig]) -> dict[str, tuple[int, ...]]:
-    """By stage of a recipe, what each configuration asks of it: tokens of its refit, steps of its recovery; 0: it has none."""
+def recipe_amounts(configs: Collection[PruningConfig]) -> dict[str, tuple[Any, ...]]:
+    """By stage of a recipe, what each configuration asks of it: tokens of its refit, steps of its recovery, and itself where it is
+    pruned in several steps; 0: it has none, or those of one before it."""
+    first: dict[PruningConfig, PruningConfig] = {}  # what is done to the weights afterwards is no part of the steps
+    for config in configs:
+        first.setdefault(replace(config, compensation="none", recovery="none").canonical(), config)
+    stepped = {id(config) for config in first.values() if steps_of(config) > 1}
     return {
+        "steps": tuple(config if id(config) in stepped else 0 for config in configs),
         "refit": tuple(0 if config.compensation == "none" else config.refit_tokens for config in configs),
         "recovery": tuple(0 if config.recovery == "none" else config.recovery_steps for config in configs),
     }

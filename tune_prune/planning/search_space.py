@@ -6,6 +6,7 @@
     num_samples: [128, 256]                   # calibration samples
     pruning_ratio: [0.1, 0.2]                 # optional; fractions of all parameters, each searched by itself
     removal_divisor: 5                        # optional; removal losses use the first num_samples // 5 samples
+    steps: [1, 4]                             # optional; steps in which the groups are removed, with new statistics for each
     shape: [free, aligned]                    # optional; free, aligned, aligned-N (e.g. aligned-128) or uniform
     seeds: [0, 1, 2]                          # optional; draws of calibration samples, else that of --seed
     compensation: [none, least_squares]       # optional; with a refit also damping: 0.1 and refit_tokens: 16384
@@ -33,7 +34,7 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, OF_RUN, OLDER_NAMES, RECIPE, unread
 from tune_prune.core.values.kinds import Kind, Whole
-from tune_prune.pruning.methods import load_method, method_names
+from tune_prune.pruning.methods import NO_STEPS, load_method, method_names
 
 SEARCHES = ("grid", "optuna")
 NUM_TRIALS = Whole(1, 10**9)
@@ -66,8 +67,9 @@ class SearchSpace:
     def points(self) -> list[dict[str, Any]]:
         """Every distinct configuration as its values, methods innermost: neighbours share their passes.
 
-        Configurations that differ only in what their method does not read are one: it has the first value of each such list, and
-        the run's seed. So are those without a refit, or a recovery, that differ only in what one reads: they have its defaults.
+        Configurations that differ only in what their method does not read are one: it has the first value of each such list (one
+        step), and the run's seed. So are those without a refit, or a recovery, that differ only in what one reads: they have its
+        defaults.
         """
         others = [name for name in HYPERPARAMETERS if name != "method"]
         points = {}
@@ -79,7 +81,7 @@ class SearchSpace:
             for name in others:
                 row = HYPERPARAMETERS[name]
                 if row.read_by == "statistics" and name not in self.reads[method] | drawn:
-                    values[name] = None if row.of_run else self.values[name][0]
+                    values[name] = None if row.of_run else row.default if name == "steps" else self.values[name][0]
             points[tuple(values.values())] = values
         return list(points.values())
 
@@ -150,6 +152,9 @@ class _Reader:
             self._problem(
                 nodes[name], f"{name} is read by no trial; add `{switch.name}: {switch.example}`, or remove it"
             )
+        alone = [name for name, found in reads.items() if "steps" not in found]
+        if alone and 1 not in values["steps"]:
+            self._problem(nodes["steps"], f"steps lists no 1, but {alone[0]} {NO_STEPS}; add 1, or remove {alone[0]}")
         space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), reads)
         if space.combinations > MAX_POINTS and not self.problems:
             longest = max(given, key=lambda name: len(given[name]))

@@ -13,6 +13,7 @@ channels, after the channels that are too many for multiples of N, and `uniform`
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -68,7 +69,39 @@ def _rounded_down(ratio: float) -> float:
 def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float, shape: str = "free") -> PruningPlan:
     """The plan that removes the lowest-scored groups and leaves layers of that shape. `scores` must be finite; raises
     NotFinite if they are not, Infeasible if the model cannot take the budget or the shape."""
-    target = budget(geometry, pruning_ratio, shape)
+    return further(PruningPlan.keep_all(geometry), scores, geometry, budget(geometry, pruning_ratio, shape), shape)
+
+
+def further(plan: PruningPlan, scores: GroupScores, geometry: Geometry, target: int, shape: str) -> PruningPlan:
+    """`plan`, of a model of that `geometry`, going on until `target` parameters in all are removed: it drops the lowest-scored of
+    what it keeps, which `scores` are of, and leaves layers of that shape. Where the shape does not let so little or so much be
+    removed now, what is nearest to that. Raises NotFinite."""
+    left = geometry_of(plan, geometry)
+    bounds = shapes.removal_bounds(left, shape)
+    groups, channels = _selected(scores, left, min(max(target - plan.removed_params, bounds.least), bounds.most), shape)
+    removed = plan.removed_params + _removed(left, groups, channels)
+    kept = (_within(plan.kept_groups, groups), _within(plan.kept_channels, channels))
+    return PruningPlan(*kept, target, removed, geometry.total_params)
+
+
+def geometry_of(plan: PruningPlan, geometry: Geometry) -> Geometry:
+    """Of the model that `plan` makes of one of that `geometry`. Every layer keeps a KV group and a channel, or had none."""
+    groups, widths = (tuple(map(len, kept)) for kept in (plan.kept_groups, plan.kept_channels))
+    return replace(
+        geometry,
+        total_params=geometry.total_params - plan.removed_params,
+        kv_heads=groups,
+        mlp_width=widths,
+        uniform_kv_heads=tuple(k for k in geometry.uniform_kv_heads if k <= min(groups)),
+    )
+
+
+def _within(before: Kept, now: Kept) -> Kept:
+    """What `now` keeps of what was kept `before`, by the indices of that time."""
+    return tuple(tuple(kept[i] for i in places) for kept, places in zip(before, now, strict=True))
+
+
+def _selected(scores: GroupScores, geometry: Geometry, target: int, shape: str) -> tuple[Kept, Kept]:
     flat = np.concatenate([*scores.attention, *scores.mlp])
     if not np.isfinite(flat).all():
         raise NotFinite(
@@ -84,7 +117,7 @@ def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float, shape:
         groups, channels = shapes.uniform(scores, geometry, target)
     else:
         groups, channels = _lowest_first(scores, geometry, target)
-    return PruningPlan(groups, channels, target, _removed(geometry, groups, channels), geometry.total_params)
+    return groups, channels
 
 
 def _removed(geometry: Geometry, kept_groups: Kept, kept_channels: Kept) -> int:

@@ -39,12 +39,14 @@ def by_samples(configs: Iterable[PruningConfig]) -> dict[Samples, tuple[Need, ..
 
 @dataclass(frozen=True)
 class StatisticCache:
-    """The statistics of one model on one kind of device (`models.loading.device_key`) in the artifact store."""
+    """The statistics of one model on one kind of device (`models.loading.device_key`) in the artifact store; of a pruned copy of it
+    where there is a `structure` (PruningPlan.structure)."""
 
     run: ModelRun
     model_fingerprint: str
     device: str
     artifacts: ArtifactStore
+    structure: str = ""
 
     def key(self, samples: Samples, need: Need) -> dict[str, Any]:
         statistic, run = load_statistic(need.statistic), self.run.of(samples)
@@ -57,6 +59,7 @@ class StatisticCache:
             "device": self.device,
             "seq_len": samples.seq_len,
             **statistic.key(need),
+            **({"structure": self.structure} if self.structure else {}),
         }
 
     def get(self, samples: Samples, need: Need) -> Arrays | None:

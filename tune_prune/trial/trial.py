@@ -1,6 +1,7 @@
 """One trial: prune one model by one configuration and measure what is left. Without Ray.
 
     (statistics)    calibration windows -> what the method's scores need: a stage for each statistic, shared by trials
+    steps           where it is pruned in several: part of the budget, statistics of what is left; a stage for each but the last
     pruning         method's scores + exact budget -> plan -> smaller model
     refit           of what is left of the cut blocks, where the configuration has a compensation
     recovery        training of what is left, where it has one
@@ -42,10 +43,10 @@ from tune_prune.evaluation.item_scores import ItemScore, gold_logprobs_by_task, 
 from tune_prune.models.catalog import ModelSource
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
-from tune_prune.pruning.methods import Dense, load_method
-from tune_prune.pruning.selection import select
+from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import Arrays, Need, by_statistic, load_statistic
 from tune_prune.trial.context import TrialContext
+from tune_prune.trial.iteration import first_step, next_step, steps_of
 from tune_prune.trial.kl import measure_kl
 from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.steps import recovered, refitted
@@ -172,8 +173,7 @@ class Trial:
 
     def _select(self, config: PruningConfig) -> Generator[StageReport, None, PruningPlan]:
         context, geometry = self.context, self.context.loaded.geometry
-        method = load_method(config.method)
-        needs = method.needs(config)
+        needs = load_method(config.method).needs(config)
         found: dict[Need, Arrays] = {}
         for name, wanted in by_statistic(needs.values()).items():
             statistic = load_statistic(name)
@@ -187,13 +187,17 @@ class Trial:
             yield report
 
         self._check_weights()
+        step = None
+        for number in range(1, steps_of(config)):
+            with self._stage("steps") as report:
+                before = step or context.fitted("steps", "forward", lambda _: first_step(context, config, found))
+                step, report.tokens = next_step(context, config, before.next(context, config, number))
+                report.way = context.way_of_dense("steps", forward=False) if report.tokens else ""
+            yield report
         with self._stage("pruning") as report:
-            values = {name: load_statistic(need.statistic).value(found[need], need) for name, need in needs.items()}
 
             def choose() -> PruningPlan:
-                held = context.loaded
-                dense = Dense(held.model, held.family, geometry, context.run.of(config).seed, values, held.residency)
-                return select(method.scores(dense), geometry, config.pruning_ratio, config.shape)
+                return (step or first_step(context, config, found)).next(context, config, steps_of(config))
 
             self.plan, params = context.cut(choose)
             report.metrics = {

@@ -105,12 +105,12 @@ def _row(record: TrialRecord, experiment_dir: Location) -> dict[str, Any]:
 
 
 def typed(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with COLUMNS first, what is missing as NaN (texts: empty; shape: free, as before there were others), and each
-    column in its one type."""
+    """The rows with COLUMNS first, what is missing as NaN (texts: empty; shape: free and steps: 1, as before there were others),
+    and each column in its one type."""
     rows = rows.reindex(columns=[*COLUMNS, *sorted(set(rows.columns) - set(COLUMNS))])
     types = dict.fromkeys(COLUMNS, "float64") | dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(TEXTS, "str")
     missing = dict.fromkeys(TEXTS, "") | {name: HYPERPARAMETERS[name].default or "" for name in _OWN_TEXTS}
-    return rows.astype(types | {"success": "bool"}).fillna(missing)
+    return rows.astype(types | {"success": "bool"}).fillna(missing | {"steps": HYPERPARAMETERS["steps"].default})
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:

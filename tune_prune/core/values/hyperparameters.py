@@ -118,6 +118,11 @@ HYPERPARAMETERS = {
             "recovery_rate", "Recovery rate", Share(1.0), "0.001",
             "largest learning rate of the training", "recipe", 0.001, "e", of="recovery",
         ),
+        Hyperparameter(
+            "steps", "Steps", Whole(1, 100), "4",
+            "steps in which the groups are removed, with statistics of the pruned model taken again before each but the first",
+            "statistics", 1, "k",
+        ),
     )
 }  # fmt: skip
 

@@ -33,9 +33,14 @@ if TYPE_CHECKING:
     from tune_prune.pruning.groups import GroupScores
 
 
+# Of a method without statistics, in sentences
+NO_STEPS = "reads no calibration samples, so that nothing can be taken again after a step"
+
+
 @dataclass(frozen=True)
 class Dense:
-    """What a method computes its scores from: the dense model and its statistics."""
+    """What a method computes its scores from: the dense model and its statistics; where it is pruned in several steps, a copy that
+    is pruned so far, and the copy's."""
 
     model: PreTrainedModel  # its weights are elsewhere where `residency` says so: take those of `layers()`
     family: Family
@@ -63,7 +68,8 @@ class Method:
     def reads(self) -> frozenset[str]:
         """Hyperparameters that its scores depend on, of those that only some methods read."""
         statistics = (load_statistic(parse(text)[0]) for text in self.statistics)
-        return frozenset(self.own_reads).union(*(statistic.reads for statistic in statistics))
+        again = ("steps",) if self.statistics else ()  # what follows from weights alone is the same after every step
+        return frozenset(self.own_reads).union(again, *(statistic.reads for statistic in statistics))
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:

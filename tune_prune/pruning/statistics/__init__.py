@@ -61,6 +61,7 @@ class PassWork:
     weight_sums: int = 0  # float32 numbers per weight of the projections that are kept while it runs
     adapter_rank: int = 0  # of adapters of a pruned copy, which are trained instead
     waiting_tokens: int = 0  # whose hidden states wait in host memory meanwhile
+    of_copy: bool = False  # of a pruned copy, which is there beside the dense model
 
 
 CALIBRATION = ("seq_len", "num_samples", "seed", "calibration")  # hyperparameters that say which samples there are

@@ -1,0 +1,93 @@
+"""Pruning in steps: part of the budget, then scores of what is left, and so on (GISP, arXiv:2510.18030; Molchanov et al. 2019,
+arXiv:1906.10771).
+
+The budget grows evenly: after step k of n, floor(budget * k / n) parameters are gone; the last step meets it as one step would.
+Until then every layer keeps a KV group and an MLP channel, or more where the shape says so. A later step's statistics are taken of
+the pruned copy by the same code as the dense model's, on the same samples; they are kept under the structure of that copy, so that
+a trial which was interrupted goes on, and one that comes by the same copy need not take them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tune_prune.core.config import PruningConfig
+from tune_prune.pruning.groups import GroupScores, PruningPlan
+from tune_prune.pruning.methods import Dense, load_method
+from tune_prune.pruning.selection import budget, further, geometry_of
+from tune_prune.pruning.statistics import Arrays, Need, PassWork, by_statistic, load_statistic
+from tune_prune.trial.context import TrialContext
+from tune_prune.trial.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is left after some steps, and the scores of that."""
+
+    plan: PruningPlan
+    scores: GroupScores
+
+    def next(self, context: TrialContext, config: PruningConfig, number: int) -> PruningPlan:
+        """The plan after step `number` of `config`."""
+        geometry = context.loaded.geometry
+        target = budget(geometry, config.pruning_ratio, config.shape) * number // (last := steps_of(config))
+        between = "aligned-1" if config.shape == "free" else config.shape  # no block is gone as a whole
+        return further(self.plan, self.scores, geometry, target, config.shape if number == last else between)
+
+
+def steps_of(config: PruningConfig) -> int:
+    """In how many steps a configuration is pruned: one where nothing is to be taken again."""
+    return config.steps if load_method(config.method).statistics else 1
+
+
+def first_step(context: TrialContext, config: PruningConfig, found: dict[Need, Arrays]) -> Step:
+    """The scores of the dense model, by the statistics that were `found`."""
+    held = context.loaded
+    dense = Dense(held.model, held.family, held.geometry, context.run.of(config).seed, {}, held.residency)
+    return Step(PruningPlan.keep_all(held.geometry), _scores(dense, config, found))
+
+
+def _scores(model: Dense, config: PruningConfig, found: dict[Need, Arrays]) -> GroupScores:
+    method = load_method(config.method)
+    values = {
+        name: load_statistic(need.statistic).value(found[need], need) for name, need in method.needs(config).items()
+    }
+    model = replace(model, statistics=values)
+    return method.scores(model)
+
+
+def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -> tuple[Step, int]:
+    """The scores of what `plan` keeps, by statistics of the pruned copy; and the tokens forwarded for them (0: they were kept)."""
+    samples, needs = config.samples, load_method(config.method).needs(config)
+    cache = replace(context.cache, structure=plan.structure)
+
+    def make(_: int) -> tuple[Step, int]:
+        context.drop_copy()
+        dense = context.loaded
+        model, way = Recipe(plan).to_train(dense)
+        found: dict[Need, Arrays] = {}
+        forwarded = 0
+        for name, wanted in by_statistic(needs.values()).items():
+            statistic = load_statistic(name)
+            found |= {need: kept for need in wanted if (kept := cache.get(samples, need)) is not None}
+            if missing := [need for need in wanted if need not in found]:
+                windows = context.windows(samples, max(need.num_samples for need in missing))
+                held = way if statistic.backward else way.forward_only
+                made, there = cache.collect(samples, missing, windows, replace(dense, model=model), held)
+                for need, arrays in made.items():
+                    cache.put(samples, need, arrays)
+                work = statistic.work(missing, samples.seq_len, dense.geometry.num_layers, dense.device.type)
+                forwarded += work.tokens // len(windows) * (len(windows) - there)
+                found |= made
+        left = geometry_of(plan, dense.geometry)
+        copy = Dense(model, dense.family, left, context.run.of(config).seed, {}, way)
+        return Step(plan, _scores(copy, config, found)), forwarded
+
+    return context.fitted("steps", "train", make)
+
+
+def works_of(config: PruningConfig, num_layers: int, device: str) -> list[PassWork]:
+    """The passes of all steps but the first, for the cost model: as if the copies were as large as the dense model."""
+    needs = by_statistic(load_method(config.method).needs(config).values())
+    works = [load_statistic(name).work(wanted, config.seq_len, num_layers, device) for name, wanted in needs.items()]
+    return [replace(work, of_copy=True) for work in works] * (steps_of(config) - 1)
