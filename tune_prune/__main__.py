@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 
-from tune_prune.core.errors import did_you_mean
+from tune_prune.core.errors import UserError, did_you_mean
+from tune_prune.core.process.ending import exit_code
+from tune_prune.core.terminal.escapes import say
 from tune_prune.core.terminal.parser import versions
 
 COMMANDS = {  # module, what it does
@@ -26,19 +28,17 @@ HELP = "\n".join(
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+    return exit_code(lambda: _without_command(argv))
+
+
+def _without_command(argv: list[str]) -> None:
     if not argv:
-        print(f"error: no command was given; known: {', '.join(COMMANDS)} (each with --help)", file=sys.stderr)
-        return 2
-    if argv[0] in ("-h", "--help"):
-        print(HELP)
-        return 0
-    if argv[0] == "--version":
-        print(versions())
-        return 0
-    if argv[0] not in COMMANDS:
-        print(f"error: unknown command {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}", file=sys.stderr)
-        return 2
-    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+        raise UserError(f"no command was given; known: {', '.join(COMMANDS)} (each with --help)")
+    if argv[0] not in ("-h", "--help", "--version"):
+        raise UserError(f"unknown command {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}")
+    say(versions() if argv[0] == "--version" else HELP)
 
 
 if __name__ == "__main__":

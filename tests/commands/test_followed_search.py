@@ -116,7 +116,7 @@ def problems(scores: Any, *arguments: Any) -> Any:
     """The second of three trials fails, and the third is interrupted."""
     made.append(scores)
     if len(made) == 2:
-        raise RuntimeError("too \x1b[31mred\nand a second line")
+        raise RuntimeError("too \x1b[31m\x9b31mred ü\nand a second line")
     if len(made) == 3:
         raise KeyboardInterrupt
     return select(scores, *arguments)
@@ -142,7 +142,8 @@ def test_a_log_of_failures_and_an_interrupt(
     ends = {event["status"]: event for event in events if event["event"] == "trial_end"}
     assert (ends["failed"]["failure"], ends["failed"]["name"]) == ("error", "magnitude-s16-n8")
     assert (
-        ends["failed"]["reason"] == "RuntimeError: too \x1b[31mred\nand a second line" and ends["complete"]["metrics"]
+        ends["failed"]["reason"] == "RuntimeError: too \x1b[31m\x9b31mred ü\nand a second line"
+        and ends["complete"]["metrics"]
     )
     assert events[-1] | {"event": "failure", "error": "KeyboardInterrupt", "reason": "interrupted"} == events[-1]
     assert "interrupted: finished trials are kept; to go on, run the same command again" in output.err
@@ -154,7 +155,7 @@ def test_a_log_of_failures_and_an_interrupt(
     assert "by an interrupt or an error, process" in said and "trials       2 of 3 done: 1 complete, 1 failed" in said
     assert (
         "failed       other error: 1, the latest tiny-llama magnitude-s16-n8 on " in said
-        and "\\x1b[31mred and a" in said
+        and "\\x1b[31m\\x9b31mred ü and a" in said
     )
 
     made.extend(range(9))

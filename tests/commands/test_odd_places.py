@@ -3,8 +3,11 @@ slash too few, names that are no text, numbers beyond all sizes. One sentence ea
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from tests.search_folders import TINY, data_folder, model_folder
 from tests.trials import RUN
 from tune_prune import embedded, evaluate, prune, search
 from tune_prune.analysis import command as analysis
+from tune_prune.core.process.ending import exit_code
 from tune_prune.planning import search_space
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
@@ -181,3 +185,27 @@ def test_what_no_search_has_recorded(changes: dict, says: str, refused: Callable
     (tmp_path / "best.json").write_text(json.dumps({"models": {"tiny-llama": entry}}))
     assert says in refused(prune.main, "--config", "best.json", "--output", "out", begun=True)
     assert [path.name for path in tmp_path.iterdir()] == ["best.json"]
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_that_nobody_reads(flag: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    root = str(Path(search.__file__).parents[1])
+    command = [sys.executable, "-m", "tune_prune", flag]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root})
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_full_disk_below_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of which no file's name is known, and so no free space."""
+
+    def main() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert exit_code(main) == 1
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "error: a file, or where the output goes, cannot be used (No space left on device); free some"
+    )

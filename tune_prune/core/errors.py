@@ -63,8 +63,9 @@ def refused(error: BaseException) -> tuple[str, int] | None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _REFUSED:
-            name, step = cause.filename or "a file", _REFUSED[cause.errno]
-            free = _free(str(name)) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            name, step = cause.filename or "a file, or where the output goes,", _REFUSED[cause.errno]
+            full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            free = _free(str(name)) if full and cause.filename else ""
             return (
                 f"{name} cannot be used ({cause.strerror}); {free}{step}, then run the same command again",
                 2 if cause.errno == errno.EISDIR else 1,
