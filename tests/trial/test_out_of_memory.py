@@ -40,6 +40,7 @@ METHODS = {
     "importance": "taylor",
     "removal": "layerwise",
     "input_norms": "wanda_sp",
+    "steps": "taylor",
     "pruning": "magnitude",
     "refit": "magnitude",
     "recovery": "magnitude",
@@ -50,6 +51,7 @@ METHODS = {
 
 
 STEPS: dict[str, dict[str, Any]] = {
+    "steps": {"steps": 2},
     "refit": {"compensation": "least_squares", "refit_tokens": 2048},
     "recovery": {"recovery": "lora", "recovery_steps": 1, "recovery_rate": 0.003},
 }
@@ -86,6 +88,8 @@ def run_limited(context: TrialContext, stage: str, limit: int = 2**62) -> tuple[
     stages, names = trial.stages(), []
     order = ["pruning", *([stage, "kl"] if stage in STEPS else ["kl", "perplexity", "zero_shot", "zero_shot"])]
     order = [*dict.fromkeys(["importance"] if METHODS[stage] in ("taylor", "layerwise") else []), *order]
+    if stage == "steps":
+        order = ["importance", "steps", "pruning", "kl"]
     if stage in ("removal", "input_norms"):
         order.insert(order.index("pruning"), stage)
     for name in order:
@@ -113,6 +117,8 @@ def alike(trial: Trial, other: Trial) -> bool:
         ("importance", 0.345, "streamed, states in a file"),
         ("removal", 0.95, "resident, 1/2 at once"),
         ("input_norms", 0.95, "streamed"),
+        ("steps", 0.95, "by layer"),
+        ("steps", 0.4, "by layer, states in a file"),
         ("pruning", 0.95, ""),
         ("refit", 0.95, "streamed"),
         ("recovery", 0.5, "streamed, states in a file"),

@@ -161,6 +161,17 @@ def test_the_eta_follows_jobs_stages_and_slices():
     )
 
 
+def test_each_of_several_steps_is_a_part_of_its_stage() -> None:
+    trial, spec = {"steps": 30.0, **TRIAL}, replace(SPECS["k0"], config=replace(CONFIGS[0], steps=4))
+    models = (replace(COST.models[0], trial=trial, jobs={}, trials=1),)
+    search = Search(cost=replace(COST, models=models), jobs=[])
+    search.line._left = TimeLeft({"tiny-llama": trial}, {"tiny-llama": 1}, 1)
+    search.start(spec)
+    for done in (1, 2, 3):
+        search.stage(spec, "steps", 10.0)
+        assert search.line._left.seconds() == pytest.approx(30 - 10 * done + sum(TRIAL.values()))
+
+
 def test_finished_trials_of_an_earlier_start_are_not_waited_for():
     recorded = [TrialRecord("k0", "tiny-llama", {}, "complete", metrics={"acc_mean": 0.8421})]
     search = Search(recorded=recorded, jobs=[])

@@ -226,6 +226,8 @@ class LiveLine(Observer):
             if report.items_total:
                 share = (report.items_scored - self._scored.get(key, 0)) / report.items_total
                 self._scored[key] = report.items_scored
+            if report.stage == "steps" and isinstance(work, TrialSpec):  # one for each but the last
+                share = 1 / (work.config.steps - 1)
             computed = report.tokens > 0 or report.stage == "pruning"  # which forwards nothing and is never cached
             self._left.done(work, kind, report.stage, share, report.duration_s if computed else None)
         self._changed = self._clock()

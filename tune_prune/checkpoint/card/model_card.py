@@ -120,7 +120,7 @@ def command_line(folder: Path, manifest: Manifest) -> str:
     base, config, source = manifest.base, manifest.config, manifest.source
     revision = base.revision if base_hub_id(manifest) else None
     flags: dict[str, Any] = {"--model": _public(base.model), "--revision": revision}
-    rows = [HYPERPARAMETERS[name] for name in load_method(config.method).hyperparameters]
+    rows = [HYPERPARAMETERS[n] for n in load_method(config.method).hyperparameters if n != "steps" or config.steps > 1]
     flags |= {row.flag: value for row in rows if (value := getattr(config, row.name)) != row.default or not row.switch}
     flags |= {
         "--calibration": "+".join(map(_public, texts_of(source.of(config).calibration))) if source else None,
@@ -223,6 +223,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         gone = [str(layer) for layer, part in enumerate(left) if not part and layer not in dropped]
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
     training = f"`{config.recovery}`, {config.recovery_steps:,} steps, learning rate {config.recovery_rate:g}"
+    steps = f" in {config.steps} steps" if config.steps > 1 else ""
     refit = f"`{config.compensation}`, damping {config.damping:g}, {config.refit_tokens:,} tokens"
     return [
         ("Base model", f"{markdown_code(name)}{revision}, fingerprint {markdown_code(base.fingerprint)}"),
@@ -233,7 +234,7 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
         ("Shape", f"`{config.shape}`"),
         (
             "Parameters removed",
-            f"{config.pruning_ratio:.1%} asked, {plan.removed_fraction:.2%} reached "
+            f"{config.pruning_ratio:.1%} asked, {plan.removed_fraction:.2%} reached{steps} "
             f"({plan.removed_params:,} of {plan.total_params:,})",
         ),
         *([] if config.compensation == "none" else [("Refit of what is left", refit)]),
