@@ -209,3 +209,14 @@ def test_a_full_disk_below_the_output(capfd: pytest.CaptureFixture[str]) -> None
     assert said.startswith(
         "error: a file, or where the output goes, cannot be used (No space left on device); free some"
     )
+
+
+def test_what_is_logged_is_a_warning_in_one_line() -> None:
+    program = (
+        "import logging\nfrom tune_prune.cli import flags\n"
+        "flags.run(lambda: logging.getLogger('tune_prune.x').warning('plan %s is damaged', 'a\\x1b[2J'))\n"
+    )
+    root = str(Path(search.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": root}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert (done.stdout, done.stderr) == ("", "warning: plan a\\x1b[2J is damaged\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import logging
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from tune_prune.core.config import PERPLEXITY_TOKENS, ZERO_SHOT_TASKS
 from tune_prune.core.errors import whole_number
 from tune_prune.core.process import machine
 from tune_prune.core.process.ending import exit_code
+from tune_prune.core.terminal.escapes import say
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.pruning.methods import method_names
 
@@ -151,6 +153,7 @@ def run(main: Callable[[], None]) -> int:
     # Threads that wait for each other sleep instead of spinning: the same bits, and where other programs want the CPUs too,
     # tiny-llama's perplexity in two threads takes 0.5 s instead of up to 12.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    logging.lastResort = _Warnings(logging.WARNING)
     if _LIBRARIES not in sys.modules:
         # The million objects that it makes stay to the end. Not looked through for garbage again and again while they are made,
         # nor once more at the exit, they save a third of a short command's time.
@@ -161,6 +164,13 @@ def run(main: Callable[[], None]) -> int:
         return exit_code(main)
     finally:
         gc.enable()
+
+
+class _Warnings(logging.Handler):
+    """What is logged, and what nobody else looks for: a line like every other warning."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"warning: {record.getMessage()}", sys.stderr)
 
 
 def _keep(_: ModuleType) -> None:

@@ -154,13 +154,13 @@ def _planned(about: Mapping[str, Any]) -> int | None:
 
 
 def _state(search: Mapping[str, Any] | None, now: datetime) -> str:
-    """running; silent (it says that it runs, but has not said so for long), ended, stopped (by an interrupt or an error), or
-    unknown (an older version left no word)."""
+    """running; silent (it says that it runs, but has not said so for long, or its process is gone); ended; stopped (by an interrupt
+    or an error); unknown (an older version left no word)."""
     if search is None:
         return "unknown"
     if search["state"] != "running":
         return str(search["state"])
-    return "silent" if _age(search["updated_at"], now) > STALE_S else "running"
+    return "silent" if _age(search["updated_at"], now) > STALE_S or _gone(search) else "running"
 
 
 def _age(time: str, now: datetime) -> float:
@@ -247,8 +247,9 @@ def _of_search(found: Mapping[str, Any]) -> str:
             f"running, {who}, {search['slots']:,} trials at once, since {search['started_at']}; last word {silent} ago"
         )
     if state == "silent":
-        gone = ", and that process is gone" if _gone(search) else ""
-        return f"silent for {silent}{gone}: {who} was killed, or does not reach this storage; the same command goes on"
+        if _gone(search):
+            return f"killed: {who}, is not there any more, {silent} after its last word; the same command goes on"
+        return f"silent for {silent}: {who} was killed, or does not reach this storage; the same command goes on"
     if state == "ended":
         return f"ended {silent} ago, {who}"
     return f"stopped {silent} ago by an interrupt or an error, {who}; the same command goes on"
