@@ -14,9 +14,11 @@ import pytest
 
 from tests.findings import simulated_study
 from tune_prune.analysis import command
+from tune_prune.analysis.figures.figures import accuracy_size
 from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.render.text import text_table
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.analysis.tables.sizes import smallest
+from tune_prune.analysis.tables.sizes import by_size, smallest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
@@ -112,8 +114,16 @@ def test_without_a_dense_model_nothing_is_within(tmp_path: Path) -> None:
         UserError, match="needs the dense model's accuracy, which is not known of M; give --baseline M=ACCURACY"
     ):
         find(read_study([], [("M", path)]), "smallest")
+    path.write_text(
+        "method,seq_len,num_samples,acc_mean,success,pruning_ratio\ntaylor,16,8,.5,True,.2\ntaylor,16,8,.4,True,.3\n"
+    )
     found = find(read_study([], [("M", path)], [("M", 0.51)]), "smallest")
-    assert found.smallest["M"].best["name"] == "taylor-s16-n8"
+    assert found.smallest["M"].model.label == "M@0.2"
+    table, sizes = smallest(found), by_size(found)
+    assert table is not None and sizes is not None
+    assert [row["within"].kind for row in table.rows] == ["within_yes", "within_no"]  # nobody knows how surely
+    assert "-1.00" in text_table(table) and "±" not in text_table(table)
+    assert accuracy_size(sizes).axes  # which has no error bars
 
 
 def test_it_is_on_the_screen_in_the_reports_and_in_the_exported_configuration(

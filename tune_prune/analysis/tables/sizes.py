@@ -42,7 +42,7 @@ def by_size(findings: Findings) -> pd.DataFrame | None:
             draws = found.draws.get(found.best.name, found.best.to_frame().T)["acc_mean"]
             row = {"model": series, "acc_lowest": draws.min(), "acc_highest": draws.max()}
             rows.append(row | _best(found, dense.get("params_count")))
-    return pd.DataFrame(rows) if rows else None
+    return pd.DataFrame(rows).astype(dict.fromkeys(_VALUES, "float64")) if rows else None
 
 
 def _best(found: ModelFindings, dense_params: float | None) -> dict[str, Any]:
