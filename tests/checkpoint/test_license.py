@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,10 @@ def test_a_hub_model_has_the_licence_of_its_card(tmp_path: Path, monkeypatch: py
     assert base_license(ModelSource("base", "acme/base", "hub", commit))["license_link"].endswith(
         f"{commit}/LICENSE.md"
     )
+
+
+def test_a_pipe_is_no_card(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "README.md")
+    signal.alarm(20)  # ends this process where somebody waits for what comes out of it
+    assert base_license(folder_source(tmp_path, None)) == {}
+    signal.alarm(0)

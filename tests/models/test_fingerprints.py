@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -104,3 +105,13 @@ def test_a_model_is_found_again_by_the_fingerprint_of_older_versions(folder, com
     weights["first.weight"][0] = 1
     save_file(weights, folder / "model.safetensors")
     assert not loading.is_model_of(older, source, config)
+
+
+def test_what_is_no_file_does_not_count(complete, folder):
+    """Of what an archive may hold: links to themselves, and pipes and devices, which have no end."""
+    (folder / "a.bin").symlink_to(folder / "a.bin")
+    (folder / "b.safetensors").mkdir()
+    assert mark(folder) == mark(complete)
+    os.mkfifo(folder / "c.bin")
+    (folder / "d.safetensors").symlink_to("/dev/zero")
+    assert mark(folder) == mark(complete)

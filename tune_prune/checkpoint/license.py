@@ -26,7 +26,7 @@ def base_license(source: ModelSource) -> dict[str, str]:
             path = Path(huggingface_hub.hf_hub_download(source.location, CARD, revision=source.revision))
         else:
             path = Path(source.location) / CARD
-        stated = huggingface_hub.metadata_load(path) or {}
+        stated = (path.is_file() and huggingface_hub.metadata_load(path)) or {}
     except (OSError, ValueError, yaml.YAMLError):  # no such file, no network, no valid metadata
         return {}
     entries = {key: stated[key] for key in KEYS if isinstance(stated.get(key), str) and stated[key]}

@@ -320,12 +320,9 @@ def is_model_of(fingerprint: str, source: ModelSource, config: PretrainedConfig)
 
 
 def _folder_fingerprint(folder: Path, file_hash: Callable[[Path], str]) -> str:
-    names = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.name in {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
-        or path.suffix in {".safetensors", ".bin"}
-    )
+    own = {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
+    files = [path for path in folder.iterdir() if path.is_file()]  # no device or pipe, which may have no end
+    names = sorted(path.name for path in files if path.name in own or path.suffix in {".safetensors", ".bin"})
     return digest({name: file_hash(folder / name) for name in names})
 
 
