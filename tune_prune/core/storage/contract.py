@@ -1,4 +1,4 @@
-"""The contract of a store: named contents, each complete or absent. tests/core/test_store.py holds every implementation to it."""
+"""The contract of a store: named contents, each complete or absent. tests/store_contract.py holds every implementation to it."""
 
 from __future__ import annotations
 
