@@ -1,236 +1,23 @@
-"""Whatever an analysis is given is read: published results files, and experiments in any state; what is wrong is named."""
+"""Experiments in any state are read, and several together: what is wrong is named, and what is comparable is merged."""
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from tests.findings import published_folder
-from tune_prune.analysis.export import write_views
+from tests.small_experiments import FIRST, KEYS, NAMES, ODD, ROW, csv, experiment, only, record, said, write_table
 from tune_prune.analysis.input import reading
-from tune_prune.analysis.input import rows as columns
-from tune_prune.analysis.input.reading import read_study, study_of_search
-from tune_prune.analysis.input.results_csv import read_results_csv
-from tune_prune.analysis.input.study import Model
-from tune_prune.analysis.statistics.findings import find
-from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol, ModelRun, PruningConfig, trial_key
+from tune_prune.analysis.input.reading import read_study
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.files import to_json
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
-
-ODD = TrialRecord("odd", "tiny", {"method": "x"}, "failed")
-NAMES = ("taylor-s16-n8", "taylor-s32-n8", "blockwise-s16-n8")
-
-
-def record(name: str, key: str | None = None, status: Any = "complete", acc: float = 0.5, **fields: Any) -> TrialRecord:
-    metrics = {"ppl": 9.0, "acc_mean": acc, "acc_mean_stderr": 0.01, "params_count": 80.0, "removed_fraction": 0.2}
-    metrics |= {f"acc_{task}": acc for task in ZERO_SHOT_TASKS} | {"extreme_pruning_layers": 0.0}
-    metrics |= {name: 2.0 for name in columns.COLUMNS if name.startswith("grad_")}
-    method, seq_len, samples = name.split("-")
-    config = asdict(PruningConfig(method, int(seq_len[1:]), int(samples[1:]), **fields))
-    outcome = {"metrics": metrics} if status == "complete" else {"reason": "no memory"}
-    return TrialRecord(key or key_of(config), "tiny", config, status, **outcome)
-
-
-def run_of(seed: int) -> ModelRun:
-    return ModelRun("/models/tiny", "tiny", None, "wikitext2", None, EvaluationProtocol(), seed, "float32")
-
-
-def key_of(config: dict[str, Any], seed: int = 0) -> str:
-    return trial_key(PruningConfig.from_dict(config), "fingerprint", "texts", run_of(seed))
-
-
-def experiment(folder: Path, records: Sequence[TrialRecord], seed: int = 0, planned: Sequence[str] = NAMES) -> Path:
-    """A folder as a search leaves it: experiment.json, baseline.json, the ledger, the trials' items."""
-    run = run_of(seed)
-    keys = {key_of(record(name).config, seed): name for name in planned}
-    model = {"run": run.to_dict(), "meaning": {"model": "fingerprint", "data": "texts"}, "trial_keys": keys}
-    folder.mkdir(parents=True)
-    dense = TrialRecord(trial_key(None, "fingerprint", "texts", run), "tiny", {}, "complete", metrics={"acc_mean": 0.7})
-    texts = {
-        "experiment.json": {"search": "grid", "num_trials": len(planned), "models": {"tiny": model}},
-        "baseline.json": {"tiny": dense.to_dict()},
-        "cost.json": {"gpu_hours": 1.0},
-    }
-    for name, values in texts.items():
-        atomic_write_text(folder / name, to_json(values))
-    for one in (replace(one, key=key_of(one.config, seed)) for one in records):
-        Ledger(FolderStore(folder)).write(one)
-        items = folder / "trials" / one.key / "items.parquet"
-        items.parent.mkdir(parents=True)
-        items.touch()
-    return folder
-
-
-def write_table(folder: Path, records: Sequence[TrialRecord]) -> None:
-    write_views(FolderStore(folder), records, find(study_of_search(folder, {}, {}, records)))
-
-
-def only(*folders: Path) -> Model:
-    (model,) = read_study(folders, []).models.values()
-    return model
-
-
-def said(model: Model, kind: str | None = None) -> list[str]:
-    return [f"{p.where} | {p.what}" for p in model.problems if kind in (None, p.kind)]
-
-
-KEYS = {name: record(name).key for name in NAMES}
-FIRST = f"ledger/{KEYS[NAMES[0]]}.json"
-
-
-def test_the_published_grid(tmp_path: Path) -> None:
-    """Read from its folder, from the folder above and as a file: 45 runs, the published best, binomial standard errors."""
-    grids = published_folder()
-    file = grids / "consolidated_Llama_20" / "all_methods_results.csv"
-    model = read_study([grids], []).models["Llama"]
-    for folders, csvs in (([file.parent], []), ([], [("Llama", file)]), ([], [("Llama", file.parent)])):
-        other = read_study(folders, csvs)
-        pd.testing.assert_frame_equal(other.models["Llama"].rows, model.rows)
-    assert (len(model.rows), model.ratio, model.kind, model.source) == (45, 0.2, "published", None)
-    assert list(model.rows.columns) == [*columns.COLUMNS, "name"]
-    assert model.rows["method"].value_counts().to_dict() == {"taylor": 15, "layerwise": 15, "blockwise": 15}
-    best = columns.ranked(model.rows).iloc[0]
-    assert (best["name"], round(best["acc_mean"], 4), round(best["ppl"], 2)) == ("blockwise-s64-n128", 0.5980, 13.17)
-    assert best["acc_boolq"] * 3270 == pytest.approx(2395)  # so its error is that of 2395 in 3270
-    assert best["acc_boolq_stderr"] == pytest.approx(math.sqrt(2395 * 875 / 3270**3))
-    squares = [best[f"acc_{task}"] * (1 - best[f"acc_{task}"]) / n for task, n in columns.TASK_ITEMS.items()]
-    assert best["acc_mean_stderr"] == pytest.approx(math.sqrt(sum(squares)) / 7)
-    assert {p.kind for p in model.problems} == {"missing", "not_finite"}
-    infinite = [problem for problem in model.problems if problem.kind == "not_finite"]
-    assert [problem.where for problem in infinite] == [f"line {line} of {file}" for line in (16, 31, 46)]
-    assert all("grad_norm_ratio is inf" in problem.what for problem in infinite)
-
-
-def test_the_published_method_is_read_from_the_folder_where_its_column_is_missing(tmp_path: Path) -> None:
-    path = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv"
-    pd.read_csv(path).drop(columns=["pruning_method", "success"]).to_csv(tmp_path / "r.csv", index=False)
-    bare, whole = (read_results_csv(file, "Llama") for file in (tmp_path / "r.csv", path))
-    pd.testing.assert_frame_equal(bare.rows.drop(columns="where"), whole.rows.drop(columns="where"), check_exact=True)
-    # as in search_Llama_20/exp_001_taylor_seq_len16_...
-    assert bare.problems[-1].what == "15 rows name no method, only its hyperparameters: taylor is assumed"
-
-
-def test_our_own_table_reads_back_the_same(tmp_path: Path) -> None:
-    records = [
-        record("taylor-s64-n128", "00000000123e4560", acc=1 / 3),  # a key of digits that look like a number
-        record("blockwise-s16-n8", "00000000123e4561", "stopped_early"),
-        record("layerwise-s16-n8", "00000000123e4562", acc=math.nan),
-    ]
-    records[0].metrics["ppl"] = math.inf
-    records[1].reason = 'two\nlines, a comma and "quotes"'
-    for one in records:
-        (tmp_path / "here" / "trials" / one.key).mkdir(parents=True)
-    write_table(tmp_path / "here", records)
-    rows = read_results_csv(tmp_path / "here" / "all_methods_results.csv", "tiny").rows
-    lines = [where.split(" of ")[0] for where in rows.pop("where")]
-    assert lines == ["line 2", "line 3", "line 5"]  # the second one is two lines long
-    pd.testing.assert_frame_equal(rows, columns.frame(records, tmp_path / "here"), check_exact=True)
-    moved = (tmp_path / "here").rename(tmp_path / "there")
-    read = read_results_csv(moved / "all_methods_results.csv", "tiny").rows
-    assert list(read["output_dir"]) == [f"{moved.as_posix()}/trials/{one.key}" for one in records]
-
-
-HEADER = "output_dir,acc_mean,pruning_ratio,extreme_pruning_layers,success,method\n"
-FOLDER = "x/exp_001_taylor_seq_len{}_taylor_num_samples128"
-
-
-def csv(folder: Path, *lines: str, header: str = HEADER) -> Path:
-    path = folder / "r.csv"
-    path.write_text(header + "".join(f"{line}\n" for line in lines))
-    return path
-
-
-def test_a_file_with_few_columns(tmp_path: Path) -> None:
-    path = csv(
-        tmp_path,
-        f"{FOLDER.format(16)},0.43,0.19437,6.0,True,taylor",
-        f"{FOLDER.format(32)},,,,False,taylor",
-        f"{FOLDER.format(64)},0.45,0.2,1,True,taylor",
-        f"{FOLDER.format(16)},0.99,0.2,1,True,taylor",
-        f"{FOLDER.format(32)},0.44,0.2,1,True,taylor",
-        f"{FOLDER.format(128)},nan,0.2,1,True,blockwise",
-    )
-    model = read_study([], [("M", path)]).models["M"]
-    rows = model.rows.set_index("name")
-    first = rows.loc["taylor-s16-n128"]
-    assert columns.config_of(first) == PruningConfig("taylor", 16, 128, 0.2)  # .19437 falls short of the others' .2
-    assert first[["acc_mean", "removed_fraction"]].to_list() == [0.43, 0.19437]  # the first row of its configuration
-    assert rows.loc["taylor-s32-n128", "status"] == "complete"  # its second run; the first one failed
-    assert said(model, "duplicate") == [
-        f"line 3 of {path} | taylor-s32-n128 again, as in line 6 of {path}, which is used",
-        f"line 5 of {path} | taylor-s16-n128 again, as in line 2 of {path}, which is used",
-    ]
-    assert said(model, "not_finite") == [f"line 7 of {path} | blockwise-s128-n128: acc_mean is nan: it is not eligible"]
-    assert len(columns.ranked(model.rows)) == 3
-
-
-def test_what_a_file_does_not_say(tmp_path: Path) -> None:
-    """No success, no ratio, no mean, no method, but seven tasks; and the dense model as a row of its own."""
-    tasks = ",".join(f"acc_{task}" for task in ZERO_SHOT_TASKS)
-    header = f"output_dir,{tasks},method\n"
-    rows = [
-        f"search_M_blockwise_20/{FOLDER.format(16)},.1,.2,.3,.4,.5,.6,.7,",
-        f"{FOLDER.format(16)},.1,.2,.3,.4,.5,.6,,",
-        ",.7,.7,.7,.7,.7,.7,.7,dense",
-    ]
-    model = read_study([], [("M", csv(tmp_path, *rows, header=header))]).models["M"]
-    assert list(model.rows["method"]) == ["blockwise", "taylor"]
-    assert list(model.rows["success"]) == [True, False]
-    assert model.rows["acc_mean"][0] == pytest.approx(0.4)
-    assert model.ratio == 0.2
-    assert any("pruning_ratio" in text for text in said(model, "note"))
-    assert model.baseline["acc_mean"] == pytest.approx(0.7)
-    assert model.baseline["acc_boolq_stderr"] == pytest.approx(math.sqrt(0.21 / 3270))
-
-
-ROW = f"{FOLDER.format(16)},0.5,0.2,1,True,taylor"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "its first line is empty"),
-        ("a,b\n1,2\n", "no column acc_mean"),
-        (f"acc_mean,acc_mean\n{ROW}\n", "line 1 names the column 'acc_mean' twice"),
-        (f"{HEADER}{ROW}\n{ROW},5\n", "line 3 has 7 columns and the first line 6"),
-        (f"{HEADER}{ROW}\nx,'0.5\n", "line 3 has 2 columns"),
-        (f'{HEADER}{ROW}\n"x,0.5\n', "line 3 cannot be read as CSV"),
-        (f"{HEADER}{ROW}\n\n{ROW.replace('0.5', 'good')}\n", "line 4, column acc_mean: 'good' is not a number"),
-        (HEADER + ROW.replace("0.5", "59.8") + "\n", "line 2, column acc_mean: '59.8' is not from 0 to 1"),
-        (
-            HEADER + ROW.replace("0.2,1,", "0.2,1.5,") + "\n",
-            "column extreme_pruning_layers: '1.5' is not a whole number",
-        ),
-        (HEADER + ROW.replace("True", "maybe") + "\n", "line 2, column success: 'maybe' is neither True nor False"),
-        (HEADER + ROW.replace("0.2,", "20,") + "\n", "line 2: pruning_ratio is 20.0; it must be"),
-        (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,taylor\n", "line 3, column seq_len: it is missing"),
-        (f"{HEADER}{ROW}\nsomewhere,0.5,0.2,1,True,\n", "line 3, column method: it is missing"),
-        (f"model,{HEADER}a,{ROW}\nb,{ROW}\n", "holds 2 models (a, b)"),
-        (f"shape,{HEADER}square,{ROW}\n", "line 2: shape is 'square'"),
-        (f"status,{HEADER}failed,{ROW}\n", "line 2, column status: 'failed' does not go with success True"),
-        ("\xff\xfe\x00", "cannot be read as a CSV file"),
-        (None, "cannot be read as a CSV file"),
-    ],
-)
-def test_a_bad_file_is_named_with_line_and_column(tmp_path: Path, text: str | None, expected: str) -> None:
-    path = tmp_path / "r.csv"
-    if text is not None:
-        path.write_text(text, encoding="latin-1")
-    with pytest.raises(UserError) as caught:
-        read_study([], [("M", path)])
-    assert expected in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_experiment(tmp_path: Path) -> None:
@@ -396,24 +183,6 @@ def test_what_one_search_varied_is_compared_and_what_differs_between_searches_is
     assert (searched.label, searched.shape, len(searched.rows)) == ("tiny", "free", 4)
     alone = only(second)
     assert (alone.label, alone.shape, alone.ratio) == ("tiny", "uniform", 0.2)
-
-
-def test_a_removal_divisor_that_few_rows_give_is_the_usual_one_in_the_others(tmp_path: Path) -> None:
-    header = "method,seq_len,num_samples,removal_divisor,acc_mean\n"
-    rows = ("layerwise,16,8,2,.5", "layerwise,16,8,,.6", "layerwise,32,8,2,.4", "layerwise,32,8,5,.3")
-    study = read_study([], [("a", csv(tmp_path, *rows, header=header))])
-    assert study.models["a"].rows["removal_divisor"].tolist() == [2, 5, 2, 5]
-    assert list(find(study).models["a"].levels["removal_divisor"].index) == [2, 5]
-
-
-def test_shapes_of_a_results_file(tmp_path: Path) -> None:
-    """Its column says them; where it is missing or empty they are free."""
-    shapes = ("", "free", "uniform")
-    lines = [f"{shape},{FOLDER.format(16 * 2**i)},0.4,0.2,1,True,taylor" for i, shape in enumerate(shapes)]
-    path = csv(tmp_path, *lines, header=f"shape,{HEADER}")
-    assert list(read_results_csv(path, "M").rows["shape"]) == ["free", "free", "uniform"]
-    without = csv(tmp_path, lines[0].removeprefix(","))
-    assert list(read_results_csv(without, "M").rows["shape"]) == ["free"]
 
 
 def test_what_is_no_experiment(tmp_path: Path) -> None:
