@@ -7,6 +7,7 @@ A worker holds the dense model all the time, unless its weights stay in their fi
       by layer      sums of one layer, what one layer saves, and, until the pass has come back to it, what every layer was
                     given: hidden states of all samples, on the device, in host memory or in a file
     other passes    one layer's activations and the hidden states that the pass carries (of all removed models at once)
+      steps         those of a pruned copy, which is beside the dense model
       recovery      gradients of the pruned copy, which is beside the dense model, and its adapters
       refit         beside these the sums of products of one layer's inputs, and what solving by them takes
     evaluation      the pruned projections (all else is shared with the dense model) and the largest batch of perplexity
