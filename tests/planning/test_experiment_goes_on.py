@@ -1,0 +1,154 @@
+"""Whether an experiment may go on, in the plan of the next search: what has changed, is damaged or is of another one is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.search_folders import TINY, data_folder, model_folder
+from tune_prune import embedded
+from tune_prune.core.config import ModelRun, PruningConfig, trial_key
+from tune_prune.core.ledger import Ledger
+from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import EXPERIMENT, FolderStore
+from tune_prune.core.validation import validated
+from tune_prune.data.perplexity_text import TEXT_FILE
+from tune_prune.planning import experiment
+from tune_prune.planning.plan import SearchSettings
+from tune_prune.planning.preflight import make_plan
+
+pytestmark = pytest.mark.usefixtures("nothing_created")
+
+KEPT = (*TINY, "--storage-path", "kept", "--name", "mine")
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Path:
+    """An experiment `kept/mine` of the smoke space with one finished trial."""
+    settings = SearchSettings(
+        ("tiny-llama",), "smoke", storage_path=str(tmp_path / "kept"), name="mine", tasks=("piqa",)
+    )
+    plan = make_plan(settings)
+    experiment.write(FolderStore(plan.experiment_dir), plan, ["python"])
+    config, key = plan.models[0].trials[0]
+    Ledger(FolderStore(plan.experiment_dir)).write(
+        TrialRecord(key=key, model="tiny-llama", config=asdict(config), status="complete")
+    )
+    return plan.experiment_dir
+
+
+AGAIN = (*KEPT, "--tasks", "piqa")
+
+
+def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> None:
+    assert "kept/mine  (1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (("--limit", "5"), "limit was None, is 5"),
+        (("--perplexity-tokens", "100"), "perplexity_tokens was None, is 100"),
+        (("--seed", "1"), "seed was 0, is 1"),
+        (("--tasks", "piqa,boolq"), "tasks was piqa, is piqa,boolq"),
+        (("--pruning-ratio", "0.3"), "pruning_ratio was 0.2, is 0.3"),
+        (("--dtype", "bfloat16"), "dtype was float32, is bfloat16"),
+        (("--shape", "uniform"), "shape was free, is uniform"),
+        (("--calibration", "other.txt"), "calibration was embedded, is "),
+    ],
+)
+def test_changed_identity_is_refused_with_the_difference(
+    change: tuple[str, str], difference: str, started: Path, refusal: Callable[..., str]
+) -> None:
+    Path("other.txt").write_text(embedded.calibration_text())
+    before = (started / EXPERIMENT).read_bytes()
+    if "--dtype" not in change:
+        change = (*change, "--gpus-per-trial", "0")  # the weights' type follows the device
+    sentence = refusal(*AGAIN, *change, dry=False)
+    assert f"(tiny-llama: {difference}" in sentence and "--name" in sentence
+    assert sentence.count(" was ") == 2  # the experiment "was made", and the one thing that changed
+    assert (started / EXPERIMENT).read_bytes() == before
+
+
+def test_an_experiment_from_before_there_were_shapes_is_of_the_free_one(
+    started: Path, refusal: Callable[..., str], plan_text: Callable[..., str]
+) -> None:
+    about = json.loads((started / EXPERIMENT).read_text())
+    assert about["models"]["tiny-llama"]["meaning"].pop("shape") == "free"
+    del about["checksum"]
+    (started / EXPERIMENT).write_text(json.dumps(about))
+    assert "(1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
+    assert "shape was free, is aligned-16" in refusal(
+        *AGAIN, "--shape", "aligned", "--align", "16", "--gpus-per-trial", "0"
+    )
+
+
+def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], plan_text: Callable[..., str]) -> None:
+    folder, data = model_folder(tmp_path / "m"), data_folder(tmp_path / "data")
+    settings = SearchSettings((str(folder),), "smoke", calibration="embedded", data_dir=str(data), name="mine")
+    plan = make_plan(settings)
+    kept = tmp_path / "kept" / "mine"
+    (kept / "ledger").mkdir(parents=True)
+    models = {"m": {"meaning": plan.models[0].identity()}}
+    (kept / EXPERIMENT).write_text(json.dumps({"models": models}))
+    argv = ("--model", folder, *KEPT[2:], "--calibration", "embedded", "--data-dir", data)
+    with (data / TEXT_FILE).open("a") as file:
+        file.write("one more line\n")
+    plan_text(*argv)  # nothing was computed yet: nothing can be mixed
+    (kept / "baseline.json").write_text("{}")
+    assert "m: the files of texts or tasks have changed" in refusal(*argv)
+    data_folder(tmp_path / "same")
+    assert "m: the model's files have changed" in refusal(
+        "--model", model_folder(tmp_path / "new" / "m", rms_norm_eps=0.1), *argv[2:-1], tmp_path / "same"
+    )
+
+
+NO_EXPERIMENT = ["{", "[]", '{"models": []}', '{"models": {"tiny-llama": 1}}', '{"models": null}', "{}"]
+NO_EXPERIMENT += [f'{{"models": {{"tiny-llama": {content}}}}}' for content in ("null", "{}", '{"meaning": null}')]
+
+
+@pytest.mark.parametrize("content", NO_EXPERIMENT)
+def test_damaged_experiment_file(content: str, started: Path, refusal: Callable[..., str]) -> None:
+    (started / EXPERIMENT).write_text(content)
+    assert str(started / EXPERIMENT) in refusal(*AGAIN)
+
+
+def test_results_without_what_says_how_they_were_measured_are_refused(
+    started: Path, refusal: Callable[..., str]
+) -> None:
+    """Also where the same command would make the same file: whoever has lost it knows no better than the program."""
+    (started / EXPERIMENT).unlink()
+    for argv in (AGAIN, (*AGAIN, "--seed", "1")):
+        sentence = refusal(*argv)
+        assert f"experiment {started} has results but no experiment.json" in sentence and "--name" in sentence
+    assert not (started / EXPERIMENT).exists()
+
+
+def test_results_of_another_search_are_refused(started: Path, refusal: Callable[..., str]) -> None:
+    store = FolderStore(started)
+    (record,) = Ledger(store).records()
+    config = PruningConfig.from_dict(record.config)
+    Ledger(store).write(replace(record, key="0123456789abcdef"))  # of another seed, say
+    sentence = refusal(*AGAIN)
+    path = started / "ledger" / "0123456789abcdef.json"
+    assert (
+        sentence.startswith(f"error: {path} is of another search: its key would be {record.key}")
+        and "delete" in sentence
+    )
+    path.unlink()
+    run = validated(ModelRun, (store.read(EXPERIMENT) or {})["models"]["tiny-llama"]["run"])
+    meaning = (store.read(EXPERIMENT) or {})["models"]["tiny-llama"]["meaning"]
+    other = replace(config, pruning_ratio=0.3)
+    key = trial_key(other, meaning["model"], meaning["data"], run)
+    Ledger(store).write(replace(record, key=key, config=asdict(other)))
+    assert "its pruning_ratio is 0.3, in experiment.json 0.2" in refusal(*AGAIN)
+
+
+def test_damaged_ledger_is_known_before_the_search(started: Path, refusal: Callable[..., str]) -> None:
+    """Also a record of other trials: the tables at the end would trip over it, hours later."""
+    (started / "ledger" / "0123456789abcdef.json").write_text('{"key": ')
+    assert "0123456789abcdef.json" in refusal(*AGAIN)
