@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from tune_prune import search
 from tune_prune.cli import status
 from tune_prune.core.ledger import Ledger, write_about
 from tune_prune.core.store import EXPERIMENT, FolderStore
-from tune_prune.pruning.selection import select
-from tune_prune.trial import trial
+from tune_prune.trial.trial import Trial
 
 
 @pytest.fixture(scope="module")
@@ -112,25 +112,26 @@ def test_records_of_another_search_are_named_and_left_out(
     assert len(found["damaged"]) == 2 and all("of another search: its key would be" in it for it in found["damaged"])
 
 
-def problems(scores: Any, *arguments: Any) -> Any:
-    """The second of three trials fails, and the third is interrupted."""
-    made.append(scores)
-    if len(made) == 2:
-        raise RuntimeError("too \x1b[31m\x9b31mred ü\nand a second line")
-    if len(made) == 3:
-        raise KeyboardInterrupt
-    return select(scores, *arguments)
+def troubled(monkeypatch: pytest.MonkeyPatch, troubles: dict[str, BaseException]) -> None:
+    """From now on the trials of these methods raise that after their first stage."""
+    original = Trial.stages
 
+    def stages(self: Trial) -> Iterator[Any]:
+        for report in original(self):
+            yield report
+            if self.config is not None and self.config.method in troubles:
+                raise troubles[self.config.method]
 
-made: list[Any] = []
+    monkeypatch.setattr(Trial, "stages", stages)
 
 
 def test_a_log_of_failures_and_an_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every line is an object, also of what went wrong; nothing acts on a terminal; the same command goes on."""
-    made.clear()
-    monkeypatch.setattr(trial, "select", problems)
+    red = "too \x1b[31m\x9b31mred ü\nand a second line"
+    troubles: dict[str, BaseException] = {"magnitude": RuntimeError(red), "taylor": KeyboardInterrupt()}
+    troubled(monkeypatch, troubles)
     (tmp_path / "space.yaml").write_text(
         "search: grid\nmethod: [random, magnitude, taylor]\nseq_len: 16\nnum_samples: 8\n"
     )
@@ -158,7 +159,7 @@ def test_a_log_of_failures_and_an_interrupt(
         and "\\x1b[31m\\x9b31mred ü and a" in said
     )
 
-    made.extend(range(9))
+    troubles.clear()
     assert search.main(argv) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["recorded"] for event in events if event["event"] == "plan"] == [1]
