@@ -15,8 +15,8 @@ from compare_results import compare
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tune_prune
-from tests.core.test_store import other_search
 from tests.s3_server import Server
+from tests.store_contract import other_search
 from tune_prune import evaluate, prune, search
 from tune_prune.analysis import command
 from tune_prune.core.ledger import Ledger
