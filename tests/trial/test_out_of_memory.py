@@ -200,7 +200,7 @@ def test_less_at_once_comes_first_then_leaner_ways_then_the_failure_with_its_fig
             assert bare[0] != bare[1] and WAYS.index(bare[0]) < WAYS.index(bare[1])
     halved = max(way.halvings for way in tried if not way.streamed)
     assert (halved > 0) == (stage in ("removal", "recovery", "kl", "perplexity", "zero_shot"))
-    assert ("by layer" in {str(way) for way in tried}) == (stage == "importance")
+    assert ("by layer" in {str(way) for way in tried}) == (stage in ("importance", "steps"))
     said = str(raised.value)
     first = {"recovery": "dense pass for recovery"}.get(stage, stage)
     assert said.startswith(f"{first} of tiny-llama does not fit into memory, even {tried[-1]} (")
