@@ -10,14 +10,17 @@ a trial which was interrupted goes on, and one that comes by the same copy need 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.methods import Dense, load_method
 from tune_prune.pruning.selection import budget, further, geometry_of
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, by_statistic, load_statistic
-from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
+
+if TYPE_CHECKING:  # plans count the passes of steps without what measures a trial
+    from tune_prune.trial.context import TrialContext
 
 
 @dataclass(frozen=True)
