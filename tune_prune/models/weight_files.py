@@ -89,10 +89,8 @@ def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]
             cause = " ".join(str(error).split())
             size = path.stat().st_size
             raise UserError(f"weight file {path} is damaged or cut off ({size:,} bytes; {cause}); {_AGAIN}") from error
-        except (
-            MemoryError,
-            RuntimeError,
-        ) as error:  # Linux maps no larger file than its memory, privately, as torch does
+        except (MemoryError, RuntimeError) as error:
+            # Linux maps no file larger than its memory for private use, which is how torch asks for it.
             raise UserError(
                 f"weight file {path} cannot be mapped into memory ({' '.join(str(error).split())}); on a machine with more of it, "
                 "save the model again in smaller files: save_pretrained(folder, max_shard_size='5GB')"
