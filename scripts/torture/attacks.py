@@ -12,7 +12,6 @@ hostile     a model whose name is a formula, a tag or a command, and tasks that 
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -141,13 +140,13 @@ def hostile(setting: Setting, number: int) -> Attacked:
 
 
 def searches(setting: Setting, number: int) -> Attacked:
-    """One kill of each of TARGETS, in any order, then the search comes to its end."""
+    """One kill of each of TARGETS, in any order but that those after which the driver goes on to the end come last."""
     how = setting.chance.choice(["grid", *PARTIAL])
     search = Attacked(setting.folder / f"s{number}", (*GRID, *PARTIAL.get(how, ()), "--cpus-per-trial", "1"))
     order = list(TARGETS)
     setting.chance.shuffle(order)
-    for target in order:
-        if _attack(search, target, setting.chance):
+    for target in sorted(order, key=lambda target: target in ("worker", "STOP")):
+        if _attack(search, target, setting):
             break  # it was complete before anything could be killed
     running = search.start()
     try:
@@ -164,8 +163,9 @@ def searches(setting: Setting, number: int) -> Attacked:
     return search
 
 
-def _attack(search: Attacked, target: str, chance: random.Random) -> bool:
+def _attack(search: Attacked, target: str, setting: Setting) -> bool:
     """Begin the search, and kill `target` when its first worker works, or later. Whether it came to its end instead."""
+    chance = setting.chance
     running = search.start(*(("--trial-timeout", f"{STOPPED_S:g}") if target == "STOP" else ()))
     whole = psutil.Process(running.pid)
 
@@ -175,7 +175,7 @@ def _attack(search: Attacked, target: str, chance: random.Random) -> bool:
     there = wait_until(lambda: running.poll() is not None or named("ray::"), START_S)
     if not there:
         search.problems.append(f"no worker after {START_S:.0f} s: {search.told()[-300:]}")
-    time.sleep(moment(chance, 20.0))
+    time.sleep(moment(chance, 2 * setting.kill_s))  # a worker of a whole search begins with its imports
     if running.poll() is not None:
         if running.returncode:
             search.problems.append(f"exit code {running.returncode} before any kill: {search.told()[-300:]}")
@@ -221,8 +221,8 @@ STOPPED_S = 120.0  # after which the driver ends the worker that was stopped, wi
 
 
 def cluster(setting: Setting, number: int) -> Attacked:
-    """Three raylets of one machine as three nodes, with token authentication; two of them die and come back, one after the other,
-    then the head dies."""
+    """Three raylets of one machine as three nodes, with token authentication; one of them dies and comes back, another dies, then
+    the head."""
     folder = setting.folder / f"c{number}"
     token = folder / "token"
     token.parent.mkdir(parents=True)
@@ -240,15 +240,13 @@ def cluster(setting: Setting, number: int) -> Attacked:
     def working(trials: int) -> bool:
         return running.poll() is not None or len(search.records()) >= trials
 
-    for index in range(2):
-        wait_until(partial(working, 2 + 4 * index), START_S)
-        _kill_node(others[index])
+    for trials, node in enumerate([*others, head], 1):
+        wait_until(partial(working, trials), START_S)
+        _kill_node(node)
         search.kills += 1
         search.look()
-        others[index] = _node(search, "--address", f"127.0.0.1:{port}")
-    wait_until(partial(working, 10), START_S)
-    _kill_node(head)
-    search.kills += 1
+        if node is others[0]:  # nobody waits for it: a fast machine would come to the search's end meanwhile
+            others.append(_begin_node(search, "--address", f"127.0.0.1:{port}"))
     try:
         code = running.wait(timeout=2 * LEFT_AFTER_S)
         if wrong := wrong_end(code, search.told()):
@@ -290,15 +288,21 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def _node(search: Attacked, *flags: str) -> psutil.Process:
+def _begin_node(search: Attacked, *flags: str) -> psutil.Process:
     """A node as a person starts it, which stays in the foreground here."""
     command = [str(Path(sys.executable).with_name("ray")), "start", *flags, "--num-cpus", "1", "--block"]
     with (search.folder / "nodes").open("ab") as log:  # Ray's own tracebacks are not the search's
         begun = subprocess.Popen(
             command, env=search.variables(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-    time.sleep(8)
     return psutil.Process(begun.pid)
+
+
+def _node(search: Attacked, *flags: str) -> psutil.Process:
+    """One that is there."""
+    node = _begin_node(search, *flags)
+    time.sleep(8)
+    return node
 
 
 def _kill_node(node: psutil.Process) -> None:

@@ -257,6 +257,22 @@ def test_auto_is_the_cluster_that_was_started_here_and_no_other_ray(announced, s
     assert sentence in capfd.readouterr().err
 
 
+TRACKERS = """
+import sys
+from tune_prune.tuning.ray_cluster import tuner
+tuner.leave_trackers_out()
+from ray.air._internal import usage
+usage._count_callbacks([])  # as Ray Tune does whenever a search begins
+assert not {"mlflow", "wandb"} & set(sys.modules)
+import mlflow, wandb  # they are there for who wants them
+"""
+
+
+def test_ray_imports_no_tracker_that_nobody_asked_for():
+    run = subprocess.run([sys.executable, "-c", TRACKERS], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.slow
 def test_a_search_that_is_terminated_says_how_to_go_on(ray_folder, tmp_path):
     """And leaves neither a process nor a file. `make torture` does the same to its other parts."""

@@ -6,7 +6,9 @@ finished trials again and loses early-stopping state.
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -85,12 +87,28 @@ def run(
             verbose=0,
         ),
     )
+    leave_trackers_out()
     try:
         with deaths_count_once():
             tuner.fit()
     finally:
         if not isinstance(folder, Path):  # its own files, which it appends to, are on this machine
             temporary.remove(Path(state))
+
+
+def leave_trackers_out() -> None:
+    """Ray Tune counts which trackers the callbacks of a search are of, and imports for it every one that is installed: seconds of
+    each start, and folders of wandb that stay where its process is killed. So they are not there when Ray looks."""
+    names = ("mlflow", "wandb")
+    hidden = [name for name in names if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # an import raises ImportError
+    try:
+        for name in names:
+            importlib.import_module(f"ray.air.integrations.{name}")
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 class QueueSearcher(Searcher):
