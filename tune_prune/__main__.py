@@ -15,6 +15,7 @@ COMMANDS = {  # module, what it does
     "analysis": ("tune_prune.analysis.command", "turn the trials of a search into a decision with its evidence"),
     "prune": ("tune_prune.prune", "save a pruned model as a checkpoint that loads elsewhere"),
     "evaluate": ("tune_prune.evaluate", "measure a model: perplexity and zero-shot accuracy"),
+    "speed": ("tune_prune.speed", "measure how fast pruned models are beside their dense model"),
 }
 HELP = "\n".join(
     [

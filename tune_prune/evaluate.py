@@ -7,15 +7,13 @@ those of a pruned checkpoint its trial's, which are printed beside them where th
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from tune_prune.cli import flags
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import DamagedFile, parse_json, to_json
-from tune_prune.core.store import Location, location, open_store
+from tune_prune.core.files import to_json
+from tune_prune.core.store import open_store
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.escapes import say
 from tune_prune.core.terminal.parser import Parser
@@ -67,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 @progress.shown()
 def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
-    output = None if args.output is None else _output(args.output)
+    output = None if args.output is None else flags.record_file(args.output, "metrics", "an evaluation")
 
     from tune_prune import api
     from tune_prune.cli.names import check_names
@@ -117,29 +115,6 @@ def _main(argv: list[str]) -> None:
         content = to_json(found.record.to_dict() | {"run": run.to_dict()} | origin | compared | recorded_metrics)
         open_store(output.parent).put(output.name, content)
         say(f"\nrecord       {output}")
-
-
-def _output(asked: str) -> Location:
-    """Where the record goes. Raises UserError where nothing can be written: before the measurement, not after it."""
-    path = location(asked).expanduser().absolute()
-    if not isinstance(path, Path):
-        open_store(path.parent).check_writable()
-        return path
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        reason = "is a folder" if path.is_dir() else "stands in no folder that can be written to"
-        raise UserError(f"--output {asked} {reason}; name a file in an existing folder, e.g. record.json")
-    if path.exists() and not _is_record(path):  # a device would be replaced, too
-        raise UserError(
-            f"--output {asked} is there, and is no record of an evaluation, which is replaced; name another file"
-        )
-    return path
-
-
-def _is_record(path: Path) -> bool:
-    try:
-        return path.is_file() and "metrics" in parse_json(path)
-    except DamagedFile:
-        return False
 
 
 if __name__ == "__main__":

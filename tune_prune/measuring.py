@@ -1,25 +1,35 @@
-"""How the API measures a model: as a search measures a trial and, of a checkpoint, its KL to the model that it was pruned from."""
+"""How the API measures a model: as a search measures a trial and, of a checkpoint, its KL to the model that it was pruned from; and
+how fast a pruned model is beside the dense one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
+import torch
+
+from tune_prune.checkpoint import generation_speed, layers
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
+from tune_prune.checkpoint.save import as_saved, check_plan
+from tune_prune.checkpoint.sizes import sizes
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport
+from tune_prune.core.values import speed
 from tune_prune.cost_model.memory import Shapes
 from tune_prune.cost_model.memory_plan import StageMemory
 from tune_prune.data.checks import check_data
 from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading
 from tune_prune.models.catalog import ModelSource
+from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.residency import Residency
+from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
-from tune_prune.trial.trial import Trial
+from tune_prune.trial.trial import Trial, device_name
 
 
 def measure(
@@ -93,3 +103,37 @@ def base_memory(source: ModelSource, itemsize: int, device: str, window: int, to
     )
     kl = next(stage for stage in stages if stage.stage == "kl")
     return kl if streamed else replace(kl, held=geometry.total_params * itemsize)  # in place of a pruned copy's
+
+
+def speed_conditions(
+    dense: LoadedModel, prompt_tokens: int, new_tokens: int, batch_size: int, repeats: int
+) -> speed.Conditions:
+    """Those under which `measure_speed` measures: lengths as far as the model has positions. Raises UserError."""
+    prompt_tokens, new_tokens = generation_speed.lengths([dense.model.config], prompt_tokens, new_tokens)
+    device = dense.model.device
+    threads = torch.get_num_threads()
+    where = device_name(device) + ("" if device.type == "cuda" else f", {threads} thread{'s' * (threads != 1)}")
+    dtype = str(dense.model.dtype).removeprefix("torch.")
+    return speed.Conditions(prompt_tokens, new_tokens, batch_size, repeats, dtype, where, torch.__version__)
+
+
+def measure_speed(dense: LoadedModel, plan: PruningPlan, key: str, conditions: speed.Conditions) -> speed.SpeedRecord:
+    """How fast the model that `plan` leaves of `dense` is, in turns with that, as a checkpoint of it would be: a refit or a
+    training changes no shape, so neither is made. `key`: of the trial. Raises UserError for a plan of another model."""
+    check_plan(plan, dense)
+    pruned, _ = layers.compact(dense.model, dense.family, plan)
+    models = {"dense": dense.model, "pruned": as_saved(dense.model, pruned, dense.family, dense.geometry, "hf")}
+    asked = (conditions.prompt_tokens, conditions.new_tokens, conditions.batch_size, conditions.repeats)
+    found = generation_speed.measure(models, *asked)
+    rounds = {name: speed.Rounds(list(one.prefill_s), list(one.decode_s)) for name, one in found.items()}
+    kv_bytes = {name: sizes(model, dense.family).kv_bytes_per_token for name, model in models.items()}
+    return speed.SpeedRecord(
+        key=key,
+        conditions=conditions,
+        dense=rounds["dense"],
+        pruned=rounds["pruned"],
+        kv_bytes_per_token=kv_bytes["pruned"],
+        dense_kv_bytes_per_token=kv_bytes["dense"],
+        graph=found["dense"].graph,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

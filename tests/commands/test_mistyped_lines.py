@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tune_prune.__main__
-from tune_prune import __version__, evaluate, prune, search
+from tune_prune import __version__, evaluate, prune, search, speed
 from tune_prune.analysis import command
 from tune_prune.cli import search_flags
 from tune_prune.cli.prune_request import PruneRequest
@@ -88,7 +88,7 @@ MISTYPED = {
         f"--rule: unknown value 'luck'; known: accuracy, gold_logprob, kl, one-standard-error, pareto, perplexity, smallest{SEE}"
     ),
     "serch --model tiny-llama": (
-        "unknown command 'serch'; did you mean 'search'? known: analysis, evaluate, prune, search"
+        "unknown command 'serch'; did you mean 'search'? known: analysis, evaluate, prune, search, speed"
     ),
 }
 
@@ -138,7 +138,7 @@ def test_the_next_commands_of_a_search_are_command_lines() -> None:
         assert kept == [("my results/x", label if len(labels) > 1 else None, f"{label}-pruned") for label in labels]
 
 
-@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, command.parser])
+@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])
 def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]) -> None:
     text = parser().format_help()
     for example in parser().examples:
@@ -147,7 +147,7 @@ def test_help_shows_examples_that_are_command_lines(parser: Callable[[], Parser]
     assert len(parser().examples) > 1 and "exit codes: 0 done" in text
 
 
-@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, command.parser])
+@pytest.mark.parametrize("parser", [search_flags.parser, prune.parser, evaluate.parser, speed.parser, command.parser])
 def test_every_flag_has_a_help_that_says_its_default(parser: Callable[[], Parser]) -> None:
     """All but switches, flags that must be given or have no value of their own, and those that are given again for more."""
     silent = {
@@ -181,7 +181,7 @@ def test_help_names_every_search_space_and_command(capsys: pytest.CaptureFixture
         assert f"{name} ({size}" in text, name
 
 
-@pytest.mark.parametrize("name", ["", "search", "prune", "evaluate", "analysis"])
+@pytest.mark.parametrize("name", ["", "search", "prune", "evaluate", "speed", "analysis"])
 def test_every_command_says_its_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*name.split(), "--version"]
     if name:

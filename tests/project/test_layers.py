@@ -205,7 +205,7 @@ def test_analysis_runs_where_nothing_heavy_is_installed(run_without):
     run_without(HEAVY, "".join(f"import {name}\n" for name in names))
 
 
-@pytest.mark.parametrize("command", ["search", "prune", "evaluate"])
+@pytest.mark.parametrize("command", ["search", "prune", "evaluate", "speed"])
 def test_help_versions_and_misspelt_names_need_nothing_heavy(command, run_without, tmp_path):
     space = tmp_path / "space.yaml"
     space.write_text("search: grid\nmethod: [taylor, blokwise]\nseq_len: 16\nnum_samples: 8\n", encoding="utf-8")
@@ -218,6 +218,7 @@ def test_help_versions_and_misspelt_names_need_nothing_heavy(command, run_withou
         ],
         "prune": [["--output", "x", "--method", "blokwise"], ["--output", "x", "--calibration", "c5"]],
         "evaluate": [["--tasks", "bolq"], ["--data-dir", "nowhere"]],
+        "speed": [["--all"], ["--output", "."]],
     }[command]
     code = f"""
 from tune_prune import {command}

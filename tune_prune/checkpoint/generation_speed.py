@@ -2,7 +2,8 @@
 
 Seconds of different runs do not compare, on a machine that others use or that gets warm. So all models are measured in
 one run and take turns: every round measures each of them once, the first round is a warm-up that does not count, and a
-result is the median over the other rounds.
+result is the median over the other rounds. What is compared is the ratio of medians; the ratios of single rounds, from the lowest
+to the highest, say how far to trust it.
 
 A turn is a prompt of random tokens (the same for all models), then greedy decoding with the cache:
 
@@ -26,7 +27,7 @@ import logging
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,11 +35,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel, StaticCache
+from transformers import PretrainedConfig, PreTrainedModel, StaticCache
 
 from tune_prune.checkpoint.sizes import aligned
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
+from tune_prune.core.values.speed import Relative, relative
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ class GenerationSpeed:
     dtype: str  # e.g. bfloat16
     device: str  # the GPU's name, or "CPU, 2 threads"
     graph: bool = False  # whether a decoding step was one CUDA graph
+    prefill_s: tuple[float, ...] = ()  # of each round; none in manifests of older versions
+    decode_s: tuple[float, ...] = ()  # of all new tokens
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,7 @@ def measure(
     """
     if min(prompt_tokens, new_tokens, batch_size, repeats) < 1:
         raise ValueError(f"{prompt_tokens=}, {new_tokens=}, {batch_size=} and {repeats=} must be at least 1")
-    prompt_tokens, new_tokens = _within(
-        min(int(model.config.max_position_embeddings) for model in models.values()), prompt_tokens, new_tokens
-    )
+    prompt_tokens, new_tokens = lengths([model.config for model in models.values()], prompt_tokens, new_tokens)
     vocabulary = min(int(model.config.vocab_size) for model in models.values())
     prompt = torch.randint(vocabulary, (batch_size, prompt_tokens), generator=torch.Generator().manual_seed(SEED))
     graph = all(_captured(model, prompt) for model in models.values())
@@ -109,16 +111,19 @@ def measure(
             dtype=str(model.dtype).removeprefix("torch."),
             device=_device_name(model.device),
             graph=graph,
+            prefill_s=tuple(turn.prefill_s for turn in turns[name][1:]),
+            decode_s=tuple(turn.decode_s for turn in turns[name][1:]),
         )
         for name, model in models.items()
     }
 
 
-def _within(limit: int, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-    """Prompt and new tokens that a model of `limit` positions has room for."""
+def lengths(configs: Iterable[PretrainedConfig], prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+    """Prompt and new tokens that all models of these `configs` have positions for. Raises UserError."""
+    limit = min(int(config.max_position_embeddings) for config in configs)
     if limit < 2:
         raise UserError(
-            f"max_position_embeddings is {limit}, but a prompt and a new token take 2; leave --measure out for this model"
+            f"max_position_embeddings is {limit}, but a prompt and a new token take 2; do without this model's speed"
         )
     if prompt_tokens + new_tokens > limit:
         new_tokens = min(new_tokens, limit // 2)
@@ -257,19 +262,28 @@ def _device_name(device: torch.device) -> str:
 
 
 def speed_table(rows: Mapping[str, GenerationSpeed]) -> str:
-    """The speeds of several models in aligned columns, each number with its ratio to the first row's (the dense model), and
-    a line that says what was measured."""
+    """The speeds of several models in aligned columns, each number with its ratio to the first row's (the dense model) and the
+    lowest and highest ratio of a round, and a line that says what was measured."""
     names = list(rows)
     first = rows[names[0]]
     table = [["", *names]]
-    for title, values in (
-        ("prefill tokens/s", [rows[name].prefill_tokens_per_s for name in names]),
-        ("decode tokens/s", [rows[name].decode_tokens_per_s for name in names]),
-        ("peak memory bytes", [rows[name].peak_memory_bytes for name in names]),
+    for title, field, seconds in (
+        ("prefill tokens/s", "prefill_tokens_per_s", "prefill_s"),
+        ("decode tokens/s", "decode_tokens_per_s", "decode_s"),
+        ("peak memory bytes", "peak_memory_bytes", ""),
     ):
+        values = [getattr(rows[name], field) for name in names]
         table.append([title, *(rate(value) for value in values)])
         table.append(["", *(f"{value / values[0]:.2f}x" for value in values)])
+        rounds = [getattr(one, seconds) if seconds else () for one in rows.values()]
+        if all(rounds) and len(rows) > 1:
+            table.append(["", "", *(spread(relative(rounds[0], own)) for own in rounds[1:])])
     return "\n".join([*aligned([list(row) for row in zip(*table, strict=True)]), conditions(first)])
+
+
+def spread(ratio: Relative) -> str:
+    """From the lowest to the highest ratio of a round."""
+    return f"({ratio.lowest:.2f} to {ratio.highest:.2f})"
 
 
 def rate(value: float) -> str:

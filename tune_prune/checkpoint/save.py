@@ -80,7 +80,7 @@ def save_checkpoint(
             "leave that out, or load the model"
         )
     plan = recipe.plan
-    _check_plan(plan, dense)
+    check_plan(plan, dense)
     with _renamed_at_the_end(folder) as work:
         written = _write(dense, recipe, work, fmt, shard_bytes, measure_speed)
         about = Manifest(
@@ -145,7 +145,7 @@ def _write(
     return _Written(rows, tuple(dropped), notes, measured)
 
 
-def _check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
+def check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
     """Raise UserError unless the plan is one for this model that leaves a model which works."""
     geometry, label = dense.geometry, dense.source.label
     if len(plan.kept_groups) != geometry.num_layers or plan.total_params != geometry.total_params:

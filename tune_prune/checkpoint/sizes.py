@@ -66,7 +66,8 @@ def _projections(layer: nn.Module, family: Family) -> dict[str, torch.Tensor]:
 def size_table(rows: Mapping[str, Sizes], disk_bytes: Mapping[str, int]) -> str:
     """The sizes of several models in aligned columns, each number with its share of the first row's (the dense model).
 
-    `disk_bytes` are the bytes of the weight files, by row; a row that has none there gets a dash."""
+    `disk_bytes` are the bytes of the weight files, by row; a row that has none there gets a dash,
+    and without any there is no such column."""
     names = list(rows)
     columns: list[tuple[str, list[int | None]]] = [
         ("parameters", [rows[name].params for name in names]),
@@ -76,6 +77,8 @@ def size_table(rows: Mapping[str, Sizes], disk_bytes: Mapping[str, int]) -> str:
     ]
     table = [["", *names]]
     for title, values in columns:
+        if not any(values):
+            continue
         table.append([title, *("-" if value is None else f"{value:,}" for value in values)])
         table.append(["", *(share(value, values[0]) for value in values)])
     return "\n".join(aligned([list(row) for row in zip(*table, strict=True)]))

@@ -11,15 +11,18 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
 from tune_prune.core.config import PERPLEXITY_TOKENS, ZERO_SHOT_TASKS
-from tune_prune.core.errors import whole_number
+from tune_prune.core.errors import UserError, whole_number
+from tune_prune.core.files import DamagedFile, parse_json
 from tune_prune.core.process import machine
 from tune_prune.core.process.ending import exit_code
+from tune_prune.core.store import Location, location, open_store
 from tune_prune.core.terminal.escapes import say
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.pruning.methods import method_names
@@ -139,6 +142,28 @@ def limit_threads() -> None:
     import torch  # not before the flags have been read
 
     torch.set_num_threads(min(torch.get_num_threads(), machine.cpus()))
+
+
+def record_file(asked: str, field: str, of: str) -> Location:
+    """Where the record that --output asks for goes. Raises UserError where nothing can be written: before the measurement, not
+    after it; and where a file is there that is no such record, which has `field` and is `of` something."""
+    path = location(asked).expanduser().absolute()
+    if not isinstance(path, Path):
+        open_store(path.parent).check_writable()
+        return path
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        reason = "is a folder" if path.is_dir() else "stands in no folder that can be written to"
+        raise UserError(f"--output {asked} {reason}; name a file in an existing folder, e.g. record.json")
+    if path.exists() and not _has(path, field):  # a device would be replaced, too
+        raise UserError(f"--output {asked} is there, and is no record of {of}, which is replaced; name another file")
+    return path
+
+
+def _has(path: Path, field: str) -> bool:
+    try:
+        return path.is_file() and field in parse_json(path)
+    except DamagedFile:
+        return False
 
 
 def run(main: Callable[[], None]) -> int:

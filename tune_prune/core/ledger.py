@@ -62,9 +62,9 @@ class Ledger:
             earlier = self.read(key)
             if earlier is None or earlier.status == "failed":
                 # Under a name of its own, so that it replaces nothing of a process that finishes the trial at this moment.
-                self._store.put(_failed(key), _sealed_text(_failed(key), record.to_dict()))
+                self._store.put(_failed(key), sealed_text(_failed(key), record.to_dict()))
             return self.read(key) or record
-        text = _sealed_text(_name(key), record.to_dict())
+        text = sealed_text(_name(key), record.to_dict())
         if not self._store.put_new(_name(key), text):
             finished = self._read(key, _name(key))
             if finished is not None and finished.status != "failed":
@@ -76,7 +76,7 @@ class Ledger:
     def seal(self, record: TrialRecord) -> None:
         """Write the record of an older version as they are written today."""
         if record.status != "failed":  # it is tried again
-            self._store.put(_name(record.key), _sealed_text(_name(record.key), record.to_dict()))
+            self._store.put(_name(record.key), sealed_text(_name(record.key), record.to_dict()))
 
     def read(self, key: str) -> TrialRecord | None:
         """The record of a trial, None if it has none. Raises DamagedFile."""
@@ -163,7 +163,7 @@ class PassLog:
         """Record a pass: `about` (model, seq_len, samples) and its cost."""
         cost = {"stage": report.stage, "duration_s": report.duration_s, "tokens": report.tokens, "way": report.way}
         name = f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json"
-        self._store.put(name, _sealed_text(name, {**about, **cost}))
+        self._store.put(name, sealed_text(name, {**about, **cost}))
 
     def read(self) -> list[dict[str, Any]]:
         """All passes, in no order. Raises DamagedFile."""
@@ -173,16 +173,16 @@ class PassLog:
         """Write those of older versions as they are written today."""
         for name in self._store.names(PASSES):
             if (values := self._read(name)) is not None:
-                self._store.put(name, _sealed_text(name, values))
+                self._store.put(name, sealed_text(name, values))
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        return _proven(self._store, name, PassCost, "the cost of a pass", _FORGET_COST)
+        return proven(self._store, name, PassCost, "the cost of a pass", _FORGET_COST)
 
 
 def read_about(store: Store) -> dict[str, Any] | None:
     """experiment.json; None where there is none. Fields may be missing; those that are there are of their types. Raises
     DamagedFile."""
-    return _proven(store, EXPERIMENT, About, "the description of an experiment", _NO_OTHER)
+    return proven(store, EXPERIMENT, About, "the description of an experiment", _NO_OTHER)
 
 
 def required_about(store: Store) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def required_about(store: Store) -> dict[str, Any]:
     return about
 
 
-def _proven(store: Store, name: str, kind: type, what: str, step: str) -> dict[str, Any] | None:
+def proven(store: Store, name: str, kind: type, what: str, step: str) -> dict[str, Any] | None:
     """What is kept under `name`, with fields of the types of `kind` and, where it has one, a checksum that holds; None where there
     is nothing. Raises DamagedFile: it is not `what`, and `step` says what to do."""
     values, path = store.read(name), store.path(name)
@@ -210,16 +210,16 @@ def _proven(store: Store, name: str, kind: type, what: str, step: str) -> dict[s
 
 
 def write_about(store: Store, about: Mapping[str, Any]) -> None:
-    store.put(EXPERIMENT, _sealed_text(EXPERIMENT, about))
+    store.put(EXPERIMENT, sealed_text(EXPERIMENT, about))
 
 
 def read_costs(store: Store) -> dict[str, Any] | None:
     """cost.json; None where there is none. Raises DamagedFile."""
-    return _proven(store, COST, Cost, "an account of costs", _FORGET_COSTS)
+    return proven(store, COST, Cost, "an account of costs", _FORGET_COSTS)
 
 
 def write_costs(store: Store, costs: Mapping[str, Any]) -> None:
-    store.put(COST, _sealed_text(COST, costs))
+    store.put(COST, sealed_text(COST, costs))
 
 
 def stranger(record: TrialRecord, about: Mapping[str, Any]) -> str:
@@ -265,7 +265,7 @@ class AttemptLog:
         about |= {"started_at": record.started_at, "search_id": record.search_id}
         stages: list[dict[str, Any]] = (noted or {}).get("stages", [])
         about["stages"] = max(record.stages, stages, key=len)
-        self._store.put(name, _sealed_text(name, {**about, "unfinished_s": unfinished_s or 0.0}))
+        self._store.put(name, sealed_text(name, {**about, "unfinished_s": unfinished_s or 0.0}))
 
     def drop(self, record: TrialRecord) -> None:
         """Its record is kept."""
@@ -334,7 +334,7 @@ def _sealed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return sealed(name, json.loads(to_json(values)))
 
 
-def _sealed_text(name: str, values: Mapping[str, Any]) -> str:
+def sealed_text(name: str, values: Mapping[str, Any]) -> str:
     return to_json(_sealed(name, values))
 
 

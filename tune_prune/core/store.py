@@ -37,6 +37,7 @@ PASSES = "passes"
 ATTEMPTS = "attempts"
 COST = "cost.json"
 STATUS = "status.json"  # what the search that runs, or ran last, has said of itself
+SPEED = "speed"  # what python -m tune_prune.speed has measured
 TENSORBOARD = "tensorboard"
 TUNE = "tune"
 SAVED_MODELS = "best"

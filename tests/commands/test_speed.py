@@ -1,0 +1,202 @@
+"""`speed`: a checkpoint and a search's configurations beside their dense model: real models, and a fake clock."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.search_folders import model_folder
+from tune_prune import speed
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.statistics.findings import find
+from tune_prune.checkpoint import generation_speed
+from tune_prune.core.store import FolderStore
+from tune_prune.core.values.speed import SpeedRecord, newest_conditions, readable_speeds, relative
+
+FIRST_HOUSE = Path(__file__).parents[1] / "first_house"
+SHORT = ("--prompt-tokens", "8", "--new-tokens", "2", "--device", "cpu")
+# Seconds of each round's turns, the warm-up first: prefill and decode of the dense model, then of the pruned one
+ROUNDS = [(9.0, 9.0, 9.0, 9.0), (4.0, 8.0, 2.0, 8.0), (8.0, 8.0, 2.0, 4.0), (6.0, 12.0, 6.0, 10.0)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """ROUNDS again and again, and how often the clock was read."""
+    reads = 0
+
+    def ticks() -> Iterator[float]:
+        time = 0.0
+        while True:
+            for prefill_dense, decode_dense, prefill, decode in ROUNDS:
+                for seconds in ((0, prefill_dense, decode_dense), (0, prefill, decode)):
+                    for step in seconds:
+                        time += step
+                        yield time
+
+    source = ticks()
+
+    def now(_: torch.device) -> float:
+        nonlocal reads
+        reads += 1
+        return next(source)
+
+    monkeypatch.setattr(generation_speed, "_now", now)
+    return lambda: reads
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    name = "tiny-llama-20-smoke-limit5"
+    return Path(shutil.copytree(FIRST_HOUSE / "storage" / name, tmp_path / name))
+
+
+@pytest.fixture
+def sentence(refused: Callable[..., str]) -> Callable[..., str]:
+    """A function (*argv) -> the one sentence with which the command refuses."""
+    return partial(refused, speed.main)
+
+
+def records(experiment: Path) -> dict[str, SpeedRecord]:
+    found, damaged = readable_speeds(FolderStore(experiment))
+    assert not damaged
+    return {record.key: record for record in found}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.parent.name != "speed"}
+
+
+def test_what_the_rules_choose_is_measured_once(
+    experiment: Path, printed: Callable[..., str], clock: Callable[[], int]
+) -> None:
+    """Medians of the rounds that count, their ratio, and its lowest and highest; a second run has nothing to do, and what a kill
+    has left out is all that it does. No file of a trial changes."""
+    argv = ("--config", experiment, *SHORT, "--repeats", "3")
+    before = contents(experiment)
+    out = printed(speed.main, *argv)
+    found = find(read_study([experiment], [])).models["tiny-llama"]
+    chosen = {name for names in found.chosen.values() for name in names}
+    made = records(experiment)
+    names = {Path(row["output_dir"]).name: row["name"] for _, row in found.eligible.iterrows()}
+    assert 1 < len(chosen) < len(names) and {names[key] for key in made} == chosen
+    assert f"measured     {len(chosen)}; kept in {experiment / 'speed'}" in out
+    assert clock() == len(chosen) * len(ROUNDS) * 2 * 3
+    for record in made.values():
+        assert (record.prefill.value, record.prefill.lowest, record.prefill.highest) == (6 / 2, 1.0, 4.0)
+        assert (record.decode.value, record.decode.lowest, record.decode.highest) == (8 / 8, 1.0, 2.0)
+        assert (record.total.value, record.total.lowest, record.total.highest) == (16 / 10, 1.125, 16 / 6)
+        shared = record.conditions
+        assert (shared.prompt_tokens, shared.new_tokens, shared.batch_size, shared.repeats) == (8, 2, 1, 3)
+        assert shared.dtype == "float32" and shared.device.endswith(" thread") and not record.graph
+        assert record.dense_kv_bytes_per_token == 1280 and 0 < record.kv_bytes_per_token < 1280
+        line = rf"^  {names[record.key]} +prefill 3\.00x \(1\.00 to 4\.00\)  decode 1\.00x \(1\.00 to 2\.00\)$"
+        assert re.search(line, out, re.MULTILINE), out
+    assert contents(experiment) == before
+
+    again = printed(speed.main, *argv)
+    assert "measured     0;" in again and again.count("(measured before)") == len(chosen)
+    lost = sorted((experiment / "speed").iterdir())[0]
+    lost.unlink()
+    resumed = printed(speed.main, *argv)
+    assert "measured     1;" in resumed and records(experiment).keys() == made.keys()
+    assert clock() == (len(chosen) + 1) * len(ROUNDS) * 2 * 3
+    assert f"measured     {len(chosen)};" in printed(speed.main, *argv, "--overwrite")
+    assert len(list((experiment / "speed").iterdir())) == len(chosen)
+
+
+def test_other_conditions_stand_beside_the_first(
+    experiment: Path, printed: Callable[..., str], clock: Callable[[], int]
+) -> None:
+    printed(speed.main, "--config", experiment, *SHORT, "--repeats", "1", "--all")
+    store = FolderStore(experiment)
+    first, _ = readable_speeds(store)
+    assert len(first) == 6
+    printed(speed.main, "--config", experiment, *SHORT, "--repeats", "2", "--model", "tiny-llama")
+    both, _ = readable_speeds(store)
+    assert 6 < len(both) < 12
+    last = max(both, key=lambda record: (record.measured_at, record.conditions.repeats))
+    assert last.conditions.repeats == 2
+    for newest in (last, min(first, key=lambda record: record.key)):
+        others = [record for record in both if record is not newest]
+        later = SpeedRecord(**vars(newest) | {"measured_at": "2999-01-01T00:00:00+00:00"})
+        kept = newest_conditions([*others, later])
+        assert {record.conditions.repeats for record in kept.values()} == {newest.conditions.repeats}
+
+
+def test_a_checkpoint_beside_its_dense_model(
+    tmp_path: Path, printed: Callable[..., str], clock: Callable[[], int]
+) -> None:
+    record = tmp_path / "speed.json"
+    argv = ("--model", FIRST_HOUSE / "pruned", *SHORT, "--repeats", "3", "--output", record)
+    for _ in range(2):  # its own record is replaced
+        out = printed(speed.main, *argv)
+    assert re.search(r"^dense +4 +1\.00x +0\.25 +1\.00x ", out.replace("1.33", "4"), re.MULTILINE), out
+    assert re.search(r"^pruned .* 3\.00x  \(1\.00 to 4\.00\) .* 1\.00x  \(1\.00 to 2\.00\) ", out, re.MULTILINE), out
+    assert "prompt of 8 tokens, 2 new tokens, batch size 1, median of 3, float32 on CPU" in out
+    assert re.search(r"^pruned +127,\d+ +80\.\d%", out, re.MULTILINE) and "bytes on disk" not in out
+    values = json.loads(record.read_text())
+    assert list(values["models"]) == ["dense", "pruned"]
+    assert values["models"]["pruned"]["prefill_s"] == [2.0, 2.0, 6.0]
+    assert values["models"]["dense"]["kv_bytes_per_token"] == 1280
+    alone = printed(speed.main, "--model", "tiny-llama", *SHORT, "--repeats", "3")
+    assert "tiny-llama" in alone and "pruned" not in alone and "(" not in alone
+
+
+def test_what_cannot_be_measured_is_one_sentence(
+    experiment: Path, tmp_path: Path, sentence: Callable[..., str]
+) -> None:
+    assert "--config or --model is missing" in sentence()
+    assert "--output is for --model alone" in sentence("--config", experiment, "--output", tmp_path / "a.json")
+    assert "--all is for --config" in sentence("--model", "tiny-llama", "--all")
+    assert "--model alpha is not in" in sentence("--config", experiment, "--model", "alpha")
+    assert "is not a folder" in sentence("--config", tmp_path / "nowhere")
+    assert "holds no all_methods_results.csv" in sentence("--config", FIRST_HOUSE / "pruned")
+    (tmp_path / "other.json").write_text("{}")
+    told = sentence("--model", "tiny-llama", "--output", tmp_path / "other.json")
+    assert "no record of a speed" in told
+    assert "--new-tokens: '0' is not a whole number" in sentence("--model", "tiny-llama", "--new-tokens", "0")
+    other = model_folder(tmp_path / "other", rms_norm_eps=0.1)
+    told = sentence("--config", experiment, "--base", other)
+    assert f"{other} is not the model that was searched" in told and "--base" in told
+    only = tmp_path / "only"
+    only.mkdir()
+    shutil.copy(experiment / "all_methods_results.csv", only)
+    assert "does not say which model" in sentence("--config", only)
+
+
+def test_a_plan_that_is_gone_is_named(experiment: Path, refused: Callable[..., str], clock: Callable[[], int]) -> None:
+    """What was measured before it is kept."""
+    found = find(read_study([experiment], [])).models["tiny-llama"]
+    last = found.named(found.chosen["pareto"][-1])
+    plan = Path(last["output_dir"]) / "pruning_plan.json"
+    plan.unlink()
+    told = refused(speed.main, "--config", experiment, *SHORT, "--repeats", "1", begun=True)
+    assert f"{plan} is missing, by which {last['name']} would be cut; search again" in told
+    assert records(experiment) and Path(last["output_dir"]).name not in records(experiment)
+
+
+def test_a_damaged_record_is_named(
+    experiment: Path, printed: Callable[..., str], refused: Callable[..., str], clock: Callable[[], int]
+) -> None:
+    argv = ("--config", experiment, *SHORT, "--repeats", "1")
+    printed(speed.main, *argv)
+    file = sorted((experiment / "speed").iterdir())[0]
+    file.write_text(file.read_text().replace('"measured_at": "2', '"measured_at": "1'))
+    assert str(file) in (told := refused(speed.main, *argv, begun=True)) and "checksum" in told
+    assert "delete it, and measure again" in told
+    found, damaged = readable_speeds(FolderStore(experiment))
+    assert [error.path for error in damaged] == [file] and found
+
+
+def test_a_ratio_is_that_of_medians() -> None:
+    assert relative([1.0, 2.0, 9.0], [1.0, 1.0, 3.0]).value == 2.0
+    assert (relative([1.0, 2.0, 9.0], [1.0, 1.0, 3.0]).lowest, relative([1.0, 2.0], [0.5, 0.25]).highest) == (1.0, 8.0)
+    with pytest.raises(ValueError, match="shorter"):
+        relative([1.0, 2.0], [1.0])

@@ -1,0 +1,135 @@
+"""Measured speed of pruned models beside their dense model: of a machine, not of a configuration.
+
+So no trial's record or key knows it. It is kept beside the trials, a file for each trial and set of conditions, and is compared
+only where the conditions are the same. Seconds of different runs do not compare either: what counts is the ratio to the dense
+model, which took turns with the pruned one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from tune_prune.core.files import DamagedFile
+from tune_prune.core.hashing import digest
+from tune_prune.core.ledger import proven, sealed_text
+from tune_prune.core.store import SPEED, Store
+from tune_prune.core.validation import Count, Number, Positive, Text, validated
+
+_AGAIN = "delete it, and measure again with python -m tune_prune.speed"
+
+Seconds = Annotated[list[Annotated[Number, Field(gt=0)]], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Relative:
+    """How many times as fast as the dense model: the ratio of medians, and the lowest and highest ratio of a round."""
+
+    value: float
+    lowest: float
+    highest: float
+
+
+def relative(dense_s: Sequence[float], own_s: Sequence[float]) -> Relative:
+    """Of the seconds of rounds, in each of which both were measured, one after the other."""
+    rounds = [dense / own for dense, own in zip(dense_s, own_s, strict=True)]
+    return Relative(statistics.median(dense_s) / statistics.median(own_s), min(rounds), max(rounds))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What two speeds must share to be compared."""
+
+    prompt_tokens: Positive  # really used: a model's position limit shortens what was asked
+    new_tokens: Positive
+    batch_size: Positive
+    repeats: Positive  # rounds that count
+    dtype: Text
+    device: Text  # the GPU's name, or the CPU's and how many threads
+    torch_version: Text
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds of each round: of the prompt's forward pass, and of decoding all new tokens."""
+
+    prefill_s: Seconds
+    decode_s: Seconds
+
+    @property
+    def total_s(self) -> list[float]:
+        """Of answering the whole request."""
+        return [prefill + decode for prefill, decode in zip(self.prefill_s, self.decode_s, strict=True)]
+
+
+@dataclass(frozen=True)
+class SpeedRecord:
+    """One configuration's model and its dense model, measured in turns."""
+
+    key: Text  # of the trial whose plan was carried out
+    conditions: Conditions
+    dense: Rounds
+    pruned: Rounds
+    kv_bytes_per_token: Count  # of one sequence, in the dtype of the conditions
+    dense_kv_bytes_per_token: Positive
+    graph: bool  # whether a decoding step was one CUDA graph
+    measured_at: Text  # ISO 8601, UTC
+
+    def __post_init__(self) -> None:
+        rounds = (self.dense.prefill_s, self.dense.decode_s, self.pruned.prefill_s, self.pruned.decode_s)
+        if {len(seconds) for seconds in rounds} != {self.conditions.repeats}:
+            raise ValueError(f"conditions.repeats is {self.conditions.repeats}; it must be the number of all rounds")
+
+    @property
+    def prefill(self) -> Relative:
+        return relative(self.dense.prefill_s, self.pruned.prefill_s)
+
+    @property
+    def decode(self) -> Relative:
+        return relative(self.dense.decode_s, self.pruned.decode_s)
+
+    @property
+    def total(self) -> Relative:
+        """Of a whole request: prompt and new tokens, as the conditions have them."""
+        return relative(self.dense.total_s, self.pruned.total_s)
+
+
+def write_speed(store: Store, record: SpeedRecord) -> str:
+    """Keep a measurement, in place of an earlier one of that trial under the same conditions; returns its name."""
+    name = speed_name(record.key, record.conditions)
+    store.put(name, sealed_text(name, asdict(record)))
+    return name
+
+
+def speed_name(key: str, conditions: Conditions) -> str:
+    return f"{SPEED}/{key}-{digest(asdict(conditions), 8)}.json"
+
+
+def read_speed(store: Store, name: str) -> SpeedRecord | None:
+    """None where there is none. Raises DamagedFile."""
+    values = proven(store, name, SpeedRecord, "a measured speed", _AGAIN)
+    return None if values is None else validated(SpeedRecord, values)
+
+
+def readable_speeds(store: Store) -> tuple[list[SpeedRecord], list[DamagedFile]]:
+    """All that can be read, and what is wrong with the others."""
+    found, damaged = list[SpeedRecord](), list[DamagedFile]()
+    for name in store.names(SPEED):
+        try:
+            record = read_speed(store, name)
+        except DamagedFile as error:
+            damaged.append(error)
+            continue
+        if record is not None:
+            found.append(record)
+    return found, damaged
+
+
+def newest_conditions(records: Sequence[SpeedRecord]) -> dict[str, SpeedRecord]:
+    """By the trial's key those that were measured under the conditions of the newest."""
+    newest = max(records, key=lambda record: record.measured_at, default=None)
+    return {record.key: record for record in records if newest and record.conditions == newest.conditions}
