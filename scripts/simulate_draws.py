@@ -2,6 +2,7 @@
 
     python scripts/simulate_draws.py                        # everything, about an hour of one core
     python scripts/simulate_draws.py --repeats 50 --output draws.json
+    python scripts/simulate_draws.py --only bound           # seconds
 
 Item i of a task is answered by draw d of configuration c if sqrt(.5) z_i + sqrt(.2) z_ci + sqrt(.3) z_cdi < q_c + s_cd, all z
 standard normal: items are hard for all configurations alike, and items and draws interact. The draw effect s_cd is normal,
@@ -11,6 +12,8 @@ them.
 
 coverage    of 95% intervals around a mean and around a difference, and of the confidence set, which must hold the truly best of
             equal configurations; `freedom` are the degrees of freedom of the variance between draws
+bound       the most that an interval around a mean of one draw must cover at some ratio, whatever its rule, if it covers 93% at each:
+            a linear program over all widths, none below that of the items, for each mean square between draws, all errors normal
 adaptive    `--draws N` of a grid with the accuracies of a published one: how often its winner is that of all configurations
             on N draws, what it has lost otherwise, and its share of the trials; by accuracy, and (`--draws-by gold_logprob`) by
             a number in place of right or wrong: how far the item is below what the configuration can do
@@ -24,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_matrix, eye, hstack, kron
 from scipy.special import ndtr, ndtri
-from scipy.stats import norm
+from scipy.stats import chi2, norm
 
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare
 from tune_prune.analysis.statistics.draws import DrawVariance, interaction, next_draws, pooled
@@ -37,6 +42,7 @@ SHARED, OWN = (
 )  # parts of the latent variance: of an item, and of an item for a configuration; the rest is of the draw
 LEVEL = 0.6  # accuracy of equal configurations
 TASKS, ITEMS = 2, 200  # of the coverage
+INTERACTION = 0.5  # of items and draws, of one draw, in the variance of an accuracy over the items
 CONFIGURATIONS = 12
 RATIOS = (0.0, 0.5, 1.0, 2.0)  # standard deviation of draws over the standard error of one accuracy over the items
 WHO = {
@@ -152,6 +158,27 @@ def adaptive(
     return about | {name: float(value) for name, value in found.items()}
 
 
+def bound(freedom: int, least: float = 0.93) -> dict[str, Any]:
+    """Widths are in standard errors over the items, whose half is the interaction of these simulations (INTERACTION)."""
+    edges = np.concatenate([[0], np.exp(np.linspace(np.log(1e-4), np.log(400), 120)), [np.inf]])
+    widths = np.exp(np.linspace(np.log(norm.ppf(0.975)), np.log(12), 120))
+    cells, upper, limits = len(edges) - 1, [], []
+    for ratio in (0, 0.25, 0.5, 0.75, 1, 1.5, 2):
+        chances = np.diff(chi2.cdf(edges * freedom / (ratio**2 + INTERACTION), freedom))
+        covered = np.outer(chances, 2 * norm.cdf(widths / np.sqrt(1 + ratio**2)) - 1).ravel()
+        upper += [
+            np.append(covered, -1),
+            np.append(-covered, 0),
+        ]  # no more than the last variable, no less than `least`
+        limits += [0, -least]
+    one_width = hstack([kron(eye(cells), np.ones((1, len(widths)))), csr_matrix((cells, 1))])
+    costs = np.append(np.zeros(cells * len(widths)), 1)
+    found = linprog(costs, np.array(upper), limits, one_width, np.ones(cells), method="highs")
+    if not found.success:
+        raise RuntimeError(f"the linear program of {freedom} degrees of freedom has no solution: {found.message}")
+    return {"freedom": freedom, "least": least, "most": float(found.fun)}
+
+
 def shown(title: str, rows: list[dict[str, Any]]) -> None:
     columns = list(rows[0])
     cells = [columns] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
@@ -164,17 +191,20 @@ def shown(title: str, rows: list[dict[str, Any]]) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=1000, help="simulated studies of each setting (default: 1000)")
-    parser.add_argument("--only", choices=("coverage", "adaptive"), help="one part (default: both)")
+    parser.add_argument("--only", choices=("coverage", "bound", "adaptive"), help="one part (default: all)")
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     args = parser.parse_args(argv)
     generator = np.random.default_rng(0)
     found: dict[str, list[dict[str, Any]]] = {}
-    if args.only != "adaptive":
+    if args.only in (None, "bound"):
+        found["bound"] = [bound(freedom) for freedom in (1, 2, 4, 8)]
+        shown("what a 95% interval must cover at some ratio if it covers `least` at all", found["bound"])
+    if args.only in (None, "coverage"):
         settings = [(*setting, 0.0) for setting in itertools.product(WHO, (2, 3, 5), RATIOS)]
         settings += [("all", draws, ratio, 0.5) for draws, ratio in itertools.product((3,), RATIOS[1:])]
         found["coverage"] = [coverage(*setting, args.repeats, generator) for setting in settings]
         shown("coverage of 95% intervals, and of the confidence set", found["coverage"])
-    if args.only != "coverage":
+    if args.only in (None, "adaptive"):
         grids = [(*grid, "accuracy") for grid in itertools.product((100, 300), (3, 5), (0.003, 0.007, 0.015))]
         grids += [(100, 3, sd, "gold_logprob") for sd in (0.003, 0.007, 0.015)]
         repeats = max(1, args.repeats // 2)

@@ -28,6 +28,7 @@ from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 SEED = "seed"  # the hyperparameter whose values are draws
 FEW_FREEDOM = 8  # degrees of freedom: a variance from fewer is off by half of it in one of three cases
+ADDED_FREEDOM = 0.5  # with which intervals of few degrees of freedom cover what they say, on average (docs/draws.md)
 RISK = 0.03  # that the winner of all draws is among those that get no more, of each decision by the simulated ends
 FIRST = 4  # configurations whose second draw tells first how far draws lie apart
 # Where trials are complete and nothing is eligible
@@ -52,13 +53,14 @@ class DrawVariance:
     def sampled(self, generator: np.random.Generator, count: int) -> np.ndarray:
         """[count] variances that may have led to this mean square, which is one times chi-squared over `freedom`: with few degrees
         of freedom they lie far apart, and errors drawn with them have long tails, as Student's t (a generalised pivotal
-        quantity, Weerahandi 1993)."""
-        return np.maximum(0.0, self.squares(generator, count) - self.interaction)
+        quantity, Weerahandi 1993). It is known to be too wide, so ADDED_FREEDOM is added."""
+        return np.maximum(0.0, self.squares(generator, count, ADDED_FREEDOM) - self.interaction)
 
-    def squares(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def squares(self, generator: np.random.Generator, count: int, added: float = 0.0) -> np.ndarray:
         """The same of mean squares, interaction and all. Draws that tie exactly, as they can on few items, would have none: the
         interaction, which is less than a mean square on average, stands for it."""
-        return (self.mean_square or self.interaction) * self.freedom / generator.chisquare(self.freedom, count)
+        freedom = self.freedom + added
+        return (self.mean_square or self.interaction) * freedom / generator.chisquare(freedom, count)
 
 
 class DrawItems:
