@@ -12,8 +12,8 @@ them.
 
 coverage    of 95% intervals around a mean and around a difference, and of the confidence set, which must hold the truly best of
             equal configurations; `freedom` are the degrees of freedom of the variance between draws
-bound       the most that an interval around a mean of one draw must cover at some ratio, whatever its rule, if it covers 93% at each:
-            a linear program over all widths, none below that of the items, for each mean square between draws, all errors normal
+bound       the most that an interval around a mean of one draw must cover at some ratio, whatever its rule, if it covers 93% at
+            each: a linear program over all widths, none below that of the items, for each mean square between draws; normal errors
 adaptive    `--draws N` of a grid with the accuracies of a published one: how often its winner is that of all configurations
             on N draws, what it has lost otherwise, and its share of the trials; by accuracy, and (`--draws-by gold_logprob`) by
             a number in place of right or wrong: how far the item is below what the configuration can do
