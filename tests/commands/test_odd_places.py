@@ -220,3 +220,16 @@ def test_what_is_logged_is_a_warning_in_one_line() -> None:
     environment = os.environ | {"PYTHONPATH": root}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert (done.stdout, done.stderr) == ("", "warning: plan a\\x1b[2J is damaged\n")
+
+
+def test_a_plan_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> None:
+    """Neither does torch, which makes a folder there as it is imported."""
+    command = [sys.executable, "-m", "tune_prune.search", *map(str, TINY), "--dry-run"]
+    variables = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    run = subprocess.run(
+        command, env=variables | {"TMPDIR": str(temporary)}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert list(temporary.iterdir()) == []
