@@ -131,6 +131,8 @@ def measure(subject: Subject, args: Any, work: Path) -> dict[str, Any]:
             },
             "answers": _compare(results["ours"], judged),
         }
+        took = ", ".join(f"{engine} {seconds[way]:.1f} s" for engine, way in (("HFLM", "hflm"), ("tune_prune", "ours")))
+        print(f"[{len(rows)}/{len(tasks)}] {name}: {took}", file=sys.stderr, flush=True)  # hours, on a large model
 
     def in_slices() -> None:
         for index in range(suite.num_slices):
