@@ -54,8 +54,8 @@ def test_published_best_comes_with_those_within_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", sorted(set(RULES) - {"gold_logprob", "kl", "smallest"})
-)  # test_measures.py, test_smallest.py
+    "rule", sorted(set(RULES) - {"gold_logprob", "kl", "smallest", "retained-per-second"})
+)  # test_measures.py, test_smallest.py, test_speeds.py
 def test_best_follows_the_rule(study: Study, rule: str) -> None:
     for model in find(study, rule).models.values():
         assert model.best["name"] == model.chosen[rule][0]

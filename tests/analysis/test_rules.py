@@ -19,6 +19,7 @@ def rows(*values: tuple[Any, ...], **more: list[float]) -> pd.DataFrame:
     defaults = {
         "params_count": pd.array([800] * len(frame), dtype="Int64"),
         "gradient_pass_s": math.nan,
+        "retained_per_second": math.nan,
         "difference_points": gaps,
         "difference_stderr_points": np.where(gaps == 0, 0.0, 1.0),
         "margin_points": 2 + 100 * (frame["acc_mean"] - 0.605),  # below a dense model of .605
@@ -38,6 +39,7 @@ def test_each_rule_chooses_what_it_says() -> None:
         "one-standard-error": ["b"],  # c is cheaper, but 2 points behind with an error of 1
         "pareto": ["a", "b", "c"],
         "smallest": ["a"],  # all are of one size
+        "retained-per-second": [],  # no speed was measured
     }
 
 
@@ -72,6 +74,18 @@ def test_equal_tokens_are_told_apart_by_the_measured_pass_then_by_accuracy() -> 
 )
 def test_smallest_is_the_smallest_within_the_bound(params: Any, margins: list[float], expected: list[str]) -> None:
     assert rules.smallest(rows(*ABC, params_count=params, margin_points=margins)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.9, 1.0, 1.1], ["c"]),
+        ([1.1, math.nan, 1.1], ["a"]),  # of equal ones the more accurate
+        ([math.nan, 0.5, math.nan], ["b"]),  # of those that were measured
+    ],
+)
+def test_the_most_retained_per_second_is_of_those_that_were_measured(values: list[float], expected: list[str]) -> None:
+    assert rules.retained_per_second(rows(*ABC, retained_per_second=values)) == expected
 
 
 def test_perplexity_ignores_what_is_not_finite() -> None:

@@ -85,7 +85,8 @@ MISTYPED = {
     ),
     "analysis ray_results/x --model llama": f"unknown flag --model{SEE}",
     "analysis ray_results/x --rule luck": (
-        f"--rule: unknown value 'luck'; known: accuracy, gold_logprob, kl, one-standard-error, pareto, perplexity, smallest{SEE}"
+        "--rule: unknown value 'luck'; known: accuracy, gold_logprob, kl, one-standard-error, pareto, perplexity, "
+        f"retained-per-second, smallest{SEE}"
     ),
     "serch --model tiny-llama": (
         "unknown command 'serch'; did you mean 'search'? known: analysis, evaluate, prune, search, speed"

@@ -36,6 +36,7 @@ RULES = (
     "one-standard-error",
     "pareto",
     "smallest",
+    "retained-per-second",
 )  # rules.RULES, without its imports
 LANGUAGES = ("en", "zh")
 _SHOWN_PROBLEMS, _WIDTH = 10, 180
@@ -75,7 +76,8 @@ def parser() -> Parser:
         "--rule", choices=RULES, default="accuracy",
         help="how the best is chosen: highest accuracy; lowest perplexity; fewest calibration tokens within one standard error of "
         "the most accurate; most accurate of those that no other beats in accuracy, perplexity, size and latency; smallest, over "
-        "all pruning ratios, within some points of the dense model (default: %(default)s)",
+        "all pruning ratios, within some points of the dense model; most accuracy retained per second of a request, where "
+        "tune_prune.speed has measured (default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--within", type=_points, metavar="POINTS",

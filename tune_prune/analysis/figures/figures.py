@@ -6,6 +6,7 @@ seq_len, num_samples, ...    accuracy against one hyperparameter, averaged over 
 ppl_accuracy       perplexity against accuracy
 accuracy_cost      accuracy against what a trial costs
 accuracy_size      accuracy of the best against the parameters kept, where a model was pruned at several ratios
+pareto             accuracy against size, cache and speed, where speed was measured
 retention_<model>  what each layer of the best configuration kept
 """
 
@@ -23,7 +24,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from tune_prune.analysis.figures import figure_style
-from tune_prune.analysis.figures.figure_style import ACCURACY, BLACK, GREY, PANELS_PER_ROW, SMALL, TINY
+from tune_prune.analysis.figures.figure_style import ACCURACY, BLACK, GREY, LIGHT, PANELS_PER_ROW, SMALL, TINY
 from tune_prune.analysis.figures.figures_best import layer_shares, retention_figure
 from tune_prune.analysis.figures.heatmap import heatmap
 from tune_prune.analysis.input.rows import CALIBRATION
@@ -31,7 +32,7 @@ from tune_prune.analysis.render.messages import printed
 from tune_prune.analysis.statistics.effects import level_table
 from tune_prune.analysis.statistics.factors import NUMERIC, methods_reading
 from tune_prune.analysis.statistics.findings import Findings, ModelFindings
-from tune_prune.analysis.tables.sizes import by_size
+from tune_prune.analysis.tables.sizes import by_size, by_speed
 from tune_prune.core.store import location
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
@@ -43,8 +44,8 @@ def draw_all(findings: Findings, folder: Path) -> list[Path]:
     """Write every figure of one model or more into `folder` as PNG and PDF and return the paths.
 
     Left out are hyperparameters of which every model has one level, ppl_accuracy where no perplexity is finite, accuracy_size
-    where every model has one ratio, and retention_<model> where the best trial's folder is not there. UserError if a file
-    in it is damaged.
+    where every model has one ratio, pareto where no speed was measured, and retention_<model> where the best trial's folder is
+    not there. UserError if a file in it is damaged.
     """
     models = findings.models
     stems = figure_style.file_stems(models)
@@ -59,6 +60,8 @@ def draw_all(findings: Findings, folder: Path) -> list[Path]:
         figures["accuracy_cost"] = accuracy_cost(models)
         if (sizes := by_size(findings)) is not None:
             figures["accuracy_size"] = accuracy_size(sizes)
+        if (speeds := by_speed(findings)) is not None:
+            figures["pareto"] = pareto(speeds)
         for label, model in models.items():
             folder_of_best = model.best["output_dir"]
             kept = layer_shares(location(folder_of_best)) if folder_of_best else None
@@ -170,6 +173,44 @@ def accuracy_size(sizes: pd.DataFrame) -> Figure:
     if (sizes["acc_lowest"] < sizes["acc_highest"]).any():
         axes.plot([], [], color=GREY, alpha=0.25, linewidth=5, label="lowest to highest draw")
     axes.set(xlabel="Parameters kept (%)", ylabel=figure_style.fractions(ACCURACY, axes))
+    return figure_style.with_legend(figure)
+
+
+def pareto(speeds: pd.DataFrame) -> Figure:
+    """acc_mean of the configurations of `sizes.by_speed` against four costs, a row of panels per model, with all its ratios:
+    parameters and KV bytes per token in percent of the dense model's, prefill and decode as multiples of its speed, from the lowest
+    to the highest round. Filled: Pareto-optimal at its ratio; ringed: the best of its ratio; star: the dense model."""
+    names = speeds["series"].unique()
+    figure, grid = figure_style.panels(4 * len(names), 2.0, wide=True, sharey="row")
+    styles = figure_style.styles(set(speeds["method"]) - {"dense"})
+    costs = {"kept": (100, "Parameters (%)"), "kv_kept": (100, "KV bytes/token (%)")}
+    costs |= {"prefill": (1, "Prefill (x dense)"), "decode": (1, "Decode (x dense)")}
+    for number, axes in enumerate(grid):
+        rows = speeds[speeds["series"] == names[number // 4]]
+        cost, (scale, label) = list(costs.items())[number % 4]
+        dense, pruned = rows[rows["method"] == "dense"], rows[rows["method"] != "dense"]
+        x, y = scale * pruned[cost], pruned["acc_mean"]
+        bars: dict[str, Any] = {"yerr": pruned["acc_mean_stderr"]}
+        if f"{cost}_lowest" in pruned:
+            bars["xerr"] = [x - pruned[f"{cost}_lowest"], pruned[f"{cost}_highest"] - x]
+        axes.errorbar(x, y, fmt="none", ecolor=LIGHT, elinewidth=0.8, zorder=1, **bars)
+        optimal = pruned["pareto"].astype("bool")
+        for method, style in styles.items():
+            for of, face in (
+                (~optimal, {"markerfacecolor": "white", "markeredgecolor": style["color"]}),
+                (optimal, {}),
+            ):
+                own = of & (pruned["method"] == method)
+                axes.plot(x[own], y[own], linestyle="none", label=None if face else method, **style, **face)
+        best = pruned["best"].astype("bool")
+        axes.plot(x[best], y[best], **_RING, color=BLACK, zorder=4, label="best")
+        axes.plot(scale * dense[cost], dense["acc_mean"], **_DENSE, color=BLACK, zorder=4, label="dense model")
+        if not optimal.all():
+            hollow: dict[str, Any] = {"markerfacecolor": "white", "markeredgecolor": GREY}
+            axes.plot([], [], linestyle="none", marker="o", **hollow, label="not Pareto-optimal")
+        axes.set_xlabel(label)
+        axes.set_title(figure_style.wrapped(names[number // 4]) if len(names) > 1 and number % 4 == 0 else "")
+    figure.supylabel(figure_style.fractions(ACCURACY, *grid))
     return figure_style.with_legend(figure)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -21,6 +22,7 @@ from tune_prune.core.ledger import Ledger, parse_baseline, read_about, read_cost
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import BASELINES, COST, EXPERIMENT, ITEMS, LEDGER, RESULTS, Location, Store, open_store
 from tune_prune.core.validation import validated
+from tune_prune.core.values.speed import readable_speeds
 
 
 def is_experiment(folder: Location) -> bool:
@@ -36,6 +38,8 @@ def read_experiment(folder: Location) -> tuple[list[Model], Mapping[str, Any], M
     about, cost = _about(store, lost), _cost(store, lost)
     baselines = _baselines(store, about, lost)
     rows = frame(_records(Ledger(store), about, lost), folder)
+    speeds, damaged = readable_speeds(store)
+    lost += map(_damaged, damaged)
     if LEDGER not in store.folders() and store.has(RESULTS):
         lost.append(Problem(str(folder / LEDGER), f"it is missing: the trials are those of {RESULTS}"))
         try:
@@ -46,7 +50,7 @@ def read_experiment(folder: Location) -> tuple[list[Model], Mapping[str, Any], M
     if not found:
         what = "; ".join(f"{problem.where}: {problem.what}" for problem in lost) or "its ledger is empty"
         raise UserError(f"experiment {folder} holds no trial and names no model ({what}); name another folder")
-    return found, about, cost
+    return [replace(part, speeds=tuple(speeds)) for part in found], about, cost
 
 
 def model_rows(

@@ -216,6 +216,7 @@ def _merged(base: str, label: str, parts: list[Model], notes: list[Problem]) -> 
         baseline=next((part.baseline for part in parts if part.baseline), {}),
         source=next((part.source for part in parts if part.source), None),
         window=next((part.window for part in parts if part.window), None),
+        speeds=tuple({(one.key, one.conditions): one for part in parts for one in part.speeds}.values()),
         seedless=tuple({method for part in parts for method in part.seedless}),
         origins=tuple(dict.fromkeys(part.origins[0] for part in parts)),
         problems=tuple(replace(problem, model=label) for problem in problems),

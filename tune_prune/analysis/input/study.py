@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.store import Location
+from tune_prune.core.values.speed import SpeedRecord, newest_conditions
 
 
 def tasks_of(columns: Iterable[str]) -> list[str]:
@@ -49,11 +51,18 @@ class Model:
     base: str = ""  # the label without pruning ratio and recovery: equal for what differs in those only
     measured: str | None = None  # equal for parts that were measured alike: a key; None if that is lost
     seedless: tuple[str, ...] = ()  # methods that read no seed and so have no draws, where experiment.json tells
+    speeds: tuple[SpeedRecord, ...] = ()  # of trials of these origins, under any conditions
 
     @property
     def tasks(self) -> list[str]:
         """The tasks that the rows have a column for."""
         return tasks_of(self.rows)
+
+    @property
+    def compared_speeds(self) -> Mapping[str, SpeedRecord]:
+        """By the trial's key those of its rows that were measured under the conditions of the newest."""
+        keys = set(self.rows["key"])
+        return newest_conditions([record for record in self.speeds if record.key in keys])
 
     @property
     def tokens(self) -> int | None:
@@ -104,3 +113,16 @@ def gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Ma
         if entry["stage"] == "importance" and entry["model"] == label
     }
     return eligible["seq_len"].map(per_sample).astype("float64") * eligible["num_samples"].astype("float64")
+
+
+def measured_apart(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
+    """Columns that no trial has measured: `gradient_pass_s`; speed_up and retained_per_second, NaN where no speed was measured.
+
+    speed_up             seconds that the dense model takes for the request of the conditions (prompt and new tokens), over its own
+    retained_per_second  accuracy retained, over the seconds of the request in units of the dense model's: 1 of the dense model
+    """
+    speeds = model.compared_speeds
+    speed_up = np.array([speeds[key].total.value if key in speeds else math.nan for key in eligible["key"]])
+    retained = eligible["acc_mean"].astype("float64") / model.baseline.get("acc_mean", math.nan)
+    passes = gradient_pass_s(eligible, model, costs)
+    return {"gradient_pass_s": passes, "speed_up": speed_up, "retained_per_second": retained * speed_up}

@@ -31,6 +31,7 @@ _CAPTIONS = {
     "ppl_accuracy": "Perplexity against accuracy",
     "accuracy_cost": "Accuracy against cost",
     "accuracy_size": "Accuracy of the best configurations against the parameters kept",
+    "pareto": "Accuracy against size and speed",
     "removal_divisor": "Accuracy by removal divisor",
     "retention": "What the best configuration keeps of each layer",
 }

@@ -67,7 +67,13 @@ def cross_fit_rule(
         return rules.cheapest_within(within, accuracies, cost)
 
     fixed = names.index(best)  # perplexity and KL are measured on other text: no part of the items changes the choice
-    other = {"one-standard-error": cheapest, **dict.fromkeys(("perplexity", "kl"), lambda accuracies: fixed)}
+    speed_up = rows["speed_up"].to_numpy()  # measured apart from the items, as those are
+
+    def most_per_second(accuracies: np.ndarray) -> int:
+        return int(np.nanargmax(accuracies * speed_up))
+
+    other = {"one-standard-error": cheapest, "retained-per-second": most_per_second}
+    other |= dict.fromkeys(("perplexity", "kl"), lambda accuracies: fixed)
     pick, measure = other.get(rule, most_accurate), scores.accuracies
     draws = [items.draws(folder) for folder in rows["output_dir"]]
     golds = _golds(rows, items, draws[0][0].index) if rule == "gold_logprob" else None

@@ -22,7 +22,7 @@ from tune_prune.analysis.input.items import ItemReader, guessing
 from tune_prune.analysis.input.measures import dense_folder, discrimination, informative_mean, with_gold_logprobs
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION, plain_value, ranked
-from tune_prune.analysis.input.study import Model, Study, gradient_pass_s
+from tune_prune.analysis.input.study import Model, Study, measured_apart
 from tune_prune.analysis.statistics import draws, effects
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores, compare, paired_scores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
@@ -45,8 +45,8 @@ class ModelFindings:
 
     model: Model  # of the study, with standard errors for accuracies of 0 and 1 (`errors.with_wilson_errors`)
     rule: str  # one of RULES, by which `best` is chosen ("pareto": the most accurate of its set)
-    # columns of model.rows and: tokens (seq_len x samples); gradient_pass_s; difference_points, difference_stderr_points (own minus
-    # the most accurate's, 0 for itself), p_value (chance of a gap to the best as large as this if this were the best; corrected for
+    # columns of model.rows and: tokens (seq_len x samples), `measured_apart`; difference_points, difference_stderr_points (own
+    # minus the most accurate's), p_value (chance of a gap to the best as large as this if this were the best; corrected for
     # all configurations), in_confidence_set (p_value above 0.05 or unknown: statistically tied with the best), draws (how many it
     # is the mean of), draw_share (`draws.configurations`), draw_stderr (the part of acc_mean_stderr that these make; NaN where it
     # is unknown), margin_points (`rules`)
@@ -334,7 +334,7 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
         shares = eligible["draw_share"].to_numpy()
         comparison = compare(accuracies, stderrs, scores, generator, between=between, shares=shares)
         eligible = draws.with_draw_errors(eligible, variances).assign(
-            gradient_pass_s=gradient_pass_s(eligible, model, study.costs),
+            **measured_apart(eligible, model, study.costs),
             difference_points=100 * (eligible["acc_mean"] - eligible["acc_mean"].iloc[0]),
             difference_stderr_points=100 * comparison.stderr(slice(0, 1))[0],
             p_value=comparison.p_value,

@@ -2,7 +2,8 @@
 
 Rows are `ModelFindings.eligible`, the most accurate first, with the columns name, acc_mean, ppl, tokens (seq_len x samples),
 difference_points and difference_stderr_points (own minus the most accurate's), gradient_pass_s (NaN where not measured),
-margin_points (of accuracy, above what is still within --within points of the dense model; NaN where that is unknown).
+margin_points (of accuracy, above what is still within --within points of the dense model; NaN where that is unknown),
+retained_per_second (NaN where no speed was measured).
 """
 
 from __future__ import annotations
@@ -108,6 +109,12 @@ def smallest(rows: pd.DataFrame) -> list[str]:
     return within[size <= (1 + _SAME_SIZE) * size.min(initial=np.inf)]["name"].head(1).tolist()
 
 
+def retained_per_second(rows: pd.DataFrame) -> list[str]:
+    """The highest accuracy retained per second of a request, of those whose speed was measured (`study.measured_apart`); of equal
+    ones the more accurate. Empty if none was."""
+    return _highest(rows, _numbers(rows["retained_per_second"]))
+
+
 def none_within(model: str, within: float, nearest: str, gap: Difference | None) -> str:
     """Why rule "smallest" chooses nothing; `gap`: of the nearest to the dense model, None where that one's accuracy is unknown."""
     if gap is None:
@@ -132,6 +139,7 @@ RULES = {
     "one-standard-error": one_standard_error,
     "pareto": pareto,
     "smallest": smallest,
+    "retained-per-second": retained_per_second,
 }
 # What a rule needs that may not have been measured.
 NEEDS = {
@@ -139,4 +147,5 @@ NEEDS = {
     "gold_logprob": "log-probabilities of right choices",
     "kl": "a finite KL to the dense model",
     "smallest": "an accuracy within --within points of the dense model's",
+    "retained-per-second": "a speed, as python -m tune_prune.speed --config FOLDER measures it",
 }

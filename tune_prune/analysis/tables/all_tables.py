@@ -18,6 +18,7 @@ def all_tables(findings: Findings) -> dict[str, Table]:
         configurations.best_configurations(findings),
         sizes.smallest(findings),
         sizes.accuracy_by_size(findings),
+        sizes.pareto(findings),
         recovery.recovery(findings),
         configurations.selection_rules(findings),
         trial_tables.draws(findings),
