@@ -13,7 +13,7 @@ from tests.findings import published_findings, simulated_findings, simulated_sco
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.statistics.comparison import PairedScores, compare
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.statistics.method_pairs import method_pairs
+from tune_prune.analysis.statistics.hyperparameters.method_pairs import method_pairs
 
 METHODS = ("taylor", "layerwise", "blockwise")
 

@@ -8,8 +8,8 @@ from tune_prune.analysis.input.rows import ranked
 from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
 from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
-from tune_prune.analysis.statistics.factors import methods_reading
 from tune_prune.analysis.statistics.findings import Findings, Message
+from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
 from tune_prune.analysis.tables.configurations import (
     PARAMETERS,
     RETAINED,

@@ -16,7 +16,7 @@ import pandas as pd
 
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION
-from tune_prune.analysis.statistics.factors import NUMERIC, levels_of, varied
+from tune_prune.analysis.statistics.hyperparameters.factors import NUMERIC, levels_of, varied
 
 # What accuracy is correlated with
 _COLUMNS = (

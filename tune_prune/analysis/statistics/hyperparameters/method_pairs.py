@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.statistics.comparison import Comparison
-from tune_prune.analysis.statistics.factors import methods_reading, varied
+from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading, varied
 
 COLUMNS = ("n", "points", "stderr_points", "p_value")
 _ROUNDING = 1e-6  # points
