@@ -145,7 +145,7 @@ def test_gaps_of_measures_have_both_parts_in_every_row(monkeypatch: pytest.Monke
         pd.MultiIndex.from_product([["a"], range(50)], names=["task", "doc_id"]),
     )
     scores = {name: pd.Series(generator.standard_normal(50), index) for name in ("a0", "a1", "b", "c")}
-    monkeypatch.setattr(differences, "_blocks", lambda folder, measure: scores[folder])
+    monkeypatch.setattr(differences, "gold_logprobs", scores.get)
     rows = pd.DataFrame(
         {"output_dir": ["a0", "b", "c"], "gold_logprob_mean": [3.0, 2.0, 1.0], "draw_share": [0.5, 1, 0]}
     )

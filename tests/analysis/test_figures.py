@@ -25,7 +25,7 @@ from matplotlib.image import imread
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from tests.findings import METHODS, SAMPLES, SEQ_LENS, published_findings, simulated_findings
+from tests.findings import METHODS, SAMPLES, SEQ_LENS, from_csv, published_findings, simulated_findings
 from tune_prune.analysis.figures import figure_style, figures, figures_best
 from tune_prune.analysis.input.rows import config_of, typed
 from tune_prune.analysis.input.study import Model, Study
@@ -254,6 +254,23 @@ def test_curves_are_means_by_level(llama: ModelFindings) -> None:
             error = [group.std(ddof=1) / math.sqrt(len(group)) for group in groups]
             corners = band.get_paths()[0].vertices
             np.testing.assert_allclose([np.ptp(corners[corners[:, 0] == x, 1]) / 2 for x in means.index], error)
+
+
+def test_what_only_a_refit_reads_is_drawn_of_configurations_with_one(tmp_path: Path) -> None:
+    refits = {
+        "compensation": ["none", "least_squares", "least_squares"] * 12,
+        "refit_tokens": [np.nan, 16384, 65536] * 12,
+    }
+    found = from_csv(
+        tmp_path, {"m": lambda method, seq_len, samples: 0.5 + seq_len / 1000 + samples / 10_000}, **refits
+    )
+    (axes,) = figures.curves(found.models, "refit_tokens").axes
+    rows = found.models["m"].trials
+    for method, own in rows[rows["compensation"] == "least_squares"].groupby("method"):
+        (line,) = [line for line in axes.lines if line.get_label() == method]
+        assert dict(zip(*line.get_data(), strict=True)) == pytest.approx(
+            own.groupby("refit_tokens")["acc_mean"].mean().to_dict()
+        )
 
 
 def test_perplexity_figure_has_every_configuration_the_best_and_the_dense_model(simulated: Findings) -> None:

@@ -141,7 +141,7 @@ def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.
     assert decided["configurations"] == [trained[0].untrained().name]
     results = load(tmp_path / "trained")
     assert list(results.best.index) == ["tiny-llama", "tiny-llama+lora"]
-    assert "Training after pruning" in said
+    assert "What training changes" in said
     assert (tmp_path / "trained" / "tensorboard" / "tiny-llama+lora").is_dir()
     assert search.main(argv) == 0  # everything is there: the same decision, and nothing is run
     again = capsys.readouterr().out

@@ -110,11 +110,11 @@ def curves(models: Mapping[str, ModelFindings], factor: str) -> Figure:
     figure, grid = _panels(models, 1.9, HYPERPARAMETERS[factor].label)
     for axes, model in zip(grid, models.values(), strict=True):
         for method, style in styles.items():
-            rows = _of(model, method)
             if method not in methods_reading(model.model.rows, factor):
-                axes.axhline(rows["acc_mean"].mean(), linewidth=1, clip_on=False, label=method, **style)
+                axes.axhline(_of(model, method)["acc_mean"].mean(), linewidth=1, clip_on=False, label=method, **style)
                 continue
-            table = level_table(rows, factor)
+            rows = model.reading(factor)
+            table = level_table(rows[rows["method"] == method], factor)
             mean, error = table["mean"], table["stderr"].fillna(0)
             axes.fill_between(mean.index, mean - error, mean + error, color=style["color"], alpha=0.18, linewidth=0)
             axes.plot(mean, label=method, **style)

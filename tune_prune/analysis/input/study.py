@@ -81,9 +81,14 @@ class Model:
         return str(next(iter(self.rows["recovery"]), PruningConfig.recovery))
 
     @property
+    def trained(self) -> bool:
+        """Whether these models were trained after pruning."""
+        return self.recovery != PruningConfig.recovery
+
+    @property
     def series(self) -> str:
         """The label without the pruning ratio: equal for what differs in that only."""
-        return self.base if self.recovery == PruningConfig.recovery else f"{self.base}+{self.recovery}"
+        return f"{self.base}+{self.recovery}" if self.trained else self.base
 
     @property
     def shape(self) -> str:

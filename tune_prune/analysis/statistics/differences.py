@@ -4,7 +4,7 @@ lose with each other's best configurations, and the best single configuration fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +67,7 @@ def measure_gaps(
         folders = {
             row: draws[row]["output_dir"] if row in draws else [own] for row, own in eligible["output_dir"].items()
         }
-        blocks = {row: _mean_blocks(own, measure) for row, own in folders.items()}
+        blocks = {row: mean_observed(own, measure) for row, own in folders.items()}
         of_draws = (
             variances[measure].variance * eligible["draw_share"] if measure in variances else 0 * eligible[measure]
         )
@@ -79,29 +79,13 @@ def measure_gaps(
     return pd.DataFrame(found, eligible.index)
 
 
-def measure_changes(first: pd.DataFrame, second: pd.DataFrame, draws: Sequence[pd.DataFrame]) -> dict[str, float]:
-    """`<measure>_change` and `<measure>_change_stderr` from one row to another one, of equal columns, on the same items or blocks,
-    averaged over the `draws` of each: of the measures that both have."""
-    pair = pd.concat([first, second], ignore_index=True)
-    gaps = measure_gaps(pair, dict(enumerate(draws)), {})
-    found = {}
-    for measure in (GOLD, *TEXTS):
-        if f"{measure}_gap" in gaps and np.isfinite(pair[measure]).all():
-            found[f"{measure}_change"] = float(pair[measure].diff().iloc[1])
-            found[f"{measure}_change_stderr"] = float(gaps[f"{measure}_gap_stderr"].max())  # that of the best is 0
-    return found
-
-
-def _mean_blocks(folders: Iterable[str], measure: str) -> pd.Series | None:
-    """Averaged over draws; None where one has none, or others."""
-    found = [_blocks(folder, measure) for folder in folders]
+def mean_observed(folders: Iterable[str], measure: str) -> pd.Series | None:
+    """A measure by item (GOLD) or block of text (TEXTS), averaged over trials of several draws, which `folders` are of; None
+    where one has none, or others."""
+    found = [gold_logprobs(folder) if measure == GOLD else kl_blocks(folder).get(measure) for folder in folders]
     known = [blocks for blocks in found if blocks is not None]
     same = len(known) == len(found) and all(blocks.index.equals(known[0].index) for blocks in known)
     return sum(known[1:], known[0]) / len(known) if same else None
-
-
-def _blocks(output_dir: str, measure: str) -> pd.Series | None:
-    return gold_logprobs(output_dir) if measure == GOLD else kl_blocks(output_dir).get(measure)
 
 
 def _gap_stderr(

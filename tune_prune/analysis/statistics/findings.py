@@ -81,8 +81,9 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
     if rule not in RULES:
         raise UserError(f"selection rule {rule!r} is not known; {did_you_mean(rule, RULES)}")
     items = DrawItems(ItemReader())
-    models = {}
-    for label, read in study.models.items():
+    models: dict[str, ModelFindings] = {}
+    untrained: dict[tuple[str, float], ModelFindings] = {}
+    for label, read in study.models.items():  # of a model trained ones come after the others
         model = with_gold_logprobs(with_wilson_errors(read))
         trials = ranked(model.rows)
         eligible, several = draws.configurations(trials, model.rows, model.seedless)
@@ -112,7 +113,10 @@ def find(study: Study, rule: str = "accuracy", seed: int = 0, within: float = WI
         models[label] = ModelFindings(
             *(model, rule, eligible, trials, several, interactions, variances),
             *(comparison, scores, message, chosen, seed, items),
+            untrained.get((model.base, model.ratio)),
         )
+        if not model.trained:
+            untrained[model.base, model.ratio] = models[label]
     without = tuple(label for label in study.models if label not in models)
     findings = Findings(study, rule, within, models, without, items)
     for label, members in findings.series.items():

@@ -16,11 +16,12 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import guessing
-from tune_prune.analysis.input.measures import dense_folder, discrimination, informative_mean
+from tune_prune.analysis.input.measures import GOLD, dense_folder, discrimination, informative_mean
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics import draws
+from tune_prune.analysis.statistics.changes import MEASURES, Change, changes
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
 from tune_prune.analysis.statistics.differences import Difference, difference, measure_gaps
@@ -55,6 +56,7 @@ class ModelFindings:
     chosen: Mapping[str, list[str]]  # rule -> names; one but for "pareto"
     seed: int
     items: DrawItems
+    untrained: ModelFindings | None  # of trained ones those of the same model and ratio without training
 
     @cached_property
     def best(self) -> pd.Series:
@@ -195,6 +197,13 @@ class ModelFindings:
         """`differences.measure_gaps`."""
         return measure_gaps(self.eligible, self.draws, self.draw_variances)
 
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """`changes.changes`: what the refit of these does or, where they are trained, the training."""
+        of = self.untrained if self.model.trained else self
+        dense = self.model.baseline.get(GOLD, math.nan)
+        return () if of is None else changes((self.eligible, self.draws), (of.eligible, of.draws), dense)
+
     def at_chance(self, accuracy: Any, task: str = "mean") -> bool:
         """Whether an accuracy may come from guessing; what is not known does not."""
         return accuracy is not None and bool(accuracy < self.guessing.loc[task, "threshold"])
@@ -237,6 +246,9 @@ class ModelFindings:
             yield Message("best_at_chance", {"acc": self.best["acc_mean"], "guess": guess})
         if self.uninformative:
             yield Message("tasks_at_chance", {"names": self.uninformative})
+        for measure in MEASURES:
+            if names := [change.after["name"] for change in self.changes if measure in change.worse]:
+                yield Message(f"worse_{measure}", {"names": names})
         if len(devices := sorted({*eligible["device_name"].dropna()} - {""})) > 1:
             yield Message("several_devices", {"names": devices})
         for factor, value, side in self.edges:

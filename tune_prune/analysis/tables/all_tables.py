@@ -7,7 +7,7 @@ from pathlib import Path
 from tune_prune.analysis.render.latex import document, latex_table
 from tune_prune.analysis.render.markdown_csv import csv_text, markdown_table
 from tune_prune.analysis.statistics.findings import Findings
-from tune_prune.analysis.tables import configurations, hyperparameters, measure_tables, recovery, sizes, trial_tables
+from tune_prune.analysis.tables import changes, configurations, hyperparameters, measure_tables, sizes, trial_tables
 from tune_prune.analysis.tables.table import Table
 from tune_prune.core.store import FolderStore
 
@@ -19,7 +19,7 @@ def all_tables(findings: Findings) -> dict[str, Table]:
         sizes.smallest(findings),
         sizes.accuracy_by_size(findings),
         sizes.pareto(findings),
-        recovery.recovery(findings),
+        changes.changes(findings),
         configurations.selection_rules(findings),
         trial_tables.draws(findings),
         configurations.task_accuracies(findings),

@@ -7,9 +7,11 @@ from dataclasses import replace
 from tune_prune.analysis.input.rows import ranked
 from tune_prune.analysis.render.messages import format_message, note_sentences
 from tune_prune.analysis.render.text import fold, text_table
+from tune_prune.analysis.statistics.changes import MEASURES
 from tune_prune.analysis.statistics.draws import STOPPED_DRAWS
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.statistics.hyperparameters.factors import methods_reading
+from tune_prune.analysis.tables.changes import changes
 from tune_prune.analysis.tables.configurations import (
     PARAMETERS,
     RETAINED,
@@ -19,12 +21,16 @@ from tune_prune.analysis.tables.configurations import (
     transfer,
     window_notes,
 )
-from tune_prune.analysis.tables.recovery import recovery
 from tune_prune.analysis.tables.table import Column, Table
 from tune_prune.analysis.tables.trial_tables import counts, trials
 from tune_prune.core.values.hyperparameters import RECIPE
 
-_ON_SCREEN = ("_at_chance", "_devices", "one_draw_leads")  # ends of kinds of warnings
+_ON_SCREEN = (
+    "_at_chance",
+    "_devices",
+    "one_draw_leads",
+    *(f"worse_{name}" for name in MEASURES),
+)  # ends of kinds of warnings
 
 
 def final_table(findings: Findings, top: int = 5) -> str:
@@ -43,12 +49,23 @@ def final_table(findings: Findings, top: int = 5) -> str:
         blocks.append(block)
     if (across := _across(findings)) is not None:
         blocks.append(f"{across.title}\n{text_table(across)}")
-    if (trained := recovery(findings)) is not None:
-        recipe = [column.key for column in trained.columns if column.key in RECIPE]
-        shown = trained.pick(
-            "model", "config", *recipe, "before_acc_mean", "acc_mean", "gain", "kl_tasks", "kl_tasks_change"
+    changed = changes(findings)
+    if changed is not None and (trained := [row for row in changed.rows if row["kind"] == "training"]):
+        steps = [
+            column.key for column in changed.columns if column.key in RECIPE and RECIPE[column.key].of == "recovery"
+        ]
+        shown = changed.pick(
+            "model",
+            "config",
+            *steps,
+            "before_acc_mean",
+            "acc_mean",
+            "gain",
+            "kl_text_change",
+            "kl_tasks_change",
+            "worse",
         )
-        blocks.append(f"{shown.title}, gain in points\n{text_table(shown)}")
+        blocks.append(f"What training changes, gain in points\n{text_table(shown.with_rows(trained))}")
     notes = [note for table in tables.values() for note in note_sentences(table, best="*")]
     text = "\n".join([*blocks, " ".join(dict.fromkeys(notes))])
     return "\n".join(map(fold, text.splitlines()))

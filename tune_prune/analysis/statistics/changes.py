@@ -1,0 +1,129 @@
+"""What a refit or a training changes: each configuration beside the same one without it, judged on text and on questions that it
+was not fitted to.
+
+Both are kept only where they are better on held-out samples of their own calibration text. That says nothing of other text, where a
+model that was fitted to little text, or to text of one kind, may have become worse. So it is said where KL(dense || pruned) has
+risen, on the perplexity text or on the tasks' questions, and where right choices have become less likely that are likelier to the
+dense model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from tune_prune.analysis.input.measures import GOLD, TEXTS
+from tune_prune.analysis.input.rows import configuration_of
+from tune_prune.analysis.statistics.differences import mean_observed, paired_gap
+from tune_prune.core.config import PruningConfig
+
+# By the hyperparameter that switches it on: what it is called, and the metric of a trial that says how much of the error is left
+# on held-out samples of its own text.
+KINDS = {"compensation": ("refit", "refit_error"), "recovery": ("training", "recovery_error")}
+LEVEL = 0.05
+MEASURES = (*TEXTS, GOLD)
+_OF_RUN = -1  # a draw whose seed is that of the run
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Of one measure, in nats: means over the draws that both have, their difference, its standard error, and the chance of one as
+    bad as this where there is no difference."""
+
+    before: float
+    after: float
+    change: float
+    stderr: float
+    p: float
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """`before`, `after`: rows of eligible configurations. `worse`: the measures that are significantly so."""
+
+    kind: str  # "refit" or "training"
+    before: pd.Series
+    after: pd.Series
+    draws: int
+    shifts: Mapping[str, Shift]  # by measure: of MEASURES those that all its trials have
+    own_text: float  # what is left of the error on held-out samples of its own text; NaN where it is not recorded
+    worse: tuple[str, ...] = ()
+
+
+Rows = tuple[
+    pd.DataFrame, Mapping[int, pd.DataFrame]
+]  # eligible configurations; of several draws, their trials, by index
+
+
+def changes(own: Rows, untrained: Rows, dense_gold: float = math.nan) -> tuple[Change, ...]:
+    """Of configurations in `own` with a refit and no training, or with a training, beside the same ones without it in `untrained`,
+    which are `own` themselves where nothing is trained; the order is that of `own`. `dense_gold`: GOLD of the dense model."""
+    return judged(list(_pairs(own, untrained, dense_gold)))
+
+
+def judged(found: Sequence[Change]) -> tuple[Change, ...]:
+    """The same with what is `worse`: at a family-wise 5% (Holm 1979) over all measures of all of them."""
+    tests = [(shift.p, i, name) for i, c in enumerate(found) for name, shift in c.shifts.items()]
+    tests = sorted(test for test in tests if math.isfinite(test[0]))
+    worse: dict[int, list[str]] = {}
+    for rank, (p, index, name) in enumerate(tests):
+        if p * (len(tests) - rank) > LEVEL:
+            break
+        worse.setdefault(index, []).append(name)
+    return tuple(replace(c, worse=tuple(n for n in MEASURES if n in worse.get(i, ()))) for i, c in enumerate(found))
+
+
+def _pairs(own: Rows, untrained: Rows, dense_gold: float) -> Iterator[Change]:
+    without = {configuration_of(row): place for place, row in untrained[0][::-1].iterrows()}
+    for place, row in own[0].iterrows():
+        config = configuration_of(row)
+        switch = "recovery" if config.recovery != PruningConfig.recovery else "compensation"
+        other = without.get(replace(config, **{switch: getattr(PruningConfig, switch)}).canonical())
+        if other is None or getattr(config, switch) == getattr(PruningConfig, switch):
+            continue
+        first, second = (
+            part.set_index(part["seed"].fillna(_OF_RUN))
+            for part in (draws.get(at, rows.loc[[at]]) for (rows, draws), at in ((untrained, other), (own, place)))
+        )
+        both = first.index.intersection(second.index)
+        if len(both):
+            kind, metric = KINDS[switch]
+            before, after = first.loc[both], second.loc[both]
+            shifts = {name: shift for name in MEASURES if (shift := _shift(before, after, name)) is not None}
+            if GOLD in shifts and shifts[GOLD].after >= dense_gold:  # nearer to the dense model, not worse
+                shifts[GOLD] = replace(shifts[GOLD], p=1.0)
+            own_text = float(after[metric].mean()) if metric in after else math.nan
+            yield Change(kind, untrained[0].loc[other], row, len(both), shifts, own_text)
+
+
+def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str) -> Shift | None:
+    """Of trials of the same draws, in their order. The error is that of the same items or blocks, averaged over draws, and, of
+    several draws, of what their differences differ by, with as many degrees of freedom (Satterthwaite 1946)."""
+    from scipy.stats import t
+
+    if measure not in before or measure not in after:
+        return None
+    gaps = after[measure].to_numpy(np.float64) - before[measure].to_numpy(np.float64)
+    if not np.isfinite(gaps).all():
+        return None
+    change, count = float(gaps.mean()), len(gaps)
+    of_items = _items_variance(before, after, measure)
+    of_draws = float(gaps.var(ddof=1)) / count if count > 1 else 0.0
+    stderr = math.sqrt(of_items + of_draws)
+    freedom = (count - 1) * (stderr**2 / of_draws) ** 2 if of_draws else math.inf
+    worse = -change if measure == GOLD else change
+    p = float(t.sf(worse / stderr, freedom)) if stderr > 0 else 1.0 if worse <= 0 else math.nan
+    return Shift(float(before[measure].mean()), float(after[measure].mean()), change, stderr, p)
+
+
+def _items_variance(before: pd.DataFrame, after: pd.DataFrame, measure: str) -> float:
+    """Of the mean difference over draws, which share their items."""
+    first, second = (mean_observed(part["output_dir"], measure) for part in (before, after))
+    paired = None if first is None or second is None else paired_gap(second, first)
+    if paired is not None:
+        return paired[1] ** 2
+    return float(sum(part[f"{measure}_stderr"].mean() ** 2 for part in (before, after)))
