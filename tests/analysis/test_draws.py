@@ -138,27 +138,26 @@ def test_a_draw_moves_the_tasks_of_a_mean_together(found: ModelFindings) -> None
     assert some.informative(row)[1] == pytest.approx(math.sqrt(of_items + between.variance / row["draws"]))
 
 
-def test_gaps_of_measures_have_both_parts_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gaps_of_measures_have_both_parts_in_every_row() -> None:
     """Rows of two draws and of one: the difference of scores averaged over draws, and what draws add to both sides."""
     generator, index = (
         np.random.default_rng(0),
         pd.MultiIndex.from_product([["a"], range(50)], names=["task", "doc_id"]),
     )
     scores = {name: pd.Series(generator.standard_normal(50), index) for name in ("a0", "a1", "b", "c")}
-    monkeypatch.setattr(differences, "gold_logprobs", scores.get)
     rows = pd.DataFrame(
         {"output_dir": ["a0", "b", "c"], "gold_logprob_mean": [3.0, 2.0, 1.0], "draw_share": [0.5, 1, 0]}
     )
     rows["gold_logprob_mean_stderr"] = 9.0
     draws = {0: pd.DataFrame({"output_dir": ["a0", "a1"]})}
-    gaps = differences.measure_gaps(rows, draws, {"gold_logprob_mean": DrawVariance(0.04, 0.0, 1)})
+    gaps = differences.measure_gaps(rows, draws, {"gold_logprob_mean": DrawVariance(0.04, 0.0, 1)}, scores.get)
     best = (scores["a0"] + scores["a1"]) / 2
     for row, name, share in ((1, "b", 1.0), (2, "c", 0.0)):
         of_items = (scores[name] - best).var(ddof=1) / 50
         expected = math.sqrt(of_items + 0.04 * (0.5 + share))
         assert gaps.loc[row, "gold_logprob_mean_gap_stderr"] == pytest.approx(expected)
     scores["a0"] = None
-    apart = differences.measure_gaps(rows, draws, {})["gold_logprob_mean_gap_stderr"]
+    apart = differences.measure_gaps(rows, draws, {}, scores.get)["gold_logprob_mean_gap_stderr"]
     assert apart[1] == pytest.approx(math.hypot(9, 9))
 
 

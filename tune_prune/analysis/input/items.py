@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +27,16 @@ _MAJORITY = {"boolq": 2033 / 3270}
 _LAYOUTS = 4  # orders of the same items that are remembered: a search writes one
 
 
-class ItemReader:
-    """`read_items` that remembers. Trials on the same items share one index: most of the time and memory that they take."""
+class Layouts:
+    """The order of a file's items. Trials on the same items share one index: most of the time and memory that they take."""
 
     def __init__(self) -> None:
-        self._read: dict[str, pd.Series | None] = {}  # by folder
         self._layouts: list[tuple[pyarrow.Table, np.ndarray, pd.MultiIndex]] = []  # rows of a file, their order, sorted
         self._indexes: list[pd.MultiIndex] = []  # of different items
 
-    def __call__(self, output_dir: str) -> pd.Series | None:
-        if output_dir not in self._read:
-            table = columns_of(output_dir, ["task", "doc_id", "score"])
-            self._read[output_dir] = None if table is None else self._scores(table)
-        return self._read[output_dir]
-
-    def _scores(self, table: pyarrow.Table) -> pd.Series:
-        order, index = self._layout(table.select(["task", "doc_id"]))
-        scores = table["score"].to_numpy()[order]
-        kind = np.int8 if np.isin(scores, (0, 1)).all() else np.float64
-        return pd.Series(scores.astype(kind), index, name="score")
-
-    def _layout(self, rows: pyarrow.Table) -> tuple[np.ndarray, pd.MultiIndex]:
+    def __call__(self, table: pyarrow.Table) -> tuple[np.ndarray, pd.MultiIndex]:
+        """The positions of the rows by (task, doc_id), and that index."""
+        rows = table.select(["task", "doc_id"])
         for known, order, index in self._layouts:
             if known.equals(rows):
                 return order, index
@@ -57,6 +46,26 @@ class ItemReader:
             self._indexes.append(index)
         self._layouts = [*self._layouts[1 - _LAYOUTS :], (rows, ordered.to_numpy(), index)]
         return ordered.to_numpy(), index
+
+
+class ItemReader:
+    """`read_items` that remembers."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, pd.Series | None] = {}  # by folder
+        self._layout = Layouts()
+
+    def __call__(self, output_dir: str) -> pd.Series | None:
+        if output_dir not in self._read:
+            table = columns_of(output_dir, ["task", "doc_id", "score"])
+            self._read[output_dir] = None if table is None else self._scores(table)
+        return self._read[output_dir]
+
+    def _scores(self, table: pyarrow.Table) -> pd.Series:
+        order, index = self._layout(table)
+        scores = table["score"].to_numpy()[order]
+        kind = np.int8 if np.isin(scores, (0, 1)).all() else np.float64
+        return pd.Series(scores.astype(kind), index, name="score")
 
 
 def read_items(output_dir: str) -> pd.Series | None:
@@ -115,8 +124,9 @@ def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None
     return table
 
 
-def columns_of(output_dir: str, columns: list[str]) -> pyarrow.Table | None:
-    """Columns of a trial's items.parquet; None if it has none. Raises UserError for a file that cannot be read."""
+def columns_of(output_dir: str, columns: list[str], optional: Sequence[str] = ()) -> pyarrow.Table | None:
+    """Columns of a trial's items.parquet, and the `optional` ones that it has; None if there is none. Raises UserError for a file
+    that cannot be read."""
     path = location(output_dir) / ITEMS
     content = trial_file(path.parent, ITEMS) if output_dir else None
     if content is None:
@@ -124,7 +134,8 @@ def columns_of(output_dir: str, columns: list[str]) -> pyarrow.Table | None:
     try:
         # A third of the time that pandas takes.
         with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as file:
-            return file.read(columns, use_threads=False).select(columns)
+            wanted = [*columns, *(name for name in optional if name in file.schema_arrow.names)]
+            return file.read(wanted, use_threads=False).select(wanted)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{path} cannot be read ({error}); restore it from a copy, or move it away to compare that trial without its items"

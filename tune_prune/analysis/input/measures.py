@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow
 
-from tune_prune.analysis.input.items import columns_of
+from tune_prune.analysis.input.items import Layouts, columns_of
 from tune_prune.analysis.input.study import Model
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import number, parse_json
@@ -21,16 +22,69 @@ from tune_prune.core.store import ITEMS, KL, TRIALS, location, open_store
 GOLD, TEXTS = "gold_logprob_mean", ("kl_text", "kl_tasks")
 
 
+@dataclass(frozen=True)
+class SliceMeans:
+    """What a trial scores on growing slices of the items, by number of the slice; the last has them all."""
+
+    items: np.ndarray  # [slices] how many
+    accuracy: np.ndarray  # [slices] mean over the tasks that have items
+    gold_logprob: np.ndarray  # [slices] likewise, of items with a single right choice
+
+
+class GoldReader:
+    """`gold_logprobs` that shares indexes, and remembers the means on slices of each trial that it has read."""
+
+    def __init__(self) -> None:
+        self._layout = Layouts()
+        self._slices: dict[str, SliceMeans | None] = {}  # by folder
+
+    def __call__(self, output_dir: str) -> pd.Series | None:
+        table = columns_of(output_dir, ["task", "doc_id", "gold", "loglikelihoods"], ["slice", "score"])
+        if table is None:
+            self._slices[output_dir] = None
+            return None
+        order, index = self._layout(table)
+        gold, choices = table["gold"].to_numpy(), table["loglikelihoods"].combine_chunks()
+        values = choices.flatten().to_numpy()[choices.offsets.to_numpy()[:-1] + np.maximum(gold, 0)]
+        self._slices[output_dir] = _slice_means(table, values, gold >= 0)
+        known = gold[order] >= 0
+        return pd.Series(values[order], index, name=GOLD) if known.all() else pd.Series(values[order], index)[known]
+
+    def slices(self, output_dir: str) -> SliceMeans | None:
+        """None where no items were kept, or not of which slice they are."""
+        if output_dir not in self._slices:
+            self(output_dir)
+        return self._slices[output_dir]
+
+
+def _slice_means(table: pyarrow.Table, golds: np.ndarray, known: np.ndarray) -> SliceMeans | None:
+    if not {"slice", "score"} <= set(table.column_names):
+        return None
+    slices, scores = (
+        table[name].to_numpy().astype(np.int64 if name == "slice" else np.float64) for name in ("slice", "score")
+    )
+    tasks = table["task"].combine_chunks().dictionary_encode().indices.to_numpy()
+    count, places = int(slices.max()) + 1, tasks * (int(slices.max()) + 1) + slices
+
+    def grown(weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """[tasks, slices] of the items up to each slice."""
+        added = np.bincount(places[rows], weights[rows], minlength=(int(tasks.max()) + 1) * count)
+        return added.reshape(-1, count).cumsum(axis=1)
+
+    def means(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        sums, counts = grown(values, rows), grown(np.ones(len(values)), rows)
+        seen = (counts > 0).sum(axis=0)
+        found = (sums / np.maximum(counts, 1)).sum(axis=0)
+        return np.where(seen > 0, found / np.maximum(seen, 1), math.nan)
+
+    whole = np.ones(len(table), dtype=bool)
+    return SliceMeans(grown(np.ones(len(table)), whole).sum(axis=0), means(scores, whole), means(golds, known))
+
+
 def gold_logprobs(output_dir: str) -> pd.Series | None:
     """The log-probability of the right choice (nats, summed over its tokens) of every item of a trial that has a single one,
     indexed by (task, doc_id), in order; None if no items were kept."""
-    table = columns_of(output_dir, ["task", "doc_id", "gold", "loglikelihoods"])
-    if table is None:
-        return None
-    index = pd.MultiIndex.from_frame(table.select(["task", "doc_id"]).to_pandas())
-    gold, choices = table["gold"].to_numpy(), table["loglikelihoods"].combine_chunks()
-    values = choices.flatten().to_numpy()[choices.offsets.to_numpy()[:-1] + np.maximum(gold, 0)]
-    return pd.Series(values, index, name=GOLD)[gold >= 0].sort_index()
+    return GoldReader()(output_dir)
 
 
 def kl_blocks(output_dir: str) -> dict[str, pd.Series]:

@@ -50,13 +50,16 @@ def paired_gap(first: pd.Series, second: pd.Series) -> tuple[float, float] | Non
 
 
 def measure_gaps(
-    eligible: pd.DataFrame, draws: Mapping[int, pd.DataFrame], variances: Mapping[str, DrawVariance]
+    eligible: pd.DataFrame,
+    draws: Mapping[int, pd.DataFrame],
+    variances: Mapping[str, DrawVariance],
+    gold: Items = gold_logprobs,
 ) -> pd.DataFrame:
     """How far each row is from the best one in gold_logprob_mean (highest), kl_text and kl_tasks (lowest): `<measure>_gap`, own
     minus that of the best, in nats, and `<measure>_gap_stderr`. Index: that of `eligible`. No columns for what no row has.
 
     Standard errors are of the differences on the same items or blocks, averaged over the `draws` of a row, where both have them,
-    and of the `variances` between draws; else of each one's own, which have both.
+    and of the `variances` between draws; else of each one's own, which have both. `gold`: `gold_logprobs`, or a GoldReader.
     """
     found = {}
     for measure, sign in {GOLD: 1, **dict.fromkeys(TEXTS, -1)}.items():
@@ -67,7 +70,7 @@ def measure_gaps(
         folders = {
             row: draws[row]["output_dir"] if row in draws else [own] for row, own in eligible["output_dir"].items()
         }
-        blocks = {row: mean_observed(own, measure) for row, own in folders.items()}
+        blocks = {row: mean_observed(own, measure, gold) for row, own in folders.items()}
         of_draws = (
             variances[measure].variance * eligible["draw_share"] if measure in variances else 0 * eligible[measure]
         )
@@ -79,10 +82,10 @@ def measure_gaps(
     return pd.DataFrame(found, eligible.index)
 
 
-def mean_observed(folders: Iterable[str], measure: str) -> pd.Series | None:
+def mean_observed(folders: Iterable[str], measure: str, gold: Items = gold_logprobs) -> pd.Series | None:
     """A measure by item (GOLD) or block of text (TEXTS), averaged over trials of several draws, which `folders` are of; None
     where one has none, or others."""
-    found = [gold_logprobs(folder) if measure == GOLD else kl_blocks(folder).get(measure) for folder in folders]
+    found = [gold(folder) if measure == GOLD else kl_blocks(folder).get(measure) for folder in folders]
     known = [blocks for blocks in found if blocks is not None]
     same = len(known) == len(found) and all(blocks.index.equals(known[0].index) for blocks in known)
     return sum(known[1:], known[0]) / len(known) if same else None

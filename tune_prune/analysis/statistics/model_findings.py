@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import guessing
-from tune_prune.analysis.input.measures import GOLD, dense_folder, discrimination, informative_mean
+from tune_prune.analysis.input.measures import GOLD, GoldReader, dense_folder, discrimination, informative_mean
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import CALIBRATION
 from tune_prune.analysis.input.study import Model
@@ -26,6 +26,7 @@ from tune_prune.analysis.statistics.comparison import Comparison, PairedScores
 from tune_prune.analysis.statistics.cross_fit import CrossFit, cross_fit_rule
 from tune_prune.analysis.statistics.differences import Difference, difference, measure_gaps
 from tune_prune.analysis.statistics.draws import DrawItems, DrawVariance
+from tune_prune.analysis.statistics.fidelities import Fidelity, fidelities
 from tune_prune.analysis.statistics.hyperparameters import effects
 from tune_prune.analysis.statistics.hyperparameters.effects import Correlation, Trend
 from tune_prune.analysis.statistics.hyperparameters.factors import NUMERIC, grid_size, levels_of, reading, varied
@@ -195,7 +196,17 @@ class ModelFindings:
     @cached_property
     def measure_gaps(self) -> pd.DataFrame:
         """`differences.measure_gaps`."""
-        return measure_gaps(self.eligible, self.draws, self.draw_variances)
+        return measure_gaps(self.eligible, self.draws, self.draw_variances, self._gold)
+
+    @cached_property
+    def _gold(self) -> GoldReader:
+        return GoldReader()
+
+    @cached_property
+    def fidelities(self) -> tuple[Fidelity, ...]:
+        """`fidelities.fidelities`: what each cheaper look at a trial tells of its final accuracy."""
+        _ = self.measure_gaps  # which reads the items of all trials, too, and only once together
+        return fidelities(self.trials, self._gold.slices)
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:

@@ -36,6 +36,7 @@ def all_tables(findings: Findings) -> dict[str, Table]:
         trial_tables.trials(findings),
         trial_tables.trial_tasks(findings),
         measure_tables.measures(findings),
+        measure_tables.fidelities(findings),
     ]
     return {table.key: table for table in made if table is not None}
 

@@ -1,10 +1,11 @@
-"""A table of the measures that see more than accuracy does: log-probabilities of right choices, and KL to the dense model."""
+"""Tables of the measures that see more than accuracy does, log-probabilities of right choices and KL to the dense model, and of
+what cheaper looks at a trial tell of its final accuracy."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tune_prune.analysis.input.measures import TEXTS
+from tune_prune.analysis.input.measures import GOLD, TEXTS
 from tune_prune.analysis.statistics.findings import Findings, Message
 from tune_prune.analysis.tables.configurations import (
     ACCURACY,
@@ -13,6 +14,7 @@ from tune_prune.analysis.tables.configurations import (
     MEASURES,
     MODEL,
     PERPLEXITY,
+    TRIALS,
     configuration,
     informative,
     limits,
@@ -44,3 +46,48 @@ def measures(findings: Findings) -> Table | None:
         notes.append(Message("note_informative"))
     title = "Log-probability of right choices, and KL to the dense model"
     return Table("measures", title, columns, rows, notes, long=True) if rows else None
+
+
+_LOOKS = {
+    "kl_text": "KL text",
+    "kl_tasks": "KL tasks",
+    "kl": "KL, mean of both",
+    "ppl": "Perplexity",
+    GOLD: "Gold logprob",
+    "acc_mean": "Accuracy",
+}
+_PAGE = 40  # rows: a longer table breaks across pages, and has no place on a web page
+
+
+def fidelities(findings: Findings) -> Table | None:
+    """Every rung that the trials of a model passed through, in their order; None where no model has enough trials."""
+    rows = [
+        {
+            "model": label,
+            "rung": _LOOKS[one.measure],
+            "items": one.items,
+            "n": one.trials,
+            "tau": one.tau,
+            "tau_stderr": one.stderr,
+            "rank": one.rank,
+            "let_through": one.let_through,
+            "seconds": one.seconds,
+        }
+        for label, found in findings.models.items()
+        for one in found.fidelities
+    ]
+    columns = [
+        *(MODEL, Column("rung", "Rung")),
+        Column("items", "Items seen", "percent", hint="of the zero-shot items"),
+        TRIALS,
+        Column("tau", "Kendall's τ", "r", "tau_stderr", hint="with the final accuracy"),
+        Column("rank", "Winner's rank", "int", hint="trials that are at least as good as the most accurate one"),
+        Column("let_through", "Let through", "percent", hint="what a filter has to, to keep the most accurate one"),
+        Column("seconds", "Time", "duration", hint="median over the trials"),
+    ]
+    title = "What cheaper looks tell of the final accuracy"
+    return (
+        Table("fidelities", title, columns, rows, [Message("note_fidelities")], long=len(rows) > _PAGE)
+        if rows
+        else None
+    )
