@@ -165,6 +165,7 @@ DONE: dict[str, Callable[[PreTrainedModel], Any]] = {
     **{f"gradients {name}": statistic("taylor", ("",), way) for name, way in WAYS.items()},
     "removals": statistic("block_removal", KINDS, RESIDENT),
     "input norms": statistic("input_norms", ("",), RESIDENT),
+    "block influence": statistic("block_influence", ("",), RESIDENT),
     "magnitude": magnitude,
     "perplexity": measured,
     "perplexity, pruned": pruned(measured),

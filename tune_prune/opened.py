@@ -125,7 +125,7 @@ class Model:
     ) -> PrunedModel:
         """A smaller model, as a PrunedModel. This one is not changed; every tensor that is not cut is shared with it.
 
-        method           how groups are scored: taylor, layerwise, blockwise, fisher, gate_fisher, flap, wanda_sp, magnitude, random
+        method           how groups are scored, such as taylor, blockwise, gate_fisher or block_influence (docs/methods.md)
         ratio            fraction of ALL parameters to remove, above 0 and below 1
         seq_len          tokens per calibration sample; needed by every method that reads data
         num_samples      calibration samples; likewise

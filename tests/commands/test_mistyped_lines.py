@@ -80,8 +80,8 @@ MISTYPED = {
         f"--format: unknown value 'safetensors'; did you mean 'hf'? known: gguf, hf, hf-padded{SEE}"
     ),
     "prune --model tiny-llama --output out --method blokwise": (
-        "unknown pruning method 'blokwise'; did you mean 'blockwise'? known: blockwise, fisher, flap, gate_fisher, layerwise, "
-        "magnitude, random, taylor, wanda_sp"
+        "unknown pruning method 'blokwise'; did you mean 'blockwise'? known: block_influence, blockwise, fisher, flap, "
+        "gate_fisher, layerwise, magnitude, random, taylor, wanda_sp"
     ),
     "analysis ray_results/x --model llama": f"unknown flag --model{SEE}",
     "analysis ray_results/x --rule luck": (

@@ -75,7 +75,7 @@ def test_forward_operations_are_those_that_torch_counts():
     assert counter.get_total_flops() == pytest.approx(forward, rel=ROTATIONS)
 
 
-PASSES = [("taylor", ("",)), ("input_norms", ("",))]
+PASSES = [("taylor", ("",)), ("input_norms", ("",)), ("block_influence", ("",))]
 PASSES += [("block_removal", kinds) for kinds in (("layer",), ("attention", "mlp"), ("layer", "attention", "mlp"))]
 
 
@@ -127,7 +127,7 @@ def test_head_counts_where_it_is_asked_and_pruning_shrinks_the_rest():
 
 
 @pytest.mark.parametrize("wanted", [(8,), (3,), (3, 8), (2, 3, 7), (4, 8, 16), (1, 5, 10), (4, 6), (2, 4), (3, 4)])
-@pytest.mark.parametrize("name", ["taylor", "input_norms"])
+@pytest.mark.parametrize("name", ["taylor", "input_norms", "block_influence"])
 def test_samples_and_copies_of_a_pass_with_snapshots(name, wanted, monkeypatch):
     monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * 4})
     copies = []

@@ -107,7 +107,7 @@ def test_comments_block_lists_and_byte_order_mark(tmp_path: Path) -> None:
         (
             "method",
             "[blokwise]",
-            "unknown method 'blokwise'; did you mean 'blockwise'? known: blockwise, fisher, ",
+            "unknown method 'blokwise'; did you mean 'blockwise'? known: block_influence, blockwise, ",
         ),
         ("method", "[taylor, taylor]", "method lists 'taylor' twice"),
         ("method", "[true]", "method is true (true or false); it must be the name"),

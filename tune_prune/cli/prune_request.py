@@ -218,6 +218,7 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
             f"{name} is {given[name]}, but nothing reads it; leave it out, or give {switch.name}={switch.example}"
         )
     full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | given
+    method.check_shape(full["shape"])
     (shape,) = resolve.aligned((full["shape"],), align)
     config = PruningConfig(**full | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)}).within(
         dense.run

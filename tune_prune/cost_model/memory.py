@@ -218,6 +218,8 @@ class Shapes:
             carried = work.product_tokens
             sums, batch, solving = self._products(work)
             layers = max(layers, batch, solving)
+        elif not work.head_positions:
+            layers = tokens * self._watched(work.input_squares)
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
             states = min(max(BLOCK_TOKENS, carried), run) * h * self.itemsize
@@ -313,6 +315,15 @@ class Shapes:
         """Of a token inside one layer of a forward pass."""
         h = self.geometry.hidden_size
         return max(self.itemsize * (max(3 * self._m, 6 * self._q) + 5 * h), self.itemsize * 2 * h + FLOAT32 * 3 * h)
+
+    def _watched(self, squares: bool) -> int:
+        """Of a token inside one layer of a forward pass without the head: projections, or the inputs of the last one with their
+        `squares`, which a CPU copies in float64 to sum them up."""
+        h, q, m, item = self.geometry.hidden_size, self._q, self._m, self.itemsize
+        plain = item * (max(3 * m, 6 * q) + 3 * h)
+        wide, summed = item + bool(item % FLOAT32) * FLOAT32 + max(item, FLOAT32), 8 * (self.device == "cpu")
+        normed = item * 2 * h + FLOAT32 * 3 * h
+        return max(plain, normed, squares * (max(q, m) * (wide + summed) + item * 3 * h))
 
     @property
     def _projections(self) -> list[int]:

@@ -18,6 +18,7 @@ from tune_prune.models.geometry import Geometry
 from tune_prune.planning import search_space
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.search_space import SearchSpace
+from tune_prune.pruning.methods import load_method
 
 
 def space(settings: SearchSettings) -> SearchSpace:
@@ -56,6 +57,9 @@ def space(settings: SearchSettings) -> SearchSpace:
             "it there, too"
         )
     values["shape"] = aligned(values["shape"], settings.align)
+    for method in map(load_method, values["method"]):
+        for shape in values["shape"]:
+            method.check_shape(shape)
     loaded = replace(loaded, search=settings.search or loaded.search, values=values)
     if loaded.combinations > search_space.MAX_POINTS:
         raise UserError(

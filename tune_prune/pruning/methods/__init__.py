@@ -1,4 +1,4 @@
-"""Pruning methods, one module each; the module's name is the method's name. To add one, add a file here.
+"""Pruning methods, one module each; the module's name is the method's name. To add one, add a file here or in a folder below.
 
 A method module has a docstring that names its source, and
 
@@ -6,6 +6,7 @@ A method module has a docstring that names its source, and
                                            statistic has kinds: ("taylor", "block_removal:layer"); () where it reads no data
     def scores(dense: Dense) -> GroupScores                per layer float64 [KV groups] and [MLP channels], finite, of any scale:
                                                            groups of all layers are sorted together, the lowest are removed first
+    SHAPES: tuple[str, ...]                optional: the shapes that it is for, "free", "aligned", "uniform"; all where it has none
 
 Names can be listed without torch, so that a search space is checked before anything heavy is imported.
 """
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.values.kinds import SHAPES
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Need, load_statistic, parse
 
@@ -63,6 +65,7 @@ class Method:
     scores: Callable[[Dense], GroupScores]
     description: str  # first line of the module's docstring
     own_reads: tuple[str, ...] = ()  # READS of its module: hyperparameters that it reads without a statistic
+    shapes: tuple[str, ...] = SHAPES  # SHAPES of its module: those in which its scores decide something
 
     @property
     def reads(self) -> frozenset[str]:
@@ -84,16 +87,32 @@ class Method:
             found[text] = Need(statistic, kind, load_statistic(statistic).num_samples(config))
         return found
 
+    def check_shape(self, shape: str) -> None:
+        """Raise UserError where its scores decide nothing in that shape."""
+        if shape.partition("-")[0] not in self.shapes:
+            raise UserError(
+                f"{self.name} chooses among layers, and shape {shape} keeps the same of every layer; use shape "
+                f"{' or '.join(self.shapes)}, or another method"
+            )
+
 
 def method_names() -> tuple[str, ...]:
     """Every method there is, sorted."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+    return tuple(sorted(_modules()))
+
+
+def _modules() -> dict[str, str]:
+    """Where each method is, by its name."""
+    found = pkgutil.walk_packages(__path__, f"{__name__}.")
+    return {module.name.rpartition(".")[2]: module.name for module in found if not module.ispkg}
 
 
 def load_method(name: str) -> Method:
     """The method of that name. Raises UserError for an unknown one."""
-    if name not in method_names():
-        raise UserError(f"unknown pruning method {name!r}; {did_you_mean(name, method_names())}")
-    module = importlib.import_module(f"{__name__}.{name}")
+    modules = _modules()
+    if name not in modules:
+        raise UserError(f"unknown pruning method {name!r}; {did_you_mean(name, sorted(modules))}")
+    module = importlib.import_module(modules[name])
     description = (module.__doc__ or "").strip().splitlines()[0]
-    return Method(name, tuple(module.STATISTICS), module.scores, description, getattr(module, "READS", ()))
+    read, shapes = getattr(module, "READS", ()), getattr(module, "SHAPES", SHAPES)
+    return Method(name, tuple(module.STATISTICS), module.scores, description, read, shapes)

@@ -57,6 +57,7 @@ class PassWork:
     carried: int = 1  # hidden states of each of its tokens that a forward pass has at once
     backward: bool = False  # whether gradients of the projections' weights are computed too
     snapshots: int = 0  # times that the sums over a model's weights are read out
+    input_squares: bool = False  # whether squares of the inputs of each layer's last projections are summed up
     product_tokens: int = 0  # of which products of the inputs of each layer's last projections are summed up
     weight_sums: int = 0  # float32 numbers per weight of the projections that are kept while it runs
     adapter_rank: int = 0  # of adapters of a pruned copy, which are trained instead

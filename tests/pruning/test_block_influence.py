@@ -1,0 +1,184 @@
+"""`block_influence` against ShortGPT's formula in a plain loop over hidden states; and models that lose whole layers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+from operator import mul
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import tune_prune
+from tests.residencies import CASES, WAYS, in_way
+from tune_prune.core.errors import UserError
+from tune_prune.models.families import FAMILIES, decoder_layers
+from tune_prune.models.geometry import read_geometry
+from tune_prune.planning import resolve
+from tune_prune.planning.plan import SearchSettings
+from tune_prune.pruning import batches
+from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.methods import Dense, load_method
+from tune_prune.pruning.selection import select
+from tune_prune.pruning.statistics import Need, load_statistic
+
+SEQ_LEN = 9
+
+
+@pytest.fixture(autouse=True)
+def _batches_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+
+
+def windows(count: int) -> torch.Tensor:
+    return torch.randint(0, 64, (count, SEQ_LEN), generator=torch.Generator().manual_seed(6))
+
+
+def collected(model: nn.Module, samples: torch.Tensor) -> np.ndarray:
+    statistic, need = load_statistic("block_influence"), Need("block_influence", "", len(samples))
+    return statistic.value(statistic.collect(model, FAMILIES[model.config.model_type], samples, [need])[need], need)
+
+
+def influence_by_loop(model: nn.Module, samples: torch.Tensor) -> list[float]:
+    """Sample by sample and token by token, of the hidden states that transformers gives."""
+    plain = copy.deepcopy(model)
+    plain.model.norm = nn.Identity()  # the last hidden state is the one behind it
+    cosines: list[list[float]] = [[] for _ in model.model.layers]
+    for sample in samples:
+        states = plain(input_ids=sample[None], output_hidden_states=True).hidden_states
+        for found, before, after in zip(cosines, states[:-1], states[1:], strict=True):
+            for x, y in zip(before[0].tolist(), after[0].tolist(), strict=True):
+                found.append(math.fsum(map(mul, x, y)) / math.hypot(*x) / math.hypot(*y))
+    return [1 - math.fsum(found) / len(found) for found in cosines]
+
+
+def scores_of(model: nn.Module, influence: list[float]) -> GroupScores:
+    family = FAMILIES[model.config.model_type]
+    dense = Dense(model, family, read_geometry(model, family), 0, {"block_influence": np.array(influence)})
+    return load_method("block_influence").scores(dense)
+
+
+def test_it_is_the_formula(tiny, variant):
+    model, samples = tiny(variant), windows(6)
+    found = collected(model, samples)
+    assert found.dtype == np.float64 and (found > 0.001).all()
+    np.testing.assert_allclose(found, influence_by_loop(model, samples), rtol=1e-5)
+
+
+def test_a_layer_that_adds_nothing_has_none(tiny):
+    model = tiny("llama")
+    decoder_layers(model, FAMILIES["llama"])[2].self_attn.o_proj.weight.zero_()
+    decoder_layers(model, FAMILIES["llama"])[2].mlp.down_proj.weight.zero_()
+    found = collected(model, windows(3))
+    assert found[2] == 0 and (found[[0, 1, 3]] > 0.001).all()
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CASES)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
+def test_streamed_it_has_the_same_bits(tiny, variant, way, dtype, tmp_path):
+    model, samples, statistic = tiny(variant, dtype), windows(7), load_statistic("block_influence")
+    needs, family = [Need("block_influence", "", count) for count in (3, 7)], FAMILIES[model.config.model_type]
+    held, residency = in_way(model, way, tmp_path)
+    whole = statistic.collect(model, family, samples, needs)
+    found = statistic.collect(held, family, samples, needs, residency)
+    for need in needs:
+        np.testing.assert_array_equal(statistic.value(found[need], need), statistic.value(whole[need], need))
+
+
+@pytest.mark.parametrize(
+    "influence",
+    [[0.4, 0.02, 0.3, 0.1], [0.0, 0.0, 0.0, 0.0], [0.5, 0.25 + 3e-16, 0.25, 0.25 - 3e-16], [1e-12, 2.0, 0.0, 2.0]],
+)
+def test_order_within_a_layer_never_changes_that_of_layers(tiny, influence):
+    model = tiny("llama")
+    scores, weights = scores_of(model, influence), load_method("magnitude").scores
+    by_weight = weights(Dense(model, FAMILIES["llama"], read_geometry(model, FAMILIES["llama"]), 0, {}))
+    layers = [np.concatenate(pair) for pair in zip(scores.attention, scores.mlp, strict=True)]
+    order = sorted(range(4), key=lambda layer: (influence[layer], layer))
+    for lower, higher in pairwise(order):
+        assert layers[lower].max() < layers[higher].min()
+    for layer, found in enumerate(layers):
+        np.testing.assert_allclose(found, influence[layer], atol=1e-8)
+        assert len(set(found)) == len(found)
+        np.testing.assert_array_equal(
+            np.argsort(found), np.argsort(np.concatenate([by_weight.attention[layer], by_weight.mlp[layer]]))
+        )
+
+
+def test_the_lowest_layers_go_as_a_whole_and_the_next_by_magnitude(tiny):
+    model, influence = tiny("llama"), [0.4, 0.02, 0.3, 0.1]
+    family = FAMILIES["llama"]
+    geometry = read_geometry(model, family)
+    layer = 4 * geometry.group_cost[1] + 40 * geometry.channel_cost[1]
+    target = 2 * layer + geometry.group_cost[2] + 5 * geometry.channel_cost[2]
+    plan = select(scores_of(model, influence), geometry, (target + 0.5) / geometry.total_params)
+    assert plan.kept_groups[1] == plan.kept_channels[1] == plan.kept_groups[3] == plan.kept_channels[3] == ()
+    assert plan.kept_groups[0] == tuple(range(4)) and plan.kept_channels[0] == tuple(range(40))
+    weights = load_method("magnitude").scores(Dense(model, family, geometry, 0, {}))
+    left, gone = target - 2 * layer, ([], [])
+    for _, kind, index in sorted(
+        (score, kind, index)
+        for kind, of in enumerate((weights.attention[2], weights.mlp[2]))
+        for index, score in enumerate(of)
+    ):
+        cost = geometry.channel_cost[2] if kind else geometry.group_cost[2]
+        if cost <= left:
+            gone[kind].append(index)
+            left -= cost
+    assert plan.kept_groups[2] == tuple(k for k in range(4) if k not in gone[0])
+    assert plan.kept_channels[2] == tuple(j for j in range(40) if j not in gone[1])
+
+
+def test_of_the_first_layer_a_group_stays_and_aligned_keeps_a_block_of_each(tiny):
+    model, influence = tiny("llama"), [0.02, 0.4, 0.1, 0.3]
+    geometry = read_geometry(model, FAMILIES["llama"])
+    layer = 4 * geometry.group_cost[0] + 40 * geometry.channel_cost[0]
+    free = select(scores_of(model, influence), geometry, 1.5 * layer / geometry.total_params)
+    assert len(free.kept_groups[0]) == 1 and free.kept_channels[0] == ()
+    assert len(free.kept_groups[2]) + len(free.kept_channels[2]) < 44
+    assert [len(free.kept_groups[index]) + len(free.kept_channels[index]) for index in (1, 3)] == [44, 44]
+    aligned = select(scores_of(model, influence), geometry, 1.2 * layer / geometry.total_params, "aligned-8")
+    assert len(aligned.kept_groups[0]) == 1 and len(aligned.kept_channels[0]) == 8
+    assert [len(aligned.kept_channels[index]) for index in (1, 3)] == [40, 40]
+
+
+def test_a_shape_that_keeps_the_same_of_every_layer_is_refused(tmp_path: Path):
+    sentence = (
+        "block_influence chooses among layers, and shape uniform keeps the same of every layer; use shape free or "
+        "aligned, or another method"
+    )
+    with pytest.raises(UserError) as error:
+        tune_prune.open("tiny-llama", device="cpu").prune("block_influence", seq_len=16, num_samples=4, shape="uniform")
+    assert str(error.value) == sentence
+    space = tmp_path / "mine.yaml"
+    space.write_text(
+        "search: grid\nmethod: [magnitude, block_influence]\nseq_len: 16\nnum_samples: 4\nshape: [free, uniform]\n"
+    )
+    with pytest.raises(UserError) as error:
+        resolve.space(SearchSettings(models=("tiny-llama",), search_space=str(space)))
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"steps": 2}, {"compensation": "least_squares", "recovery": "lora", "recovery_steps": 2}]
+)
+def test_a_model_that_lost_layers_is_saved_loaded_and_generates(tmp_path: Path, more: dict[str, object]):
+    dense = tune_prune.open("tiny-llama", device="cpu")
+    pruned = dense.prune("block_influence", ratio=0.4, seq_len=16, num_samples=8, **more)
+    plan, geometry = pruned.plan, dense.geometry
+    gone = sum(not a and not b for a, b in zip(plan.kept_groups, plan.kept_channels, strict=True))
+    assert gone and 0 <= plan.target_params - plan.removed_params < geometry.channel_cost[0]
+    pruned.save(tmp_path / "smaller")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "smaller")
+    assert loaded.config.num_hidden_layers == geometry.num_layers - gone
+    norms = 2 * geometry.hidden_size * gone  # they go with such a layer
+    assert sum(p.numel() for p in loaded.parameters()) == geometry.total_params - plan.removed_params - norms
+    ids = torch.tensor([[5, 9, 11]])
+    torch.testing.assert_close(loaded(ids).logits, pruned.model(ids).logits, rtol=0, atol=0)
+    cached = loaded.generate(ids, max_new_tokens=6, do_sample=False)
+    assert cached.tolist() == loaded.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False).tolist()
