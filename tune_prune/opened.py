@@ -112,6 +112,9 @@ class Model:
         num_samples: int | None = None,
         *,
         removal_divisor: int | None = None,
+        removal_power: float | None = None,
+        normalization: str | None = None,
+        layer_cap: float | None = None,
         steps: int | None = None,
         shape: str = "free",
         align: int | None = None,
@@ -130,6 +133,9 @@ class Model:
         seq_len          tokens per calibration sample; needed by every method that reads data
         num_samples      calibration samples; likewise
         removal_divisor  removal losses use the first num_samples // removal_divisor samples; None: 5
+        removal_power    of layerwise and blockwise: power of the removal losses' logarithm; None: 1
+        normalization    none, or what scores are divided by before the groups of all layers are sorted together: kind, layer
+        layer_cap        the largest part of a layer's KV groups, and of its MLP channels, that is removed; None: 1
         steps            in which the groups are removed, with statistics of what is left taken again between them; None: 1
         shape            widths of the pruned layers: free, any; aligned, MLP widths in multiples of `align` (or aligned-N);
                          uniform, the same in every layer (docs/methods.md, "Shapes"); `align`, None: 64, from 1B parameters on 256
@@ -146,7 +152,8 @@ class Model:
         values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples, shape=shape)
         values |= dict(removal_divisor=removal_divisor, compensation=compensation, damping=damping)
         values |= dict(refit_tokens=refit_tokens, recovery=recovery, recovery_steps=recovery_steps)
-        values |= dict(recovery_rate=recovery_rate, steps=steps)
+        values |= dict(recovery_rate=recovery_rate, steps=steps, removal_power=removal_power)
+        values |= dict(normalization=normalization, layer_cap=layer_cap)
         return self.execute(self.request(values, align), on_stage)
 
     def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
@@ -180,7 +187,7 @@ class Model:
 
     def _way(self, config: PruningConfig, plan: PruningPlan | None) -> Residency:
         """The fastest to hold the model in that fits while it is pruned, by `plan` where that is known. Raises UserError."""
-        removed = target_params(self.geometry, config.pruning_ratio, config.shape)
+        removed = target_params(self.geometry, config.pruning_ratio, config.shape, config.layer_cap)
         wanted, cut = passes_of if plan is None else recipe_passes, self._shapes.pruning
         passes = wanted([config], self.geometry.num_layers, self.device)
         what = f"to prune {self.label} by {config.name}"

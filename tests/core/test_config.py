@@ -49,6 +49,7 @@ def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> No
         **{"method": ["taylor", "blockwise"], "seq_len": [5, 16], "num_samples": [3, 16], "pruning_ratio": [0.2, 0.3]},
         **{"removal_divisor": [1, 3, 5, 16], "shape": ["free", "aligned-3", "aligned-16", "uniform"]},
         **{"seed": [None, 1, 16], "calibration": [None, "c4", "wikitext2+c4"], "steps": [1, 3, 16]},
+        **{"removal_power": [1.0, 0.5], "normalization": ["none", "kind", "layer"], "layer_cap": [1.0, 0.5]},
     }
     recipe = {
         **{"compensation": ["none", "least_squares"], "damping": [0.1, 3.0, 5.0], "refit_tokens": [16_384, 2048]},
@@ -94,12 +95,15 @@ def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
     assert other.within(RUN) == other and other.name == "taylor-s64-n128-r1" and key(other) != key()
     assert key(other) == key(run=replace(RUN, seed=1))
     plain = {name for name, row in HYPERPARAMETERS.items() if not row.of_run and not row.switch}
-    assert CONFIG.to_dict().keys() == plain - {"steps"}  # as before there were several
-    assert replace(CONFIG, steps=2).to_dict().keys() == plain
+    later = {"steps", "removal_power", "normalization", "layer_cap"}  # records are as before there were these
+    assert {name for name, row in HYPERPARAMETERS.items() if row.later} == later
+    assert CONFIG.to_dict().keys() == plain - later
+    for name, value in {"steps": 2, "removal_power": 0.5, "normalization": "kind", "layer_cap": 0.5}.items():
+        assert replace(CONFIG, **{name: value}).to_dict().keys() == plain - later | {name}
     both = {"compensation": "least_squares", "recovery": "lora"}
     for switches in ({"compensation": "least_squares"}, {"recovery": "lora"}):
         there = {name for name, row in HYPERPARAMETERS.items() if not row.of_run and row.switch in ("", *switches)}
-        assert replace(CONFIG, **switches).to_dict().keys() == there - {"steps"}
+        assert replace(CONFIG, **switches).to_dict().keys() == there - later
         assert replace(CONFIG, **switches).changes_weights and not CONFIG.changes_weights
     refitted = replace(CONFIG, **both)
     assert replace(CONFIG, damping=3.0, recovery_steps=5).canonical() == CONFIG
@@ -108,7 +112,10 @@ def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
     )
     assert PruningConfig.from_dict(refitted.to_dict()) == refitted
     assert PruningConfig.from_dict(other.to_dict()) == other and other.values(RUN)["seed"] == 1
-    assert refitted.values(RUN) == refitted.to_dict() | {"seed": 0, "calibration": "embedded", "steps": 1}
+    assert refitted.values(RUN) == refitted.to_dict() | {
+        **{name: HYPERPARAMETERS[name].default for name in later},
+        **{"seed": 0, "calibration": "embedded"},
+    }
     assert replace(CONFIG, calibration="embedded").within(RUN) == CONFIG
     assert replace(CONFIG, calibration="c4+/home/my texts/Long-Name!.txt").name == "taylor-s64-n128-cc4+Long_Name_"
     assert sorted([other, replace(CONFIG, seed=0), CONFIG]) == [CONFIG, replace(CONFIG, seed=0), other]

@@ -212,6 +212,9 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         )
     if given.get("steps", 1) != 1 and "steps" not in method.reads:
         raise UserError(f"steps is {given['steps']}, but {method.name} {NO_STEPS}; leave it out")
+    if given.get("removal_power", 1.0) != 1 and "removal_power" not in method.reads:
+        what = f"removal_power is {given['removal_power']:g}, but {method.name} has no removal losses"
+        raise UserError(f"{what}; leave it out, or use layerwise or blockwise")
     for name in unread(given) & given.keys():
         switch = RECIPE[RECIPE[name].of]
         raise UserError(
@@ -223,7 +226,7 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
     config = PruningConfig(**full | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)}).within(
         dense.run
     )
-    selection.target_params(dense.geometry, config.pruning_ratio, config.shape)
+    selection.target_params(dense.geometry, config.pruning_ratio, config.shape, config.layer_cap)
     about = dense.run.of(config), dense.source, dense.config, dense.tokenizer
     if method.statistics:
         checks.check_calibration(*about, (config.seq_len,), config.num_samples)

@@ -83,6 +83,9 @@ class PruningConfig:
     recovery_steps: int = HYPERPARAMETERS["recovery_steps"].default
     recovery_rate: float = HYPERPARAMETERS["recovery_rate"].default
     steps: int = HYPERPARAMETERS["steps"].default
+    removal_power: float = HYPERPARAMETERS["removal_power"].default
+    normalization: str = HYPERPARAMETERS["normalization"].default
+    layer_cap: float = HYPERPARAMETERS["layer_cap"].default
 
     def __post_init__(self) -> None:
         for name, row in HYPERPARAMETERS.items():
@@ -117,11 +120,11 @@ class PruningConfig:
         return asdict(self) | {name: getattr(run.of(self), name) for name in OF_RUN}
 
     def to_dict(self) -> dict[str, Any]:
-        """For records: all values by name, without those of the run; of a refit, a recovery or several steps only where there are
-        such."""
+        """For records: all values by name, without those of the run; of a refit or a recovery only where there is one, and of
+        what came later only what is off its default."""
         values = asdict(self)
         left_out = {name for name, row in RECIPE.items() if values[row.switch] == "none"}
-        left_out |= {"steps"} if self.steps == PruningConfig.steps else set()  # as before there were several
+        left_out |= {name for name, row in HYPERPARAMETERS.items() if row.later and values[name] == row.default}
         return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
     def group(self, label: str) -> Group:

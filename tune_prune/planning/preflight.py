@@ -155,8 +155,8 @@ def _plan_model(
         model = resolve.dense_model(settings, name, dtype)
         source, run, config, geometry = model.source, model.run, model.config, model.geometry
         configs = _configs(space, geometry, run, source)
-        sizes = dict.fromkeys((config.pruning_ratio, config.shape) for config in configs)
-        targets = {ratio: target_params(geometry, ratio, shape) for ratio, shape in sizes}
+        sizes = dict.fromkeys((config.pruning_ratio, config.shape, config.layer_cap) for config in configs)
+        targets = {ratio: target_params(geometry, ratio, shape, cap) for ratio, shape, cap in sizes}
         checks.check_data(run)
         if settings.scheduler == "race-gold":
             checks.check_right_choices(run)

@@ -81,7 +81,7 @@ class SearchSpace:
             for name in others:
                 row = HYPERPARAMETERS[name]
                 if row.read_by == "statistics" and name not in self.reads[method] | drawn:
-                    values[name] = None if row.of_run else row.default if name == "steps" else self.values[name][0]
+                    values[name] = None if row.of_run else row.default if row.later else self.values[name][0]
             points[tuple(values.values())] = values
         return list(points.values())
 

@@ -55,6 +55,26 @@ class GroupScores:
             tuple(score * factor for score, factor in zip(self.mlp, mlp, strict=True)),
         )
 
+    def normalized(self, by: str) -> GroupScores:
+        """Divided by root mean squares: by "kind" that of all KV groups' scores and that of all MLP channels', by "layer" that of
+        each layer's; "none" as they are. What has no score but 0 stays so."""
+        if by == "none":
+            return self
+        of_kind = [_root_mean_square(np.concatenate(part)) for part in (self.attention, self.mlp)]
+        layers = [
+            [_root_mean_square(np.concatenate(both))] * 2 if by == "layer" else of_kind
+            for both in zip(self.attention, self.mlp, strict=True)
+        ]
+        attention, mlp = 1 / np.array(layers, dtype=np.float64).reshape(-1, 2).T
+        return self.scaled(attention, mlp)
+
+
+def _root_mean_square(scores: np.ndarray) -> float:
+    """Of scores that are too small or too large for their squares, too; 1 where there is none but 0."""
+    largest = float(np.abs(scores).max(initial=0.0))
+    with np.errstate(invalid="ignore"):  # of scores that are not finite, which selection refuses
+        return largest * float(np.sqrt(np.square(scores / largest).mean())) if largest else 1.0
+
 
 @dataclass(frozen=True)
 class PruningPlan:

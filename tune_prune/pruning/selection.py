@@ -22,19 +22,25 @@ from tune_prune.core.errors import Infeasible, NotFinite
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning import shapes
 from tune_prune.pruning.groups import GroupScores, PruningPlan
-from tune_prune.pruning.shapes import Kept
+from tune_prune.pruning.shapes import Floors, Kept
 
 
-def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int:
-    """Parameters to remove: floor(ratio * all). Raises Infeasible where the decoder layers do not hold that many, and where the
-    shape alone takes more."""
+def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: float = 1.0) -> int:
+    """Parameters to remove: floor(ratio * all). Raises Infeasible where the decoder layers do not hold that many, by the part `cap`
+    of their groups and channels at most, and where the shape alone takes more."""
     total = geometry.total_params
-    target, bounds = int(pruning_ratio * total), shapes.removal_bounds(geometry, shape)
+    target, bounds = int(pruning_ratio * total), shapes.removal_bounds(geometry, shape, Floors.of(geometry, cap))
     asked = f"pruning_ratio {pruning_ratio:g} asks for {target:,} of {total:,} parameters, but"
     instead = (
         "" if shape == "free" else ", or use a smaller --align" if shape != "uniform" else ", or use --shape aligned"
     )
     here = "" if shape == "free" else f" in shape {shape}"
+    if target > bounds.most and cap < 1:
+        bound = _rounded_down(bounds.most / total)
+        raise Infeasible(
+            f"{asked} with layer_cap {cap:g} only {bounds.most:,} can be removed{here}; ask for at most {bound}, or for a higher "
+            "layer_cap"
+        )
     if target > bounds.most:
         bound = _rounded_down(bounds.most / total)
         raise Infeasible(
@@ -48,10 +54,10 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free") -> int
     return target
 
 
-def target_params(geometry: Geometry, pruning_ratio: float, shape: str) -> int:
+def target_params(geometry: Geometry, pruning_ratio: float, shape: str, cap: float = 1.0) -> int:
     """The budget of a ratio that somebody asks for: at least the smallest part that the shape lets one remove, such as an MLP
     channel. Raises Infeasible, too, where it is less."""
-    target, bounds = budget(geometry, pruning_ratio, shape), shapes.removal_bounds(geometry, shape)
+    target, bounds = budget(geometry, pruning_ratio, shape, cap), shapes.removal_bounds(geometry, shape)
     if target < bounds.smallest:
         least = math.ceil(1e6 * bounds.smallest / geometry.total_params) / 1e6
         raise Infeasible(
@@ -66,19 +72,25 @@ def _rounded_down(ratio: float) -> float:
     return next((floor for digits in (3, 6, 9) if (floor := int(ratio * 10**digits) / 10**digits) > 0), 0.0)
 
 
-def select(scores: GroupScores, geometry: Geometry, pruning_ratio: float, shape: str = "free") -> PruningPlan:
-    """The plan that removes the lowest-scored groups and leaves layers of that shape. `scores` must be finite; raises
-    NotFinite if they are not, Infeasible if the model cannot take the budget or the shape."""
-    return further(PruningPlan.keep_all(geometry), scores, geometry, budget(geometry, pruning_ratio, shape), shape)
+def select(
+    scores: GroupScores, geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: float = 1.0
+) -> PruningPlan:
+    """The plan that removes the lowest-scored groups, of a layer at most the part `cap`, and leaves layers of that shape. `scores`
+    must be finite; raises NotFinite if they are not, Infeasible if the model cannot take the budget or the shape."""
+    target = budget(geometry, pruning_ratio, shape, cap)
+    return further(PruningPlan.keep_all(geometry), scores, geometry, target, shape, cap)
 
 
-def further(plan: PruningPlan, scores: GroupScores, geometry: Geometry, target: int, shape: str) -> PruningPlan:
+def further(
+    plan: PruningPlan, scores: GroupScores, geometry: Geometry, target: int, shape: str, cap: float = 1.0
+) -> PruningPlan:
     """`plan`, of a model of that `geometry`, going on until `target` parameters in all are removed: it drops the lowest-scored of
     what it keeps, which `scores` are of, and leaves layers of that shape. Where the shape does not let so little or so much be
     removed now, what is nearest to that. Raises NotFinite."""
-    left = geometry_of(plan, geometry)
-    bounds = shapes.removal_bounds(left, shape)
-    groups, channels = _selected(scores, left, min(max(target - plan.removed_params, bounds.least), bounds.most), shape)
+    left, floors = geometry_of(plan, geometry), Floors.of(geometry, cap)
+    bounds = shapes.removal_bounds(left, shape, floors)
+    now = min(max(target - plan.removed_params, bounds.least), bounds.most)
+    groups, channels = _selected(scores, left, floors, now, shape)
     removed = plan.removed_params + _removed(left, groups, channels)
     kept = (_within(plan.kept_groups, groups), _within(plan.kept_channels, channels))
     return PruningPlan(*kept, target, removed, geometry.total_params)
@@ -101,7 +113,7 @@ def _within(before: Kept, now: Kept) -> Kept:
     return tuple(tuple(kept[i] for i in places) for kept, places in zip(before, now, strict=True))
 
 
-def _selected(scores: GroupScores, geometry: Geometry, target: int, shape: str) -> tuple[Kept, Kept]:
+def _selected(scores: GroupScores, geometry: Geometry, floors: Floors, target: int, shape: str) -> tuple[Kept, Kept]:
     flat = np.concatenate([*scores.attention, *scores.mlp])
     if not np.isfinite(flat).all():
         raise NotFinite(
@@ -110,13 +122,14 @@ def _selected(scores: GroupScores, geometry: Geometry, target: int, shape: str) 
         )
     n = alignment(shape)
     if n is not None:
-        aligned = shapes.Aligned.of(scores, geometry, n)
-        groups, blocks = _lowest_first(aligned.scores, aligned.geometry, target - aligned.remainder_params)
+        aligned = shapes.Aligned.of(scores, geometry, floors, n)
+        room = target - aligned.remainder_params
+        groups, blocks = _lowest_first(aligned.scores, aligned.geometry, aligned.floors, room)
         channels = aligned.channels(blocks)
     elif shape == "uniform":
-        groups, channels = shapes.uniform(scores, geometry, target)
+        groups, channels = shapes.uniform(scores, geometry, floors, target)
     else:
-        groups, channels = _lowest_first(scores, geometry, target)
+        groups, channels = _lowest_first(scores, geometry, floors, target)
     return groups, channels
 
 
@@ -130,35 +143,33 @@ def _removed(geometry: Geometry, kept_groups: Kept, kept_channels: Kept) -> int:
     return removed
 
 
-def _lowest_first(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept, Kept]:
-    """Kept KV groups and MLP channels after removing in ascending score what fits into `target` parameters."""
+def _lowest_first(scores: GroupScores, geometry: Geometry, floors: Floors, target: int) -> tuple[Kept, Kept]:
+    """Kept KV groups and MLP channels after removing in ascending score, down to the floors, what fits into `target` parameters."""
     values = [part for pair in zip(scores.attention, scores.mlp, strict=True) for part in pair]
     flat = np.concatenate(values)
     sizes = [len(part) for part in values]
     blocks = np.repeat(np.arange(len(sizes)), sizes).tolist()  # block 2l: attention of layer l; block 2l + 1: its MLP
     ranked = np.argsort(flat, kind="stable").tolist()
     keep = np.ones(len(flat), dtype=bool)
-    groups_left = list(geometry.kv_heads)
+    there = [count for pair in zip(geometry.kv_heads, geometry.mlp_width, strict=True) for count in pair]
+    least = [count for pair in zip(floors.groups, floors.channels, strict=True) for count in pair]
     left = target
 
     def cost(position: int) -> int:
         """Parameters that removing this group or channel now removes; more than the target where it must be kept."""
-        layer, is_mlp = divmod(blocks[position], 2)
+        block = blocks[position]
+        layer, is_mlp = divmod(block, 2)
+        if there[block] <= least[block]:
+            return target + 1
         if is_mlp:
             return geometry.channel_cost[layer]
-        if groups_left[layer] > 1:
-            return geometry.group_cost[layer]
-        if layer in geometry.cache_layers:
-            return target + 1
-        return geometry.group_cost[layer] + geometry.last_group_extra[layer]
+        return geometry.group_cost[layer] + (geometry.last_group_extra[layer] if there[block] == 1 else 0)
 
     def remove(position: int) -> None:
         nonlocal left
         left -= cost(position)
         keep[position] = False
-        layer, is_mlp = divmod(blocks[position], 2)
-        if not is_mlp:
-            groups_left[layer] -= 1
+        there[blocks[position]] -= 1
 
     channel = min((c for c, m in zip(geometry.channel_cost, geometry.mlp_width, strict=True) if m), default=math.inf)
     group = min((c for c, k in zip(geometry.group_cost, geometry.kv_heads, strict=True) if k), default=math.inf)
@@ -168,17 +179,17 @@ def _lowest_first(scores: GroupScores, geometry: Geometry, target: int) -> tuple
         if cost(position) <= left:
             remove(position)
 
-    # Where every channel is gone and another would fit: one more group goes, and the best channels come back for it.
-    channels = [position for position in ranked if blocks[position] % 2]
-    if left >= channel and not keep[channels].any():
-        room = left + sum(map(cost, channels))
+    # Where every channel that may go is gone and another would fit: one more group goes, and the best channels come back for it.
+    gone = [position for position in ranked if blocks[position] % 2 and not keep[position]]
+    if left >= channel and there[1::2] == least[1::2]:
+        room = left + sum(geometry.channel_cost[blocks[position] // 2] for position in gone)
         extra = next((position for position in ranked if keep[position] and cost(position) <= room), None)
         if extra is not None:
             remove(extra)
             while left < 0:
-                position = channels.pop()
+                position = gone.pop()
                 keep[position] = True
-                left += cost(position)
+                left += geometry.channel_cost[blocks[position] // 2]
 
     kept = [tuple(np.flatnonzero(mask).tolist()) for mask in np.split(keep, np.cumsum(sizes)[:-1])]
     return tuple(kept[0::2]), tuple(kept[1::2])

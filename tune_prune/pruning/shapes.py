@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 
@@ -46,9 +47,30 @@ class RemovalBounds:
     smallest_part: str  # what that is, in words
 
 
-def removal_bounds(geometry: Geometry, shape: str) -> RemovalBounds:
-    """The bounds of a budget. Raises Infeasible where the model has layers that cannot take the shape."""
-    n = alignment(shape)
+@dataclass(frozen=True)
+class Floors:
+    """How many KV groups and MLP channels every layer keeps at least, whatever their scores."""
+
+    groups: tuple[int, ...]
+    channels: tuple[int, ...]
+
+    @classmethod
+    def of(cls, geometry: Geometry, cap: float = 1.0) -> Floors:
+        """Where at most the part `cap` of each layer's may go: and of layers that cached decoding relies on one group."""
+        one = set(geometry.cache_layers)
+        groups, channels = ([_left(n, cap) for n in sizes] for sizes in (geometry.kv_heads, geometry.mlp_width))
+        return cls(tuple(max(n, layer in one) for layer, n in enumerate(groups)), tuple(channels))
+
+
+def _left(count: int, cap: float) -> int:
+    """Of so many at least, where the part `cap` may go: exactly, as decimal numbers are meant."""
+    return count - int(Fraction(str(cap)) * count)
+
+
+def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None) -> RemovalBounds:
+    """The bounds of a budget; `floors`, where they are higher than those of the shape. Raises Infeasible where the model has layers
+    that cannot take the shape."""
+    n, floors = alignment(shape), floors or Floors.of(geometry)
     if shape == "free":
         channels = [
             (cost, "an MLP channel") for cost, m in zip(geometry.channel_cost, geometry.mlp_width, strict=True) if m
@@ -57,11 +79,12 @@ def removal_bounds(geometry: Geometry, shape: str) -> RemovalBounds:
         fixed = (
             f"embeddings, norms and one KV group of {layers}, without which generation with a cache is silently wrong,"
         )
-        return RemovalBounds(0, geometry.prunable_params, fixed, *min(channels, default=(1, "a parameter")))
+        return RemovalBounds(0, _removable(geometry, floors), fixed, *min(channels, default=(1, "a parameter")))
     _check_layers(geometry, n, shape)
     if n is None:
-        return _uniform_bounds(geometry)
+        return _uniform_bounds(geometry, floors)
     blocks, remainder = _blocks(geometry, n), _remainder_params(geometry, n)
+    removable = _removable(blocks, _of_blocks(geometry, floors, n))
     parts = [
         (cost, f"a block of {n} MLP channels")
         for cost, m in zip(blocks.channel_cost, blocks.mlp_width, strict=True)
@@ -71,7 +94,15 @@ def removal_bounds(geometry: Geometry, shape: str) -> RemovalBounds:
     if remainder:
         parts = [(remainder, f"the MLP channels beyond multiples of {n}")]
     fixed = f"embeddings, norms, {n} MLP channels and one KV group of every layer"
-    return RemovalBounds(remainder, remainder + blocks.prunable_params, fixed, *min(parts, default=(1, "a parameter")))
+    return RemovalBounds(remainder, remainder + removable, fixed, *min(parts, default=(1, "a parameter")))
+
+
+def _removable(geometry: Geometry, floors: Floors) -> int:
+    """Parameters of all that is above the floors; of a layer that keeps no KV group also those that go with the last one."""
+    groups = zip(geometry.kv_heads, floors.groups, geometry.group_cost, geometry.last_group_extra, strict=True)
+    channels = zip(geometry.mlp_width, floors.channels, geometry.channel_cost, strict=True)
+    attention = sum((k - least) * cost + (0 if least else extra) for k, least, cost, extra in groups)
+    return attention + sum((m - least) * cost for m, least, cost in channels)
 
 
 def _check_layers(geometry: Geometry, n: int | None, shape: str) -> None:
@@ -104,8 +135,14 @@ def _blocks(geometry: Geometry, n: int) -> Geometry:
         geometry,
         mlp_width=tuple(m // n - 1 for m in geometry.mlp_width),
         channel_cost=tuple(n * cost for cost in geometry.channel_cost),
-        cache_layers=tuple(range(geometry.num_layers)),
     )
+
+
+def _of_blocks(geometry: Geometry, floors: Floors, n: int) -> Floors:
+    """The floors in that geometry: every layer keeps a KV group, and as many blocks as hold its channels, of those that it has."""
+    pairs = zip(geometry.mlp_width, floors.channels, strict=True)
+    blocks = tuple(min(m // n, max(1, math.ceil(least / n))) - 1 for m, least in pairs)
+    return Floors(tuple(max(1, least) for least in floors.groups), blocks)
 
 
 @dataclass(frozen=True)
@@ -117,10 +154,11 @@ class Aligned:
     order: tuple[np.ndarray, ...]  # per layer: channels by ascending score [M]
     scores: GroupScores  # of KV groups, and of the blocks that may be removed
     geometry: Geometry  # its MLP channels are these blocks
+    floors: Floors  # of these
     remainder_params: int  # of the channels that are always removed
 
     @classmethod
-    def of(cls, scores: GroupScores, geometry: Geometry, n: int) -> Aligned:
+    def of(cls, scores: GroupScores, geometry: Geometry, floors: Floors, n: int) -> Aligned:
         order = tuple(np.argsort(values, kind="stable") for values in scores.mlp)
         means = tuple(
             # exactly rounded: a block never scores below one whose channels are all lower, whatever the machine
@@ -129,7 +167,8 @@ class Aligned:
             )
             for values, ascending in zip(scores.mlp, order, strict=True)
         )
-        return cls(n, order, GroupScores(scores.attention, means), _blocks(geometry, n), _remainder_params(geometry, n))
+        blocks = GroupScores(scores.attention, means), _blocks(geometry, n), _of_blocks(geometry, floors, n)
+        return cls(n, order, *blocks, _remainder_params(geometry, n))
 
     def channels(self, kept_blocks: Kept) -> Kept:
         """The channels of these blocks, and of the last one of each layer."""
@@ -148,18 +187,28 @@ def _uniform_removed(geometry: Geometry, k: int, m: int) -> int:
     return groups + sum((have - m) * cost for have, cost in zip(geometry.mlp_width, geometry.channel_cost, strict=True))
 
 
-def _uniform_bounds(geometry: Geometry) -> RemovalBounds:
-    heads, widest, step = geometry.uniform_kv_heads, min(geometry.mlp_width), sum(geometry.channel_cost)
+def _uniform_least(geometry: Geometry, floors: Floors) -> tuple[tuple[int, ...], int]:
+    """The numbers of KV groups that a plain config can state and all layers may keep, ascending; and the least MLP width."""
+    heads = tuple(k for k in geometry.uniform_kv_heads if k >= max(floors.groups)) or geometry.uniform_kv_heads[-1:]
+    return heads, min(max(1, *floors.channels), min(geometry.mlp_width))
+
+
+def _uniform_bounds(geometry: Geometry, floors: Floors) -> RemovalBounds:
+    (heads, narrowest), widest = _uniform_least(geometry, floors), min(geometry.mlp_width)
+    step = sum(geometry.channel_cost)
     least = _uniform_removed(geometry, heads[-1], widest)
-    parts = [(step, "an MLP channel of every layer")] if widest > 1 else []
+    parts = [(step, "an MLP channel of every layer")] if widest > narrowest else []
     parts += [(_uniform_removed(geometry, k, widest), "KV groups of every layer") for k in heads[-2:-1]]
     if least:
         parts = [(least, "the KV groups and MLP channels that only some layers have")]
-    fixed = f"embeddings, norms, one MLP channel and {heads[0]} KV group{'s' * (heads[0] > 1)} of every layer"
-    return RemovalBounds(least, _uniform_removed(geometry, heads[0], 1), fixed, *min(parts, default=(1, "a parameter")))
+    channels = f"{narrowest} MLP channels" if narrowest > 1 else "one MLP channel"
+    fixed = f"embeddings, norms, {channels} and {heads[0]} KV group{'s' * (heads[0] > 1)} of every layer"
+    return RemovalBounds(
+        least, _uniform_removed(geometry, heads[0], narrowest), fixed, *min(parts, default=(1, "a parameter"))
+    )
 
 
-def uniform(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept, Kept]:
+def uniform(scores: GroupScores, geometry: Geometry, floors: Floors, target: int) -> tuple[Kept, Kept]:
     """Kept KV groups and MLP channels, the same numbers in every layer, each layer its best ones.
 
     For each K that a plain config can state, M is the smallest width that does not remove more than the target. Of these pairs
@@ -168,9 +217,10 @@ def uniform(scores: GroupScores, geometry: Geometry, target: int) -> tuple[Kept,
     `target` must be within `removal_bounds`.
     """
     step, widest = sum(geometry.channel_cost), min(geometry.mlp_width)
+    heads, narrowest = _uniform_least(geometry, floors)
     pairs: list[tuple[int, int, int]] = []  # parameters missing to the target, K, M
-    for k in geometry.uniform_kv_heads:
-        m = max(1, -((target - _uniform_removed(geometry, k, 0)) // step))
+    for k in heads:
+        m = max(narrowest, -((target - _uniform_removed(geometry, k, 0)) // step))
         if m <= widest:
             pairs.append((target - _uniform_removed(geometry, k, m), k, m))
     nearest = min(missing for missing, _, _ in pairs)

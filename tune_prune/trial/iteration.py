@@ -33,9 +33,11 @@ class Step:
     def next(self, context: TrialContext, config: PruningConfig, number: int) -> PruningPlan:
         """The plan after step `number` of `config`."""
         geometry = context.loaded.geometry
-        target = budget(geometry, config.pruning_ratio, config.shape) * number // (last := steps_of(config))
+        cap = config.layer_cap
+        target = budget(geometry, config.pruning_ratio, config.shape, cap) * number // (last := steps_of(config))
         between = "aligned-1" if config.shape == "free" else config.shape  # no block is gone as a whole
-        return further(self.plan, self.scores, geometry, target, config.shape if number == last else between)
+        shape = config.shape if number == last else between
+        return further(self.plan, self.scores.normalized(config.normalization), geometry, target, shape, cap)
 
 
 def steps_of(config: PruningConfig) -> int:
@@ -55,8 +57,7 @@ def _scores(model: Dense, config: PruningConfig, found: dict[Need, Arrays]) -> G
     values = {
         name: load_statistic(need.statistic).value(found[need], need) for name, need in method.needs(config).items()
     }
-    model = replace(model, statistics=values)
-    return method.scores(model)
+    return method.scores(replace(model, statistics=values, removal_power=config.removal_power))
 
 
 def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -> tuple[Step, int]:

@@ -58,6 +58,7 @@ INTEGERS = (
     *(name for name, row in HYPERPARAMETERS.items() if isinstance(row.kind, Whole)),
     *("params_count", "extreme_pruning_layers", "peak_memory_bytes"),
 )
+_LATER = {name: row.default for name, row in HYPERPARAMETERS.items() if row.later}  # of rows that do not have it
 _OWN_TEXTS = tuple(name for name in _OWN if HYPERPARAMETERS[name].kind.is_text)
 TEXTS = ("model", "method", "output_dir", *_OWN_TEXTS, *_OF_RECORD)
 
@@ -105,12 +106,12 @@ def _row(record: TrialRecord, experiment_dir: Location) -> dict[str, Any]:
 
 
 def typed(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with COLUMNS first, what is missing as NaN (texts: empty; shape: free and steps: 1, as before there were others),
+    """The rows with COLUMNS first, what is missing as NaN (texts: empty; of what came later its default),
     and each column in its one type."""
     rows = rows.reindex(columns=[*COLUMNS, *sorted(set(rows.columns) - set(COLUMNS))])
     types = dict.fromkeys(COLUMNS, "float64") | dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(TEXTS, "str")
     missing = dict.fromkeys(TEXTS, "") | {name: HYPERPARAMETERS[name].default or "" for name in _OWN_TEXTS}
-    return rows.astype(types | {"success": "bool"}).fillna(missing | {"steps": HYPERPARAMETERS["steps"].default})
+    return rows.astype(types | {"success": "bool"}).fillna(missing | _LATER)
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:

@@ -120,8 +120,9 @@ def command_line(folder: Path, manifest: Manifest) -> str:
     base, config, source = manifest.base, manifest.config, manifest.source
     revision = base.revision if base_hub_id(manifest) else None
     flags: dict[str, Any] = {"--model": _public(base.model), "--revision": revision}
-    rows = [HYPERPARAMETERS[n] for n in load_method(config.method).hyperparameters if n != "steps" or config.steps > 1]
-    flags |= {row.flag: value for row in rows if (value := getattr(config, row.name)) != row.default or not row.switch}
+    rows = [HYPERPARAMETERS[name] for name in load_method(config.method).hyperparameters]
+    shown = [row for row in rows if getattr(config, row.name) != row.default or not (row.switch or row.later)]
+    flags |= {row.flag: getattr(config, row.name) for row in shown}
     flags |= {
         "--calibration": "+".join(map(_public, texts_of(source.of(config).calibration))) if source else None,
         "--seed": source.of(config).seed if source else None,

@@ -30,6 +30,7 @@ class Hyperparameter:
     required: bool = False  # a search space must say it
     older: str = ""  # its name in the published search and in files of version 0.1, which are read; keys still hash it
     of: str = ""  # the hyperparameter that switches on what reads it: where that is none, nothing does
+    later: bool = False  # it came after the first records, which do not have it: records have it off its default only
 
     @property
     def of_run(self) -> bool:
@@ -121,7 +122,20 @@ HYPERPARAMETERS = {
         Hyperparameter(
             "steps", "Steps", Whole(1, 100), "4",
             "steps in which the groups are removed, with statistics of the pruned model taken again before each but the first",
-            "statistics", 1, "k",
+            "statistics", 1, "k", later=True,
+        ),
+        Hyperparameter(
+            "removal_power", "Removal power", Share(10.0), "0.5",
+            "power of the removal losses' logarithm that layerwise and blockwise multiply by", "statistics", 1.0, "p", later=True,
+        ),
+        Hyperparameter(
+            "normalization", "Normalization", Choice(("none", "kind", "layer")), "kind",
+            "what scores are divided by before the groups of all layers are sorted: none; kind, the root mean square of KV groups' "
+            "and of MLP channels' scores; layer, that of the layer's", "selection", "none", "by_", later=True,
+        ),
+        Hyperparameter(
+            "layer_cap", "Layer cap", Share(1.0), "0.5",
+            "the largest part of a layer's KV groups, and of its MLP channels, that is removed", "selection", 1.0, "x", later=True,
         ),
     )
 }  # fmt: skip

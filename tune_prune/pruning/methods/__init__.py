@@ -50,6 +50,7 @@ class Dense:
     seed: int  # of the configuration or, where it has none, of the search
     statistics: Mapping[str, Any]  # by the names in STATISTICS; what each is, its module says
     residency: Residency = RESIDENT
+    removal_power: float = 1.0  # of removal losses' logarithms
 
     def layers(self) -> Iterator[nn.Module]:
         """The decoder layers with their weights, each until the next is asked for."""

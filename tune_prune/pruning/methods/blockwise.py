@@ -10,9 +10,12 @@ from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense
 
 STATISTICS = ("taylor", "block_removal:attention", "block_removal:mlp")
+READS = ("removal_power",)
 
 
 def scores(dense: Dense) -> GroupScores:
     importance: GroupScores = dense.statistics["taylor"]
-    attention, mlp = (np.log1p(dense.statistics[f"block_removal:{block}"]) for block in ("attention", "mlp"))
+    attention, mlp = (
+        np.log1p(dense.statistics[f"block_removal:{block}"]) ** dense.removal_power for block in ("attention", "mlp")
+    )
     return importance.per_parameter(dense.geometry).scaled(attention, mlp)

@@ -10,9 +10,10 @@ from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense
 
 STATISTICS = ("taylor", "block_removal:layer")
+READS = ("removal_power",)
 
 
 def scores(dense: Dense) -> GroupScores:
     importance: GroupScores = dense.statistics["taylor"]
-    factor = np.log1p(dense.statistics["block_removal:layer"])
+    factor = np.log1p(dense.statistics["block_removal:layer"]) ** dense.removal_power
     return importance.per_parameter(dense.geometry).scaled(factor, factor)
