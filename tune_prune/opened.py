@@ -130,30 +130,24 @@ class Model:
 
         method           how groups are scored, such as taylor, blockwise, gate_fisher or block_influence (docs/methods.md)
         ratio            fraction of ALL parameters to remove, above 0 and below 1
-        seq_len          tokens per calibration sample; needed by every method that reads data
-        num_samples      calibration samples; likewise
+        seq_len, num_samples    tokens per calibration sample, and samples; needed by every method that reads data
         removal_divisor  removal losses use the first num_samples // removal_divisor samples; None: 5
-        removal_power    of layerwise and blockwise: power of the removal losses' logarithm; None: 1
-        normalization    none, or what scores are divided by before the groups of all layers are sorted together: kind, layer
-        layer_cap        the largest part of a layer's KV groups, and of its MLP channels, that is removed; None: 1
+        removal_power, normalization, layer_cap    how much each layer gives (docs/methods.md, "Selection"); None: 1, none and 1
         steps            in which the groups are removed, with statistics of what is left taken again between them; None: 1
-        shape            widths of the pruned layers: free, any; aligned, MLP widths in multiples of `align` (or aligned-N);
-                         uniform, the same in every layer (docs/methods.md, "Shapes"); `align`, None: 64, from 1B parameters on 256
+        shape            free, any widths; aligned, MLPs in multiples of `align` (None: 64, from 1B parameters on 256); uniform
         compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
-        damping          of a refit, how strongly it keeps to the old weights; None: 0.1
-        refit_tokens     calibration tokens of a refit; None: 16,384
-        recovery         none, or lora: adapters are trained and merged (docs/methods.md, "Recovery")
-        recovery_steps, recovery_rate    of the training, and its largest learning rate; None: 100 and 0.001
+        damping, refit_tokens    of a refit: how strongly it keeps to the old weights, its calibration tokens; None: 0.1, 16,384
+        recovery         none, or lora: adapters are trained (docs/methods.md, "Recovery") by recovery_steps (None: 100) and the
+                         largest learning rate recovery_rate (None: 0.001), and merged
         on_stage         is called with each stage's report (name, seconds, tokens) as it ends
 
-        Statistics that an earlier call or, in ./ray_results, a search has computed are used again. Raises UserError for a value
-        out of bounds, a ratio that the model cannot give up, a text with too few samples, and for a model that is already pruned.
+        Statistics of an earlier call, or of a search in ./ray_results, are used again. Raises UserError for a value out of bounds,
+        a ratio that the model cannot give up, a text with too few samples, and for a model that is already pruned.
         """
         values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples, shape=shape)
-        values |= dict(removal_divisor=removal_divisor, compensation=compensation, damping=damping)
-        values |= dict(refit_tokens=refit_tokens, recovery=recovery, recovery_steps=recovery_steps)
-        values |= dict(recovery_rate=recovery_rate, steps=steps, removal_power=removal_power)
-        values |= dict(normalization=normalization, layer_cap=layer_cap)
+        values |= dict(removal_divisor=removal_divisor, removal_power=removal_power, normalization=normalization)
+        values |= dict(layer_cap=layer_cap, compensation=compensation, damping=damping, refit_tokens=refit_tokens)
+        values |= dict(recovery=recovery, recovery_steps=recovery_steps, recovery_rate=recovery_rate, steps=steps)
         return self.execute(self.request(values, align), on_stage)
 
     def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:

@@ -57,7 +57,8 @@ def _scores(model: Dense, config: PruningConfig, found: dict[Need, Arrays]) -> G
     values = {
         name: load_statistic(need.statistic).value(found[need], need) for name, need in method.needs(config).items()
     }
-    return method.scores(replace(model, statistics=values, removal_power=config.removal_power))
+    model = replace(model, statistics=values, removal_power=config.removal_power)
+    return method.scores(model)
 
 
 def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -> tuple[Step, int]:

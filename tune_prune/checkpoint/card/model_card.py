@@ -120,9 +120,8 @@ def command_line(folder: Path, manifest: Manifest) -> str:
     base, config, source = manifest.base, manifest.config, manifest.source
     revision = base.revision if base_hub_id(manifest) else None
     flags: dict[str, Any] = {"--model": _public(base.model), "--revision": revision}
-    rows = [HYPERPARAMETERS[name] for name in load_method(config.method).hyperparameters]
-    shown = [row for row in rows if getattr(config, row.name) != row.default or not (row.switch or row.later)]
-    flags |= {row.flag: getattr(config, row.name) for row in shown}
+    values = {HYPERPARAMETERS[n]: getattr(config, n) for n in load_method(config.method).hyperparameters}
+    flags |= {r.flag: value for r, value in values.items() if value != r.default or not (r.switch or r.later)}
     flags |= {
         "--calibration": "+".join(map(_public, texts_of(source.of(config).calibration))) if source else None,
         "--seed": source.of(config).seed if source else None,
