@@ -137,12 +137,11 @@ class Model:
         shape            free, any widths; aligned, MLPs in multiples of `align` (None: 64, from 1B parameters on 256); uniform
         compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
         damping, refit_tokens    of a refit: how strongly it keeps to the old weights, its calibration tokens; None: 0.1, 16,384
-        recovery         none, or lora: adapters are trained (docs/methods.md, "Recovery") by recovery_steps (None: 100) and the
-                         largest learning rate recovery_rate (None: 0.001), and merged
+        recovery         none, or lora: adapters are trained and merged, by recovery_steps and recovery_rate; None: 100 and 0.001
         on_stage         is called with each stage's report (name, seconds, tokens) as it ends
 
         Statistics of an earlier call, or of a search in ./ray_results, are used again. Raises UserError for a value out of bounds,
-        a ratio that the model cannot give up, a text with too few samples, and for a model that is already pruned.
+        a ratio that the model cannot give up, too short a text, and a model that is already pruned.
         """
         values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples, shape=shape)
         values |= dict(removal_divisor=removal_divisor, removal_power=removal_power, normalization=normalization)

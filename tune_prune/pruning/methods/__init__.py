@@ -89,8 +89,8 @@ class Method:
         return found
 
     def check_shape(self, shape: str) -> None:
-        """Raise UserError where its scores decide nothing in that shape."""
-        if shape.partition("-")[0] not in self.shapes:
+        """Raise UserError where its scores decide nothing in that shape, which may be none."""
+        if shape.partition("-")[0] in set(SHAPES) - set(self.shapes):
             raise UserError(
                 f"{self.name} chooses among layers, and shape {shape} keeps the same of every layer; use shape "
                 f"{' or '.join(self.shapes)}, or another method"
