@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,8 @@ def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_pages_have_the_numbers_that_were_measured() -> None:
     page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
     for name in (
-        "quality_grid.json", "quality_mixed.json", "quality_mixed_layerwise.json", "quality_draws.json", "quality.json",
+        "quality_grid.json", "quality_mixed.json", "quality_mixed_layerwise.json", "quality_draws.json",
+        "quality_trained.json", "quality_trained_layerwise.json", "quality.json",
     ):  # fmt: skip
         rows = json.loads((ROOT / "docs" / "studies" / "smollm2-135m" / name).read_text(encoding="utf-8"))
         assert markdown(rows) in page
@@ -103,6 +105,19 @@ def test_the_pages_have_the_numbers_that_were_measured() -> None:
         assert cells[::2] == [f"{row['kl_text']:.3f}", f"{row['kl_tasks']:.3f}", f"{row['gold_logprob_mean']:.2f}"]
         shares = [f"{100 * row[f'{m}_regained']:.0f} ± {100 * row[f'{m}_stderr']:.0f}%" for m in MEASURES]
         assert cells[1::2] == (["", "", ""] if method == "taylor" and not refitted else shares)
+
+
+def test_the_page_has_every_score_of_the_embedded_models() -> None:
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "docs" / "studies" / "embedded" / "quality.json").read_text(encoding="utf-8"))
+    measured = {(row["model"], row["configuration"]): row for row in rows}
+    assert len(measured) == len(rows) == 105 and {row["draws"] for row in rows} == {3}
+    shown = re.findall(r"^\| (tiny-\w+) \| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(shown) == 15
+    for model, score, cells in shown:
+        own = [measured[model, f"{score}-s128-n128{p}"] for p in ("", "-least_squares", "-lora", "-least_squares-lora")]
+        shares = [f"{100 * row['kl_tasks_regained']:.0f} ± {100 * row['kl_tasks_stderr']:.0f}%" for row in own]
+        assert cells.split(" | ") == shares + [f"{row['accuracy']:.3f}" for row in own]
 
 
 def test_the_page_has_the_masks_that_were_measured() -> None:
