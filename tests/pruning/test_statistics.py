@@ -199,7 +199,7 @@ def test_what_methods_read():
     samples = {"seq_len", "num_samples", "seed", "calibration", "steps"}
     assert reads["magnitude"] == set() and reads["random"] == {"seed"}
     assert reads["taylor"] == reads["wanda_sp"] == reads["flap"] == reads["block_influence"] == samples
-    assert reads["layerwise"] == reads["blockwise"] == {*samples, "removal_divisor"}
+    assert reads["layerwise"] == reads["blockwise"] == {*samples, "removal_divisor", "removal_power"}
 
 
 def test_needs_of_one_key_are_one_need():
