@@ -32,7 +32,7 @@ from tune_prune.data.sources import task_source, uses_embedded_data
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine.prefix_trees import score_planned
 from tune_prune.models import catalog, loading
-from tune_prune.pruning.batches import batch_size
+from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.statistics import Need, load_statistic, statistic_names
 
 PEAK_SIZES = (512, 1024, 2048)

@@ -43,8 +43,8 @@ from tune_prune.models.loading import LoadedModel
 from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.planning import search_space
-from tune_prune.pruning.batches import batch_size
 from tune_prune.pruning.methods import load_method
+from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.statistics import parse
 from tune_prune.pruning.statistics.block_removal import removal_losses
 from tune_prune.pruning.statistics.taylor import Importance, taylor

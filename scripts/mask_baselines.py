@@ -41,7 +41,7 @@ from tune_prune.models import catalog, loading
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.opened import Model
-from tune_prune.pruning.batches import batch_size
+from tune_prune.pruning.passes.batches import batch_size
 
 BLOCK = 128  # columns whose masks SparseGPT chooses at once
 DAMPING = 0.01  # of the mean of H's diagonal

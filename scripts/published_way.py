@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from tune_prune.models.families import decoder_layers
 from tune_prune.models.loading import LoadedModel
-from tune_prune.pruning.group_sums import group_sums
 from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.passes.group_sums import group_sums
 
 GRADIENT_BATCH = 8  # samples, the default of the published code
 

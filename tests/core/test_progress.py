@@ -20,7 +20,7 @@ from tune_prune.analysis import command
 from tune_prune.checkpoint import generation_speed
 from tune_prune.core.terminal import progress
 from tune_prune.models.families import family_of
-from tune_prune.pruning import batches
+from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import by_statistic, load_statistic, statistic_names
 
 

@@ -42,7 +42,7 @@ from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.layer_runner import LayerRunner
-from tune_prune.pruning import batches
+from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics import taylor as taylor_module
 

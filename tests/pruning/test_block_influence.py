@@ -21,9 +21,9 @@ from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
 from tune_prune.planning import resolve
 from tune_prune.planning.plan import SearchSettings
-from tune_prune.pruning import batches
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense, load_method
+from tune_prune.pruning.passes import batches
 from tune_prune.pruning.selection import select
 from tune_prune.pruning.statistics import Need, load_statistic
 

@@ -16,9 +16,9 @@ from tests.residencies import WAYS, in_way
 from tune_prune.core.config import PruningConfig
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning import batches
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense, load_method
+from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import Need, load_statistic
 
 SEQ_LEN = 9

@@ -13,10 +13,10 @@ from tests.residencies import CASES, WAYS, in_way
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.geometry import read_geometry
 from tune_prune.models.runner.layer_weights import LazyWeights
-from tune_prune.pruning import batches
 from tune_prune.pruning.compensation import refit
 from tune_prune.pruning.compensation.refit import Refit, least_squares
 from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.passes import batches
 from tune_prune.pruning.surgery import Changes, prune, pruned_weights
 
 SEQ_LEN = 12

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning import batches
+from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import block_removal
 from tune_prune.pruning.statistics.block_removal import KINDS, RemovalLosses, removal_losses
 

@@ -18,8 +18,8 @@ from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import FAMILIES, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
-from tune_prune.pruning import batches
-from tune_prune.pruning.batches import growing_batches
+from tune_prune.pruning.passes import batches
+from tune_prune.pruning.passes.batches import growing_batches
 from tune_prune.pruning.statistics import Need, load_statistic, statistic_names
 from tune_prune.pruning.statistics import taylor as module
 from tune_prune.pruning.statistics.block_removal import KINDS, removal_losses

@@ -14,8 +14,8 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.models.families import FAMILIES
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning import batches
 from tune_prune.pruning.methods import Dense, load_method, method_names
+from tune_prune.pruning.passes import batches
 from tune_prune.pruning.statistics import Need, by_statistic, load_statistic, parse, statistic_names
 
 SEQ_LEN = 9

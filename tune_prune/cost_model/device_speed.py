@@ -31,7 +31,7 @@ from tune_prune.evaluation.engine.rows import Row, default_batch_tokens, token_l
 from tune_prune.models import loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import read_geometry
-from tune_prune.pruning.batches import BATCH_TOKENS
+from tune_prune.pruning.passes.batches import BATCH_TOKENS
 from tune_prune.pruning.statistics import Need, load_statistic
 
 SHORT_ROW = 32  # tokens; attention's share is small

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from tune_prune.analysis.input.measures import GOLD, TEXTS
+from tune_prune.analysis.input.measures import GOLD, TEXTS, gold_logprobs
 from tune_prune.analysis.input.rows import configuration_of
-from tune_prune.analysis.statistics.differences import mean_observed, paired_gap
+from tune_prune.analysis.statistics.differences import Items, mean_observed, paired_gap
 from tune_prune.core.config import PruningConfig
 
 # By the hyperparameter that switches it on: what it is called, and the metric of a trial that says how much of the error is left
@@ -59,10 +59,13 @@ Rows = tuple[
 ]  # eligible configurations; of several draws, their trials, by index
 
 
-def changes(own: Rows, untrained: Rows, dense_gold: float = math.nan) -> tuple[Change, ...]:
+def changes(
+    own: Rows, untrained: Rows, dense_gold: float = math.nan, gold: Items = gold_logprobs
+) -> tuple[Change, ...]:
     """Of configurations in `own` with a refit and no training, or with a training, beside the same ones without it in `untrained`,
-    which are `own` themselves where nothing is trained; the order is that of `own`. `dense_gold`: GOLD of the dense model."""
-    return judged(list(_pairs(own, untrained, dense_gold)))
+    which are `own` themselves where nothing is trained; the order is that of `own`. `dense_gold`: GOLD of the dense model;
+    `gold`: `gold_logprobs`, or a GoldReader."""
+    return judged(list(_pairs(own, untrained, dense_gold, gold)))
 
 
 def judged(found: Sequence[Change]) -> tuple[Change, ...]:
@@ -77,7 +80,7 @@ def judged(found: Sequence[Change]) -> tuple[Change, ...]:
     return tuple(replace(c, worse=tuple(n for n in MEASURES if n in worse.get(i, ()))) for i, c in enumerate(found))
 
 
-def _pairs(own: Rows, untrained: Rows, dense_gold: float) -> Iterator[Change]:
+def _pairs(own: Rows, untrained: Rows, dense_gold: float, gold: Items) -> Iterator[Change]:
     without = {configuration_of(row): place for place, row in untrained[0][::-1].iterrows()}
     for place, row in own[0].iterrows():
         config = configuration_of(row)
@@ -93,14 +96,14 @@ def _pairs(own: Rows, untrained: Rows, dense_gold: float) -> Iterator[Change]:
         if len(both):
             kind, metric = KINDS[switch]
             before, after = first.loc[both], second.loc[both]
-            shifts = {name: shift for name in MEASURES if (shift := _shift(before, after, name)) is not None}
+            shifts = {name: shift for name in MEASURES if (shift := _shift(before, after, name, gold)) is not None}
             if GOLD in shifts and shifts[GOLD].after >= dense_gold:  # nearer to the dense model, not worse
                 shifts[GOLD] = replace(shifts[GOLD], p=1.0)
             own_text = float(after[metric].mean()) if metric in after else math.nan
             yield Change(kind, untrained[0].loc[other], row, len(both), shifts, own_text)
 
 
-def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str) -> Shift | None:
+def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> Shift | None:
     """Of trials of the same draws, in their order. The error is that of the same items or blocks, averaged over draws, and, of
     several draws, of what their differences differ by, with as many degrees of freedom (Satterthwaite 1946)."""
     from scipy.stats import t
@@ -111,7 +114,7 @@ def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str) -> Shift | N
     if not np.isfinite(gaps).all():
         return None
     change, count = float(gaps.mean()), len(gaps)
-    of_items = _items_variance(before, after, measure)
+    of_items = _items_variance(before, after, measure, gold)
     of_draws = float(gaps.var(ddof=1)) / count if count > 1 else 0.0
     stderr = math.sqrt(of_items + of_draws)
     freedom = (count - 1) * (stderr**2 / of_draws) ** 2 if of_draws else math.inf
@@ -120,9 +123,9 @@ def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str) -> Shift | N
     return Shift(float(before[measure].mean()), float(after[measure].mean()), change, stderr, p)
 
 
-def _items_variance(before: pd.DataFrame, after: pd.DataFrame, measure: str) -> float:
+def _items_variance(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> float:
     """Of the mean difference over draws, which share their items."""
-    first, second = (mean_observed(part["output_dir"], measure) for part in (before, after))
+    first, second = (mean_observed(part["output_dir"], measure, gold) for part in (before, after))
     paired = None if first is None or second is None else paired_gap(second, first)
     if paired is not None:
         return paired[1] ** 2

@@ -30,9 +30,7 @@ class Fidelity:
     trials: int
     tau: float  # Kendall's tau-b with the final acc_mean, signed so that higher is better; NaN where one of both is constant
     stderr: float  # of tau, by jackknife over the trials
-    rank: (
-        int | None
-    )  # trials at least as good there as the most accurate one, which counts; None where that has no value
+    rank: int | None  # trials at least as good there as the most accurate one, itself among them; None: it has no value
     seconds: float  # of its stage (`_seconds`); a slice has its items' share of that of all items; NaN where unknown
 
     @property

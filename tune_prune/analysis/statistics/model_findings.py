@@ -213,7 +213,7 @@ class ModelFindings:
         """`changes.changes`: what the refit of these does or, where they are trained, the training."""
         of = self.untrained if self.model.trained else self
         dense = self.model.baseline.get(GOLD, math.nan)
-        return () if of is None else changes((self.eligible, self.draws), (of.eligible, of.draws), dense)
+        return () if of is None else changes((self.eligible, self.draws), (of.eligible, of.draws), dense, self._gold)
 
     def at_chance(self, accuracy: Any, task: str = "mean") -> bool:
         """Whether an accuracy may come from guessing; what is not known does not."""

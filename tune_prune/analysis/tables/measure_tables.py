@@ -85,9 +85,5 @@ def fidelities(findings: Findings) -> Table | None:
         Column("let_through", "Let through", "percent", hint="what a filter has to, to keep the most accurate one"),
         Column("seconds", "Time", "duration", hint="median over the trials"),
     ]
-    title = "What cheaper looks tell of the final accuracy"
-    return (
-        Table("fidelities", title, columns, rows, [Message("note_fidelities")], long=len(rows) > _PAGE)
-        if rows
-        else None
-    )
+    title, notes = "What cheaper looks tell of the final accuracy", [Message("note_fidelities")]
+    return Table("fidelities", title, columns, rows, notes, long=len(rows) > _PAGE) if rows else None

@@ -7,9 +7,9 @@ at temperature 1) into low-rank adapters of all projections (LoRA, Hu et al. 202
              WARM_UP steps and falls to 0 by a cosine
 
 The dense model is there as what its head is given at those tokens [samples, T, H]: logits of both are made beside each other, a
-part at a time. Gradients are those of `pruning.gradient_pass`, so the pruned model is held as it is for any other gradients: as a
-whole, or a layer at a time, where its weights may stay in files. Nothing but the adapters is trained: no new weights and no new
-biases.
+part at a time. Gradients are those of `pruning.passes.gradient_pass`, so the pruned model is held as it is for any other gradients:
+as a whole, or a layer at a time, where its weights may stay in files. Nothing but the adapters is trained: no new weights and no
+new biases.
 
 What was trained on a little text may not hold for other text. So some samples are held out, and where the divergence on those does
 not fall the model stays as it was.
@@ -36,7 +36,7 @@ from tune_prune.models.families import Family
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.models.runner.residency import Residency
-from tune_prune.pruning.gradient_pass import Sums, gradient_pass, gradient_work
+from tune_prune.pruning.passes.gradient_pass import Sums, gradient_pass, gradient_work
 from tune_prune.pruning.statistics import PassWork
 from tune_prune.pruning.surgery import Updates
 

@@ -32,8 +32,8 @@ from tune_prune.models.families import Family
 from tune_prune.models.runner.hidden_states import SpilledStates
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.batches import batch_size
 from tune_prune.pruning.groups import PruningPlan
+from tune_prune.pruning.passes.batches import batch_size
 from tune_prune.pruning.statistics import PassWork
 from tune_prune.pruning.surgery import kept_members, planned_layers, weight_name
 

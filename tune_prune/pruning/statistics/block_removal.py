@@ -30,7 +30,7 @@ from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 from tune_prune.models.runner.layer_runner import Carried, LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.batches import batch_size, growing_batches
+from tune_prune.pruning.passes.batches import batch_size, growing_batches
 from tune_prune.pruning.statistics import CALIBRATION, Arrays, Begun, GrowingStatistic, Need, PassWork
 
 KINDS = ("layer", "attention", "mlp")

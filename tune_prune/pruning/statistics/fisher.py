@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tune_prune.pruning.gradient_pass import GroupInformation, WeightSums
-from tune_prune.pruning.group_sums import layer_group_sums
+from tune_prune.pruning.passes.gradient_pass import GroupInformation, WeightSums
+from tune_prune.pruning.passes.group_sums import layer_group_sums
 
 
 class _Squares(WeightSums[tuple[np.ndarray, np.ndarray]]):

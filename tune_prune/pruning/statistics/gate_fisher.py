@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tune_prune.models.families import Family
-from tune_prune.pruning.gradient_pass import GroupInformation, Sums
+from tune_prune.pruning.passes.gradient_pass import GroupInformation, Sums
 
 
 class _Squares(Sums[tuple[np.ndarray, np.ndarray]]):

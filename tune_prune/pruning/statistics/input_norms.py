@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tune_prune.models.families import Family
-from tune_prune.pruning.batches import ForwardSums
+from tune_prune.pruning.passes.forward_pass import ForwardSums
 from tune_prune.pruning.statistics import Arrays, Need, PassWork
 
 

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 from tune_prune.core.store import GRADIENTS
 from tune_prune.models.families import Family
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.batches import batch_size, needs_copy
-from tune_prune.pruning.gradient_pass import WeightSums, gradient_pass, gradient_work
-from tune_prune.pruning.group_sums import layer_group_sums
 from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.passes.batches import batch_size, needs_copy
+from tune_prune.pruning.passes.gradient_pass import WeightSums, gradient_pass, gradient_work
+from tune_prune.pruning.passes.group_sums import layer_group_sums
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
 

@@ -5,9 +5,9 @@
 
 import torch
 
-from tune_prune.pruning.group_sums import group_sums
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.methods import Dense
+from tune_prune.pruning.passes.group_sums import group_sums
 
 STATISTICS = ()
 

@@ -22,8 +22,8 @@ from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
-from tune_prune.pruning.batches import batch_size, batches, check_snapshots, runs, samples_run
 from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.passes.batches import batch_size, batches, check_snapshots, runs, samples_run
 from tune_prune.pruning.statistics import Arrays, Need, PassWork, Statistic
 
 T = TypeVar("T")
