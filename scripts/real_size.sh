@@ -11,6 +11,7 @@
 #   qwen      Qwen2.5-7B, the same: a vocabulary of 152k, and biases
 #   1b        Llama-3.2-1B within 3 GiB: search, 16 samples of 128 tokens, which takes 9 GiB resident
 #   70b       two layers of Llama-3-70B within 17 GiB: search
+#   recipe    eight layers of Mistral-7B within 8 GiB: a search by each score that reads samples, and one with a refit and a training step
 #   smollm2   SmolLM2-135M: all of these commands
 #
 # Options:
@@ -18,10 +19,11 @@
 #   --data DIR      tasks and text in the layout of docs/data.md (default: those that come with tune_prune)
 #   --tasks A,B     two of its tasks (default: boolq,piqa)
 #   --output FILE   the numbers as JSON (default: real_size.json in --work)
+#   --dtype D       what they compute in (default: bfloat16; float32 where the CPU has no instructions for that)
 #   --layers N, --vocab N    smaller models, to try the commands
 #   --print         the commands, without running them
 #
-# A configuration of 8 samples of 16 tokens, two tasks with two items each and 1,500 characters of text. The table is printed, and
+# A configuration of 8 samples of 16 tokens (a refit takes 2,048), two tasks with two items each and 1,500 characters of text. The table is printed, and
 # the file written, however the script ends. Exit code 1 where a command has failed; the other steps are run all the same.
 
 set -uo pipefail
@@ -32,7 +34,7 @@ python=${PYTHON:-python}
 time_command=${TIME_COMMAND:-/usr/bin/time}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-work='' data='' tasks=boolq,piqa output='' only_print='' failed=0
+work='' data='' tasks=boolq,piqa output='' dtype=bfloat16 only_print='' failed=0
 steps=() smaller=()
 
 refuse() {
@@ -49,22 +51,23 @@ absolute() {
 
 while [ $# -gt 0 ]; do
     case $1 in
-        --work | --data | --tasks | --output | --layers | --vocab) [ $# -gt 1 ] || refuse "$1 needs a value; see $0 --help" ;;
+        --work | --data | --tasks | --output | --dtype | --layers | --vocab) [ $# -gt 1 ] || refuse "$1 needs a value; see $0 --help" ;;
     esac
     case $1 in
         --work) work=$(absolute "$2") && shift ;;
         --data) data=$(absolute "$2") && shift ;;
         --tasks) tasks=$2 && shift ;;
         --output) output=$(absolute "$2") && shift ;;
+        --dtype) dtype=$2 && shift ;;
         --layers | --vocab) smaller+=("$1" "$2") && shift ;;
         --print) only_print=yes ;;
         -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' scripts/real_size.sh && exit ;;
-        mistral | llama | qwen | 1b | 70b | smollm2) steps+=("$1") ;;
-        *) refuse "'$1' is no step and no option; steps are mistral, llama, qwen, 1b, 70b and smollm2, --help says the rest" ;;
+        mistral | llama | qwen | 1b | 70b | recipe | smollm2) steps+=("$1") ;;
+        *) refuse "'$1' is no step and no option; steps are mistral, llama, qwen, 1b, 70b, recipe and smollm2, --help says the rest" ;;
     esac
     shift
 done
-[ ${#steps[@]} -gt 0 ] || refuse "no step is named; name some of mistral, llama, qwen, 1b, 70b and smollm2"
+[ ${#steps[@]} -gt 0 ] || refuse "no step is named; name some of mistral, llama, qwen, 1b, 70b, recipe and smollm2"
 [ -n "$work" ] || refuse "--work is missing; name a folder with room for the models (14.5 GB for mistral)"
 [ -z "$data" ] || [ -d "$data/tasks" ] || refuse "--data $data has no folder tasks; docs/data.md has the layout"
 output=${output:-$work/real_size.json}
@@ -173,16 +176,18 @@ model() {
     measured "make the model" "$python" scripts/make_random_model.py --like "$@" "${smaller[@]}" --output "$model"
 }
 
-# search MEMORY SEQ_LEN SAMPLES LIMIT
+# search MEMORY SEQ_LEN SAMPLES LIMIT [METHOD [LINE...]]: lines of the search space
 search() {
-    local space=$work/$step.yaml
+    local memory=$1 seq_len=$2 samples=$3 limit=$4 method=${5:-taylor}
+    local what="search${5:+ $5}${6:+ and more}" name=$step${5:+-$5}${6:+-more} lines=("${@:6}")
+    local space=$work/$name.yaml
     if [ -z "$only_print" ]; then
-        printf 'search: grid\nmethod: taylor\nseq_len: %s\nnum_samples: %s\n' "$2" "$3" > "$space"
-        rm -rf "$work/results/$step"
+        printf '%s\n' 'search: grid' "method: $method" "seq_len: $seq_len" "num_samples: $samples" "${lines[@]}" > "$space"
+        rm -rf "$work/results/$name"
     fi
-    measured search "$python" -m tune_prune.search --model "$model" --search-space "$space" --inline --dtype bfloat16 \
-        --memory "$1" --data-dir "$work/data" --calibration embedded --tasks "$tasks" --limit "$4" \
-        --storage-path "$work/results/$step" --name "$step"
+    measured "$what" "$python" -m tune_prune.search --model "$model" --search-space "$space" --inline --dtype "$dtype" \
+        --memory "$memory" --data-dir "$work/data" --calibration embedded --tasks "$tasks" --limit "$limit" \
+        --storage-path "$work/results/$name" --name "$name"
 }
 
 prune_searched() {
@@ -201,7 +206,7 @@ prune_and_evaluate() {
     measured "prune --method taylor" "$python" -m tune_prune.prune --model "$model" --method taylor --seq-len 16 \
         --num-samples 8 --memory 8GiB --data-dir "$work/data" --calibration embedded --output "$work/$step-taylor" \
         --overwrite &&
-        measured evaluate "$python" -m tune_prune.evaluate --model "$work/$step-taylor" --dtype bfloat16 --memory 8GiB \
+        measured evaluate "$python" -m tune_prune.evaluate --model "$work/$step-taylor" --dtype "$dtype" --memory 8GiB \
             --data-dir "$work/data" --tasks "$tasks" --limit 2
 }
 
@@ -217,6 +222,12 @@ for step in "${steps[@]}"; do
         qwen) model qwen2.5-7b && prune_and_evaluate ;;
         1b) model llama-3.2-1b && search 3GiB 128 16 4 ;;
         70b) model llama-3-70b --layers 2 && search 17GiB 16 8 2 ;;
+        recipe)
+            model mistral-7b --layers 8 && for method in taylor layerwise fisher gate_fisher flap block_influence; do
+                search 8GiB 16 8 2 "$method"
+            done && search 8GiB 16 8 2 gate_fisher "compensation: least_squares" "refit_tokens: 2048" "recovery: lora" \
+                "recovery_steps: 1"
+            ;;
         smollm2) model smollm2-135m && search 8GiB 16 8 2 && prune_searched && prune_and_evaluate ;;
     esac
 done

@@ -20,7 +20,15 @@ from tune_prune.cli import search_flags
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "real_size.sh"
-STEPS = {"mistral": 7, "llama": 8, "qwen": 7, "1b": 1, "70b": 3, "smollm2": 0}  # whole billions of parameters
+STEPS = {
+    "mistral": 7,
+    "llama": 8,
+    "qwen": 7,
+    "1b": 1,
+    "70b": 3,
+    "recipe": 2,
+    "smollm2": 0,
+}  # whole billions of parameters
 
 
 def run(*argv: object, **env: object) -> subprocess.CompletedProcess[str]:
@@ -63,11 +71,13 @@ def test_the_commands_are_what_the_parsers_take(step: str, tmp_path: Path, monke
     whole, taylor = ["search", "prune"], ["prune", "evaluate"]
     assert seen == [
         "make",
-        *{"mistral": whole, "smollm2": whole + taylor, "1b": whole[:1], "70b": whole[:1]}.get(step, taylor),
+        *{"mistral": whole, "smollm2": whole + taylor, "1b": whole[:1], "70b": whole[:1], "recipe": ["search"] * 7}.get(
+            step, taylor
+        ),
     ]
     (config,) = made
     assert make_random_model.total_bytes(config) // 2_000_000_000 == STEPS[step]
-    assert (config.num_hidden_layers == 2) == (step == "70b")
+    assert {"70b": 2, "recipe": 8}.get(step, config.num_hidden_layers) == config.num_hidden_layers
 
 
 # In the place of Python: what the commands say, and of whom it is asked; everything else is Python's.
