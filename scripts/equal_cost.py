@@ -124,10 +124,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         for name in ("reference", "other"):
             one = row[name]
-            points = f"{row['points']:+.1f} ± {row['stderr_points']:.1f}" if name == "other" else ""
+            ahead = f"{row['points']:+.1f} ± {row['stderr_points']:.1f}" if name == "other" else ""
             lines.append(
                 f"| {row['model']} | {name} {row['draw']} | {one['trials']} | {one['tokens'] / 1e6:.2f} | `{one['best']}` "
-                f"| {one['accuracy']:.3f} | {one['cross_fitted']:.3f} ± {one['stderr']:.3f} | {points} |"
+                f"| {one['accuracy']:.3f} | {one['cross_fitted']:.3f} ± {one['stderr']:.3f} | {ahead} |"
             )
     for model in dict.fromkeys(row["model"] for row in rows):
         points = np.array([row["points"] for row in rows if row["model"] == model])

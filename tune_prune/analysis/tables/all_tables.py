@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from tune_prune.analysis.render.latex import document, latex_table
@@ -12,7 +14,8 @@ from tune_prune.analysis.tables.table import Table
 from tune_prune.core.store import FolderStore
 
 
-def all_tables(findings: Findings) -> dict[str, Table]:
+@lru_cache(maxsize=1)  # report, page and files have the same
+def all_tables(findings: Findings) -> Mapping[str, Table]:
     """All tables that these findings have rows for, by their keys; those of the appendix last."""
     made = [
         configurations.best_configurations(findings),
