@@ -1,4 +1,4 @@
-"""What decides, after every slice of a trial's items, whether the trial goes on."""
+"""What decides, after every stage of a trial, whether the trial goes on."""
 
 from __future__ import annotations
 
