@@ -127,6 +127,7 @@ def search(
     recover: int | None = None,
     dtype: str | None = None,
     scheduler: str = "none",
+    kl_filter: bool = False,
     memory: str | None = None,
     gpus_per_trial: float | str = "auto",
     cpus_per_trial: float | str = "auto",
@@ -163,6 +164,8 @@ def search(
     scheduler       which trials are stopped early: none; race, what cannot be the most accurate any more (95% confidence);
                     race-gold, the same by the log-probability of right choices; asha, the weaker half at a quarter and at half of
                     the items
+    kl_filter       with or without a scheduler: trials whose KL to the dense model, on text and on questions, is above 1.5 times
+                    the median of at least 5 trials before them are stopped before perplexity and items
     memory          most that a trial may take, e.g. "20GiB", as for `open`
     gpus_per_trial  GPUs of one trial: 0, 1, 1/k for k trials on each GPU, several to spread its layers over, or auto
     cpus_per_trial  CPUs of one trial, or auto

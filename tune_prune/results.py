@@ -170,6 +170,7 @@ def _run(
         seed=settings.seed,
         objective=settings.objective,
         scheduler=settings.scheduler,
+        kl_filter=settings.kl_filter,
         inline=settings.inline,
         address=settings.address,
         local_ray=local_ray,
@@ -238,7 +239,7 @@ def _run_by_decisions(
     with connected(options):  # one Ray for all rounds, each of which would start its own
         while draws.given > before:
             run_search(jobs, replace(options, only=frozenset(draws.given - before)))
-            options = replace(options, scheduler="none")
+            options = replace(options, scheduler="none", kl_filter=False)
             before, told = set(draws.given), len(draws.rounds)
             if plan.settings.draws is not None:
                 draws.decide(Ledger(store).records())

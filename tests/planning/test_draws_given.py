@@ -194,6 +194,9 @@ def test_several_seeds_are_measured_whole_or_refused(tmp_path: Path) -> None:
             resolve.space(settings("--seeds", "0,1", "--scheduler", scheduler))
         assert resolve.space(settings("--draws", "2", "--scheduler", scheduler)).values["seed"] == (0, 1)
         assert resolve.space(settings("--seeds", "3", "--scheduler", scheduler)).values["seed"] == (3,)
+    with pytest.raises(UserError, match=r"^--kl-filter stops single trials, .* 2 draws .*--draws 2 in place"):
+        resolve.space(settings("--seeds", "0,1", "--kl-filter"))
+    assert resolve.space(settings("--draws", "2", "--kl-filter")).values["seed"] == (0, 1)
     space = tmp_path / "space.yaml"
     space.write_text("search: optuna\nmethod: taylor\nseq_len: [16, 32]\nnum_samples: 8\nseeds: [0, 2]\nnum_trials: 2")
     with pytest.raises(UserError, match=r"2 seeds \(0, 2\) are for a grid.*name one seed, or use --search grid"):

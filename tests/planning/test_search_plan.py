@@ -22,6 +22,7 @@ from tune_prune.analysis import rerun
 from tune_prune.analysis.input.reading import study_of_search
 from tune_prune.analysis.input.rows import frame
 from tune_prune.analysis.input.study import Model
+from tune_prune.cli.search_flags import parser, settings_from
 from tune_prune.core.config import Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger, write_baselines
@@ -29,7 +30,7 @@ from tune_prune.core.process.machine import Memory
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.models import catalog, loading
-from tune_prune.planning import experiment, search_space
+from tune_prune.planning import experiment, resolve, search_space
 from tune_prune.planning.memory_bounds import check_memory
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import make_plan
@@ -107,6 +108,32 @@ def test_the_cost_of_a_dry_run(plan_text: Callable[..., str]) -> None:
 
 def test_stopping_early_makes_the_cost_an_upper_bound(plan_text: Callable[..., str]) -> None:
     assert "an upper bound: asha stops trials early" in plan_text(*TINY, "--scheduler", "asha")
+    alone, both = (plan_text(*TINY, "--kl-filter", *more) for more in ((), ("--scheduler", "race")))
+    assert "scheduler none, KL filter\n" in alone and "an upper bound: the KL filter stops trials early" in alone
+    assert "scheduler race, KL filter\n" in both and "race and the KL filter stop trials early" in both
+
+
+@pytest.mark.parametrize(
+    ("space", "flags", "trials"),
+    [
+        ("control", (), 1),
+        ("minimal", (), 3),
+        ("smoke", ("--draws", "2"), None),
+        ("smoke", ("--search", "optuna"), None),
+        ("smoke", ("--search", "optuna", "--num-trials", "5"), 5),
+    ],
+)
+def test_a_filter_that_can_stop_nothing_is_refused(space: str, flags: tuple[str, ...], trials: int | None) -> None:
+    """It compares with five earlier trials of one draw: the sixth may be stopped."""
+    argv = ["--model", "tiny-llama", "--search-space", space, *flags, "--kl-filter"]
+    asked = settings_from(parser().parse_args(argv))
+    if trials is None:
+        assert resolve.space(asked).name == space
+        return
+    with pytest.raises(
+        UserError, match=rf"^--kl-filter .* at least 5 before it, but search space {space} has {trials} "
+    ):
+        resolve.space(asked)
 
 
 def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(

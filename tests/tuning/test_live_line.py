@@ -149,7 +149,7 @@ def test_the_eta_follows_jobs_stages_and_slices():
     whole = 1 + 18 + 20
     assert search.shown().endswith(f"ETA {clock(15 + 3 * (whole + overhead) - 10)}")
     search.line.on_end(first, last)  # stopped by a scheduler
-    assert "[1/4] running 0, failed 0, " in search.shown()
+    assert "[1/4] running 0, failed 0, stopped 1, ETA" in search.shown()
     assert search.shown(wait=0).endswith(f"ETA {clock(3 * (whole + overhead) - 10)}")
     second = search.start(SPECS["k1"])
     died = TrialProgress("k1", "tiny-llama", CONFIGS[1]).record("failed", "it died", failure="lost_worker")
@@ -157,7 +157,7 @@ def test_the_eta_follows_jobs_stages_and_slices():
         second, TrialMessage(TrialProgress("k1", "tiny-llama", None), record=died), RuntimeError("it died")
     )
     assert search.shown().endswith(
-        f"[2/4] running 0, failed 1 (1 lost worker), ETA {clock(2 * (whole + overhead) - 10)}"
+        f"[2/4] running 0, failed 1 (1 lost worker), stopped 1, ETA {clock(2 * (whole + overhead) - 10)}"
     )
 
 

@@ -260,6 +260,10 @@ def test_tasks_without_right_choices_are_refused_before_a_search(tmp_path):
         folder.mkdir(parents=True)
         (folder / "task.yaml").write_text(f"output_type: {kind}\ndoc_to_text: x\ndoc_to_target: y\n")
         (folder / "test.jsonl").write_text('{"x": 1}\n')
-    checks.check_right_choices(run("cloze", "quiz"))
-    with pytest.raises(UserError, match=r"race-gold .* cloze, last have none .*--scheduler race"):
-        checks.check_right_choices(run("cloze", "last"))
+    for flag, said in (
+        ("--scheduler race-gold", r"^--scheduler race-gold .* cloze, last have none .*use --scheduler race, or add"),
+        ("--kl-filter", r"^--kl-filter compares .* cloze, last have none .*leave it out, or add"),
+    ):
+        checks.check_right_choices(run("cloze", "quiz"), flag)
+        with pytest.raises(UserError, match=said):
+            checks.check_right_choices(run("cloze", "last"), flag)

@@ -192,3 +192,21 @@ def test_what_means_nothing_without_a_refit_is_not_taken_for_another_configurati
         found.append(spec.config)
         whole.tell(spec, stage_message(spec.key, status="complete", metrics={"acc_mean": 0.5}, items_scored=20))
     assert sorted(found) == sorted((*base, *refits))
+
+
+@pytest.mark.parametrize("objective", ["accuracy", "perplexity", "gold_logprob", "kl"])
+def test_what_was_stopped_by_its_kl_has_no_other_value(objective):
+    """Told now and read from the ledger: Optuna has its KL where that is looked for, and else no value of it."""
+    spec = specs_of("m")[0]
+    metrics = {"kl_text": 2.0, "kl_tasks": 4.0}
+    record = replace(record_of(spec, "stopped_early"), metrics=metrics, stages=[{"stage": "kl", "items_scored": 0}])
+    told = OptunaSearcher([spec], num_trials=1, seed=0, objective=objective)
+    told.ask()
+    told.report(spec, stage_message(spec.key, "kl", metrics=metrics))
+    told.tell(spec, stage_message(spec.key, "kl", metrics=metrics))
+    read = OptunaSearcher([spec], num_trials=1, seed=0, known=[record], objective=objective)
+    for searcher in (told, read):
+        (trial,) = searcher._studies["m"]._study.trials
+        assert trial.state == TrialState.PRUNED
+        assert trial.intermediate_values == ({0: -3.0} if objective == "kl" else {})
+    assert read.remaining == 0

@@ -277,7 +277,7 @@ def _resources(plan: Plan) -> str:
     of_each = " of each" if each.gpus > 1 else ""
     return (
         f"{where}; a trial takes {each.cpus:g} CPU, {each.gpus:g} GPU and about {size(plan.memory.total)}{of_each}; {at_once}; "
-        f"scheduler {settings.scheduler}"
+        f"scheduler {settings.scheduler}{', KL filter' if settings.kl_filter else ''}"
     )
 
 

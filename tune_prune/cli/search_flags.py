@@ -113,6 +113,12 @@ def parser() -> Parser:
         "race-gold the same by log-probabilities of right choices, on fewer items (the most accurate may be among the stopped); "
         "asha stops the weaker half at a quarter and at half of the items; not with several --seeds (default: %(default)s)",
     )
+    how.add_argument(
+        "--kl-filter",
+        action="store_true",
+        help="with or without a scheduler: stop a trial before perplexity and items where its KL to the dense model, on text and "
+        "on questions, is above 1.5 times the median of at least 5 trials before it (docs/methods.md; not with several --seeds)",
+    )
     flags.add_memory_flag(how, "a trial")
     how.add_argument(
         "--gpus-per-trial",
@@ -251,6 +257,7 @@ def settings_from(args: argparse.Namespace) -> SearchSettings:
         recover=args.recover,
         dtype=args.dtype,
         scheduler=args.scheduler,
+        kl_filter=args.kl_filter,
         memory=args.memory,
         gpus_per_trial=gpus_per_trial,
         cpus_per_trial=cpus_per_trial,

@@ -58,9 +58,15 @@ def check_data(run: ModelRun) -> None:
             raise UserError(f"the perplexity text {path} is empty; put the raw WikiText-2 test there")
 
 
-def check_right_choices(run: ModelRun) -> None:
-    """Raise UserError where definitions say that no item of the run's tasks can have a single right choice, which a race by
-    log-probabilities compares. What only the items, the hub or a program can say is not looked for."""
+_NEED_RIGHT_CHOICES = {  # flag -> what for, and what to do without
+    "--scheduler race-gold": ("compares log-probabilities of right choices", "use --scheduler race"),
+    "--kl-filter": ("compares KLs on text and on questions with their right choices", "leave it out"),
+}
+
+
+def check_right_choices(run: ModelRun, flag: str) -> None:
+    """Raise UserError where definitions say that no item of the run's tasks can have a single right choice, which `flag` needs. What
+    only the items, the hub or a program can say is not looked for."""
     source, tasks = task_source(run), run.protocol.tasks
     if source.kind != "folder":
         return
@@ -70,9 +76,10 @@ def check_right_choices(run: ModelRun) -> None:
         values = read_definition(task.definition) if source.is_data(task) else followed(task.definition)[0]
         if values.get("output_type") != "loglikelihood":
             return
+    what, instead = _NEED_RIGHT_CHOICES[flag]
     raise UserError(
-        f"--scheduler race-gold compares log-probabilities of right choices, but {', '.join(tasks)} have none (output_type "
-        "loglikelihood); use --scheduler race, or add a multiple_choice task to --tasks"
+        f"{flag} {what}, but {', '.join(tasks)} have none (output_type loglikelihood); {instead}, or add a multiple_choice task to "
+        "--tasks"
     )
 
 

@@ -51,6 +51,7 @@ class SearchSettings:
     )
     dtype: str | None = None
     scheduler: Literal["none", "race", "race-gold", "asha"] = "none"
+    kl_filter: bool = False  # trials whose KL is far above that of earlier ones end after it
     memory: int | None = None  # bytes that a trial may take; None: what is free
     gpus_per_trial: float | None = None
     cpus_per_trial: float | None = None

@@ -70,8 +70,9 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
         )
     if any(not work.zero_shot.exact for work in works):
         notes.append("~ zero-shot tokens are estimated from a sample of the items")
-    if settings.scheduler != "none":
-        notes.append(f"an upper bound: {settings.scheduler} stops trials early")
+    stops = ([] if settings.scheduler == "none" else [settings.scheduler]) + ["the KL filter"] * settings.kl_filter
+    if stops:
+        notes.append(f"an upper bound: {' and '.join(stops)} stop{'s' if len(stops) == 1 else ''} trials early")
     elif plan.space.search == "optuna":
         notes.append("an upper bound: trials at the same seq_len share their passes")
     if settings.draws is not None:

@@ -159,7 +159,9 @@ def _plan_model(
         targets = {ratio: target_params(geometry, ratio, shape, cap) for ratio, shape, cap in sizes}
         checks.check_data(run)
         if settings.scheduler == "race-gold":
-            checks.check_right_choices(run)
+            checks.check_right_choices(run, "--scheduler race-gold")
+        if settings.kl_filter:
+            checks.check_right_choices(run, "--kl-filter")
         seq_lens = dict.fromkeys(config.seq_len for config in configs)
         most = max(config.num_samples for config in configs)
         texts = dict.fromkeys([run.calibration, *(run.of(config).calibration for config in configs)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +21,7 @@ from tune_prune.planning import search_space
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.search_space import SearchSpace
 from tune_prune.pruning.methods import load_method
+from tune_prune.tuning.stopping.kl_filter import FEWEST
 
 
 def space(settings: SearchSettings) -> SearchSpace:
@@ -73,7 +76,10 @@ def space(settings: SearchSettings) -> SearchSpace:
         )
     if settings.draws is None and len(values["seed"]) > 1:
         _check_several_seeds(settings, loaded)
-    return replace(loaded, num_trials=_num_trials(settings, loaded))
+    loaded = replace(loaded, num_trials=_num_trials(settings, loaded))
+    if settings.kl_filter:
+        _check_kl_filter(loaded)
+    return loaded
 
 
 def aligned(names: tuple[str, ...], align: int | None) -> tuple[str, ...]:
@@ -129,19 +135,34 @@ def _check_recover(settings: SearchSettings, loaded: SearchSpace) -> None:
 
 
 def _check_several_seeds(settings: SearchSettings, searched: SearchSpace) -> None:
-    """Raises UserError for Optuna, to which a seed would be one more hyperparameter, and for a scheduler: it stops single draws,
-    and a mean over draws needs all of them."""
+    """Raises UserError for Optuna, to which a seed would be one more hyperparameter, and for what stops trials early: single draws,
+    where a mean over draws needs all of them."""
     seeds = searched.values["seed"]
     if searched.search == "optuna":
         raise UserError(
             f"{len(seeds)} seeds ({', '.join(map(str, seeds))}) are for a grid, which measures every configuration on each "
             "of them; name one seed, or use --search grid"
         )
-    if settings.scheduler != "none":
+    if settings.scheduler != "none" or settings.kl_filter:
+        flag = "--kl-filter" if settings.scheduler == "none" else f"--scheduler {settings.scheduler}"
         raise UserError(
-            f"--scheduler {settings.scheduler} stops single trials, but a configuration is the mean of {len(seeds)} draws here "
+            f"{flag} stops single trials, but a configuration is the mean of {len(seeds)} draws here "
             f"(seeds {', '.join(map(str, seeds))}), of which none may be stopped; leave one of them out, or give --draws "
             f"{len(seeds)} in place of the seeds, which goes on with what the first draw leaves"
+        )
+
+
+def _check_kl_filter(searched: SearchSpace) -> None:
+    """Raises UserError where no trial has so many before it that it could be stopped."""
+    first = replace(
+        searched, values=searched.values | {"seed": searched.values["seed"][:1]}
+    )  # the only draw it looks at
+    sizes = Counter((point["pruning_ratio"], point["recovery"]) for point in first.points())
+    most = min(max(sizes.values()), searched.num_trials or math.inf)
+    if most <= FEWEST:
+        raise UserError(
+            f"--kl-filter compares a trial with at least {FEWEST} before it, but search space {searched.name} has {most} trials of "
+            "a model at a pruning ratio; leave it out"
         )
 
 

@@ -37,6 +37,7 @@ from tune_prune.tuning.ray_cluster.local import LocalRay
 from tune_prune.tuning.ray_cluster.resources import TrialResources, trial_slots
 from tune_prune.tuning.searcher import OptunaSearcher
 from tune_prune.tuning.stopping.asha import AshaRule
+from tune_prune.tuning.stopping.kl_filter import KlFilterRule
 from tune_prune.tuning.stopping.measures import ACCURACY, GOLD_LOGPROB, ItemValues, Measure
 from tune_prune.tuning.stopping.race import RaceRule, read_outcomes
 from tune_prune.tuning.stopping.rule import StoppingRule
@@ -60,6 +61,7 @@ class TuneOptions:
     only: frozenset[str] | None = None  # keys of the jobs that are run now; None: all
     goes_on: bool = False  # with other jobs after these: the search has not ended with them
     scheduler: Literal["none", "asha", "race", "race-gold"] = "none"
+    kl_filter: bool = False  # besides the scheduler: trials whose KL is far above that of earlier ones end after it
     inline: bool = False  # one trial after the other in this process, without Ray
     address: str | None = None  # HOST:PORT or "auto"; None: a local Ray
     num_cpus: int | None = None  # of the local Ray; None: all
@@ -140,8 +142,10 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
             settings.attempts.drop(baseline)
 
         rule = _rule(options, specs, finished)
-        if options.scheduler in RACES:
-            pending = _shuffled(pending, options.seed)
+        if options.scheduler in RACES or options.kl_filter:
+            left = {spec.key for spec in pending}
+            # Of all: what an earlier start has left goes on in the order that it had
+            pending = [spec for spec in _shuffled(list(specs.values()), options.seed) if spec.key in left]
         queue = WorkQueue(prepared, pending, searcher)
         ledger_observer = LedgerObserver(settings, rule.reasons)
         preparations, lost = PrepareObserver(keep), LostWork(settings)
@@ -212,6 +216,11 @@ def _pending(
 
 
 def _rule(options: TuneOptions, specs: dict[str, TrialSpec], finished: list[TrialRecord]) -> StoppingRule:
+    rule = _scheduler(options, specs, finished)
+    return KlFilterRule(specs, finished, rule) if options.kl_filter else rule
+
+
+def _scheduler(options: TuneOptions, specs: dict[str, TrialSpec], finished: list[TrialRecord]) -> StoppingRule:
     if options.scheduler == "asha":
         return AshaRule(specs)
     if options.scheduler in RACES:
@@ -220,11 +229,12 @@ def _rule(options: TuneOptions, specs: dict[str, TrialSpec], finished: list[Tria
     return StoppingRule()
 
 
-def _shuffled(pending: list[TrialSpec], seed: int) -> list[TrialSpec]:
-    """Every model's trials in random order: in the grid's, a race whose best come last would stop few."""
+def _shuffled(specs: list[TrialSpec], seed: int) -> list[TrialSpec]:
+    """Every model's trials in random order: in the grid's, a race whose best come last would stop few, and the first medians of KL
+    would be of one method."""
     result = []
-    for run in dict.fromkeys(spec.run for spec in pending):
-        own = [spec for spec in pending if spec.run == run]
+    for run in dict.fromkeys(spec.run for spec in specs):
+        own = [spec for spec in specs if spec.run == run]
         random.Random(seed_for(seed, f"race order {run.label}")).shuffle(own)
         result += own
     return result

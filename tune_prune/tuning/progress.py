@@ -144,7 +144,7 @@ class LiveLine(Observer):
         self._clock = clock
         self._scored: dict[str, int] = {}  # zero-shot items by trial
         self._failures: list[str] = []  # the class of each failed trial
-        self._done = self._prepared = self._width = 0
+        self._done = self._stopped = self._prepared = self._width = 0
         recorded = list(recorded)
         for record in recorded:
             self._count(record.key, record.status, record.metrics)
@@ -269,6 +269,7 @@ class LiveLine(Observer):
 
     def _count(self, key: str, status: str, metrics: Mapping[str, float], failure: str = "") -> None:
         self._done += 1
+        self._stopped += status == "stopped_early"
         if status == "failed":
             self._failures.append(failure)
         accuracy = metrics.get("acc_mean", math.nan)
@@ -284,6 +285,7 @@ class LiveLine(Observer):
         jobs = f"prepared {self._prepared}/{len(self._jobs)}, " if self._prepared < len(self._jobs) else ""
         classes = f" ({failure_counts(self._failures)})" if self._failures else ""
         counts = f"[{self._done}/{self._total}] {jobs}running {running}, failed {len(self._failures)}{classes}"
+        counts += f", stopped {self._stopped}" if self._stopped else ""
         return f"{counts}{', ' if best else ''}{best}{self._eta()}"
 
     def _eta(self) -> str:

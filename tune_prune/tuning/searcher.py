@@ -124,12 +124,13 @@ class _Study:
             self._live[key].report(value, message.stage.items_scored)
 
     def tell(self, key: str, message: TrialMessage | None, error: bool) -> None:
-        """Complete, failed or stopped by the scheduler: PRUNED keeps TPE from taking a partial value for a final one."""
+        """Complete, failed or stopped: PRUNED keeps TPE from taking a partial value for a final one. Of what was stopped before its
+        items (step 0) only the KL can be known, which is final."""
         status = "failed" if error or message is None else message.status
-        if status == "running":
-            self.report(key, message)
         trial, value = self._live.pop(key), self._value(message)
         if status == "running":
+            if value is not None and message is not None and message.stage is not None:
+                trial.report(value, message.stage.items_scored)
             self._study.tell(trial, state=TrialState.PRUNED)
         elif status == "complete" and value is not None:
             self._study.tell(trial, value)
@@ -163,13 +164,13 @@ class _Study:
         value = measured(record.metrics, self._objective)
         steps = [stage["items_scored"] for stage in record.stages if stage.get("items_scored")]
         complete = record.status == "complete" and math.isfinite(value)
-        stopped = record.status == "stopped_early" and math.isfinite(value)
+        stopped = record.status == "stopped_early"
         return optuna.trial.create_trial(
             params=self._params(config),
             distributions=self._distributions(),
             state=TrialState.COMPLETE if complete else TrialState.PRUNED if stopped else TrialState.FAIL,
             value=value if complete else None,
-            intermediate_values={steps[-1]: value} if stopped and steps else {},
+            intermediate_values={max(steps, default=0): value} if stopped and math.isfinite(value) else {},
         )
 
 
