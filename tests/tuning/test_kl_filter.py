@@ -1,19 +1,33 @@
-"""The filter by KL: its rule by a plain loop, whom it compares, and what a restarted search goes on with."""
+"""The filter by KL: its rule by a plain loop, whom it compares, what a restarted search goes on with, and whole searches."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import shutil
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.trial_messages import stage_message
 from tests.tuning.test_stopping import message, specs_of
+from tune_prune import load_results, search
+from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
+from tune_prune.core.ledger import Ledger
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.store import FolderStore
+from tune_prune.trial.context import TrialContext
+from tune_prune.tuning.driver import TuneOptions, run_search
+from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.stopping.kl_filter import KlFilterRule
 from tune_prune.tuning.stopping.race import RaceRule
+from tune_prune.tuning.worker import TrialSpec
 
 KEYS = [f"key{index:03}" for index in range(60)]
 
@@ -130,3 +144,141 @@ def test_what_passes_it_is_left_to_the_scheduler():
     assert stopped_by(rule, [("key007", 2.0, 2.0)]) == ["key007"]
     assert rule.reasons["key001"].startswith("stopped by the race: behind ")
     assert rule.reasons["key007"].startswith("stopped by the KL filter: kl_text 2 is above 1.5 times 1, ")
+
+
+SPACE = "search: grid\nmethod: [wanda_sp, taylor, random]\nseq_len: 16\nnum_samples: [8, 16]\nshape: [free, uniform]\n"
+SEARCH = ("--model", "tiny-llama", "--tasks", "boolq,piqa", "--limit", "8", "--perplexity-tokens", "500", "--inline")
+
+
+def run_command(folder: Path, name: str, *flags: str) -> str:
+    """What a search in `folder` prints; its experiments there share what they have measured."""
+    space, printed = folder / "space.yaml", StringIO()
+    space.write_text(SPACE)
+    argv = [*SEARCH, "--search-space", str(space), "--storage-path", str(folder), "--name", name, *flags]
+    with redirect_stdout(printed):
+        assert search.main(argv) == 0
+    return printed.getvalue()
+
+
+def in_order(folder: Path) -> list[TrialRecord]:
+    return sorted(Ledger(FolderStore(folder)).records(), key=lambda record: record.started_at)
+
+
+def stages(record: TrialRecord) -> list[str]:
+    return [stage["stage"] for stage in record.stages]
+
+
+def expected_of(records: Sequence[TrialRecord]) -> set[str]:
+    return {*by_a_plain_loop([(one.key, one.metrics["kl_text"], one.metrics["kl_tasks"]) for one in records])}
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A search of ten configurations, of which the two of random removal are far off, and what it has printed."""
+    folder = tmp_path_factory.mktemp("searched")
+    return folder, run_command(folder, "filtered", "--kl-filter")
+
+
+def test_a_search_stops_bad_trials_before_their_items(searched):
+    folder, printed = searched
+    records = in_order(folder / "filtered")
+    expected = expected_of(records)
+    assert len(records) == 10 and {one.key for one in records if one.status == "stopped_early"} == expected
+    assert {one.config["method"] for one in records if one.key in expected} >= {"random"}
+    for one in records:
+        if one.key not in expected:
+            assert one.status == "complete" and {"perplexity", "zero_shot"} <= {*stages(one)}
+            continue
+        assert stages(one)[-1] == "kl" and not {"acc_mean", "ppl", "gold_logprob_mean"} & {*one.metrics}
+        assert one.reason.startswith(
+            f"stopped by the KL filter: kl_text {one.metrics['kl_text']:.4g} is above 1.5 times "
+        )
+        assert f"; kl_tasks {one.metrics['kl_tasks']:.4g} is above 1.5 times " in one.reason
+        assert not (folder / "filtered" / "trials" / one.key / "items.parquet").exists()
+    count = f"{10 - len(expected)} complete, {len(expected)} stopped early"
+    assert f"tiny-llama: 10 trials ({count})" in printed
+    assert f"[10/10] running 0, failed 0, stopped {len(expected)}, best acc" in printed
+    assert "; scheduler none, KL filter\n" in printed and "an upper bound: the KL filter stops trials early" in printed
+    about = json.loads((folder / "filtered" / "experiment.json").read_text())
+    assert about["settings"]["kl_filter"] is True
+
+
+def test_stopped_trials_are_rows_that_decide_nothing(searched):
+    folder, _ = searched
+    results = load_results(folder / "filtered")
+    records = {one.key: one for one in in_order(folder / "filtered")}
+    for row in results.trials.to_dict("records"):
+        one = records[row["key"]]
+        assert (row["status"], row["reason"]) == (one.status, one.reason) and row["success"] == (
+            one.status == "complete"
+        )
+        assert row["kl_text"] == pytest.approx(one.metrics["kl_text"])
+        assert math.isnan(row["acc_mean"]) == (one.status == "stopped_early")
+    (found,) = results.findings.models.values()
+    complete = {one.key for one in records.values() if one.status == "complete"}
+    assert {*found.eligible["key"]} == complete
+    assert {rung.trials for rung in found.fidelities} == {len(complete)}  # KL's too: a filter cuts its range
+
+
+@pytest.mark.parametrize("kept", [3, 7])
+def test_a_restarted_search_stops_the_same(searched, kept):
+    """The ledger of a moment, with KLs in the cache, which count as any."""
+    folder, _ = searched
+    records, again = in_order(folder / "filtered"), folder / f"again{kept}"
+    shutil.copytree(folder / "filtered", again)
+    for one in records[kept:]:
+        (again / "ledger" / f"{one.key}.json").unlink()
+    run_command(folder, again.name, "--kl-filter")
+    after = in_order(again)
+    assert [(one.key, one.status, one.reason) for one in after] == [
+        (one.key, one.status, one.reason) for one in records
+    ]
+    kls = [stage for one in after[kept:] for stage in one.stages if stage["stage"] == "kl"]
+    assert len(kls) == 10 - kept and {stage["tokens"] for stage in kls} == {0}
+
+
+def test_a_race_goes_on_with_what_it_leaves(searched):
+    """The same order, so the same are stopped by it; and a search without it may be gone on with by one that has it."""
+    folder, _ = searched
+    run_command(folder, "raced", "--kl-filter", "--scheduler", "race")
+    filtered, raced = in_order(folder / "filtered"), in_order(folder / "raced")
+    assert [one.key for one in raced] == [one.key for one in filtered]
+    by_kl = {one.key: one.reason for one in filtered if one.status == "stopped_early"}
+    assert {one.key: one.reason for one in raced if "KL filter" in one.reason} == by_kl
+    assert all(one.reason.startswith("stopped by the race") for one in raced if one.reason and one.key not in by_kl)
+    run_command(folder, "plain")
+    assert {one.status for one in in_order(folder / "plain")} == {"complete"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("search_by", ["grid", "optuna"])
+def test_ray_stops_what_a_search_in_this_process_stops(two_cpus, tmp_path, search_by):
+    """One trial at a time (two of 1.5 CPUs do not fit), so that the order is the seed's."""
+    protocol = EvaluationProtocol(("boolq",), limit=8, slices=(0.5, 1.0), perplexity_window=64, perplexity_tokens=500)
+    run = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, protocol, 0, "float32")
+    context = TrialContext.open(run, tmp_path / "artifacts", device="cpu")
+    configs = [
+        PruningConfig(method, 16, samples, shape=shape)
+        for method, all_samples in (("wanda_sp", (8, 16)), ("taylor", (8, 16)), ("random", (8,)))
+        for samples in all_samples
+        for shape in ("free", "uniform")
+    ]
+    jobs = [TrialSpec(run, config, context.key(config)) for config in configs]
+    options = TuneOptions(
+        tmp_path / "ray",
+        tmp_path / "artifacts",
+        search=search_by,
+        num_trials=9 if search_by == "optuna" else None,
+        seed=6,  # by which the random ones come late
+        kl_filter=True,
+        resources=TrialResources(cpus=1.5, gpus=0),
+    )
+    result = run_search(jobs, options)
+    stopped = {key for key, record in result.records.items() if record.status == "stopped_early"}
+    assert stopped and stopped == expected_of([result.records[key] for key in result.ran])
+    for key in stopped:
+        assert stages(result.records[key])[-1] == "kl"
+    alone = run_search(jobs, replace(options, experiment_dir=tmp_path / "alone", inline=True))
+    assert alone.ran == result.ran
+    for key, record in alone.records.items():
+        assert (record.status, record.reason) == (result.records[key].status, result.records[key].reason)

@@ -65,8 +65,8 @@ _NEED_RIGHT_CHOICES = {  # flag -> what for, and what to do without
 
 
 def check_right_choices(run: ModelRun, flag: str) -> None:
-    """Raise UserError where definitions say that no item of the run's tasks can have a single right choice, which `flag` needs. What
-    only the items, the hub or a program can say is not looked for."""
+    """Raise UserError where definitions say that no item of the run's tasks can have a single right choice, which `flag` needs.
+    What only the items, the hub or a program can say is not looked for."""
     source, tasks = task_source(run), run.protocol.tasks
     if source.kind != "folder":
         return
