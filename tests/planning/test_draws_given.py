@@ -145,9 +145,10 @@ def test_a_failed_draw_is_none(searched, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_rounds_are_one_search_on_one_ray(searched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray is joined once, around all rounds; none but the last ends what status.json says of the search."""
+    """Ray is joined once, around all rounds; none but the last ends what status.json says of the search. Only in the first one are
+    trials stopped."""
     path, about, _ = searched
-    store, done = FolderStore(path), []
+    store, done, stopping = FolderStore(path), [], []
 
     @contextmanager
     def connected(*_: Any) -> Iterator[None]:
@@ -160,11 +161,15 @@ def test_rounds_are_one_search_on_one_ray(searched, monkeypatch: pytest.MonkeyPa
             WorkerSettings(path, path, TrialResources()), 1, 1, 1, lambda: None, goes_on=options.goes_on
         )
         observer.on_finish()
+        stopping.append((options.scheduler, options.kl_filter))
         done.append((store.read(STATUS) or {})["state"])
 
     monkeypatch.setattr(cluster, "connected", connected)
     monkeypatch.setattr(driver, "run_search", run_search)
-    results._run_by_decisions(plan_of(searched), store, [], TuneOptions(path), about["models"])
+    results._run_by_decisions(
+        plan_of(searched), store, [], TuneOptions(path, scheduler="race", kl_filter=True), about["models"]
+    )
+    assert stopping == [("race", True), *[("none", False)] * (len(stopping) - 1)]
     assert done == ["joined", *["running"] * (len(done) - 2), "left"] and len(done) > 4
     assert (store.read(STATUS) or {})["state"] == "ended"
 
