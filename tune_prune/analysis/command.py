@@ -269,8 +269,8 @@ def why_nothing(study: Study) -> str:
     models = study.models.values()
     if any(len(ranked(model.rows)) for model in models):
         return (
-            f"{STOPPED_DRAWS}, so nothing can be compared; search again under another --name, without --scheduler and --kl-filter or "
-            "with --draws in place of --seeds"
+            f"{STOPPED_DRAWS}, so nothing can be compared; search again under another --name, without --scheduler and --kl-filter "
+            "or with --draws in place of --seeds"
         )
     if any(model.rows["success"].any() for model in models):
         return "no complete trial has a finite acc_mean, so nothing can be compared; look at the column acc_mean of the results"
