@@ -59,6 +59,7 @@ class PassWork:
     snapshots: int = 0  # times that the sums over a model's weights are read out
     input_squares: bool = False  # whether squares of the inputs of each layer's last projections are summed up
     product_tokens: int = 0  # of which products of the inputs of each layer's last projections are summed up
+    product_sums: int = 0  # of gradients, how often the sums of those products are kept while it runs
     weight_sums: int = 0  # float32 numbers per weight of the projections that are kept while it runs
     adapter_rank: int = 0  # of adapters of a pruned copy, which are trained instead
     waiting_tokens: int = 0  # whose hidden states wait in host memory meanwhile

@@ -1,0 +1,192 @@
+"""`kfac` against plain loops over tokens, and against what Optimal Brain Surgeon's weights really cost by the curvature written out."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.residencies import CASES, WAYS, in_way
+from tune_prune.core.config import PruningConfig
+from tune_prune.models.families import FAMILIES, decoder_layers
+from tune_prune.models.geometry import read_geometry
+from tune_prune.pruning.groups import GroupScores
+from tune_prune.pruning.methods import Dense, load_method
+from tune_prune.pruning.passes import batches
+from tune_prune.pruning.statistics import Need, load_statistic
+from tune_prune.pruning.statistics import kfac as module
+
+SEQ_LEN = 9
+PROJECTIONS = ("self_attn.o_proj", "mlp.down_proj")
+GROUPS = (4, 40)  # of the tiny models: KV groups, of two query heads of 6, and channels
+
+
+def windows(count: int) -> Tensor:
+    return torch.randint(0, 64, (count, SEQ_LEN), generator=torch.Generator().manual_seed(7))
+
+
+def collected(model: nn.Module, samples: Tensor) -> GroupScores:
+    statistic, need = load_statistic("kfac"), Need("kfac", "", len(samples))
+    return statistic.value(statistic.collect(model, FAMILIES[model.config.model_type], samples, [need])[need], need)
+
+
+def factors(model: nn.Module, samples: Tensor) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of o of the first layer, down of the first layer, o of the second, ...: A with its damping, G and W, by sums over tokens."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def watch(place: int, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        output = output.detach().requires_grad_() if not output.requires_grad else output
+        output.retain_grad()
+        seen[place] = args[0].detach()[0], output
+        return output
+
+    layers = decoder_layers(model, FAMILIES[model.config.model_type])
+    linears = [layer.get_submodule(path) for layer in layers for path in PROJECTIONS]
+    handles = [linear.register_forward_hook(partial(watch, place)) for place, linear in enumerate(linears)]
+    sums = [[np.zeros((n, n)) for n in (linear.in_features, linear.out_features)] for linear in linears]
+    for sample in samples:
+        F.cross_entropy(model(input_ids=sample[None]).logits[0, :-1], sample[1:]).backward()
+        for place, (inputs, output) in seen.items():
+            for a, g in zip(inputs.numpy(), output.grad[0].numpy(), strict=True):
+                sums[place][0] += np.outer(a, a)
+                sums[place][1] += np.outer(g, g)
+    for handle in handles:
+        handle.remove()
+    found = []
+    for linear, pair in zip(linears, sums, strict=True):
+        a, g = (total / samples.numel() for total in pair)
+        a += 0.01 * np.mean(np.diag(a)) * np.eye(len(a))
+        found.append((a, g, linear.weight.numpy()))
+    return found
+
+
+def losses_by_loop(a: np.ndarray, g: np.ndarray, weight: np.ndarray, groups: int) -> list[float]:
+    inverse, size = np.linalg.inv(a), len(a) // groups
+    found = []
+    for start in range(0, len(a), size):
+        columns = range(start, start + size)
+        part = weight[:, columns]
+        found.append(np.trace(part.T @ g @ part @ np.linalg.inv(inverse[np.ix_(columns, columns)])))
+    return found
+
+
+def least_cost(a: np.ndarray, g: np.ndarray, weight: np.ndarray, columns: range) -> float:
+    """The least of d^T F d, F the Kronecker product of both, among changes d of all weights that make those columns zero."""
+    curvature = np.kron(g, a)
+    change = np.zeros_like(weight)
+    change[:, columns] = -weight[:, columns]
+    gone = np.zeros(weight.shape, dtype=bool)
+    gone[:, columns] = True
+    change, gone = change.ravel(), gone.ravel()
+    right = -curvature[np.ix_(~gone, gone)] @ change[gone]
+    change[~gone] = np.linalg.solve(curvature[np.ix_(~gone, ~gone)], right)
+    return change @ curvature @ change
+
+
+def test_it_is_the_formula(tiny, variant: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "AT_ONCE", 30)  # two KV groups at a time; 30 channels, and 10
+    model, samples = tiny(variant, torch.float64), windows(6)
+    found = collected(model, samples)
+    by_place = [part for layer in zip(found.attention, found.mlp, strict=True) for part in layer]
+    for place, (losses, (a, g, weight)) in enumerate(zip(by_place, factors(model, samples), strict=True)):
+        assert losses.dtype == np.float64 and (losses > 0).all()
+        np.testing.assert_allclose(losses, losses_by_loop(a, g, weight, GROUPS[place % 2]), rtol=1e-9)
+
+
+def test_no_weights_that_make_up_for_a_group_cost_less(tiny):
+    model, samples = tiny("llama", torch.float64), windows(6)
+    found, by_place = collected(model, samples), factors(model, samples)
+    for layer in (0, 2):
+        for group in (0, 3):
+            cost = least_cost(*by_place[2 * layer], range(12 * group, 12 * group + 12))
+            assert found.attention[layer][group] == pytest.approx(cost, rel=1e-6)
+        for channel in (0, 17):
+            cost = least_cost(*by_place[2 * layer + 1], range(channel, channel + 1))
+            assert found.mlp[layer][channel] == pytest.approx(cost, rel=1e-6)
+
+
+def test_channels_that_repeat_each_other_cost_the_least_beside_what_they_cost_alone(tiny):
+    """Which scores that look at one channel after the other cannot see."""
+    model, samples = tiny("llama", torch.float64), windows(6)
+    mlp = decoder_layers(model, FAMILIES["llama"])[1].mlp
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight[7] = linear.weight[30]
+    a, g, weight = factors(model, samples)[3]
+    alone = np.diag(weight.T @ g @ weight) * np.diag(a)
+    left = collected(model, samples).mlp[1] / alone
+    assert set(np.argsort(left)[:2]) == {7, 30} and left[[7, 30]].max() < 0.1 and left.max() < 1
+
+
+def test_a_score_is_the_loss_per_parameter(tiny):
+    model, samples = tiny("llama"), windows(4)
+    family, geometry = FAMILIES["llama"], read_geometry(model, FAMILIES["llama"])
+    method, losses = load_method("kfac"), collected(model, samples)
+    assert set(method.needs(PruningConfig("kfac", SEQ_LEN, 4))) == {"kfac"}
+    scores = method.scores(Dense(model, family, geometry, 0, {"kfac": losses}))
+    for index in range(len(scores.mlp)):
+        np.testing.assert_array_equal(scores.attention[index], losses.attention[index] / geometry.group_cost[index])
+        np.testing.assert_array_equal(scores.mlp[index], losses.mlp[index] / geometry.channel_cost[index])
+
+
+def test_what_nothing_goes_into_costs_nothing_and_what_is_not_finite_no_number(tiny):
+    model = tiny("llama")
+    layers = decoder_layers(model, FAMILIES["llama"])
+    layers[1].self_attn.v_proj.weight.zero_()
+    found = collected(model, windows(4))
+    assert (found.attention[1] < 1e-30).all() and (found.attention[0] > 0).all() and (found.mlp[1] > 0).all()
+    layers[2].mlp.up_proj.weight.fill_(float("inf"))
+    assert not np.isfinite(collected(model, windows(4)).mlp[2]).any()
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CASES)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
+def test_by_layer_and_streamed_it_has_the_same_bits(
+    tiny, variant: str, dtype: torch.dtype, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * SEQ_LEN})
+    model, samples, statistic = tiny(variant, dtype), windows(7), load_statistic("kfac")
+    needs, family = [Need("kfac", "", count) for count in (1, 3, 4, 7)], FAMILIES[model.config.model_type]
+    held, residency = in_way(model, way, tmp_path)
+    whole = statistic.collect(model, family, samples, needs)
+    found = statistic.collect(held, family, samples, needs, residency)
+    for need in needs:
+        assert whole[need].keys() == found[need].keys()
+        for array in whole[need]:
+            np.testing.assert_array_equal(found[need][array], whole[need][array], err_msg=f"{need} {array}")
+
+
+@pytest.mark.parametrize("way", ["by layer", "streamed"])
+def test_the_matrices_of_one_layer_are_there_at_a_time(tiny, monkeypatch: pytest.MonkeyPatch, way: str):
+    """With the garbage collector off: what hooks hold in a circle would stay."""
+    made: dict[int, weakref.ref[Tensor]] = {}
+    seen = []
+    original = module._Factors.results
+
+    def results(factors: module._Factors, num_samples: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        made.update({id(one): weakref.ref(one) for sums in factors.sums for one in sums})
+        seen.append(sum(one() is not None for one in made.values()))
+        return original(factors, num_samples)
+
+    monkeypatch.setattr(module._Factors, "results", results)
+    held, residency = in_way(tiny("llama"), way)
+    gc.disable()
+    try:
+        load_statistic("kfac").collect(held, FAMILIES["llama"], windows(4), [Need("kfac", "", 4)], residency)
+    finally:
+        gc.enable()
+    assert seen == 4 * [4]  # layers; of o and of down two sums each
+
+
+def test_in_bfloat16_sums_are_in_float32(tiny):
+    """One sample alone many times adds as often, which sums in bfloat16 would stop at some hundreds."""
+    model, sample = tiny("mistral", torch.bfloat16), windows(1)
+    once, often = collected(model, sample), collected(model, sample.expand(64, -1))
+    for one, other in zip((*once.mlp, *once.attention), (*often.mlp, *often.attention), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0.05)
