@@ -4,6 +4,7 @@ requests, and sums done by hand."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from tune_prune.models.geometry import read_geometry
 from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.pruning.passes import batches
-from tune_prune.pruning.statistics import Need, load_statistic
+from tune_prune.pruning.statistics import Need, kfac, load_statistic
 from tune_prune.pruning.statistics import taylor as taylor_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +103,28 @@ def test_operations_of_a_statistics_pass_are_those_that_torch_counts(name, kinds
     assert counter.get_total_flops() - probe.get_total_flops() == pytest.approx(expected, rel=ROTATIONS)
 
 
+def test_operations_of_kfac_are_those_of_gate_fisher_and_its_products(monkeypatch):
+    """What is solved at its snapshots is timed, and counts as no operations."""
+    monkeypatch.setattr(kfac, "_losses", lambda _, gradients: np.zeros(len(gradients)))
+    model, arithmetic = eager_llama()
+    windows = torch.randint(model.config.vocab_size, (ROWS, LENGTH))
+
+    def product(_, one: tuple[int, ...], other: tuple[int, ...], **__) -> int:
+        return 2 * math.prod(one) * other[-1]
+
+    in_place = {torch.ops.aten.addmm_: product, torch.ops.aten.baddbmm_: product}  # which torch does not count itself
+    counted, expected = [], []
+    for name in ("gate_fisher", "kfac"):
+        statistic, needs = load_statistic(name), [Need(name, "", count) for count in (1, ROWS)]
+        with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+            statistic.collect(model, LLAMA, windows, needs)
+        counted.append(counter.get_total_flops())
+        expected.append(arithmetic.of_pass(statistic.work(needs, LENGTH, arithmetic.layers, "cpu"), LENGTH))
+    tokens = (1 + ROWS) * LENGTH
+    by_hand = 2 * tokens * 4 * (48**2 + 40**2 + 4 * 12**2)  # layers; inputs of o and of down, KV groups of two heads of 6
+    assert counted[1] - counted[0] == by_hand == pytest.approx(expected[1] - expected[0])
+
+
 def test_zero_shot_operations_are_those_that_torch_counts():
     """Of the last layer, the output projection and the MLP run at the scored positions only."""
     model, arithmetic = eager_llama()
@@ -127,12 +150,12 @@ def test_head_counts_where_it_is_asked_and_pruning_shrinks_the_rest():
 
 
 @pytest.mark.parametrize("wanted", [(8,), (3,), (3, 8), (2, 3, 7), (4, 8, 16), (1, 5, 10), (4, 6), (2, 4), (3, 4)])
-@pytest.mark.parametrize("name", ["taylor", "input_norms", "block_influence"])
+@pytest.mark.parametrize("name", ["taylor", "kfac", "input_norms", "block_influence"])
 def test_samples_and_copies_of_a_pass_with_snapshots(name, wanted, monkeypatch):
     monkeypatch.setattr(batches, "BATCH_TOKENS", {"cpu": 4 * 4})
     copies = []
-    original = taylor_module._Accumulator.copy
-    monkeypatch.setattr(taylor_module._Accumulator, "copy", lambda self: copies.append(1) or original(self))
+    for sums in (taylor_module._Accumulator, kfac._Factors):
+        monkeypatch.setattr(sums, "copy", lambda self, original=sums.copy: copies.append(1) or original(self))
     model, statistic = build_tiny("llama"), load_statistic(name)
     seen = []
     model.model.register_forward_pre_hook(
@@ -146,7 +169,7 @@ def test_samples_and_copies_of_a_pass_with_snapshots(name, wanted, monkeypatch):
     assert work.attention_tokens == work.mlp_tokens == 4 * 4 * sum(samples for samples, _ in seen)
     assert work.batch_tokens == 4 * max(samples for samples, _ in seen)
     assert work.tokens == 4 * max(wanted)
-    assert (work.weight_sums == 2) == bool(copies)
+    assert (2 in (work.weight_sums, work.product_sums)) == bool(copies)
 
 
 @pytest.fixture(scope="module")

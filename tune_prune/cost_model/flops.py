@@ -32,6 +32,7 @@ class Arithmetic:
     head_weights: int  # V x H, also where the head is the embedding
     output_weights: int  # of the attention's output projections, which are part of the attention weights
     input_squares: int = 0  # widths of what goes into the last projection of each block, squared, all layers together
+    group_squares: int = 0  # and those of what one KV group has of it
 
     @classmethod
     def of(cls, geometry: Geometry, vocab_size: int) -> Arithmetic:
@@ -44,6 +45,7 @@ class Arithmetic:
             output_weights=sum(geometry.kv_heads) * geometry.queries_per_kv * geometry.head_dim * geometry.hidden_size,
             input_squares=sum((k * geometry.queries_per_kv * geometry.head_dim) ** 2 for k in geometry.kv_heads)
             + sum(m**2 for m in geometry.mlp_width),
+            group_squares=sum(k * (geometry.queries_per_kv * geometry.head_dim) ** 2 for k in geometry.kv_heads),
         )
 
     @property
@@ -61,6 +63,7 @@ class Arithmetic:
             self.head_weights,
             round(self.output_weights * kept),
             self.input_squares,
+            self.group_squares,
         )
 
     def forward(self, tokens: float, row_length: float, scored: float | None = None) -> float:
@@ -76,9 +79,13 @@ class Arithmetic:
         return 3 * layers + 2 * head if work.backward else layers + head
 
     def layers_of_pass(self, work: PassWork, row_length: int) -> float:
-        """Operations of the layers' forward pass in it, with the products of inputs that it sums up."""
+        """Operations of the layers' forward pass in it, with the products of inputs that it sums up; of a pass backwards a third of
+        these, which are made once, and of the products of gradients."""
         mlp = 2 * self.mlp_weights * work.mlp_tokens
         products = 2 * self.input_squares * work.product_tokens
+        if work.backward:
+            products += 2 * self.group_squares * work.product_tokens
+            products /= 3
         return (self._attention(work.attention_tokens, row_length) + mlp) / self.layers + products
 
     def head(self, positions: float) -> float:

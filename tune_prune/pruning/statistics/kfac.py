@@ -35,7 +35,7 @@ from tune_prune.pruning.statistics import Need, PassWork
 # That of SparseGPT (arXiv:2301.00774). Of fewer tokens than inputs A has no inverse, and an input that others happen to make up for on
 # all of them would cost nothing.
 DAMPING = 0.01
-AT_ONCE = 256  # columns of a triangular matrix that are there beside it
+AT_ONCE = 256  # columns of L^-1, which as a whole is as large as A
 
 
 class _Factors(Sums[tuple[np.ndarray, np.ndarray]]):
@@ -116,10 +116,10 @@ def _losses(inputs: Tensor, gradients: Tensor) -> np.ndarray:
     found, step = [], max(1, AT_ONCE // size)
     for start in range(0, count, step):
         first, end = start * size, min(count, start + step) * size
-        units = torch.eye(len(inputs) - first, end - first, dtype=inputs.dtype, device=inputs.device)
-        # Columns of L^-1, which are zero above their own rows.
-        columns = torch.linalg.solve_triangular(factor[first:, first:], units, upper=False)
-        columns = columns.T.reshape(-1, size, len(units))
+        units = inputs.new_zeros(len(inputs), end - first)
+        units[first:end].fill_diagonal_(1)
+        # Columns of L^-1. They are zero above their own rows, but torch would copy the part of L that is below.
+        columns = torch.linalg.solve_triangular(factor, units, upper=False).T.reshape(-1, size, len(inputs))
         inverse = (columns @ columns.mT).double()  # ((A + lambda I)^-1)_SS
         removed = torch.linalg.solve(inverse, gradients[start : start + step].double())
         found.append(removed.diagonal(dim1=1, dim2=2).sum(1))
