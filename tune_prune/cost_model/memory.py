@@ -41,6 +41,7 @@ from tune_prune.models.runner.spread import layers_on
 from tune_prune.pruning.compensation.refit import HELD_OUT
 from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
+from tune_prune.pruning.statistics.kfac import AT_ONCE
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
 PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
@@ -274,27 +275,33 @@ class Shapes:
         behind, beside = 3 * FLOAT32, item
         if work.adapter_rank:
             logits, behind, beside = min(logits, MAX_LOGIT_ELEMENTS[self.device] // 2), 2 * item + 3 * FLOAT32, 0
-        of_weights = bool(work.weight_sums)
-        one = of_weights * 2 * h * max(q, m) * item  # a projection's gradient
+        of_weights, most, wide = bool(work.weight_sums), max(q, m), max(FLOAT32, item)
+        one = of_weights * 2 * h * most * item  # a projection's gradient
         # Read out in float64: a projection's mean gradient, its absolute values, and these again.
-        results = of_weights * (2 * FLOAT32 + 8) * h * max(q, m)
-        sums, states = work.weight_sums * max(FLOAT32, item), 0
+        results = of_weights * (2 * FLOAT32 + 8) * h * most
+        sums, states, products, squares = work.weight_sums * wide, 0, 0, 0
+        if work.product_sums:
+            group = self.geometry.queries_per_kv * self.geometry.head_dim
+            products = work.product_sums * wide * (q**2 + m**2 + q * group + m)  # of a layer
+            saved -= item * m  # its inputs are added up at once
+            squares = m * wide * (1 + bool(item % FLOAT32))  # their gradient in float32, and squared
+            results = wide * most * (most + 3 * max(AT_ONCE, group))  # a Cholesky factor, columns of its inverse
         if way.by_layer:
-            sums *= max(self._projections)
+            sums = sums * max(self._projections) + products
             states = work.attention_tokens // layers * h * item
             states *= (layers if way.states != "device" else layers_on(layers, self.gpus)) + 1
             head = logits * behind + tokens * h * (6 * item + 2 * FLOAT32)
-            inside = item * (2 * h + max(2 * m, 4 * q))  # gradients, while what was saved goes
+            inside = item * (2 * h + max(2 * m, 4 * q)) + squares  # gradients, while what was saved goes
             inner = max(tokens * (saved + inside) + one, results)
             if way.from_files:
                 return self._streamed(stage, sums, states, inner, max(0, head - sums), way)
             need = max(head - sums, inner)
         else:
-            sums *= self._on_one(self._projections)
-            inside = item * (3 * h + 4 * q + 4 * m)
+            here = layers_on(layers, self.gpus)
+            sums = sums * self._on_one(self._projections) + here * products
+            inside = item * (3 * h + 4 * q + 4 * m) + squares
             # Logits, too; they are gone before the first layer's backward pass.
             scores = logits * (beside + behind)
-            here = layers_on(layers, self.gpus)
             need = max(here * tokens * saved + max(scores, tokens * inside) + one, results)
         away = states if way.states != "device" else 0
         activations = self._allocated(need) if way.by_layer else int(FRAGMENTATION[self.device] * need)
