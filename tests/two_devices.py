@@ -163,6 +163,7 @@ def refitted(model: PreTrainedModel) -> Any:
 
 DONE: dict[str, Callable[[PreTrainedModel], Any]] = {
     **{f"gradients {name}": statistic("taylor", ("",), way) for name, way in WAYS.items()},
+    "gradients of kfac": statistic("kfac", ("",), RESIDENT),
     "removals": statistic("block_removal", KINDS, RESIDENT),
     "input norms": statistic("input_norms", ("",), RESIDENT),
     "block influence": statistic("block_influence", ("",), RESIDENT),

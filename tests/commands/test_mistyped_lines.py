@@ -81,7 +81,7 @@ MISTYPED = {
     ),
     "prune --model tiny-llama --output out --method blokwise": (
         "unknown pruning method 'blokwise'; did you mean 'blockwise'? known: block_influence, blockwise, fisher, flap, "
-        "gate_fisher, layerwise, magnitude, random, taylor, wanda_sp"
+        "gate_fisher, kfac, layerwise, magnitude, random, taylor, wanda_sp"
     ),
     "analysis ray_results/x --model llama": f"unknown flag --model{SEE}",
     "analysis ray_results/x --rule luck": (

@@ -121,7 +121,9 @@ def test_operations_of_kfac_are_those_of_gate_fisher_and_its_products(monkeypatc
         counted.append(counter.get_total_flops())
         expected.append(arithmetic.of_pass(statistic.work(needs, LENGTH, arithmetic.layers, "cpu"), LENGTH))
     tokens = (1 + ROWS) * LENGTH
-    by_hand = 2 * tokens * 4 * (48**2 + 40**2 + 4 * 12**2)  # layers; inputs of o and of down, KV groups of two heads of 6
+    by_hand = (
+        2 * tokens * 4 * (48**2 + 40**2 + 4 * 12**2)
+    )  # layers; inputs of o and of down, KV groups of two heads of 6
     assert counted[1] - counted[0] == by_hand == pytest.approx(expected[1] - expected[0])
 
 

@@ -1,4 +1,4 @@
-"""`kfac` against plain loops over tokens, and against what Optimal Brain Surgeon's weights really cost by the curvature written out."""
+"""`kfac` against plain loops over tokens, and against the least that other weights cost by the whole curvature, written out."""
 
 from __future__ import annotations
 

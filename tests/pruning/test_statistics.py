@@ -198,7 +198,7 @@ def test_what_methods_read():
     reads = {name: load_method(name).reads for name in method_names()}
     samples = {"seq_len", "num_samples", "seed", "calibration", "steps"}
     assert reads["magnitude"] == set() and reads["random"] == {"seed"}
-    assert reads["taylor"] == reads["wanda_sp"] == reads["flap"] == reads["block_influence"] == samples
+    assert reads["taylor"] == reads["wanda_sp"] == reads["flap"] == reads["block_influence"] == reads["kfac"] == samples
     assert reads["layerwise"] == reads["blockwise"] == {*samples, "removal_divisor", "removal_power"}
 
 

@@ -82,7 +82,7 @@ class Arithmetic:
         """Operations of the layers' forward pass in it, with the products of inputs that it sums up; of a pass backwards a third of
         these, which are made once, and of the products of gradients."""
         mlp = 2 * self.mlp_weights * work.mlp_tokens
-        products = 2 * self.input_squares * work.product_tokens
+        products: float = 2 * self.input_squares * work.product_tokens
         if work.backward:
             products += 2 * self.group_squares * work.product_tokens
             products /= 3

@@ -6,6 +6,7 @@ A worker holds the dense model all the time, unless its weights stay in their fi
                     saves for its backward pass; and a part of the logits with what their log-softmax leaves
       by layer      sums of one layer, what one layer saves, and, until the pass has come back to it, what every layer was
                     given: hidden states of all samples, on the device, in host memory or in a file
+      kfac          in place of these sums products of the inputs of every layer's last projections; what solving by them takes
     other passes    one layer's activations and the hidden states that the pass carries (of all removed models at once)
       steps         those of a pruned copy, which is beside the dense model
       recovery      gradients of the pruned copy, which is beside the dense model, and its adapters
@@ -285,7 +286,7 @@ class Shapes:
             products = work.product_sums * wide * (q**2 + m**2 + q * group + m)  # of a layer
             saved -= item * m  # its inputs are added up at once
             squares = m * wide * (1 + bool(item % FLOAT32))  # their gradient in float32, and squared
-            results = wide * most * (most + 3 * max(AT_ONCE, group))  # a Cholesky factor, columns of its inverse
+            results = wide * most * (most + 4 * max(AT_ONCE, group))  # a Cholesky factor, columns of its inverse
         if way.by_layer:
             sums = sums * max(self._projections) + products
             states = work.attention_tokens // layers * h * item

@@ -32,6 +32,8 @@ _METHODS = {  # with keys of templates/references.bib, as pandoc reads them
     "flap": "flap (standardised variance of inputs times squared weights [@an2024flap])",
     "fisher": "fisher (diagonal Fisher information of the weights [@lecun1989obd; @theis2018fisher])",
     "gate_fisher": "gate_fisher (Fisher information of a factor in front of every group [@theis2018fisher])",
+    "kfac": "kfac (loss of removal with the other weights adapted, Optimal Brain Surgeon [@hassibi1993obs] by the curvature of "
+    "K-FAC [@martens2015kfac] as in [@vanderouderaa2024surgeon])",
     "block_influence": "block_influence (whole layers by how little they turn the residual stream [@men2024shortgpt])",
     "magnitude": "magnitude (mean absolute weight [@li2017pruning])",
     "random": "random (control)",

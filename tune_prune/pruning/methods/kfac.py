@@ -1,6 +1,6 @@
 """Loss of removal with the other weights adapted to it, by K-FAC's curvature, per parameter (LLM Surgeon, arXiv:2312.17244).
 
-Optimal Brain Surgeon (Hassibi & Stork 1993) for groups. The adapted weights are only what the score supposes: none are computed here.
+Optimal Brain Surgeon (Hassibi & Stork 1993) for groups. The score supposes adapted weights, and none are computed here:
 `compensation: least_squares` refits what stays.
 """
 

@@ -6,13 +6,13 @@ LLM Surgeon has it (van der Ouderaa et al. 2024, arXiv:2312.17244).
     G       = mean over them of g g^T                        g [H] = dL_n / d(W a), L_n the mean next-token loss of the sample
     loss(S) = tr( W_S^T G W_S [((A + lambda I)^-1)_SS]^-1 )  lambda = DAMPING * mean of diag A
 
-with S the group's columns: of a channel j alone  w_j^T G w_j / [(A + lambda I)^-1]_jj.  It is the least that tr(D^T G D (A + lambda I))
-comes to among changes D [H, n] of W that make its columns S zero. T times G (x) A, where tokens count as independent, is the Fisher
-information of W of which `fisher` has the diagonal; T and the half of a second order, which are the same for all groups, are left
-out. Weights are not changed: the adapted ones say what a group costs, and are not made.
+with S the group's columns: of a channel j alone  w_j^T G w_j / [(A + lambda I)^-1]_jj.  It is the least that
+tr(D^T G D (A + lambda I)) comes to among changes D [H, n] of W that make its columns S zero. T times G (x) A, where tokens count as
+independent, is the Fisher information of W of which `fisher` has the diagonal; T, the tokens of a sample, and the half of a second
+order, which are the same for all groups, are left out. It only scores: the adapted weights are not computed.
 
-G is not made either: with u = W^T g = dL_n/da, which the backward pass has, W_S^T G W_S is the mean of u_S u_S^T. Sums are in float32,
-float64 of a float64 model.
+G is not made either: with u = W^T g = dL_n/da, which the backward pass has, W_S^T G W_S is the mean of u_S u_S^T. Sums are in
+float32, float64 of a float64 model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tune_prune.pruning.passes.batches import batch_size, needs_copy
 from tune_prune.pruning.passes.gradient_pass import GroupInformation, Sums
 from tune_prune.pruning.statistics import Need, PassWork
 
-# That of SparseGPT (arXiv:2301.00774). Of fewer tokens than inputs A has no inverse, and an input that others happen to make up for on
-# all of them would cost nothing.
+# That of SparseGPT (arXiv:2301.00774). Of fewer tokens than inputs A has no inverse, and an input that others happen to make up for
+# on all of them would cost nothing.
 DAMPING = 0.01
 AT_ONCE = 256  # columns of L^-1, which as a whole is as large as A
 
