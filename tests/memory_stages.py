@@ -45,6 +45,8 @@ STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "gate_fisher streamed": ("gate_fisher", (10,)),
     "kfac": ("kfac", (10,)),
     "kfac by layer": ("kfac", (10,)),
+    "kfac, wide": ("kfac", (1,)),
+    "kfac, wide by layer": ("kfac", (1,)),
     "kfac streamed": ("kfac", (10,)),
     "removal": ("block_removal", (6,)),
     "input_norms": ("input_norms", (10,)),
@@ -90,11 +92,12 @@ def build(name: str) -> Stage:
     """A Llama of four layers with what the plan says of it and the stage `name`, already run once on few tokens, so that
     what torch itself takes at its first use is there."""
     statistic, numbers = STAGES[name]
-    vocab = 2000 if name.startswith("copies") else 8000
+    wide = "wide" in name  # where solving takes more than a batch
+    vocab = 500 if wide else 2000 if name.startswith("copies") else 8000
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=384,
-        intermediate_size=1024,
+        intermediate_size=3000 if wide else 1024,
         num_hidden_layers=4,
         num_attention_heads=6,
         num_key_value_heads=3,
