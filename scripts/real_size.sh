@@ -223,7 +223,7 @@ for step in "${steps[@]}"; do
         1b) model llama-3.2-1b && search 3GiB 128 16 4 ;;
         70b) model llama-3-70b --layers 2 && search 17GiB 16 8 2 ;;
         recipe)
-            model mistral-7b --layers 8 && for method in taylor layerwise fisher gate_fisher flap block_influence; do
+            model mistral-7b --layers 8 && for method in taylor layerwise fisher gate_fisher kfac flap block_influence; do
                 search 8GiB 16 8 2 "$method"
             done && search 8GiB 16 8 2 gate_fisher "compensation: least_squares" "refit_tokens: 2048" "recovery: lora" \
                 "recovery_steps: 1"

@@ -71,7 +71,7 @@ def test_the_commands_are_what_the_parsers_take(step: str, tmp_path: Path, monke
     whole, taylor = ["search", "prune"], ["prune", "evaluate"]
     assert seen == [
         "make",
-        *{"mistral": whole, "smollm2": whole + taylor, "1b": whole[:1], "70b": whole[:1], "recipe": ["search"] * 7}.get(
+        *{"mistral": whole, "smollm2": whole + taylor, "1b": whole[:1], "70b": whole[:1], "recipe": ["search"] * 8}.get(
             step, taylor
         ),
     ]
