@@ -4,10 +4,11 @@
     python -m tune_prune.search --model tiny-llama --search-space extended --name extended --storage-path two
     python scripts/equal_cost.py --reference one/grid --other two/extended
 
-Of the other search only the trials count that were finished before its tokens reached those of the whole reference. A trial costs
-what its stages forwarded, and the first trial that reads the statistics of a length pays for their pass; the dense model's own
-measures, which are the same for both, are left out. A gradient's token counts as one, as in cost.json, though it takes the
-time of three. Separate --storage-path's, as one search would else take statistics from the other's cache.
+Of the other search those trials count that were finished before its tokens reached those of the whole reference; what it has as a
+whole stands below. A trial costs what its stages forwarded, and the first trial that reads the statistics of a length pays for
+their pass; the dense model's own measures, which are the same for both, are left out. A gradient's token counts as one, as in
+cost.json, though it takes the time of three. Separate --storage-path's, as one search would else take statistics from the
+other's cache.
 
 Several folders are several draws of calibration samples (--seed), in pairs. Accuracies are cross-fitted (docs/analysis.md), so that
 a search with more trials is not ahead by luck alone. `points` is the difference of those; its standard error takes both as
@@ -100,8 +101,8 @@ def row_of(folder: str, label: str, tokens: float) -> dict[str, Any]:
 
 
 def compared(references: list[str], others: list[str]) -> list[dict[str, Any]]:
-    """A row per model and pair of folders: what each search has, and `points`, how far the other is above the reference. Raises
-    UserError."""
+    """A row per model and pair of folders: what the whole reference has, what the other has for as many tokens and as a whole, each
+    of these with `points`, how far it is above the reference. Raises UserError."""
     rows = []
     for draw, (reference, other) in enumerate(zip(references, others, strict=True)):
         labels = load_results(reference).findings.study.models
@@ -109,31 +110,35 @@ def compared(references: list[str], others: list[str]) -> list[dict[str, Any]]:
             raise UserError(f"{other} has no {lost[0]}, which {reference} has; search it for the same models")
         for label in labels:
             one = row_of(reference, label, np.inf)
-            two = row_of(other, label, one["tokens"])
-            points = 100 * (two["cross_fitted"] - one["cross_fitted"])
-            error = 100 * float(np.hypot(one["stderr"], two["stderr"]))
-            rows.append(
-                {"model": label, "draw": draw, "reference": one, "other": two, "points": points, "stderr_points": error}
-            )
+            found = {"reference": one}
+            for name, tokens in (("other", one["tokens"]), ("whole", np.inf)):
+                two = row_of(other, label, tokens)
+                points = 100 * (two["cross_fitted"] - one["cross_fitted"])
+                error = 100 * float(np.hypot(one["stderr"], two["stderr"]))
+                found[name] = two | {"points": points, "stderr_points": error}
+            rows.append({"model": label, "draw": draw, **found})
     return rows
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table, a line of means per model below the rows of several draws."""
+    """The table, lines of means per model below the rows of several draws."""
     lines = ["| model | search | trials | million tokens | best | accuracy | cross-fitted | points |", "|---" * 8 + "|"]
+    names = {"reference": "reference", "other": "other, as many tokens", "whole": "other, whole"}
     for row in rows:
-        for name in ("reference", "other"):
+        for name, words in names.items():
             one = row[name]
-            ahead = f"{row['points']:+.1f} ± {row['stderr_points']:.1f}" if name == "other" else ""
+            ahead = f"{one['points']:+.1f} ± {one['stderr_points']:.1f}" if "points" in one else ""
             lines.append(
-                f"| {row['model']} | {name} {row['draw']} | {one['trials']} | {one['tokens'] / 1e6:.2f} | `{one['best']}` "
+                f"| {row['model']} | {words} | {one['trials']} | {one['tokens'] / 1e6:.2f} | `{one['best']}` "
                 f"| {one['accuracy']:.3f} | {one['cross_fitted']:.3f} ± {one['stderr']:.3f} | {ahead} |"
             )
     for model in dict.fromkeys(row["model"] for row in rows):
-        points = np.array([row["points"] for row in rows if row["model"] == model])
-        if len(points) > 1:
-            error = points.std(ddof=1) / len(points) ** 0.5
-            lines.append(f"| {model} | mean of {len(points)} | | | | | | {points.mean():+.1f} ± {error:.1f} |")
+        for name in ("other", "whole"):
+            points = np.array([row[name]["points"] for row in rows if row["model"] == model])
+            if len(points) > 1:
+                error = points.std(ddof=1) / len(points) ** 0.5
+                mean = f"{points.mean():+.1f} ± {error:.1f}"
+                lines.append(f"| {model} | {names[name]}, mean of {len(points)} | | | | | | {mean} |")
     return "\n".join(lines)
 
 

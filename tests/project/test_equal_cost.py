@@ -43,9 +43,14 @@ def test_the_other_search_has_what_it_finished_for_as_many_tokens(
     assert 1 < len(within) == row["other"]["trials"] < 8 and row["reference"]["trials"] == 4
     trials = load_results(large).trials.set_index("key")
     assert row["other"]["accuracy"] == trials.loc[within.index, "acc_mean"].max()
-    assert "| tiny-llama | other 0 |" in capsys.readouterr().out
+    assert row["whole"]["trials"] == 8 and row["whole"]["accuracy"] == trials["acc_mean"].max()
+    assert "| tiny-llama | other, as many tokens |" in capsys.readouterr().out
     (same,) = compared([large], [large])
-    assert same["points"] == 0 and same["reference"] == same["other"] and same["other"]["trials"] == 8
+    assert (
+        same["other"]
+        == same["whole"]
+        == same["reference"] | {"points": 0, "stderr_points": same["other"]["stderr_points"]}
+    )
 
 
 def test_what_cannot_be_compared_is_said_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
