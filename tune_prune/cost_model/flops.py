@@ -74,9 +74,14 @@ class Arithmetic:
         return self.all_layers(tokens, row_length) - spared + self.head(scored)
 
     def of_pass(self, work: PassWork, row_length: int) -> float:
-        """A statistic's pass over rows of `row_length`; where it runs backwards, the gradients of the projections' weights too."""
+        """A statistic's pass over rows of `row_length`; where it runs backwards, gradients of activations, and of the projections'
+        weights where it sums any. Those of adapters, a few in a hundred, are left out."""
         layers, head = self.layers_of_pass(work, row_length), self.head(work.head_positions)
-        return 3 * layers + 2 * head if work.backward else layers + head
+        if not work.backward:
+            return layers + head
+        attention, mlp = self.attention_weights * work.attention_tokens, self.mlp_weights * work.mlp_tokens
+        unasked = 0 if work.weight_sums else 2 * (attention + mlp) / self.layers
+        return 3 * layers - unasked + 2 * head
 
     def layers_of_pass(self, work: PassWork, row_length: int) -> float:
         """Operations of the layers' forward pass in it, with the products of inputs that it sums up; of a pass backwards a third of
