@@ -96,7 +96,7 @@ def row_of(folder: str, label: str, tokens: float) -> dict[str, Any]:
         "accuracy": float(best["acc_mean"]),
         "cross_fitted": fit.corrected,
         "stderr": fit.stderr,
-        "kl_tasks": float(best["kl_tasks"]),
+        "lowest_kl_tasks": float(found.eligible["kl_tasks"].min()),  # of any configuration
     }
 
 
@@ -122,15 +122,18 @@ def compared(references: list[str], others: list[str]) -> list[dict[str, Any]]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The table, lines of means per model below the rows of several draws."""
-    lines = ["| model | search | trials | million tokens | best | accuracy | cross-fitted | points |", "|---" * 8 + "|"]
+    lines = [
+        "| model | search | trials | million tokens | best | accuracy | cross-fitted | points | lowest KL tasks |",
+        "|---" * 9 + "|",
+    ]
     names = {"reference": "reference", "other": "other, as many tokens", "whole": "other, whole"}
     for row in rows:
         for name, words in names.items():
-            one = row[name]
+            one, of = row[name], row["model"]
             ahead = f"{one['points']:+.1f} ± {one['stderr_points']:.1f}" if "points" in one else ""
             lines.append(
-                f"| {row['model']} | {words} | {one['trials']} | {one['tokens'] / 1e6:.2f} | `{one['best']}` "
-                f"| {one['accuracy']:.3f} | {one['cross_fitted']:.3f} ± {one['stderr']:.3f} | {ahead} |"
+                f"| {of} | {words} | {one['trials']} | {one['tokens'] / 1e6:.2f} | `{one['best']}` | {one['accuracy']:.3f} "
+                f"| {one['cross_fitted']:.3f} ± {one['stderr']:.3f} | {ahead} | {one['lowest_kl_tasks']:.4f} |"
             )
     for model in dict.fromkeys(row["model"] for row in rows):
         for name in ("other", "whole"):
@@ -138,7 +141,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             if len(points) > 1:
                 error = points.std(ddof=1) / len(points) ** 0.5
                 mean = f"{points.mean():+.1f} ± {error:.1f}"
-                lines.append(f"| {model} | {names[name]}, mean of {len(points)} | | | | | | {mean} |")
+                lines.append(f"| {model} | {names[name]}, mean of {len(points)} | | | | | | {mean} | |")
     return "\n".join(lines)
 
 
