@@ -65,7 +65,7 @@ def test_the_commands_are_what_the_parsers_take(step: str, tmp_path: Path, monke
         seen.append(name)
         if name == "search":
             assert flags.inline and flags.dtype == "bfloat16"
-            assert flags.memory == {"1b": 3, "70b": 17}.get(step, 8) * 2**30
+            assert flags.memory == {"1b": 3, "70b": 17, "recipe": 5}.get(step, 8) * 2**30
         elif name == "evaluate" or flags.method:
             assert flags.memory == 8 * 2**30
     whole, taylor = ["search", "prune"], ["prune", "evaluate"]
