@@ -111,13 +111,31 @@ def test_the_page_has_every_score_of_the_embedded_models() -> None:
     page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
     rows = json.loads((ROOT / "docs" / "studies" / "embedded" / "quality.json").read_text(encoding="utf-8"))
     measured = {(row["model"], row["configuration"]): row for row in rows}
-    assert len(measured) == len(rows) == 105 and {row["draws"] for row in rows} == {3}
+    assert len(measured) == len(rows) == 129 and {row["draws"] for row in rows} == {3}
     shown = re.findall(r"^\| (tiny-\w+) \| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
-    assert len(shown) == 15
+    assert len(shown) == 18
     for model, score, cells in shown:
         own = [measured[model, f"{score}-s128-n128{p}"] for p in ("", "-least_squares", "-lora", "-least_squares-lora")]
         shares = [f"{100 * row['kl_tasks_regained']:.0f} ± {100 * row['kl_tasks_stderr']:.0f}%" for row in own]
         assert cells.split(" | ") == shares + [f"{row['accuracy']:.3f}" for row in own]
+
+
+def test_the_page_has_the_other_ratios_and_both_spaces_at_equal_cost() -> None:
+    page, studies = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8"), ROOT / "docs" / "studies"
+    for name in ("quality_ratios.json", "quality_ratios_layerwise.json"):
+        for row in json.loads((studies / "smollm2-135m" / name).read_text(encoding="utf-8")):
+            losses = f"| {row['kl_text']:.3f} | {row['kl_tasks']:.3f} | {row['gold_logprob_mean']:.2f} | "
+            (line,) = (line for line in page.splitlines() if losses in line and line.endswith(f"| {row['ppl']:.1f} |"))
+            shares = (f"{100 * row[f'{m}_regained']:.0f} ± {100 * row[f'{m}_stderr']:.0f}" for m in MEASURES)
+            assert f"| {', '.join(shares)}% |" in line or row["kl_text_stderr"] == 0
+    rows = json.loads((studies / "embedded" / "equal_cost.json").read_text(encoding="utf-8"))
+    assert len(rows) == 3
+    for one in (row[name] for row in rows for name in ("reference", "other", "whole")):
+        points = f"{one['points']:+.1f} ± {one['stderr_points']:.1f} " if "points" in one else ""
+        assert (
+            f"| {one['trials']} | {one['tokens'] / 1e6:.2f} | `{one['best']}` | {one['accuracy']:.3f} | "
+            f"{one['cross_fitted']:.3f} ± {one['stderr']:.3f} | {points}| {one['lowest_kl_tasks']:.4f} |"
+        ) in page
 
 
 def test_the_page_has_the_masks_that_were_measured() -> None:
