@@ -11,8 +11,8 @@
 #   qwen      Qwen2.5-7B, the same: a vocabulary of 152k, and biases
 #   1b        Llama-3.2-1B within 3 GiB: search, 16 samples of 128 tokens, which takes 9 GiB resident
 #   70b       two layers of Llama-3-70B within 17 GiB: search
-#   recipe    eight layers of Mistral-7B within 5 GiB, one at a time: a search by each score that reads samples, and one with a
-#             refit and a training step
+#   recipe    eight layers of Mistral-7B one at a time: a search within 5 GiB by each score that reads samples, and one
+#             within 7 GiB with a refit and a training step
 #   smollm2   SmolLM2-135M: all of these commands
 #
 # Options:
@@ -226,7 +226,7 @@ for step in "${steps[@]}"; do
         recipe)
             model mistral-7b --layers 8 && for method in taylor layerwise fisher gate_fisher kfac flap block_influence; do
                 search 5GiB 16 8 2 "$method"
-            done && search 5GiB 16 8 2 gate_fisher "compensation: least_squares" "refit_tokens: 2048" "recovery: lora" \
+            done && search 7GiB 16 8 2 gate_fisher "compensation: least_squares" "refit_tokens: 2048" "recovery: lora" \
                 "recovery_steps: 1"
             ;;
         smollm2) model smollm2-135m && search 8GiB 16 8 2 && prune_searched && prune_and_evaluate ;;
