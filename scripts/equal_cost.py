@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from quality_table import shown
 
 from tune_prune import load_results
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.analysis.statistics.model_findings import ModelFindings
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import atomic_write_text, to_json
 from tune_prune.core.ledger import Ledger, PassLog
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import open_store
@@ -103,10 +103,14 @@ def row_of(folder: str, label: str, tokens: float) -> dict[str, Any]:
 def compared(references: list[str], others: list[str]) -> list[dict[str, Any]]:
     """A row per model and pair of folders: what the whole reference has, what the other has for as many tokens and as a whole, each
     of these with `points`, how far it is above the reference. Raises UserError."""
+    if len(references) != len(others):
+        raise UserError(
+            f"--reference has {len(references)} folders and --other {len(others)}; name as many, one of each per draw"
+        )
     rows = []
     for draw, (reference, other) in enumerate(zip(references, others, strict=True)):
-        labels = load_results(reference).findings.study.models
-        if lost := [label for label in labels if label not in load_results(other).findings.study.models]:
+        labels, there = (load_results(folder).findings.study.models for folder in (reference, other))
+        if lost := [label for label in labels if label not in there]:
             raise UserError(f"{other} has no {lost[0]}, which {reference} has; search it for the same models")
         for label in labels:
             one = row_of(reference, label, np.inf)
@@ -151,19 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--other", nargs="+", required=True, metavar="FOLDER", help="as many of the other search")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
     args = parser.parse_args(argv)
-    try:
-        if len(args.reference) != len(args.other):
-            raise UserError(
-                f"--reference has {len(args.reference)} folders and --other {len(args.other)}; name as many, one of each per draw"
-            )
-        rows = compared(args.reference, args.other)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(markdown(rows))
-    if args.output:
-        atomic_write_text(args.output, to_json(rows))
-    return 0
+    return shown(lambda: compared(args.reference, args.other), markdown, args.output)
 
 
 if __name__ == "__main__":

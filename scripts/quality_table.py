@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,21 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def shown(
+    rows_of: Callable[[], list[dict[str, Any]]], table: Callable[[list[dict[str, Any]]], str], output: Path | None
+) -> int:
+    """Prints the table of the rows and writes them to `output` as JSON; the exit code, 2 where they raise UserError."""
+    try:
+        rows = rows_of()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(rows))
+    if output:
+        atomic_write_text(output, to_json(rows))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="+", help="their folders")
@@ -141,15 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
     args = parser.parse_args(argv)
-    try:
-        rows = rows_of(args.experiments, args.reference)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(markdown(rows))
-    if args.output:
-        atomic_write_text(args.output, to_json(rows))
-    return 0
+    return shown(lambda: rows_of(args.experiments, args.reference), markdown, args.output)
 
 
 if __name__ == "__main__":

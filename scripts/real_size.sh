@@ -24,8 +24,9 @@
 #   --layers N, --vocab N    smaller models, to try the commands
 #   --print         the commands, without running them
 #
-# A configuration of 8 samples of 16 tokens (a refit takes 2,048), two tasks with two items each and 1,500 characters of text. The table is printed, and
-# the file written, however the script ends. Exit code 1 where a command has failed; the other steps are run all the same.
+# A configuration of 8 samples of 16 tokens (a refit takes 2,048), two tasks with two items each and 1,500 characters of text. The
+# table is printed, and the file written, however the script ends. Exit code 1 where a command has failed; the other steps are
+# run all the same.
 
 set -uo pipefail
 
