@@ -138,6 +138,27 @@ def test_the_page_has_the_other_ratios_and_both_spaces_at_equal_cost() -> None:
         ) in page
 
 
+def test_the_methods_page_has_what_sharing_among_layers_changed() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "docs" / "studies" / "embedded" / "allocation.json").read_text(encoding="utf-8"))
+    measured = {(row["model"], row["configuration"]): row for row in rows}
+    names = {"removal_power: ": "p", "layer_cap: ": "x", "normalization: ": "by_"}
+    shown = re.findall(r"^\| `(\w+)`, `(\w+: )([\w.]+)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(shown) == 8
+    for method, key, value, cells in shown:
+        pairs = [
+            (measured[model, f"{method}-s128-n128-{names[key]}{value}"], measured[model, f"{method}-s128-n128"])
+            for model in ("tiny-llama", "tiny-qwen2", "tiny-mistral")
+        ]
+        changes = [f"{100 * (own['kl_tasks'] / base['kl_tasks'] - 1):+.0f}" for own, base in pairs]
+        if method != "blockwise":  # of which the record has no errors beside itself
+            changes = [
+                f"{of} ± {100 * own['kl_tasks_stderr']:.0f}" for of, (own, _) in zip(changes, pairs, strict=True)
+            ]
+        accuracies = (", ".join(f"{row['accuracy']:.3f}"[1:] for row in column) for column in zip(*pairs, strict=True))
+        assert cells.split(" | ") == [*(f"{change}%" for change in changes), *accuracies]
+
+
 def test_the_page_has_the_masks_that_were_measured() -> None:
     page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8").lower()
     masks = json.loads((ROOT / "docs" / "studies" / "smollm2-135m" / "masks.json").read_text(encoding="utf-8"))
