@@ -68,6 +68,18 @@ def test_links_and_modules_exist(page: Path) -> None:
     assert [name for name in modules if name not in MADE and not any(file.endswith(f"/{name}") for file in files)] == []
 
 
+@pytest.mark.parametrize(("name", "beginning"), [
+    ("ray_results/README.md", "| `space` |"),
+    ("ray_results/README.md", "| `config` |"),
+    ("ray_results/README.md", "| `method`, "),
+    ("docs/architecture.md", "| hyperparameter |"),
+])  # fmt: skip
+def test_lists_of_hyperparameters_are_whole(name: str, beginning: str) -> None:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith(beginning))
+    assert [one for one in HYPERPARAMETERS if not re.search(rf"\b{one}\b", line)] == []
+
+
 def test_every_benchmark_is_described() -> None:
     page = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
     scripts = {path.name for path in (ROOT / "scripts").glob("bench_*.py")} - {"bench_common.py", "bench_lm_eval.py"}
