@@ -199,16 +199,21 @@ def test_a_trial_that_would_fit_one_gpu_layer_by_layer_is_sent_there(planned, mo
 
 
 def test_a_stage_waits_for_all_gpus_and_the_fullest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited = []
+    waited: list[torch.device] = []
+    allocated = {"cuda:0": 0, "cuda:1": 0}  # at most, since it was reset
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr(trial, "peak_memory_bytes", lambda device: {"cuda:0": 5, "cuda:1": 7}[str(device)])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: allocated.update({str(device): 0}))
+    monkeypatch.setattr(trial, "peak_memory_bytes", lambda device: allocated[str(device)])
     one = trial.Trial.__new__(trial.Trial)
     devices = tuple(torch.device("cuda", index) for index in range(2))
     one.context, one._caveats = SimpleNamespace(loaded=SimpleNamespace(devices=devices), fallback=Fallback()), ()
     one.progress = trial.TrialProgress("key", "m", PruningConfig("random", 8, 8))
-    with one._stage("pruning"):
-        pass
-    assert (tuple(waited), one.progress.peak_memory_bytes) == (devices, 7)
+    for stage, *used in (("pruning", 5, 7), ("kl", 6, 2)):
+        with one._stage(stage):
+            allocated |= dict(zip(allocated, used, strict=True))
+    assert tuple(waited) == devices * 2
+    assert [report.peak_memory_bytes for report in one.progress.reports] == [7, 6]
+    assert one.progress.peak_memory_bytes == 7
 
 
 def test_several_kinds_of_gpu_are_said(planned) -> None:
@@ -342,6 +347,7 @@ def test_a_stage_ends_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> N
         now[0] += 5.0
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(trial.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(trial, "peak_memory_bytes", lambda device: 0)
     one = trial.Trial.__new__(trial.Trial)

@@ -83,6 +83,8 @@ def test_the_record_of_a_trial(first, context):
 
 def test_each_stage_says_what_it_cost(first, context):
     stages = first[0].stages
+    peaks = [stage["peak_memory_bytes"] for stage in stages]
+    assert peaks[0] > 2**26 and peaks == sorted(peaks) and peaks[-1] == first[0].peak_memory_bytes
     layers = context.loaded.geometry.num_layers
     assert stages[0]["tokens"] == 16 * 10
     assert stages[1]["tokens"] == 16 * 2 * (

@@ -161,7 +161,8 @@ class PassLog:
 
     def write(self, about: Mapping[str, Any], report: StageReport) -> None:
         """Record a pass: `about` (model, seq_len, samples) and its cost."""
-        cost = {"stage": report.stage, "duration_s": report.duration_s, "tokens": report.tokens, "way": report.way}
+        told = ("stage", "duration_s", "tokens", "peak_memory_bytes", "way")
+        cost = {name: getattr(report, name) for name in told}
         name = f"{PASSES}/{report.stage}-{uuid.uuid4().hex[:12]}.json"
         self._store.put(name, sealed_text(name, {**about, **cost}))
 

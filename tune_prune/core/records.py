@@ -76,6 +76,7 @@ class StageReport:
     items_scored: int = 0  # zero-shot items scored so far, over all tasks
     items_total: int = 0  # zero-shot items the last slice will have reached
     tokens: int = 0  # tokens forwarded by this stage; 0 where all it needed was cached
+    peak_memory_bytes: int = 0  # GPU: torch's peak in this stage; CPU: the process's peak resident set up to its end
     way: str = (
         ""  # how the model was held for what it computed, if not as usual: nothing that was measured depends on it
     )
@@ -99,7 +100,7 @@ class TrialRecord:
     search_id: str = ""  # of the start that ran it; empty in records of older versions
     started_at: str = ""  # ISO 8601, UTC
     elapsed_time_s: Amount = 0.0
-    peak_memory_bytes: Count = 0  # GPU: torch's peak; CPU: the process's peak resident set
+    peak_memory_bytes: Count = 0  # of its stages the largest
     host: str = ""
     device_name: str = ""  # of the GPU or CPU; empty where the model was never opened, and in older records
     torch_version: str = ""  # likewise
@@ -163,6 +164,7 @@ class PassCost:
     stage: str
     duration_s: Amount
     tokens: Count
+    peak_memory_bytes: Count = 0  # in no record of an older version
     items_scored: Count = 0
     items_total: Count = 0
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import platform
 import resource
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -137,9 +137,6 @@ class Trial:
         self._caveats: tuple[str, ...] = ()  # of what was measured
         self._divergences: dict[str, Divergence] = {}  # of a pruned model
         self._files: dict[str, Any] = {}  # of the statistics, for the trial's folder
-        for device in context.loaded.devices:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
 
     def stages(self) -> Iterator[StageReport]:
         """Run the trial, one stage per report."""
@@ -259,6 +256,7 @@ class Trial:
         report = StageReport(name, 0.0)
         started = time.perf_counter()
         devices = self.context.loaded.devices
+        _reset_peak(devices)
         try:
             yield report
             for device in devices:
@@ -266,10 +264,11 @@ class Trial:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
             report.duration_s = time.perf_counter() - started
+            report.peak_memory_bytes = _peak(devices)
             kept = replace(report, outcomes={}, gold_logprobs={})
             self.progress = replace(self.progress, reports=(*self.progress.reports, kept))
         finally:  # what a failed stage has taken is recorded too
-            peak = max(peak_memory_bytes(device) for device in devices)  # of the fullest: another one must be as large
+            peak = max(self.progress.peak_memory_bytes, _peak(devices))
             notes = (*self._caveats, *self.context.fallback.notes)
             self.progress = replace(self.progress, peak_memory_bytes=peak, notes=notes)
 
@@ -311,12 +310,14 @@ def prepare(
     """Compute, or find in the cache, what the trials on the same samples share: one pass for each statistic at most. Gives every
     pass that was really made, when it is made: what for, and its cost."""
     for name, missing in by_statistic(context.cache.missing(samples, needs)).items():
+        _reset_peak(context.loaded.devices)
         started = time.perf_counter()
         _, tokens = context.collect(samples, missing)
         about = {"model": context.run.label, **samples.to_dict()}
         about |= {need.kind or "num_samples": need.num_samples for need in missing}
         statistic, duration_s = load_statistic(name), time.perf_counter() - started
-        yield about, StageReport(statistic.stage, duration_s, tokens=tokens, way=context.way(statistic))
+        peak, way = _peak(context.loaded.devices), context.way(statistic)
+        yield about, StageReport(statistic.stage, duration_s, tokens=tokens, peak_memory_bytes=peak, way=way)
 
 
 @cache
@@ -330,8 +331,19 @@ def device_name(device: torch.device) -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
+def _reset_peak(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(devices: Iterable[torch.device]) -> int:
+    """Of the fullest device: another one must be as large."""
+    return max(peak_memory_bytes(device) for device in devices)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """GPU: the most torch has allocated in this trial; CPU: the process's peak resident set, which only grows."""
+    """GPU: the most torch has allocated since its peak was reset; CPU: the process's peak resident set, which only grows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
