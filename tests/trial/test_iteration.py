@@ -143,6 +143,21 @@ def test_what_a_step_has_found_is_not_computed_again(context, tmp_path, monkeypa
     assert half == [("importance", 0), ("steps", 0), ("pruning", 0)]
 
 
+def test_ratios_on_one_way_are_nested(context, tmp_path):
+    """What removes 0.1 in two steps is what is there after two of the four to 0.2, and costs no pass of its own."""
+    own = with_empty_cache(context, tmp_path)
+    whole, reports, _ = made(replace(ONE, pruning_ratio=0.2, steps=4, shape="aligned-1"), own)
+    assert [tokens for stage, tokens in reports if stage == "steps"] == [128] * 3
+    kept = whole.kept_groups, whole.kept_channels
+    for steps in (3, 2, 1):
+        plan, reports, _ = made(replace(ONE, pruning_ratio=0.05 * steps, steps=steps, shape="aligned-1"), own)
+        assert not any(tokens for _, tokens in reports)
+        pairs = zip(kept, (plan.kept_groups, plan.kept_channels), strict=True)
+        assert all(set(less) <= set(more) for a, b in pairs for less, more in zip(a, b, strict=True))
+        assert plan.removed_params < whole.removed_params
+        kept, whole = (plan.kept_groups, plan.kept_channels), plan
+
+
 @pytest.mark.parametrize("pruned_whole", [True, False])
 def test_weights_that_stay_in_their_files_give_the_same_plan(context, pruned_whole, tmp_path):
     way = Residency(from_files=True, pruned_whole=pruned_whole, states="file", spill_folder=tmp_path)
