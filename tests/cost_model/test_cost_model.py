@@ -380,6 +380,14 @@ def test_threads_that_wait_for_each_other_do_not_make_the_measured_speed_slower(
     assert two.forward(SHORT_ROW) < 20 * alone.forward(SHORT_ROW)
 
 
+@pytest.mark.parametrize(("name", "share"), [("fisher", 1), ("gate_fisher", 2 / 3)])
+def test_gradients_of_activations_alone_take_less_time(name, share):
+    """A third of the operations of gradients are for those of the weights. 4 samples, whose last tokens predict nothing."""
+    cost = estimate([work(passes={Samples(8): [Need(name, "", 4)]})], slots=1, gpus=0)
+    (stage,) = (stage for stage in cost.stages() if stage.stage == load_statistic(name).stage)
+    assert stage.seconds == pytest.approx(4 * 8 * 4 * share + 4 * 7 * 2)
+
+
 def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():
     """Mistral-7B's layer on a CPU: the part that is built times what is left out makes the published sizes."""
     bench = _Bench(SpeedRequest(MistralConfig(), "float32", "cpu", 1, 2048))
@@ -389,6 +397,12 @@ def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():
     assert built * bench.weights == 32 * 218_103_808
     assert layers[0].self_attn.head_dim == 128
     assert bench.model.lm_head.weight.numel() * bench.head_share == 32_000 * 4096
+    cubes = sum(
+        width**3 for layer in layers for width in (layer.self_attn.o_proj.in_features, layer.mlp.down_proj.in_features)
+    )
+    assert cubes * bench.solves == 32 * (4096**3 + 14_336**3)
+    bench._seconds = lambda run: 1.0
+    assert (bench._snapshot("fisher"), bench._snapshot("kfac")) == (bench.weights, bench.solves)
 
 
 def test_a_starved_machine_gives_no_negative_speed(monkeypatch, tiny_llama):

@@ -128,6 +128,7 @@ class _Bench:
         asked = Arithmetic.of(loading.config_geometry(config)[1], config.vocab_size)
         built = Arithmetic.of(read_geometry(self.model, self.family), self.model.config.vocab_size)
         self.weights = asked.projection_weights / built.projection_weights
+        self.solves = asked.input_cubes / built.input_cubes
         self.queries = asked.query_width / built.query_width
         self.head_share = asked.head_weights / built.head_weights
         self.batch_tokens = default_batch_tokens(self.model.config, request.device)
@@ -153,7 +154,7 @@ class _Bench:
         window, statistic = self._tokens(1, 2), load_statistic(name)
         needs = [Need(name, statistic.kinds[0], 1)]
         run = self._warm(lambda: statistic.collect(self.model, self.family, window, needs))
-        return self._seconds(run) * self.weights
+        return self._seconds(run) * (self.solves if statistic.solves else self.weights)
 
     def _line(self, run: Callable[[int, int], Callable[[], object]], batch_tokens: int) -> Line:
         """Seconds per token of all layers, from short and from long rows."""

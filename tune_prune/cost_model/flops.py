@@ -32,19 +32,21 @@ class Arithmetic:
     head_weights: int  # V x H, also where the head is the embedding
     output_weights: int  # of the attention's output projections, which are part of the attention weights
     input_squares: int = 0  # widths of what goes into the last projection of each block, squared, all layers together
+    input_cubes: int = 0
     group_squares: int = 0  # and those of what one KV group has of it
 
     @classmethod
     def of(cls, geometry: Geometry, vocab_size: int) -> Arithmetic:
+        widths = [k * geometry.queries_per_kv * geometry.head_dim for k in geometry.kv_heads]
         return cls(
             layers=geometry.num_layers,
             attention_weights=sum(k * c for k, c in zip(geometry.kv_heads, geometry.group_cost, strict=True)),
             mlp_weights=sum(m * c for m, c in zip(geometry.mlp_width, geometry.channel_cost, strict=True)),
-            query_width=sum(geometry.kv_heads) * geometry.queries_per_kv * geometry.head_dim,
+            query_width=sum(widths),
             head_weights=vocab_size * geometry.hidden_size,
-            output_weights=sum(geometry.kv_heads) * geometry.queries_per_kv * geometry.head_dim * geometry.hidden_size,
-            input_squares=sum((k * geometry.queries_per_kv * geometry.head_dim) ** 2 for k in geometry.kv_heads)
-            + sum(m**2 for m in geometry.mlp_width),
+            output_weights=sum(widths) * geometry.hidden_size,
+            input_squares=sum(width**2 for width in (*widths, *geometry.mlp_width)),
+            input_cubes=sum(width**3 for width in (*widths, *geometry.mlp_width)),
             group_squares=sum(k * (geometry.queries_per_kv * geometry.head_dim) ** 2 for k in geometry.kv_heads),
         )
 
@@ -63,6 +65,7 @@ class Arithmetic:
             self.head_weights,
             round(self.output_weights * kept),
             self.input_squares,
+            self.input_cubes,
             self.group_squares,
         )
 
@@ -77,21 +80,20 @@ class Arithmetic:
         """A statistic's pass over rows of `row_length`; where it runs backwards, gradients of activations, and of the projections'
         weights where it sums any. Those of adapters, a few in a hundred, are left out."""
         layers, head = self.layers_of_pass(work, row_length), self.head(work.head_positions)
-        if not work.backward:
-            return layers + head
-        attention, mlp = self.attention_weights * work.attention_tokens, self.mlp_weights * work.mlp_tokens
-        unasked = 0 if work.weight_sums else 2 * (attention + mlp) / self.layers
-        return 3 * layers - unasked + 2 * head
+        return 3 * layers + 2 * head if work.backward else layers + head
 
     def layers_of_pass(self, work: PassWork, row_length: int) -> float:
-        """Operations of the layers' forward pass in it, with the products of inputs that it sums up; of a pass backwards a third of
-        these, which are made once, and of the products of gradients."""
-        mlp = 2 * self.mlp_weights * work.mlp_tokens
+        """Operations of the layers in it, with the products of inputs that it sums up: of a pass forward all of them, of one
+        backwards a third, which with gradients of weights is the forward part."""
+        attention, mlp = self._attention(work.attention_tokens, row_length), 2 * self.mlp_weights * work.mlp_tokens
+        layers = (attention + mlp) / self.layers
         products: float = 2 * self.input_squares * work.product_tokens
-        if work.backward:
-            products += 2 * self.group_squares * work.product_tokens
-            products /= 3
-        return (self._attention(work.attention_tokens, row_length) + mlp) / self.layers + products
+        if not work.backward:
+            return layers + products
+        products += 2 * self.group_squares * work.product_tokens
+        weights = self.attention_weights * work.attention_tokens + self.mlp_weights * work.mlp_tokens
+        unasked = 0 if work.weight_sums else 2 * weights / self.layers
+        return layers + (products - unasked) / 3
 
     def head(self, positions: float) -> float:
         return 2.0 * self.head_weights * positions

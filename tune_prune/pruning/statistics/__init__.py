@@ -77,6 +77,7 @@ class Statistic(ABC):
     stage: str  # of a trial, in records; also what its files in the cache begin with
     label: str  # of its pass, in text: "gradient"
     backward: bool = False  # whether its pass computes gradients; else it runs forward only
+    solves: bool = False  # whether its sums, once they are there, are solved for: that takes the cube of what a projection is given
     kinds: tuple[str, ...] = ("",)
     reads: tuple[str, ...] = CALIBRATION  # hyperparameters that it depends on
 

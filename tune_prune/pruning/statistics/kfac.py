@@ -131,6 +131,7 @@ class _Kfac(GroupInformation):
     stage = "kfac"
     label = "K-FAC"
     sums = _Factors
+    solves = True
     weight_sums = 0
 
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
