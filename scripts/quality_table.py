@@ -8,11 +8,15 @@ What is lost is the KL to the dense model, on the perplexity text and on questio
 of right choices (mean of the tasks). Regained: 1 - loss / loss of the reference, by the mean over draws of calibration samples. Its
 standard error is paired: over blocks of text, or items of every task, to first order; of several draws with what
 they differ by, which counts chance within a draw twice and is rather too wide.
+
+`seconds`: what making the model took, without measuring it: the median of the draws of which the records say it
+(`making_seconds`). Trained configurations stand in a table of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -22,11 +26,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from making_seconds import making_seconds
 
 from tune_prune import load_results
 from tune_prune.analysis.input.measures import GOLD, dense_folder, gold_logprobs, kl_blocks
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import atomic_write_text, to_json
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
+from tune_prune.core.values.kinds import Choice
 
 MEASURES = {"kl_text": "KL text", "kl_tasks": "KL tasks", GOLD: "gold logprob"}
 
@@ -84,6 +91,7 @@ def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
         alike = [model for model in models if (model.base, model.ratio) == of]
         label = alike[0].label
         own = pd.concat([model.rows[model.rows["success"]] for model in alike], ignore_index=True)
+        own["seconds"] = making_seconds(own["output_dir"])
         # A configuration's name says its seed where that is not the run's.
         seeds = own["seed"].fillna(-1).astype(int)
         pairs = zip(own["name"], seeds, strict=True)
@@ -107,6 +115,8 @@ def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
                 )
             row = {"model": label, "configuration": name, "draws": len(draws)}
             row |= {"ppl": chosen["ppl"].mean(), "accuracy": chosen["acc_mean"].mean()}
+            taken = float(chosen["seconds"].median())  # of those that are known
+            row["seconds"] = None if math.isnan(taken) else taken
             for measure in found.values:
                 share, error = regained(base, found, measure)
                 row |= {measure: found.mean(measure), f"{measure}_regained": share, f"{measure}_stderr": error}
@@ -115,7 +125,34 @@ def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table; regained shares in percent with their standard errors."""
+    """The tables, regained shares in percent with their standard errors: of configurations without a training and, where there are
+    any, of trained ones. The reference is in both."""
+    seconds = any("seconds" in row for row in rows)
+
+    def table(trained: bool) -> str:
+        models = {row["model"] for row in rows if _trained(row) == trained}
+        part = [row for row in rows if _trained(row) == trained or (_reference(row) and row["model"] in models)]
+        return _table(part, seconds) if models else ""
+
+    untrained, trained = table(False), table(True)
+    return "\n\n".join(filter(None, (untrained, trained and f"trained:\n\n{trained}")))
+
+
+def _trained(row: dict[str, Any]) -> bool:
+    """Whether a configuration has a recovery, which is in its name."""
+    recovery = HYPERPARAMETERS["recovery"]
+    assert isinstance(recovery.kind, Choice)
+    names = [recovery.in_name(value) for value in recovery.kind.names if value != recovery.default]
+    return any(re.search(rf"-{name}(?=-|$)", row["configuration"]) for name in names)
+
+
+def _reference(row: dict[str, Any]) -> bool:
+    """Whether a row has lost what the reference has, with no error at all."""
+    return all(row[f"{name}_regained"] == row[f"{name}_stderr"] == 0 for name in MEASURES)
+
+
+def _table(rows: list[dict[str, Any]], seconds: bool) -> str:
+    """With a column `seconds`, which older records do not have, or without."""
     head = [
         "model",
         "configuration",
@@ -123,6 +160,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         *(f"{label} | regained" for label in MEASURES.values()),
         "ppl",
         "accuracy",
+        *["seconds"] * seconds,
     ]
     lines = [f"| {' | '.join(head)} |", "|---" * (len(head) + len(MEASURES)) + "|"]
     for row in rows:
@@ -130,6 +168,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         for name in MEASURES:
             cells += [f"{row[name]:.3f}", f"{100 * row[f'{name}_regained']:.0f} ± {100 * row[f'{name}_stderr']:.0f}%"]
         cells += [f"{row['ppl']:.2f}", f"{row['accuracy']:.3f}"]
+        if seconds:
+            taken = row.get("seconds")
+            cells.append("–" if taken is None else f"{taken:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
