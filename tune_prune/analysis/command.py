@@ -74,10 +74,12 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--rule", choices=RULES, default="accuracy",
-        help="how the best is chosen: highest accuracy; lowest perplexity; fewest calibration tokens within one standard error of "
-        "the most accurate; most accurate of those that no other beats in accuracy, perplexity, size and latency; smallest, over "
-        "all pruning ratios, within some points of the dense model; most accuracy retained per second of a request, where "
-        "tune_prune.speed has measured (default: %(default)s)",
+        help="how the best is chosen: accuracy, the highest mean; perplexity, the lowest; gold_logprob, the highest log- "
+        "probability of right choices; kl, the lowest KL to the dense model, mean of both texts; one-standard-error, the "
+        "fewest calibration tokens within one standard error of the most accurate; pareto, the most accurate of those "
+        "that no other beats in accuracy, perplexity and size; smallest, the fewest parameters, over all pruning ratios, "
+        "within some points of the dense model (--within); retained-per-second, the most accuracy retained per second of "
+        "a request, where tune_prune.speed has measured (default: %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--within", type=_points, metavar="POINTS",
