@@ -282,7 +282,8 @@ def _step(work: ModelWork, stage: str, amounts: Sequence[Any]) -> StageCost:
     def passes(amount: Any) -> Sequence[PassWork]:
         if stage == "steps":
             return works_of(amount, layers, work.device)
-        return [refit.work(amount, layers, work.device)] if stage == "refit" else recovery.work(amount, layers)
+        kept = 1 - work.removed_params / work.arithmetic.projection_weights
+        return [refit.work(amount, layers, work.device, kept)] if stage == "refit" else recovery.work(amount, layers)
 
     # Of the same length for a refit and a recovery, which reads weights that are brought once for every step.
     each = [

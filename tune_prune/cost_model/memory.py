@@ -39,7 +39,6 @@ from tune_prune.models.head import MAX_LOGIT_ELEMENTS
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.residency import RESIDENT, WAYS, Residency
 from tune_prune.models.runner.spread import layers_on
-from tune_prune.pruning.compensation.refit import HELD_OUT
 from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
 from tune_prune.pruning.statistics.kfac import AT_ONCE
@@ -217,7 +216,7 @@ class Shapes:
         head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + self._head_inputs(tokens)
         layers, carried, sums = tokens * self._inner, tokens * work.carried, 0
         if work.product_tokens:  # all of them go through a layer before the next one
-            carried = work.product_tokens
+            carried = work.tokens
             sums, batch, solving = self._products(work)
             layers = max(layers, batch, solving)
         elif not work.head_positions:
@@ -237,7 +236,7 @@ class Shapes:
         sums takes: a copy of the larger ones, its Cholesky factor, and four matrices of the projection's size."""
         item, h, q, m = max(FLOAT32, self.itemsize), self.geometry.hidden_size, self._q, self._m
         most = max(q, m)
-        sums = q**2 + m**2 + (q + m) * (work.product_tokens // HELD_OUT)
+        sums = q**2 + m**2 + (q + m) * work.held_tokens
         batch = work.batch_tokens * (self.itemsize * (most + 4 * h) + item * (2 * most + h))
         return item * sums, batch + item * most**2, item * most * (2 * most + 4 * h)
 

@@ -127,10 +127,12 @@ def lora(
 
 
 def work(steps: int, num_layers: int) -> list[PassWork]:
-    """What so many steps compute: the dense model's pass, and gradients."""
+    """What so many steps compute: passes without gradients, of the dense model and over held-out samples before and
+    after, with the logits that need none; and those with gradients."""
     one, samples = step_work(steps, num_layers), samples_of(steps) + 2 * HELD_OUT
-    tokens = samples * WINDOW
-    forward = PassWork(tokens, tokens * num_layers, tokens * num_layers, 0, one.batch_tokens)
+    tokens, heads = samples * WINDOW, 2 * 2 * HELD_OUT * WINDOW  # of both models, before and after
+    heads += steps * one.head_positions  # of the dense model, to which a step compares
+    forward = PassWork(tokens, tokens * num_layers, tokens * num_layers, heads, one.batch_tokens)
     counts = ("tokens", "attention_tokens", "mlp_tokens", "head_positions")
     return [forward, replace(one, **{name: steps * getattr(one, name) for name in counts})]
 

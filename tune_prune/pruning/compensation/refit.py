@@ -129,15 +129,18 @@ def fitted_windows(count: int) -> int:
     return count - max(1, count // HELD_OUT)
 
 
-def work(tokens: int, num_layers: int, device: str) -> PassWork:
-    """What a refit by so many tokens computes on "cpu" or "cuda"."""
+def work(tokens: int, num_layers: int, device: str, kept: float = 1.0) -> PassWork:
+    """What a refit by so many tokens computes on "cpu" or "cuda", where every block is cut to that share of its inputs."""
+    held = tokens // HELD_OUT
     return PassWork(
         tokens=tokens,
         attention_tokens=tokens * num_layers,
         mlp_tokens=tokens * num_layers,
         head_positions=0,
         batch_tokens=min(tokens, batch_size(WINDOW, device) * WINDOW),
-        product_tokens=tokens,
+        product_tokens=tokens - held,
+        fitted_share=kept,
+        held_tokens=held,
     )
 
 

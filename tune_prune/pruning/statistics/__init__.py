@@ -59,6 +59,8 @@ class PassWork:
     snapshots: int = 0  # times that the sums over a model's weights are read out
     input_squares: bool = False  # whether squares of the inputs of each layer's last projections are summed up
     product_tokens: int = 0  # of which products of the inputs of each layer's last projections are summed up
+    fitted_share: float = 0.0  # of these inputs, to which the projections are fitted by those products; 0: they are not
+    held_tokens: int = 0  # on which that fit is tried
     product_sums: int = 0  # of gradients, how often the sums of those products are kept while it runs
     weight_sums: int = 0  # float32 numbers per weight of the projections that are kept while it runs
     adapter_rank: int = 0  # of adapters of a pruned copy, which are trained instead
