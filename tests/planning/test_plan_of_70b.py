@@ -3,43 +3,23 @@ bfloat16 in 24 GiB."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from make_random_model import _parts, config_of
-from transformers import PretrainedConfig
 
-from tests.search_folders import data_folder, model_folder
+from tests.hollow_models import hollow_model, in_gib
+from tests.search_folders import data_folder
 from tune_prune import search
-from tune_prune.core.process import machine
-from tune_prune.core.process.machine import Memory
-from tune_prune.cost_model.device_speed import DeviceSpeed, Line
-from tune_prune.models.families import family_of
-from tune_prune.planning import plan_cost
 
-GIB = 2**30
-SPEED = DeviceSpeed(
-    Line(1e-3, 0), Line(3e-3, 0), 1e-5, 2e-5, {"taylor": 1.0}, engine=1.1
-)  # no layer of that size is run for it
 STAGES = ("importance", "removal", "pruning", "kl", "perplexity", "zero-shot")
 
 
 @pytest.fixture
 def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """A search on a config of Llama-3-70B's shape, on a machine of which 24 GiB are free, with room in a folder for more."""
-    monkeypatch.setattr(machine, "memory", lambda: Memory(25 * GIB, 24 * GIB))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000 * GIB))
-    monkeypatch.setattr(machine, "in_memory", lambda _: False)
-    monkeypatch.setattr(plan_cost, "measure", lambda _: SPEED)
-    folder = model_folder(tmp_path / "llama-70b")
-    (folder / "model.safetensors").unlink()
-    write_hollow(folder, config_of("llama-3-70b"))
+    folder = hollow_model(tmp_path / "llama-70b", "llama-3-70b", 24, monkeypatch)
     space = tmp_path / "space.yaml"
     space.write_text("search: grid\nmethod: layerwise\nseq_len: 128\nnum_samples: 64\n")
     monkeypatch.chdir(tmp_path)
@@ -47,28 +27,6 @@ def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
         "--model", str(folder), "--search-space", str(space), "--data-dir", str(data_folder(tmp_path / "data")), "--calibration",
         "embedded", "--tasks", "boolq", "--limit", "2", "--inline", "--dtype", "bfloat16", "--gpus-per-trial", "0",
     )  # fmt: skip
-
-
-def write_hollow(folder: Path, config: PretrainedConfig) -> None:
-    """Weights of that config that take no room: headers say where each tensor is, and the rest of the files are holes."""
-    places = {}
-    for number, part in enumerate(_parts(config, family_of(config.model_type))):
-        header, end = {}, 0
-        for name, shape in part.items():
-            start, end = end, end + 2 * math.prod(shape)
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        places |= dict.fromkeys(part, f"model-{number}.safetensors")
-        with (folder / f"model-{number}.safetensors").open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    config.save_pretrained(folder)
-
-
-def in_gib(text: str) -> float:
-    count, unit = text.split()
-    return float(count) * {"MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}[unit]
 
 
 def test_it_is_streamed_and_every_stage_says_its_peak(argv: tuple[str, ...], plan_text: Callable[..., str]) -> None:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from make_random_model import config_of
 
-from tests.planning.test_plan_of_70b import GIB, SPEED, in_gib, write_hollow
-from tests.search_folders import data_folder, model_folder
-from tune_prune.core.process import machine
-from tune_prune.core.process.machine import Memory
-from tune_prune.planning import plan_cost
+from tests.hollow_models import GIB, hollow_model, in_gib
+from tests.search_folders import data_folder
 
 PRODUCTS = 4 * (4096**2 + 14_336**2) / GIB  # of a layer's inputs of o, and of down, in float32
 
@@ -23,13 +17,7 @@ PRODUCTS = 4 * (4096**2 + 14_336**2) / GIB  # of a layer's inputs of o, and of d
 @pytest.fixture
 def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, ...]]:
     """A function (tokens of a refit) -> a search on that shape with both, on a machine with memory for it in any way."""
-    monkeypatch.setattr(machine, "memory", lambda: Memory(200 * GIB, 190 * GIB))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000 * GIB))
-    monkeypatch.setattr(machine, "in_memory", lambda _: False)
-    monkeypatch.setattr(plan_cost, "measure", lambda _: SPEED)
-    folder = model_folder(tmp_path / "mistral-7b")
-    (folder / "model.safetensors").unlink()
-    write_hollow(folder, config_of("mistral-7b"))
+    folder = hollow_model(tmp_path / "mistral-7b", "mistral-7b", 190, monkeypatch)
     data = data_folder(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
 

@@ -1,0 +1,79 @@
+"""The measured speed of a device: what is run of a model, what the rest counts, and what other programs do to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import MistralConfig
+
+from tune_prune.core.config import EvaluationProtocol
+from tune_prune.cost_model import device_speed
+from tune_prune.cost_model.device_speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, SpeedRequest, _Bench, measure
+from tune_prune.cost_model.tokens import zero_shot_tokens
+from tune_prune.data.task_files import TaskSource
+from tune_prune.models.families import decoder_layers
+
+
+def test_other_programs_do_not_make_the_measured_speed_slower(tiny_llama):
+    """Seconds in which the process waits are not its own; their share is what `load` is for."""
+    bench = _Bench(SpeedRequest(tiny_llama[0], "float32", "cpu", 1, 256))
+    assert bench._seconds(lambda: time.sleep(0.2)) < 0.1
+    assert bench._least(lambda: sum(range(100_000))) > 0 and bench.spreads[0] >= 1
+
+
+def test_a_small_model_is_measured_whole_and_threads_are_put_back(tiny_llama):
+    config, tokenizer = tiny_llama
+    sample = zero_shot_tokens(tokenizer, EvaluationProtocol(limit=8), TaskSource.of(None, embedded=True)).rows
+    request = SpeedRequest(config, "float32", "cpu", 1, 256, sample)
+    bench = _Bench(request)
+    assert (bench.weights, bench.queries, bench.head_share) == (1, 1, 1)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        speed = measure(request)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert speed.gradient(64) > speed.forward(64) > 0
+    assert speed.head_gradient > speed.head > 0
+    assert speed.forward(256) >= speed.forward(16)
+    assert speed.snapshots["taylor"] > 0 and speed.engine > 0
+
+
+def test_threads_that_wait_for_each_other_do_not_make_the_measured_speed_slower(tiny_llama, monkeypatch):
+    """As beside other programs: what takes microseconds waits for the turn of the other thread."""
+
+    def seconds(self: _Bench, run: Callable[[], object]) -> float:
+        return 0.001 + 0.1 * (torch.get_num_threads() - 1)
+
+    monkeypatch.setattr(device_speed._Bench, "_seconds", seconds)
+    alone, two = (measure(SpeedRequest(tiny_llama[0], "float32", "cpu", count, 64)) for count in (1, 2))
+    assert two.forward(SHORT_ROW) < 20 * alone.forward(SHORT_ROW)
+
+
+def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():
+    """Mistral-7B's layer on a CPU: the part that is built times what is left out makes the published sizes."""
+    bench = _Bench(SpeedRequest(MistralConfig(), "float32", "cpu", 1, 2048))
+    layers = decoder_layers(bench.model, bench.family)
+    built = sum(p.numel() for layer in layers for name, p in layer.named_parameters() if "proj" in name)
+    assert built * 4 <= BUILT_BYTES["cpu"]
+    assert built * bench.weights == 32 * 218_103_808
+    assert layers[0].self_attn.head_dim == 128
+    assert bench.model.lm_head.weight.numel() * bench.head_share == 32_000 * 4096
+    cubes = sum(
+        width**3 for layer in layers for width in (layer.self_attn.o_proj.in_features, layer.mlp.down_proj.in_features)
+    )
+    assert cubes * bench.solves == 32 * (4096**3 + 14_336**3)
+    bench._seconds = lambda run: 1.0
+    assert (bench._snapshot("fisher"), bench._snapshot("kfac")) == (bench.weights, bench.solves)
+
+
+def test_a_starved_machine_gives_no_negative_speed(monkeypatch, tiny_llama):
+    """Long rows that were measured while others computed: the line through them must not fall below zero."""
+    seconds = iter([1e-6 * SHORT_ROW, 1.0 * LONG_ROW])  # of a short row, then of a long one
+    monkeypatch.setattr(_Bench, "_steady", lambda *_: next(seconds))
+    bench = _Bench(SpeedRequest(tiny_llama[0], "float32", "cpu", 1, LONG_ROW))
+    line = bench._line(lambda rows, length: lambda: None, 2048)
+    assert line.at_zero > 0 and line.slope > 0
