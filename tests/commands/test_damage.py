@@ -40,7 +40,10 @@ from tune_prune.pruning.statistics import Need, load_statistic
 
 NAME = "damaged"
 ARGV = (*TINY, "--limit", "4", "--tasks", "boolq,piqa", "--gpus-per-trial", "0", "--inline", "--name", NAME)
-KINDS = ("suite", "importance", "removal", "dense_states", "kl", "perplexity", "zero_shot")  # of artifacts
+KINDS = (  # of artifacts
+    *("suite", "items_in_calibration", "importance", "removal"),
+    *("dense_states", "kl", "perplexity", "zero_shot"),
+)
 OF_OTHERS = ("input_norms", "recovery", "recovery_state")  # of wanda_sp and of a training, done and begun
 
 
@@ -167,6 +170,7 @@ def of_worker(kind: str) -> Callable[[Finished], str]:
         (model,) = kept.plan.models
         readers: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
             "suite": lambda arrays: ZeroShotSuite.from_arrays(arrays, model.run.protocol),
+            "items_in_calibration": lambda arrays: int(arrays["count"]),
             "importance": lambda arrays: load_statistic("taylor").value(arrays, Need("taylor", "", 8)),
             "removal": lambda arrays: load_statistic("block_removal").value(arrays, Need("block_removal", "layer", 1)),
             "dense_states": lambda arrays: arrays["states"],
@@ -231,7 +235,7 @@ def another(kept: Finished, kind: str) -> bytes:
         return b'{"state": "ended", "plan": "of another version"}'
     elif kind in ("cost.json", "method_comparison.json"):
         return kept.file("cost.json" if kind == "method_comparison.json" else "method_comparison.json").read_bytes()
-    elif kind in ("suite", "dense_states", *OF_OTHERS):  # there is one of them
+    elif kind in ("suite", "items_in_calibration", "dense_states", *OF_OTHERS):  # there is one of them
         return kept.file("perplexity").read_bytes()
     else:
         return kept.file(kind, 1).read_bytes()

@@ -13,8 +13,10 @@ import torch
 from lm_eval.api.metrics import mean_stderr
 
 from tests.quiz import DATA, byte_tokenizer, quiz_items, score_all, unequal_llama, write_quiz
+from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.data.task_files import TaskSource
+from tune_prune.embedded import tasks_dir
 from tune_prune.evaluation import zero_shot
 from tune_prune.evaluation.item_scores import ItemScore, outcomes_by_task, summarize, to_parquet
 from tune_prune.evaluation.suite import RequestScores, ZeroShotSuite
@@ -184,3 +186,24 @@ def test_items_are_kept_as_a_table(tmp_path):
         assert tuple(row["loglikelihoods"]) == item.loglikelihoods
         assert row["gold"] == quiz_items()[row["doc_id"]]["answer"]
         assert row["acc"] == float(np.argmax(row["loglikelihoods"]) == row["gold"])
+
+
+def test_items_in_a_text_are_counted_with_their_right_answers_alone():
+    tokenizer = byte_tokenizer(True)
+    suite = build_suite(tokenizer, EvaluationProtocol(limit=6), TaskSource("embedded", str(tasks_dir().parent)), 4096)
+
+    def text(items, right):
+        requests = [item.requests[item.gold if right else (item.gold + 1) % len(item.requests)] for item in items]
+        return "\n\n".join(tokenizer.decode([*request.inputs, request.targets[-1]], True) for request in requests)
+
+    def count(*texts):
+        return suite.items_in([torch.tensor(tokenizer(text)["input_ids"]) for text in texts], tokenizer)
+
+    assert count(text(suite.items, True)) == len(suite.items) == 42
+    assert count(text(suite.items, False)) == 0
+    assert count(embedded.calibration_text()) == 0  # of the same world, but no item of it
+    first, second = suite.items[:5], suite.items[3:9]
+    assert (
+        count(text(first, True).replace(" ", "\n ") + "\n", text(second, True)) == 9
+    )  # each once, whatever the white space
+    assert count(text(first, True)[1:]) == 4 and count(text(first, True)[:-1]) == 4  # each of them whole

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from questions_text import main
 
+from tune_prune import search
 from tune_prune.embedded import tasks_dir
 
 
@@ -32,3 +34,35 @@ def test_where_no_item_is_left_it_says_so(tmp_path: Path, capsys: pytest.Capture
     assert main(["--model", "tiny-llama", "--tasks", "piqa", "--after", "100000", "--output", str(path)]) == 2
     assert "piqa has no items with a right answer after the first 100000" in capsys.readouterr().err
     assert not path.exists()
+
+
+def test_a_search_that_measures_what_it_was_calibrated_on_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space, path = tmp_path / "space.yaml", tmp_path / "questions.txt"
+    space.write_text("search: grid\nmethod: [taylor, random]\nseq_len: [16]\nnum_samples: [8]\n")
+    found = {}
+    for after in (0, 4):
+        argv = ["--model", "tiny-llama", "--after", str(after), "--most", "8", "--output", str(path)]
+        assert main(argv) == 0
+        argv = [
+            "--model",
+            "tiny-llama",
+            "--search-space",
+            str(space),
+            "--inline",
+            "--limit",
+            "4",
+            "--calibration",
+            str(path),
+        ]
+        capsys.readouterr()
+        assert search.main([*argv, "--storage-path", str(tmp_path), "--name", f"after-{after}"]) == 0
+        screen = capsys.readouterr()
+        for path_of in (tmp_path / f"after-{after}" / "ledger").glob("*.json"):
+            record = json.loads(path_of.read_text())
+            found[after, record["config"]["method"]] = record["metrics"].get("items_in_calibration")
+        told = f"calibration text {path} holds 28 of the 28 measured items" in screen.err + screen.out
+        at_the_end = "taylor-s16-n8 holds up to 28 of the measured items" in re.sub(r"\s+", " ", screen.out)
+        assert told == at_the_end == (after == 0)
+    assert found == {(0, "taylor"): 28, (0, "random"): None, (4, "taylor"): None, (4, "random"): None}

@@ -21,12 +21,11 @@ from tune_prune.cost_model.tokens import (
     zero_shot_tokens,
 )
 from tune_prune.data import calibration, perplexity_text
-from tune_prune.data.sources import task_source, uses_embedded_data
+from tune_prune.data.sources import suite_key, task_source, uses_embedded_data
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.statistics import Need, PassWork, by_statistic, load_statistic
-from tune_prune.trial.context import suite_key
 from tune_prune.trial.iteration import steps_of, works_of
 from tune_prune.trial.statistics import StatisticCache, by_samples
 

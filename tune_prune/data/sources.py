@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tune_prune import embedded
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun
@@ -10,6 +11,7 @@ from tune_prune.core.hashing import digest
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.data import calibration, perplexity_text, task_files
 
+SUITE_VERSION = 1  # raise when the zero-shot requests, as tokens, change their meaning: cached ones are then not used
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
 
 
@@ -61,3 +63,14 @@ def data_fingerprint(run: ModelRun) -> str:
             "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
         }
     )
+
+
+def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[str, Any]:
+    """The artifact key of the zero-shot requests as tokens."""
+    return {
+        "version": SUITE_VERSION,
+        "tokenizer": model_fingerprint,
+        "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
+        "protocol": run.protocol.of_items(),
+        "max_length": max_length,
+    }

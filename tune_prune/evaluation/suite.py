@@ -16,7 +16,8 @@ from functools import cache, cached_property, partial
 from itertools import zip_longest
 
 import numpy as np
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.hashing import seed_for
@@ -28,6 +29,8 @@ from tune_prune.evaluation.slices import even_slices
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
 __all__ = ["Item", "RequestScores", "ZeroShotSuite"]
+
+_SURE = 32  # characters
 
 # (log-likelihood, greedy) of an item's requests -> acc, and acc_norm where the task has it.
 Judgement = Callable[[list[tuple[float, bool]]], tuple[float, float | None]]
@@ -76,6 +79,23 @@ class ZeroShotSuite:
             if item.gold >= 0:
                 by_task[item.task].append(item.requests[item.gold].inputs)
         return [inputs for turn in zip_longest(*by_task.values()) for inputs in turn if inputs is not None]
+
+    def items_in(self, texts: Iterable[Tensor], tokenizer: PreTrainedTokenizerBase) -> int:
+        """How many items one of `texts`, token ids [N] each, holds: the question with its right answer in the words in which it is
+        asked, whatever the white space. Shorter ones than `_SURE` characters are not counted: they may be there by chance."""
+        right = [item.requests[item.gold] for item in self.items if item.gold >= 0]
+        whole = [[*request.inputs.tolist(), int(request.targets[-1])] for request in right]
+        asked = [_words(text) for text in tokenizer.batch_decode(whole, skip_special_tokens=True)]
+        by_end: dict[str, set[str]] = {}
+        for question in asked:
+            if len(question) >= _SURE:
+                by_end.setdefault(question[-_SURE:], set()).add(question)
+        seen: set[str] = set()
+        for text in map(_words, tokenizer.batch_decode([tokens.tolist() for tokens in texts])):
+            for end in range(_SURE, len(text) + 1):
+                questions = by_end.get(text[end - _SURE : end], ())
+                seen.update(question for question in questions if text.endswith(question, 0, end))
+        return sum(question in seen for question in asked)
 
     def tokens_in_slice(self, slice_index: int, share: bool = True) -> int:
         """Tokens (without padding) that scoring the items which this slice adds forwards."""
@@ -213,6 +233,10 @@ class _Slice:
                 judged = float(acc[number]), float(acc_norm[number]) if item.lengths else None
             items.append(ItemScore(item.task, item.doc_id, self.index, *judged, of_item, item.gold))
         return items
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _integers(values: Iterable[int]) -> np.ndarray:

@@ -7,6 +7,7 @@ kept structure, the text or tasks and the protocol.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache, cached_property, partial
@@ -19,7 +20,7 @@ from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, Samples, trial_key
 from tune_prune.core.store import Location
 from tune_prune.data import calibration, perplexity_text, task_files
-from tune_prune.data.sources import data_fingerprint, task_source, uses_embedded_data
+from tune_prune.data.sources import data_fingerprint, suite_key, task_source, uses_embedded_data
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.item_scores import ItemScore
@@ -40,9 +41,9 @@ from tune_prune.trial.statistics import StatisticCache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 
-SUITE_VERSION = 1  # raise when the zero-shot requests, as tokens, change their meaning: cached ones are then not used
+T = TypeVar("T")
 
 
 class TrialContext:
@@ -66,6 +67,7 @@ class TrialContext:
         self._let_go = let_go
         self._data_fingerprint = cache(data_fingerprint)  # by run
         self.calibration_tokens = cache(partial(calibration.tokens_of, loaded.tokenizer))  # by source
+        self._items_in = cache(self._find_items_in)  # by source
         self._copy: tuple[str, PreTrainedModel, int] | None = None  # by structure, the pruned one and its parameters
 
     @classmethod
@@ -116,6 +118,26 @@ class TrialContext:
         if arrays is not None:
             self.artifacts.put("suite", key, arrays)
         return suite
+
+    def items_in_calibration(self, config: PruningConfig) -> int:
+        """How many of the measured items the calibration text of `config` holds with their right answers; a warning says so."""
+        return self._items_in(self.run.of(config).calibration)
+
+    def _find_items_in(self, text: str) -> int:
+        suite = self.suite
+        key = suite_key(self.run, self.model_fingerprint, self.loaded.max_length)
+        key["calibration"] = calibration.calibration_fingerprint(text)
+        found = self.artifacts.get("items_in_calibration", key, lambda arrays: int(arrays["count"]))
+        if found is None:
+            found = suite.items_in(self.calibration_tokens(text), self.loaded.tokenizer)
+            self.artifacts.put("items_in_calibration", key, {"count": np.array(found)})
+        if found:
+            log.warning(
+                "calibration text %s holds %d of the %d measured items with their right answers, so what is pruned by it looks "
+                "better on the tasks than it is: measure other items, or take these out of the text",
+                *(text, found, suite.num_items),
+            )
+        return found
 
     @cached_property
     def non_finite_weight(self) -> str | None:
@@ -334,14 +356,3 @@ class TrialContext:
 
 def _count(model: PreTrainedModel) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[str, Any]:
-    """The artifact key of the zero-shot requests as tokens."""
-    return {
-        "version": SUITE_VERSION,
-        "tokenizer": model_fingerprint,
-        "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
-        "protocol": run.protocol.of_items(),
-        "max_length": max_length,
-    }

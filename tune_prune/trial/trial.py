@@ -237,10 +237,20 @@ class Trial:
                 report.way = context.way_to_measure("zero_shot", recipe) if report.tokens else ""
                 self.items += added
                 report.metrics = summarize(self.items)
+                if index == 0 and (seen := self._items_in_calibration()):
+                    report.metrics["items_in_calibration"] = float(seen)
                 report.outcomes, report.gold_logprobs = outcomes_by_task(added), gold_logprobs_by_task(added)
                 report.items_scored, report.items_total = len(self.items), context.suite.num_items
                 self._caveats = context.notes
             yield report
+
+    def _items_in_calibration(self) -> int:
+        """Of the measured items; 0 where no calibration text is read."""
+        config = self.config
+        if config is None:
+            return 0
+        changed = {config.compensation, config.recovery} != {"none"}
+        return self.context.items_in_calibration(config) if changed or load_method(config.method).needs(config) else 0
 
     def _check_weights(self) -> None:
         """Raise NotFinite where a weight of the dense model is not finite: neither scores nor what is measured may show it, as

@@ -260,6 +260,9 @@ class ModelFindings:
         for measure in MEASURES:
             if names := [change.after["name"] for change in self.changes if measure in change.worse]:
                 yield Message(f"worse_{measure}", {"names": names})
+        if "items_in_calibration" in eligible and (seen := eligible["items_in_calibration"].max()) > 0:
+            names = eligible.loc[eligible["items_in_calibration"] > 0, "name"].tolist()
+            yield Message("items_in_calibration", {"count": int(seen), "names": names})
         if len(devices := sorted({*eligible["device_name"].dropna()} - {""})) > 1:
             yield Message("several_devices", {"names": devices})
         for factor, value, side in self.edges:

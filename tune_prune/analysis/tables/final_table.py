@@ -28,6 +28,7 @@ from tune_prune.core.values.hyperparameters import RECIPE
 _ON_SCREEN = (
     "_at_chance",
     "_devices",
+    "items_in_calibration",
     "one_draw_leads",
     *(f"worse_{name}" for name in MEASURES),
 )  # ends of kinds of warnings
