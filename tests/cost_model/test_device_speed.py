@@ -53,6 +53,21 @@ def test_threads_that_wait_for_each_other_do_not_make_the_measured_speed_slower(
     assert two.forward(SHORT_ROW) < 20 * alone.forward(SHORT_ROW)
 
 
+def test_a_first_call_that_is_slow_does_not_end_the_growth_of_batches(tiny_llama, monkeypatch):
+    """Of one position the head's weights are read as for many: its seconds would count for each of them."""
+    calls: dict[int, int] = {}
+
+    def seconds(self: _Bench, run: Callable[[], int]) -> float:
+        count = run()
+        calls[count] = calls.get(count, 0) + 1
+        return (0.01 + 0.001 * count) * (4 if calls[count] == 1 else 1)
+
+    monkeypatch.setattr(_Bench, "_seconds", seconds)
+    bench = _Bench(SpeedRequest(tiny_llama[0], "float32", "cpu", 1, 64))
+    assert bench._steady(lambda count: lambda: count, 1024) == (0.01 + 0.001 * 16) / 16
+    assert list(calls) == [1, 2, 4, 8, 16]
+
+
 def test_of_a_large_model_a_small_part_is_built_and_the_rest_counted():
     """Mistral-7B's layer on a CPU: the part that is built times what is left out makes the published sizes."""
     bench = _Bench(SpeedRequest(MistralConfig(), "float32", "cpu", 1, 2048))
