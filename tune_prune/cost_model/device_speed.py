@@ -38,6 +38,7 @@ SHORT_ROW = 32  # tokens; attention's share is small
 LONG_ROW = 512
 CALL_S = 0.025  # batches grow until a call takes this long
 LONGEST_CALL_S = 0.2  # what would take longer is not tried
+HEAD_POSITIONS = 16  # at least at once: one alone reads all its weights for itself, as no pass does
 ENGINE_S = 0.1  # of zero-shot rows, plain ones and trees each
 BUILT_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of layers
 MEASURED_VOCABULARY = 32_768  # of a larger one this much; the head costs in proportion
@@ -143,8 +144,8 @@ class _Bench:
                 linear.requires_grad_(True)
         gradient = self._line(self._gradient, self.gradient_tokens)
         self.model.requires_grad_(False)
-        head = self._steady(self._head, self.batch_tokens) * self.head_share
-        head_gradient = self._steady(self._head_gradient, self.gradient_tokens) * self.head_share
+        head = self._steady(self._head, self.batch_tokens, HEAD_POSITIONS) * self.head_share
+        head_gradient = self._steady(self._head_gradient, self.gradient_tokens, HEAD_POSITIONS) * self.head_share
         snapshots = {name: self._snapshot(name) for name in self.request.statistics}
         engine = self._engine(forward, head)
         return DeviceSpeed(forward, gradient, head, head_gradient, snapshots, engine, median(self.spreads or [1.0]))
@@ -173,9 +174,9 @@ class _Bench:
             run()
         return run
 
-    def _steady(self, make: Callable[[int], Callable[[], object]], most: int) -> float:
-        """Seconds per unit of what `make(count)` runs, at the largest count up to `most` that stays short."""
-        count = 1
+    def _steady(self, make: Callable[[int], Callable[[], object]], most: int, count: int = 1) -> float:
+        """Seconds per unit of what `make(count)` runs, at the largest count from that up to `most` that stays short."""
+        count = min(count, most)
         while True:
             run = self._warm(make(count))
             seconds = self._seconds(run)
