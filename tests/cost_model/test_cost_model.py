@@ -20,10 +20,7 @@ from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.process.machine import Load
 from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model import tokens
-from tune_prune.cost_model.device_speed import (
-    DeviceSpeed,
-    Line,
-)
+from tune_prune.cost_model.device_speed import DeviceSpeed, Line
 from tune_prune.cost_model.estimate import ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.tokens import ZeroShotTokens, zero_shot_tokens

@@ -45,22 +45,13 @@ def test_a_search_that_measures_what_it_was_calibrated_on_says_so(
     for after in (0, 4):
         argv = ["--model", "tiny-llama", "--after", str(after), "--most", "8", "--output", str(path)]
         assert main(argv) == 0
-        argv = [
-            "--model",
-            "tiny-llama",
-            "--search-space",
-            str(space),
-            "--inline",
-            "--limit",
-            "4",
-            "--calibration",
-            str(path),
-        ]
+        argv = ["--model", "tiny-llama", "--inline", "--limit", "4"]
+        argv += ["--search-space", str(space), "--calibration", str(path)]
         capsys.readouterr()
         assert search.main([*argv, "--storage-path", str(tmp_path), "--name", f"after-{after}"]) == 0
         screen = capsys.readouterr()
-        for path_of in (tmp_path / f"after-{after}" / "ledger").glob("*.json"):
-            record = json.loads(path_of.read_text())
+        for file in (tmp_path / f"after-{after}" / "ledger").glob("*.json"):
+            record = json.loads(file.read_text())
             found[after, record["config"]["method"]] = record["metrics"].get("items_in_calibration")
         told = f"calibration text {path} holds 28 of the 28 measured items" in screen.err + screen.out
         at_the_end = "taylor-s16-n8 holds up to 28 of the measured items" in re.sub(r"\s+", " ", screen.out)
