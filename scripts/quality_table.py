@@ -6,8 +6,8 @@ items, texts and draws.
 
 What is lost is the KL to the dense model, on the perplexity text and on questions with their right answers, and the log-probability
 of right choices (mean of the tasks). Regained: 1 - loss / loss of the reference, by the mean over draws of calibration samples. Its
-standard error is paired: over blocks of text, or items of every task, to first order; of several draws with what
-they differ by, which counts chance within a draw twice and is rather too wide.
+standard error is paired: over blocks of text, or the items of all tasks as of one, to first order; of several draws with what
+they differ by, which counts chance within a draw twice. Both are rather too wide.
 
 `seconds`: what making the model took, without measuring it: the median of the draws of which the records say it
 (`making_seconds`). Trained configurations stand in a table of their own.
@@ -74,7 +74,8 @@ def regained(reference: Losses, other: Losses, measure: str) -> tuple[float, flo
     share = 1 - float((own @ weights).mean()) / lost
     # To first order the ratio of means is the mean of these.
     parts = (base - own).mean(axis=0) - share * base.mean(axis=0)
-    of_items = len(parts) / (len(parts) - 1) * float(np.square(weights * parts).sum()) / lost**2
+    n = len(parts)
+    of_items = n / (n - 1) * float(np.square(weights * parts).sum()) / lost**2 if n > 1 else math.nan
     of_draws = 0.0
     if len(base) > 1:
         by_draw = ((base - own) @ weights - share * (base @ weights)) / lost
@@ -90,10 +91,14 @@ def rows_of(folders: list[str], reference: str) -> list[dict[str, Any]]:
     for of in dict.fromkeys((model.base, model.ratio) for model in models):
         alike = [model for model in models if (model.base, model.ratio) == of]
         label = alike[0].label
-        own = pd.concat([model.rows[model.rows["success"]] for model in alike], ignore_index=True)
+        run_seeds = [0 if model.source is None else model.source["seed"] for model in alike]
+        parts = [
+            model.rows[model.rows["success"]].assign(run_seed=s) for model, s in zip(alike, run_seeds, strict=True)
+        ]
+        own = pd.concat(parts, ignore_index=True)
         own["seconds"] = making_seconds(own["output_dir"])
         # A configuration's name says its seed where that is not the run's.
-        seeds = own["seed"].fillna(-1).astype(int)
+        seeds = own["seed"].fillna(own["run_seed"]).astype(int)
         pairs = zip(own["name"], seeds, strict=True)
         names = pd.Series([re.sub(rf"-r{seed}(?=-|$)", "", name) for name, seed in pairs], own.index)
         groups = {name: dict(zip(seeds[part], part, strict=True)) for name, part in own.groupby(names).groups.items()}

@@ -111,7 +111,7 @@ def rows(folder: Path, trials: dict[tuple[str, str, int | None], tuple[list[floa
         means = {f"kl_{name}": np.average(part["nats"], weights=part["tokens"]) for name, part in blocks.items()}
         config = PruningConfig("taylor", 64, 128, compensation=compensation, recovery=recovery, seed=seed)
         found.append(config.to_dict() | means | {"output_dir": str(own), "success": True, "refit_error": 0.8})
-    return typed(pd.DataFrame(found).assign(kl_text_stderr=1.0, kl_tasks_stderr=1.0))
+    return typed(pd.DataFrame(found).assign(kl_text_stderr=1.0, kl_tasks_stderr=1.0)).assign(draw_share=1.0)
 
 
 def rather(values: list[float], *by: float) -> list[float]:
@@ -163,6 +163,21 @@ def test_draws_that_both_have_are_compared_with_the_error_of_both_sources(tmp_pa
     assert shift.p == pytest.approx(t.sf(shift.change / shift.stderr, freedom))
     nothing = change.shifts["kl_tasks"]
     assert (nothing.change, nothing.stderr, nothing.p) == (0, 0, 1) and change.worse == ()
+
+
+def test_what_reads_no_seed_stands_beside_every_draw_of_its_refit(tmp_path: Path) -> None:
+    gains = {None: -0.1, 1: -0.05, 2: 0.02}
+    after = {("least_squares", "none", seed): (rather(TEXT, by, by / 2), TASKS) for seed, by in gains.items()}
+    once = rows(tmp_path, {("none", "none", None): (TEXT, TASKS)} | after)
+    once.loc[0, "draw_share"] = 0.0
+    own = of(once, [1, 2, 3])
+    (change,) = changes(own, own)
+    (tmp_path / "each").mkdir()
+    each = of(
+        rows(tmp_path / "each", {("none", "none", seed): (TEXT, TASKS) for seed in gains} | after), [0, 1, 2], [3, 4, 5]
+    )
+    (expected,) = changes(each, each)
+    assert change.draws == 3 and change.shifts == expected.shifts
 
 
 def test_a_training_is_set_beside_the_same_refit(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tune_prune.analysis.command import why_nothing
 from tune_prune.analysis.export import views
 from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.input.rows import typed
 from tune_prune.analysis.render.messages import cell_text, format_message
 from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics import differences
@@ -35,6 +36,7 @@ from tune_prune.analysis.statistics.draws import (
 from tune_prune.analysis.statistics.findings import ModelFindings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.store import METHOD_COMPARISON
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -225,6 +227,18 @@ def test_a_method_that_reads_no_seed_has_no_draws(study, found: ModelFindings) -
     warnings = list(of_draws.warnings(told.eligible, name, told.draw_variance))
     assert not any(name in message.values.get("names", ()) for message in warnings)
     assert next(message for message in warnings if message.kind == "one_draw").values["count"] == 15 - 6
+
+
+def test_a_refit_of_a_method_that_reads_no_seed_reads_one() -> None:
+    configs = [
+        PruningConfig("magnitude", 16, 8, compensation=compensation, seed=seed)
+        for compensation, seed in (("none", None), ("least_squares", None), ("least_squares", 1))
+    ]
+    trials = typed(pd.DataFrame([config.to_dict() | {"name": config.name} for config in configs]))
+    trials = trials.assign(acc_mean=[0.5, 0.6, 0.7], ppl=2.0, tokens=1, status="complete", success=True)
+    rows, several = of_draws.configurations(trials, trials, ("magnitude",))
+    assert rows.set_index("name")["draw_share"].to_dict() == {configs[0].name: 0.0, configs[1].name: 0.5}
+    assert list(several) == [1]
 
 
 def test_a_configuration_with_a_stopped_draw_is_not_eligible(study) -> None:

@@ -9,7 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tune_prune.analysis.input.rows import calibration_tokens, typed
 from tune_prune.analysis.statistics import rules
+from tune_prune.core.config import PruningConfig
+from tune_prune.pruning.compensation import recovery
 
 
 def rows(*values: tuple[Any, ...], **more: list[float]) -> pd.DataFrame:
@@ -51,6 +54,19 @@ def test_each_rule_chooses_what_it_says() -> None:
 def test_one_standard_error_is_of_the_difference_to_the_best(errors: list[float], expected: str) -> None:
     frame = rows(*ABC, difference_stderr_points=[error + 1e-9 for error in errors])
     assert rules.one_standard_error(frame) == [expected]
+
+
+def test_steps_refit_and_training_count_as_calibration_tokens() -> None:
+    configs = [
+        PruningConfig("taylor", 16, 8),
+        PruningConfig("taylor", 16, 8, steps=4),
+        PruningConfig("taylor", 16, 8, compensation="least_squares", refit_tokens=2048),
+        PruningConfig(
+            "taylor", 16, 8, compensation="least_squares", refit_tokens=2048, recovery="lora", recovery_steps=3
+        ),
+    ]
+    tokens = calibration_tokens(typed(pd.DataFrame([config.to_dict() for config in configs])))
+    assert tokens.tolist() == [128, 512, 128 + 2048, 128 + 2048 + 3 * recovery.ROWS * recovery.WINDOW]
 
 
 def test_equal_tokens_are_told_apart_by_the_measured_pass_then_by_accuracy() -> None:

@@ -53,6 +53,11 @@ def test_a_configuration_beside_itself_regains_nothing() -> None:
     assert regained(base, base, MEASURE) == (0.0, 0.0)
 
 
+def test_one_block_has_no_error() -> None:
+    share, error = regained(*drawn(np.random.default_rng(1), 1, n=1), MEASURE)
+    assert 0 < share < 1 and math.isnan(error)
+
+
 def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     space = tmp_path / "space.yaml"
     space.write_text(
@@ -104,7 +109,8 @@ def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(seconds == f"{rows[name]['seconds']:.1f}" for name, seconds in shown)
     space.write_text("search: grid\nmethod: [layerwise]\nseq_len: [16]\nnum_samples: [8]\nseeds: [0, 1]\n")
     two = [str(tmp_path / "two"), "--reference", "taylor-s16-n8", "--output", str(output)]
-    argv = ["--model", "tiny-llama", "--inline", "--search-space", str(space), *flags[:-1], "two"]
+    # The other's own draw is the seed 1 of these, and its seed 0 theirs
+    argv = ["--model", "tiny-llama", "--inline", "--seed", "1", "--search-space", str(space), *flags[:-1], "two"]
     assert search.main(argv) == 0
     assert main([folder, *two]) == 0
     both = {row["configuration"]: row for row in json.loads(output.read_text())}

@@ -130,12 +130,16 @@ def test_every_way_to_hold_the_model_gives_the_same_bits(
             assert all(map(torch.equal, parts, other.updates[name])), name
 
 
-def test_a_model_whose_blocks_are_gone_is_trained_in_the_others(tiny: Make) -> None:
-    dense = tiny("llama")
+@pytest.mark.parametrize("variant", ["llama", "llama-biases"])  # a block that is gone leaves its last bias
+def test_a_model_whose_blocks_are_gone_is_trained_in_the_others(tiny: Make, variant: str) -> None:
+    dense = tiny(variant)
     found = trained(dense, samples(7), plan="gone")
-    assert not any(name.startswith(("model.layers.0.mlp", "model.layers.1.self_attn")) for name in found.updates)
+    gone = [name for name in found.updates if name.startswith(("model.layers.0.mlp", "model.layers.1.self_attn"))]
+    assert bool(gone) == (variant == "llama-biases") and not any(found.updates[name][1].numel() for name in gone)
     assert any(name.startswith("model.layers.1.mlp") for name in found.updates)
     assert all(p.grad is None and not p.requires_grad for p in dense.parameters())
+    changed = prune(dense, family_of(dense), plan_of(dense, "gone"), Changes(updates=found.updates))
+    assert changed(samples(1)).logits.isfinite().all()
 
 
 def test_an_interrupted_training_goes_on_with_the_same_result(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:

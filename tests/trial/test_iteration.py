@@ -112,6 +112,26 @@ def test_every_method_meets_the_budget_in_every_shape(context, method, shape):
         assert all(width % 8 == 0 for width in widths)
 
 
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        (replace(ONE, method="fisher", shape="uniform", layer_cap=0.5), 2),
+        (replace(ONE, pruning_ratio=0.6, shape="uniform"), 4),
+        (replace(ONE, pruning_ratio=0.2, layer_cap=0.3), 4),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_steps_meet_a_budget_for_which_the_channels_alone_do_not_suffice(context, config, steps):
+    """Without channels to spare for it the last step would find no KV group small enough for what is left to remove."""
+    geometry = context.loaded.geometry
+    channels = sum(cost * width for cost, width in zip(geometry.channel_cost, geometry.mlp_width, strict=True))
+    target = budget(geometry, config.pruning_ratio, config.shape, config.layer_cap)
+    assert channels * config.layer_cap < target
+    plan, _, _ = made(replace(config, steps=steps), context)
+    step = sum(geometry.channel_cost) if config.shape == "uniform" else geometry.channel_cost[0]
+    assert 0 <= target - plan.removed_params < step
+
+
 @pytest.mark.parametrize("method", ["random", "magnitude"])
 def test_what_reads_no_samples_has_one_step(context, method):
     plan, reports, _ = made(replace(ONE, method=method, steps=3), context)

@@ -82,18 +82,40 @@ def select(
 
 
 def further(
-    plan: PruningPlan, scores: GroupScores, geometry: Geometry, target: int, shape: str, cap: float = 1.0
+    plan: PruningPlan,
+    scores: GroupScores,
+    geometry: Geometry,
+    target: int,
+    shape: str,
+    cap: float = 1.0,
+    spare: int = 0,
 ) -> PruningPlan:
     """`plan`, of a model of that `geometry`, going on until `target` parameters in all are removed: it drops the lowest-scored of
-    what it keeps, which `scores` are of, and leaves layers of that shape. Where the shape does not let so little or so much be
-    removed now, what is nearest to that. Raises NotFinite."""
-    left, floors = geometry_of(plan, geometry), Floors.of(geometry, cap)
+    what it keeps, which `scores` are of, and leaves layers of that shape, each with `spare` channels more than it must keep, where
+    it has them. Where the shape does not let so little or so much be removed now, what is nearest to that. Raises NotFinite."""
+    left, floors = geometry_of(plan, geometry), Floors.of(geometry, cap).raised(spare)
     bounds = shapes.removal_bounds(left, shape, floors)
     now = min(max(target - plan.removed_params, bounds.least), bounds.most)
     groups, channels = _selected(scores, left, floors, now, shape)
     removed = plan.removed_params + _removed(left, groups, channels)
     kept = (_within(plan.kept_groups, groups), _within(plan.kept_channels, channels))
     return PruningPlan(*kept, target, removed, geometry.total_params)
+
+
+def with_channels_to_spare(
+    plan: PruningPlan, scores: GroupScores, geometry: Geometry, target: int, shape: str, cap: float = 1.0
+) -> PruningPlan:
+    """As `further`, where more is removed later: enough channels are left to make up for any KV group that goes or stays then, as
+    nothing that is gone comes back. Otherwise a later budget between two numbers of KV groups could not be met."""
+    spare = 0
+    while True:
+        found = further(plan, scores, geometry, target, shape, cap, spare)
+        left = geometry_of(found, geometry)
+        channels = Floors(left.kv_heads, Floors.of(geometry, cap).channels)
+        enough = shapes.removal_bounds(left, shape, channels).most >= shapes.largest_part(left, shape)
+        if enough or spare > max(geometry.mlp_width):
+            return found
+        spare = max(1, 2 * spare)
 
 
 def geometry_of(plan: PruningPlan, geometry: Geometry) -> Geometry:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
@@ -61,6 +62,10 @@ class Floors:
         groups, channels = ([_left(n, cap) for n in sizes] for sizes in (geometry.kv_heads, geometry.mlp_width))
         return cls(tuple(max(n, layer in one) for layer, n in enumerate(groups)), tuple(channels))
 
+    def raised(self, channels: int) -> Floors:
+        """With so many channels more in every layer."""
+        return replace(self, channels=tuple(least + channels for least in self.channels))
+
 
 def _left(count: int, cap: float) -> int:
     """Of so many at least, where the part `cap` may go: exactly, as decimal numbers are meant."""
@@ -95,6 +100,15 @@ def removal_bounds(geometry: Geometry, shape: str, floors: Floors | None = None)
         parts = [(remainder, f"the MLP channels beyond multiples of {n}")]
     fixed = f"embeddings, norms, {n} MLP channels and one KV group of every layer"
     return RemovalBounds(remainder, remainder + removable, fixed, *min(parts, default=(1, "a parameter")))
+
+
+def largest_part(geometry: Geometry, shape: str) -> int:
+    """Parameters of the most that goes at once: the last KV group of a layer, in shape uniform all layers' groups between two
+    numbers that a plain config can state."""
+    if shape == "uniform":
+        heads = geometry.uniform_kv_heads
+        return sum(geometry.group_cost) * max((b - a for a, b in pairwise(heads)), default=0)
+    return max(map(sum, zip(geometry.group_cost, geometry.last_group_extra, strict=True)))
 
 
 def _removable(geometry: Geometry, floors: Floors) -> int:

@@ -14,7 +14,7 @@ import pandas as pd
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import TRIALS, Location
-from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, renamed
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, TRAINING_STEP_TOKENS, renamed
 from tune_prune.core.values.kinds import Whole
 
 ACCURACIES = ("acc_mean", *(f"acc_{task}" for task in ZERO_SHOT_TASKS))
@@ -115,12 +115,21 @@ def typed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
-    """The eligible rows (complete, with a finite acc_mean), best first, with `tokens` (seq_len x samples); they have a `name`.
+    """The eligible rows (complete, with a finite acc_mean), best first, with `tokens` (`calibration_tokens`); they have a `name`.
 
     Selection rule "accuracy": highest acc_mean; then lower perplexity (unknown: last), then fewer tokens, then the name.
     """
     rows = rows[rows["success"] & np.isfinite(rows["acc_mean"])]
-    return best_first(rows.assign(tokens=rows["seq_len"] * rows["num_samples"]))
+    return best_first(rows.assign(tokens=calibration_tokens(rows)))
+
+
+def calibration_tokens(rows: pd.DataFrame) -> pd.Series:
+    """That making each model reads: seq_len x samples for the scores of every step, and those of a refit and of a training. A
+    method that reads no samples counts as if it did."""
+    scores = rows["seq_len"] * rows["num_samples"] * rows["steps"]
+    refit = rows["refit_tokens"].where(rows["compensation"] != PruningConfig.compensation)
+    training = TRAINING_STEP_TOKENS * rows["recovery_steps"].where(rows["recovery"] != PruningConfig.recovery)
+    return scores + refit.fillna(0) + training.fillna(0)
 
 
 def best_first(rows: pd.DataFrame) -> pd.DataFrame:

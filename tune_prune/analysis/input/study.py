@@ -109,7 +109,8 @@ class Study:
 
 
 def gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> pd.Series:
-    """Seconds that the gradients of each row take alone: its samples' part of the pass that was made for all of its seq_len."""
+    """Seconds that the gradients of each row take alone: its samples' part of the pass that was made for all of its seq_len; NaN
+    where its method reads none of it."""
     label = (model.source or {}).get("label", model.label)  # as the search calls the model
     per_sample = {
         int(entry["seq_len"]): entry["duration_s"] / entry["num_samples"]
@@ -117,7 +118,8 @@ def gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Ma
         for entry in costs.get(folder, {}).get("shared_passes", ())
         if entry["stage"] == "importance" and entry["model"] == label
     }
-    return eligible["seq_len"].map(per_sample).astype("float64") * eligible["num_samples"].astype("float64")
+    seconds = eligible["seq_len"].map(per_sample).astype("float64") * eligible["num_samples"].astype("float64")
+    return seconds.where(eligible["importance_duration_s"].notna()) if per_sample else seconds
 
 
 def measured_apart(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:

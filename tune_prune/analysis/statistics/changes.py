@@ -92,6 +92,8 @@ def _pairs(own: Rows, untrained: Rows, dense_gold: float, gold: Items) -> Iterat
             part.set_index(part["seed"].fillna(_OF_RUN))
             for part in (draws.get(at, rows.loc[[at]]) for (rows, draws), at in ((untrained, other), (own, place)))
         )
+        if untrained[0].loc[other, "draw_share"] == 0:  # of no draw: it is what each of them is without
+            first = first.loc[[_OF_RUN] * len(second)].set_index(second.index)
         both = first.index.intersection(second.index)
         if len(both):
             kind, metric = KINDS[switch]

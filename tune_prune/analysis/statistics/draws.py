@@ -24,6 +24,7 @@ import pandas as pd
 from tune_prune.analysis.input.items import check_items
 from tune_prune.analysis.input.message import Message
 from tune_prune.analysis.input.rows import INTEGERS, best_first, configuration_of
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 SEED = "seed"  # the hyperparameter whose values are draws
@@ -101,10 +102,10 @@ def configurations(
     """A row for each configuration of the eligible `trials`, best first (`rows.best_first`), and the draws of those with several.
 
     Of several draws metrics are means, perplexity the geometric one, standard errors the root of the mean square and whole numbers
-    rounded; everything else is that of the first draw (lowest seed), whose index the row has, and so have the draws. Two
-    columns more: `draws`, and `draw_share`, the part of the variance between draws that the mean has: 1 / draws, and 0 of methods
-    that read no seed (`seedless`). A configuration of which a draw in `rows` (all trials) was stopped early has no row: those that
-    went on are the lucky ones.
+    rounded; everything else is that of the first draw (lowest seed), whose index the row has, and so have the draws. Two columns
+    more: `draws`, and `draw_share`, the part of the variance between draws that the mean has: 1 / draws, and 0 where nothing reads
+    a seed: of methods that are `seedless`, with neither refit nor training. A configuration of which a draw in `rows` (all trials)
+    was stopped early has no row: those that went on are the lucky ones.
     """
     if SEED not in trials or trials[SEED].isna().all():
         return trials.assign(draws=1, draw_share=1.0), {}
@@ -127,7 +128,8 @@ def configurations(
     for index, draws in several.items():
         for column in measured:
             eligible.loc[index, column] = _mean(draws[column])
-    eligible["draw_share"] = (1 / eligible["draws"]).mask(eligible["method"].isin(seedless), 0.0)
+    alone = (eligible["compensation"] == PruningConfig.compensation) & (eligible["recovery"] == PruningConfig.recovery)
+    eligible["draw_share"] = (1 / eligible["draws"]).mask(eligible["method"].isin(seedless) & alone, 0.0)
     return best_first(eligible), several
 
 

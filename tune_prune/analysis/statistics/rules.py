@@ -1,6 +1,6 @@
 """Selection rules: which configuration is chosen, from the rows that are eligible.
 
-Rows are `ModelFindings.eligible`, the most accurate first, with the columns name, acc_mean, ppl, tokens (seq_len x samples),
+Rows are `ModelFindings.eligible`, the most accurate first, with the columns name, acc_mean, ppl, tokens (of the calibration),
 difference_points and difference_stderr_points (own minus the most accurate's), gradient_pass_s (NaN where not measured),
 margin_points (of accuracy, above what is still within --within points of the dense model; NaN where that is unknown),
 retained_per_second (NaN where no speed was measured).

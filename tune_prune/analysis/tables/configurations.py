@@ -42,7 +42,7 @@ MEASURES = tuple(
     Column(name, label, "nats", f"{name}_stderr", detail=True)
     for name, label in ((GOLD, "Gold logprob"), ("kl_text", "KL text"), ("kl_tasks", "KL tasks"))
 )
-TOKENS = Column("tokens", "Tokens", "int", hint="calibration samples times their length", detail=True)
+TOKENS = Column("tokens", "Tokens", "int", hint="calibration tokens that making it reads", detail=True)
 RETAINED = Column("retained", "Accuracy retained", "percent", hint="of the dense model's accuracy")
 
 

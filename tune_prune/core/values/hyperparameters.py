@@ -141,6 +141,7 @@ HYPERPARAMETERS = {
 }  # fmt: skip
 
 
+TRAINING_STEP_TOKENS = 4 * 128  # that a step of a recovery reads
 OF_RUN = tuple(name for name, row in HYPERPARAMETERS.items() if row.of_run)
 RECIPE = {name: row for name, row in HYPERPARAMETERS.items() if row.switch}
 

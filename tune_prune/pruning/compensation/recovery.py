@@ -161,6 +161,7 @@ class _Training:
         config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, init_lora_weights=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # of a block of which a bias is left
             inject_adapter_in_model(config, model)
         model.eval()
         self.residency = residency
@@ -172,7 +173,7 @@ class _Training:
                 continue
             first = torch.zeros(p.shape, dtype=dtype)
             if _INTO in name:  # as PEFT's own, which is that of a linear layer
-                bound = 1 / math.sqrt(p.shape[1])
+                bound = 1 / math.sqrt(max(1, p.shape[1]))  # a bias is left of a block that is gone: no inputs
                 first.uniform_(-bound, bound, generator=generator)
             value = nn.Parameter(first.to(residency.device if p.is_meta else p.device), requires_grad=False)
             module, _, attribute = name.rpartition(".")
