@@ -21,12 +21,14 @@ from tune_prune.core.files import atomic_write_text
 from tune_prune.core.terminal import progress
 from tune_prune.data.sources import task_source
 from tune_prune.evaluation.zero_shot import build_suite
+from tune_prune.models.catalog import resolve
+from tune_prune.models.loading import load_config
 
 
 def questions(model: tune_prune.Model, tasks: tuple[str, ...], after: int, most: int) -> list[str]:
     """Of each of `tasks` the items from number `after` on, at most `most`, in turn. Raises UserError where a task has none, or none
     with a single right answer."""
-    limit = model.model.config.max_position_embeddings
+    limit = load_config(resolve(model.run.model)).max_position_embeddings
     suite = build_suite(
         model.tokenizer, EvaluationProtocol(tasks=tasks, limit=after + most), task_source(model.run), limit
     )
@@ -53,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     args = parser.parse_args(argv)
     try:
+        if not args.output.absolute().parent.is_dir():
+            raise UserError(f"--output {args.output} stands in no folder; name a file in an existing one")
         with progress.shown():
             model = tune_prune.open(args.model, data_dir=args.data_dir)
             texts = questions(model, tuple(args.tasks.split(",")), args.after, args.most)

@@ -326,12 +326,15 @@ def test_data_sets_without_a_network(
     def no_network(url: str) -> None:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_network)
-    for argv in (("--model", model_folder(tmp_path / "m"), "--search-space", "smoke"), (*TINY, "--calibration", "c4")):
-        sentence = refusal(*argv)
-        assert "no route to host" in sentence and "--data-dir DIR" in sentence
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    model = str(model_folder(tmp_path / "m"))
+    for offline, cause in ((True, "HF_HUB_OFFLINE is set; unset it"), (False, "no route to host")):
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+        for argv in (("--model", model, "--search-space", "smoke"), (*TINY, "--calibration", "c4")):
+            sentence = refusal(*argv)
+            assert cause in sentence and "--data-dir DIR" in sentence
 
 
 def test_commands_under_one_name(capfd: pytest.CaptureFixture[str]) -> None:

@@ -151,6 +151,20 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
     assert shown == [True, False, False, False]
 
 
+def test_a_gpu_that_torch_does_not_see_is_named(
+    plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    shown = []
+    for place, hidden in ((tmp_path / "none", None), (tmp_path, None), (tmp_path, "")):
+        monkeypatch.setattr("tune_prune.cli.plan_text.NVIDIA", place)
+        if hidden is not None:  # what somebody does who wants the CPUs
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        shown.append("GPU          this machine has an NVIDIA GPU that torch" in plan_text(*TINY))
+    assert shown == [False, True, False]
+
+
 def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Callable[..., str]) -> None:
     """After a worker has made the statistics of one seq_len and the requests, only the other seq_len is left, and the
     zero-shot tokens are exact; a trial of the ledger and the baseline are not run again."""

@@ -266,6 +266,19 @@ def test_limits_of_templates_are_as_stated() -> None:
     assert (templates.SECONDS, templates.CPU_SECONDS) == (10, 5 * 60)
 
 
+def test_a_lower_limit_of_the_machine_stays() -> None:
+    command = [sys.executable, "-m", "tune_prune.data.template_process", "10", "300"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -t 60; exec "$@"', "bash", *command],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        input=json.dumps(["{{ a }} b", {"a": 1}]) + "\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {"text": "1 b"}
+
+
 def test_telemetry_is_off() -> None:
     code = "import os, tune_prune.tuning; print(os.environ['RAY_USAGE_STATS_ENABLED'])"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_USAGE_STATS_ENABLED"}

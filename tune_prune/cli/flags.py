@@ -155,7 +155,9 @@ def record_file(asked: str, field: str, of: str) -> Location:
         reason = "is a folder" if path.is_dir() else "stands in no folder that can be written to"
         raise UserError(f"--output {asked} {reason}; name a file in an existing folder, e.g. record.json")
     if path.exists() and not _has(path, field):  # a device would be replaced, too
-        raise UserError(f"--output {asked} is there, and is no record of {of}, which is replaced; name another file")
+        raise UserError(
+            f"--output {asked} exists and is no record of {of}; only such a record is replaced, so name another file"
+        )
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -23,6 +24,8 @@ from tune_prune.planning.recoveries import expected
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
+
+NVIDIA = Path("/dev/nvidiactl")  # there where a driver is loaded
 
 
 def describe(plan: Plan) -> str:
@@ -69,6 +72,7 @@ def describe(plan: Plan) -> str:
         ),
         ("shared", f"{passes}1 dense baseline a model"),
         ("resources", _resources(plan)),
+        *(("GPU", line) for line in _unseen_gpu(plan)),
         *(("dtype", line) for line in _dtype(plan)),
         *(("nodes" if index == 0 else "", line) for index, line in enumerate(_nodes(plan))),
         *(("" if index else "memory", line) for index, line in enumerate(_memory(plan))),
@@ -279,6 +283,20 @@ def _resources(plan: Plan) -> str:
         f"{where}; a trial takes {each.cpus:g} CPU, {each.gpus:g} GPU and about {size(plan.memory.total)}{of_each}; {at_once}; "
         f"scheduler {settings.scheduler}{', KL filter' if settings.kl_filter else ''}"
     )
+
+
+def _unseen_gpu(plan: Plan) -> list[str]:
+    """Why trials run on CPUs where there is a GPU, if that is not what somebody has asked for."""
+    here = plan.settings.address is None and NVIDIA.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if not here or torch.cuda.is_available():
+        return []
+    cuda = torch.version.cuda
+    why = (
+        f"its driver may be too old for CUDA {cuda} (nvidia-smi says what it is for)"
+        if cuda
+        else "it is built without CUDA"
+    )
+    return [f"this machine has an NVIDIA GPU that torch {torch.__version__} does not see: {why}"]
 
 
 def _dtype(plan: Plan) -> list[str]:

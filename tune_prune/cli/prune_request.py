@@ -67,10 +67,14 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
     content = read_file(path)
     if content is None:
         if is_folder and isinstance(place, Path):
-            step = "let its search come to its end (one without anything to run writes it, too), or name another one"
+            step = "run the same search command to its end, which writes it even where nothing is left to run, or name another one"
             raise UserError(f"--config {asked} has no {BEST_CONFIG}: {step}")
         raise UserError(
             f"--config {asked} does not exist; name the {BEST_CONFIG} that a search has written, or its folder"
+        )
+    if path.suffix != ".json":
+        raise UserError(
+            f"--config {asked} is no JSON file; name the {BEST_CONFIG} that a search has written, or its folder"
         )
     try:
         values = parse_json(path, content)

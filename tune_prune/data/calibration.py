@@ -166,7 +166,7 @@ def windows(tokens: torch.Tensor, seq_len: int, count: int, seed: int) -> torch.
     if slots < count:
         raise UserError(
             f"the calibration text has {len(tokens):,} tokens, enough for {slots} samples of {seq_len}; {count} were asked "
-            "for: give a longer text (--calibration), or search fewer or shorter samples"
+            "for: give a longer text (--calibration), fewer or shorter samples (num_samples, seq_len), or fewer refit_tokens"
         )
     generator = torch.Generator().manual_seed(seed_for(seed, f"calibration windows of {seq_len}"))
     order = torch.randperm(slots, generator=generator)[:count]

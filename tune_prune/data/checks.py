@@ -58,6 +58,12 @@ def check_data(run: ModelRun) -> None:
             raise UserError(f"the perplexity text {path} is empty; put the raw WikiText-2 test there")
 
 
+def check_cached(run: ModelRun) -> None:
+    """Where the hub may not be asked, whether what `run` reads of it may be there. Raises UserError."""
+    for repo in hub_datasets(run):
+        hub.check_dataset(repo)
+
+
 _NEED_RIGHT_CHOICES = {  # flag -> what for, and what to do without
     "--scheduler race-gold": ("compares log-probabilities of right choices", "use --scheduler race"),
     "--kl-filter": ("compares KLs on text and on questions with their right choices", "leave it out"),

@@ -22,9 +22,9 @@ MAX_MEMORY = 1 << 30  # bytes of address space; the process alone takes about 50
 
 def main() -> None:
     most = int(sys.argv[2])
-    resource.setrlimit(resource.RLIMIT_CPU, (most, most + 10))
+    bound(resource.RLIMIT_CPU, most, most + 10)
     if sys.platform == "linux":  # elsewhere the bound is not kept, or cannot be set
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+        bound(resource.RLIMIT_AS, MAX_MEMORY, MAX_MEMORY)
     # As lm-eval's own environment (lm_eval.utils.env), but for the sandbox.
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(pattern, new, text, count=count)
@@ -41,6 +41,13 @@ def main() -> None:
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(answer), flush=True)
+
+
+def bound(what: int, soft: int, hard: int) -> None:
+    """Limits a resource, where no lower limit is set."""
+    _, most = resource.getrlimit(what)
+    most = hard if most == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (min(soft, most), most))
 
 
 if __name__ == "__main__":

@@ -173,6 +173,8 @@ def _plan_model(
                 checks.check_calibration(used, source, config, model.tokenizer, (length,), count)
         if source.kind != "hub":
             weight_files.check_weights(Path(source.location), loading.meta_model(config))
+        for text in texts:
+            checks.check_cached(replace(run, calibration=text))
     except UserError as error:
         if len(settings.models) == 1:
             raise

@@ -194,10 +194,11 @@ class _Reader:
         nodes: dict[str, yaml.Node] = {}
         first_line: dict[str, int] = {}
         for key, value in root.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else "[...]"
-            name = OLDER_NAMES.get(name, name)
+            written = key.value if isinstance(key, yaml.ScalarNode) else "[...]"
+            name = OLDER_NAMES.get(written, written)
             if name in first_line:
-                self._problem(key, f"key {name!r} is given twice (first in line {first_line[name]}); keep one")
+                same = "" if name == written else f", of which {written!r} is another name,"
+                self._problem(key, f"key {name!r}{same} is given twice (first in line {first_line[name]}); keep one")
                 continue
             first_line[name] = key.start_mark.line + 1
             if name in _KEYS:
