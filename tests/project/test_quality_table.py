@@ -237,14 +237,18 @@ def test_the_pages_have_the_numbers_that_were_measured() -> None:
         assert cells[1::2] == (["", "", ""] if method == "taylor" and not refitted else shares)
 
 
-def test_the_page_has_every_score_of_the_embedded_models() -> None:
+def test_the_page_has_every_score_of_the_embedded_models_at_every_ratio() -> None:
     page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
     rows = json.loads((ROOT / "docs" / "studies" / "embedded" / "quality.json").read_text(encoding="utf-8"))
     measured = {(row["model"], row["configuration"]): row for row in rows}
     assert len(measured) == len(rows) == 129 and {row["draws"] for row in rows} == {3}
-    shown = re.findall(r"^\| (tiny-\w+) \| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
-    assert len(shown) == 18
-    for model, score, cells in shown:
+    at_ratios = json.loads((ROOT / "docs" / "studies" / "embedded" / "quality_ratios.json").read_text(encoding="utf-8"))
+    assert len(at_ratios) == 108 and {row["draws"] for row in at_ratios} == {3}
+    measured |= {(row["model"], row["configuration"]): row for row in at_ratios}
+    shown = re.findall(r"^\| (tiny-\w+)(?: \| (\d+)%)? \| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(shown) == 18 + 27
+    for name, percent, score, cells in shown:
+        model = f"{name}@{int(percent) / 100:g}" if percent else name
         own = [measured[model, f"{score}-s128-n128{p}"] for p in ("", "-least_squares", "-lora", "-least_squares-lora")]
         shares = [f"{100 * row['kl_tasks_regained']:.0f} ± {100 * row['kl_tasks_stderr']:.0f}%" for row in own]
         assert cells.split(" | ") == shares + [f"{row['accuracy']:.3f}" for row in own]
