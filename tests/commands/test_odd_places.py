@@ -106,7 +106,7 @@ def test_only_a_record_is_replaced_by_a_record(output: str, refused: Callable[..
     (tmp_path / "list.json").write_text('{"metric": 1}')
     os.mkfifo(tmp_path / "pipe")  # as /dev/null would be
     sentence = refused(evaluate.main, "--model", "tiny-llama", "--output", output)
-    assert f"--output {output} is there, and is no record of an evaluation" in sentence
+    assert f"--output {output} exists and is no record of an evaluation" in sentence
     assert (tmp_path / "thesis.tex").read_text() == "years" and (tmp_path / "pipe").is_fifo()
 
 

@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 import tune_prune.__main__
 from tests.search_folders import TINY, TINY_FOLDER, data_folder, model_folder
 from tune_prune import embedded, search
+from tune_prune.core.config import EvaluationProtocol, ModelRun
+from tune_prune.data import checks
 from tune_prune.data.perplexity_text import TEXT_FILE
 
 pytestmark = pytest.mark.usefixtures("nothing_created")
@@ -335,6 +337,9 @@ def test_data_sets_without_a_network(
         for argv in (("--model", model, "--search-space", "smoke"), (*TINY, "--calibration", "c4")):
             sentence = refusal(*argv)
             assert cause in sentence and "--data-dir DIR" in sentence
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "allenai___c4").mkdir()  # as the datasets library keeps what it has prepared
+    checks.check_cached(ModelRun("m", "m", None, "c4", str(tmp_path), EvaluationProtocol(), 0, "float32"))
 
 
 def test_commands_under_one_name(capfd: pytest.CaptureFixture[str]) -> None:

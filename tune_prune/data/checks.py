@@ -59,9 +59,17 @@ def check_data(run: ModelRun) -> None:
 
 
 def check_cached(run: ModelRun) -> None:
-    """Where the hub may not be asked, whether what `run` reads of it may be there. Raises UserError."""
+    """Raise UserError where the hub may not be asked, and no cache of this machine has data sets of the owner of one that `run`
+    reads."""
     for repo in hub_datasets(run):
-        hub.check_dataset(repo)
+        if hub.dataset_commit(repo) is None:
+            from datasets import config  # half a second
+
+            if not any(Path(config.HF_DATASETS_CACHE).glob(f"{repo.split('/')[0]}*")):
+                raise UserError(
+                    f"data set {repo} of the Hugging Face hub is in no cache of this machine, and HF_HUB_OFFLINE is set; unset it, "
+                    "or use local files: --data-dir DIR (docs/data.md), --calibration FILE"
+                )
 
 
 _NEED_RIGHT_CHOICES = {  # flag -> what for, and what to do without

@@ -97,19 +97,6 @@ def dataset_commit(repo: str) -> str | None:
     return Path(cached).parent.name
 
 
-def check_dataset(repo: str) -> None:
-    """Raise UserError where data set `repo` cannot be had: the hub does not answer, or may not be asked and no cache has a data set
-    of that owner."""
-    if dataset_commit(repo) is None:
-        from datasets import config  # half a second
-
-        if not any(Path(config.HF_DATASETS_CACHE).glob(f"{repo.split('/')[0]}*")):
-            raise UserError(
-                f"data set {repo} of the Hugging Face hub is in no cache of this machine, and HF_HUB_OFFLINE is set; unset it, or "
-                "use local files: --data-dir DIR (docs/data.md), --calibration FILE"
-            )
-
-
 def dataset_identity(name: str, repo: str) -> str:
     """What keys say of a data set: its name and, where that is known, its commit."""
     commit = dataset_commit(repo)

@@ -119,7 +119,9 @@ def gradient_pass_s(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Ma
         if entry["stage"] == "importance" and entry["model"] == label
     }
     seconds = eligible["seq_len"].map(per_sample).astype("float64") * eligible["num_samples"].astype("float64")
-    return seconds.where(eligible["importance_duration_s"].notna()) if per_sample else seconds
+    if "importance_duration_s" in eligible:
+        seconds = seconds.where(eligible["importance_duration_s"].notna())
+    return seconds
 
 
 def measured_apart(eligible: pd.DataFrame, model: Model, costs: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
