@@ -380,6 +380,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "model": (["--model", "tiny-lama", *FLAGS], ["'tiny-lama'", "did you mean 'tiny-llama'"]),
     "ratio": (["--model", "tiny-llama", *FLAGS, "--pruning-ratio", "0.9"], ["0.9", "can be removed"]),
     "align": (["--model", "tiny-llama", *FLAGS, "--align", "16"], ["--align 16", "--shape aligned"]),
+    "no JSON": (["--config", __file__], ["is no JSON file; name the global_best_config.json"]),
     "format": (["--model", "tiny-llama", *FLAGS, "--format", "onnx"], ["--format", "'onnx'", "gguf"]),
     "long": (
         ["--model", "tiny-llama", "--method", "taylor", "--seq-len", "4096", "--num-samples", "8"],
@@ -416,10 +417,3 @@ def test_a_file_that_is_no_result_of_a_search(
     path = tmp_path / "global_best_config.json"
     path.write_text(text, encoding="utf-8")
     assert word in sentence("--config", path, "--output", tmp_path / "out")
-
-
-def test_a_file_of_another_kind_is_left_alone(sentence: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "README.md"
-    path.write_text("# A page", encoding="utf-8")
-    told = sentence("--config", path, "--output", tmp_path / "out")
-    assert "is no JSON file; name the global_best_config.json" in told and "delete" not in told
