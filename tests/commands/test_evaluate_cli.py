@@ -118,6 +118,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "negative seed": ([*TINY, "--seed", "-1"], ["--seed", "'-1'"]),
     "missing data": ([*TINY, "--data-dir", "nope"], ["--data-dir nope", "tasks/"]),
     "output in no folder": ([*TINY, "--output", "no/such/folder/x.json"], ["--output no/such", "existing folder"]),
+    "output where root may not write, too": (
+        [*TINY, "--output", "/proc/x.json"],
+        ["/proc/x.json cannot be", "existing"],
+    ),
     "output a folder": ([*TINY, "--output", "/tmp"], ["--output /tmp is a folder"]),
 }
 

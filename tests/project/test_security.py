@@ -230,7 +230,13 @@ def test_secrets_stay_out(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "says"), [("/", "root of the file system"), ("folder", "is not a checkpoint"), ("file", "not a folder")]
+    ("output", "says"),
+    [
+        ("/", "root of the file system"),
+        ("/proc/x", "/proc/x cannot be made"),
+        ("folder", "is not a checkpoint"),
+        ("file", "not a folder"),
+    ],
 )
 def test_nothing_else_is_overwritten(output: str, says: str, refused, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, whole_number
+from tune_prune.core.files import check_writable
 from tune_prune.core.process.ending import exit_code
 from tune_prune.core.store import EXPERIMENT, FolderStore, Location, is_address, location
 from tune_prune.core.terminal import progress
@@ -249,13 +249,11 @@ def write_analysis(
 def _check_output(output: Path) -> None:
     """That `output` can be written, before anything is computed for it; creates nothing."""
     try:
-        existing = next(place for place in (output, *output.absolute().parents) if place.exists())
-        if not existing.is_dir():
-            raise NotADirectoryError(20, f"{existing} is a file")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        check_writable(output.absolute())
     except OSError as error:
-        raise UserError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error
+        raise UserError(
+            f"--output {output} cannot be written ({error.strerror or error}); choose another folder"
+        ) from error
     if (output / EXPERIMENT).exists():
         raise UserError(
             f"--output {output} is an experiment, whose own files a search writes; choose another folder, e.g. "

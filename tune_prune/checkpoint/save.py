@@ -33,6 +33,7 @@ from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifes
 from tune_prune.checkpoint.sizes import Sizes, sizes
 from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.files import check_writable
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.families import Family
@@ -178,11 +179,10 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         raise UserError(
             f"--output {folder} is the root of the file system; name a folder of its own, e.g. {folder}NAME"
         )
-    parent = next(path for path in folder.parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(
-            f"--output {folder} cannot be made: {parent} is not a folder that can be written to; name another place"
-        )
+    try:
+        check_writable(folder.parent)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be made ({error.strerror or error}); name another place") from error
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:

@@ -19,7 +19,7 @@ import wrapt
 
 from tune_prune.core.config import PERPLEXITY_TOKENS, ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError, whole_number
-from tune_prune.core.files import DamagedFile, parse_json
+from tune_prune.core.files import DamagedFile, check_writable, parse_json
 from tune_prune.core.process import machine
 from tune_prune.core.process.ending import exit_code
 from tune_prune.core.store import Location, location, open_store
@@ -151,9 +151,13 @@ def record_file(asked: str, field: str, of: str) -> Location:
     if not isinstance(path, Path):
         open_store(path.parent).check_writable()
         return path
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        reason = "is a folder" if path.is_dir() else "stands in no folder that can be written to"
-        raise UserError(f"--output {asked} {reason}; name a file in an existing folder, e.g. record.json")
+    another = "name a file in an existing folder, e.g. record.json"
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--output {asked} {'is a folder' if path.is_dir() else 'stands in no folder'}; {another}")
+    try:
+        check_writable(path.parent)
+    except OSError as error:
+        raise UserError(f"--output {asked} cannot be written ({error.strerror}); {another}") from error
     if path.exists() and not _has(path, field):  # a device would be replaced, too
         raise UserError(
             f"--output {asked} exists and is no record of {of}; only such a record is replaced, so name another file"

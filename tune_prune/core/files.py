@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import tempfile
 import time
 import uuid
 from contextlib import suppress
@@ -89,6 +90,19 @@ def atomic_write_bytes(path: Path, content: bytes, new: bool = False) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OSError unless files can be written to `folder`, or to the folder in which it would be made; leaves nothing there. A
+    file is opened: of a read-only file system, and for root of all, the permissions say nothing."""
+    places = (folder, *folder.parents)
+    existing = next(place for place in places if place.exists())
+    if broken := [place for place in places if place.is_symlink() and not place.exists()]:
+        raise NotADirectoryError(f"{broken[0]} is a link that leads nowhere")
+    if not existing.is_dir():
+        raise NotADirectoryError(f"{existing} is a file")
+    with tempfile.TemporaryFile(dir=existing):
+        pass
 
 
 def remove_unfinished(folder: Path, older_s: float) -> None:

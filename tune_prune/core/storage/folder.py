@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from tune_prune.core.errors import UserError
-from tune_prune.core.files import DamagedFile, atomic_write_bytes, to_json
+from tune_prune.core.files import DamagedFile, atomic_write_bytes, check_writable, to_json
 from tune_prune.core.storage.contract import Store, taken
 
 _LOCK = ".lock"
@@ -82,14 +81,7 @@ class FolderStore(Store):
         return sorted(path.relative_to(self.folder).as_posix() for path in found if not path.name.startswith("."))
 
     def check_writable(self) -> None:
-        places = (self.folder, *self.folder.parents)
-        existing = next(place for place in places if place.exists())
-        if broken := [place for place in places if place.is_symlink() and not place.exists()]:
-            raise NotADirectoryError(f"{broken[0]} is a link that leads nowhere")
-        if not existing.is_dir():
-            raise NotADirectoryError(f"{existing} is a file")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        check_writable(self.folder)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
