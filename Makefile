@@ -1,6 +1,7 @@
 # Everything a fresh machine needs is Python >= 3.11 with pip.
 #   make demo    whole search (45 trials) on an embedded model, its analysis in results/, its best model in results/tiny-llama-pruned
-#   make test    the tests, but for those that make test-slow runs: whole searches, kills of them, benchmarks (ten minutes more)
+#   make test    the tests, but for those that make test-slow runs: whole searches, kills of them, benchmarks, and most of what takes
+#                five seconds (twenty minutes more)
 #   make test-oldest   the tests of checkpoints with the oldest packages that pyproject.toml admits, in .venv-oldest
 #   make torture   searches that are killed at random moments, for ten minutes (docs/reliability.md)
 #   make lint    formatting, lint, types

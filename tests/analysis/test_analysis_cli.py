@@ -54,6 +54,7 @@ def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(name in out for name in names)
 
 
+@pytest.mark.slow
 def test_a_published_grid_where_nothing_heavy_is_installed(tmp_path: Path, run_without: Callable[..., str]) -> None:
     """From the results file to every output: no torch, ray, lm_eval, transformers, datasets or optuna."""
     code = "from tune_prune.analysis.command import main\nassert main(sys.argv[1:]) == 0\n"

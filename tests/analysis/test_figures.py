@@ -121,6 +121,7 @@ def test_every_figure_is_written_as_a_paper_needs_it(drawn: list[Path]) -> None:
             assert b"/Subtype /Image" not in content, f"{path.name} is not drawn in vectors"
 
 
+@pytest.mark.slow
 def test_the_same_bytes_twice_whatever_the_user_has_set(simulated: Findings, drawn: list[Path], tmp_path: Path) -> None:
     with mpl.rc_context({"font.size": 20, "pdf.fonttype": 3, "axes.facecolor": "grey", "savefig.dpi": 30}):
         before = dict(mpl.rcParams)

@@ -31,6 +31,7 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return simulated_findings(tmp_path_factory.mktemp("study"), models=request.param, items=40, **lost)
 
 
+@pytest.mark.slow
 def test_a_broken_name_is_whole_without_its_breaks(findings: Findings) -> None:
     text = document(list(all_tables(findings).values()))
     whole = text.replace(r"\allowbreak{}", "")

@@ -41,6 +41,7 @@ def test_a_difference_is_that_of_the_settings_both_completed(findings: Findings)
     assert pair["stderr_points"] == pytest.approx(100 * math.sqrt(variance))
 
 
+@pytest.mark.slow
 def test_equal_methods_are_distinguished_in_one_of_twenty_studies_at_most() -> None:
     generator = np.random.default_rng(3)
     settings = list(itertools.product((16, 32, 64), (128, 256)))

@@ -127,6 +127,7 @@ def test_both_languages_say_the_same_numbers(published: Findings, two_models: Fi
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.slow
 def test_no_line_is_wider_than_the_page(published: Findings, two_models: Findings, language: str) -> None:
     """Also with many models of long names, and where nothing is known of a best."""
     labels = [f"an-organisation/a-model-of-quite-some-size-{number}-instruct" for number in range(14)]

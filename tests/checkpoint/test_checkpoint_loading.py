@@ -27,6 +27,7 @@ from tests.conftest import VARIANTS, build_tiny
 from tests.pruning.test_surgery import tokens
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 
+HOW = [pytest.param("remote", marks=pytest.mark.slow), "registered"]
 NAMES = ("different in every layer", "attention of a middle layer", "both of a middle layer")
 
 
@@ -59,7 +60,7 @@ def of(variant: str, found: dict[str, Any], measure: str) -> Iterator[tuple[str,
     yield from chosen
 
 
-@pytest.mark.parametrize("how", ["remote", "registered"])
+@pytest.mark.parametrize("how", HOW)
 def test_reloaded_logits_are_those_of_the_masked_dense_model(variant, how, request):
     found = request.getfixturevalue(how)
     for measure in ("sdpa", "eager", "left padding", "decoder"):
@@ -69,7 +70,7 @@ def test_reloaded_logits_are_those_of_the_masked_dense_model(variant, how, reque
         assert kernels == ["sdpa", "eager"], name
 
 
-@pytest.mark.parametrize("how", ["remote", "registered"])
+@pytest.mark.parametrize("how", HOW)
 def test_decoding_token_by_token_equals_the_whole_forward_pass(variant, how, request):
     for measure in ("dynamic cache", "static cache"):
         for name, error in of(variant, request.getfixturevalue(how), measure):
@@ -77,7 +78,7 @@ def test_decoding_token_by_token_equals_the_whole_forward_pass(variant, how, req
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["remote", "registered"])
+@pytest.mark.parametrize("how", HOW)
 def test_generation_chooses_the_best_tokens_of_the_masked_dense_model(variant, how, cases, request):
     for name, generated in of(variant, request.getfixturevalue(how), "generated"):
         assert generated["dynamic"] == generated["static"], name
@@ -88,6 +89,7 @@ def test_generation_chooses_the_best_tokens_of_the_masked_dense_model(variant, h
             assert len(new) == 5 and (logits.max(1).values - chosen).max() <= FLOAT32_TOLERANCE, name
 
 
+@pytest.mark.slow
 def test_no_key_is_missing_and_the_parameters_are_those_of_the_plan(variant, remote, cases):
     for name, keys in of(variant, remote, "keys"):
         assert keys == [], name
@@ -98,6 +100,7 @@ def test_no_key_is_missing_and_the_parameters_are_those_of_the_plan(variant, rem
             assert remote[name]["params"] == plan.total_params - plan.removed_params - dropped, name
 
 
+@pytest.mark.slow
 def test_saved_again_it_is_the_same_model(variant, remote):
     for name, error in of(variant, remote, "saved again"):
         assert error <= FLOAT32_TOLERANCE, name

@@ -67,7 +67,9 @@ def written(dense: LoadedModel, keep: tuple, folder: Path, fmt: Format, shard_by
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("fmt", "dtype"), [("hf", torch.bfloat16), ("hf-padded", torch.float32)])
+@pytest.mark.parametrize(
+    ("fmt", "dtype"), [("hf", torch.bfloat16), pytest.param("hf-padded", torch.float32, marks=pytest.mark.slow)]
+)
 def test_every_file_is_the_one_of_a_loaded_model(folder, plan, fmt, dtype, tmp_path):
     loaded, mapped = (make(resolve(str(folder)), dtype, "cpu") for make in (load_model, map_model))
     for number, shard_bytes in enumerate((10**9, 8000)):

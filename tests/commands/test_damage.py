@@ -80,7 +80,7 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, short_text: None) -> Iterator[Finished]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     storage = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(storage)

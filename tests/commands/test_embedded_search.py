@@ -15,7 +15,7 @@ from tune_prune.core.store import FolderStore
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import run_trial
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short_text")]  # five trials on each of three models
+pytestmark = pytest.mark.slow  # five trials on each of three models
 
 
 @pytest.mark.parametrize("name", embedded.MODEL_NAMES)

@@ -27,8 +27,6 @@ from tune_prune.models.runner.residency import Residency
 from tune_prune.trial.context import ArtifactStore, TrialContext
 from tune_prune.trial.trial import Trial, run_trial
 
-pytestmark = pytest.mark.usefixtures("short_text")
-
 RANDOM = PruningConfig("random", 16, 8)
 NAME = "model.layers.2.mlp.down_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"

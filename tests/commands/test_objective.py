@@ -15,6 +15,7 @@ from tune_prune.core.store import FolderStore
 from tune_prune.core.values.measures import MEASURES, measured
 
 
+@pytest.mark.slow
 def test_a_search_by_kl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(

@@ -222,6 +222,7 @@ def test_what_is_logged_is_a_warning_in_one_line() -> None:
     assert (done.stdout, done.stderr) == ("", "warning: plan a\\x1b[2J is damaged\n")
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> None:
     """Neither does torch, which makes a folder there as it is imported."""
     command = [sys.executable, "-m", "tune_prune.search", *map(str, TINY), "--dry-run"]

@@ -26,7 +26,6 @@ from tune_prune.data.sources import EMBEDDED_DATA
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial
 
-pytestmark = pytest.mark.usefixtures("short_text")
 FLAGS = ("--method", "taylor", "--seq-len", "16", "--num-samples", "8")
 
 
@@ -60,7 +59,7 @@ def run_search(storage: Path, *argv: str | Path) -> Searched:
 
 
 @pytest.fixture(scope="module")
-def searched(short_text: None, tmp_path_factory: pytest.TempPathFactory) -> Searched:
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
     """The three embedded models, two trials each, and their best checkpoints."""
     storage = tmp_path_factory.mktemp("prune")
     models = [flag for name in embedded.MODEL_NAMES for flag in ("--model", name)]

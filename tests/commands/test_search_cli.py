@@ -354,6 +354,7 @@ def test_commands_under_one_name(capfd: pytest.CaptureFixture[str]) -> None:
         assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and words in err
 
 
+@pytest.mark.slow
 def test_libraries_add_no_lines_of_their_own(tmp_path: Path) -> None:
     """In a process of its own, where transformers would warn about this config before it fails."""
     folder = model_folder(tmp_path / "m", rope_parameters={"rope_type": "nope", "rope_theta": 10000.0})

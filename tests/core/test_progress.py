@@ -132,6 +132,7 @@ def test_the_stages_of_a_search_in_this_process_fill_their_bars(
         assert ("ETA" in seen and "|" in seen) + ("running" in seen) + ("[prepare" in seen) < 2, seen
 
 
+@pytest.mark.slow
 def test_every_step_of_an_analysis_fills_its_bar(bars: list[Any], tmp_path: Path) -> None:
     with terminal():
         assert command.main([str(simulated_study(tmp_path)), "--output", str(tmp_path / "results")]) == 0

@@ -25,6 +25,8 @@ from tune_prune.models.families import FAMILIES
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.trial import Trial
 
+WHOLE_TEXT = True
+
 LENGTHS = (9, 30, 4, 30, 1, 17, 5, 30, 8, 30, 30)
 
 

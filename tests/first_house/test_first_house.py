@@ -27,6 +27,8 @@ from tune_prune.checkpoint import manifest
 from tune_prune.core.files import to_json
 from tune_prune.core.values.hyperparameters import renamed
 
+WHOLE_TEXT = True
+
 HERE = Path(__file__).parent
 NAME = "tiny-llama-20-smoke-limit5"
 SEARCH = ("--model", "tiny-llama", "--search-space", "smoke", "--limit", "5", "--gpus-per-trial", "0")

@@ -21,6 +21,7 @@ from tune_prune.models.catalog import resolve
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.resolve import model_run
 
+WHOLE_TEXT = True
 REAL_FIELDS = {
     "boolq": {"question", "passage", "answer"},
     "piqa": {"goal", "sol1", "sol2", "label"},

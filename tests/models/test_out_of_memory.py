@@ -136,6 +136,7 @@ def windows(count: int, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("way", ["resident", "streamed", "spilled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_less_at_once_takes_less_memory_and_gives_the_same_bits(tiny, way, dtype, tmp_path):
     """Bit for bit on a CPU, whose matrix products do not ask how many rows there are once there are some dozens."""
     model = tiny("llama", dtype)

@@ -18,7 +18,7 @@ from tune_prune.planning import plan_cost, preflight
 from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.tuning.ray_cluster.resources import Node
 
-pytestmark = pytest.mark.usefixtures("short_text", "tensors_alone")
+pytestmark = pytest.mark.usefixtures("tensors_alone")
 SPACE = "search: grid\nmethod: [taylor, layerwise]\nseq_len: 256\nnum_samples: [5, 32]\n"
 MUCH = 2**40
 

@@ -87,6 +87,7 @@ def test_an_experiment_from_before_there_were_shapes_is_of_the_free_one(
     )
 
 
+@pytest.mark.slow
 def test_changed_files_are_refused(tmp_path: Path, refusal: Callable[..., str], plan_text: Callable[..., str]) -> None:
     folder, data = model_folder(tmp_path / "m"), data_folder(tmp_path / "data")
     settings = SearchSettings((str(folder),), "smoke", calibration="embedded", data_dir=str(data), name="mine")

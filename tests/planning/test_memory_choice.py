@@ -30,7 +30,7 @@ from tune_prune.planning.plan import Plan, SearchSettings
 from tune_prune.planning.preflight import make_plan
 from tune_prune.pruning.selection import target_params
 
-pytestmark = pytest.mark.usefixtures("short_text", "tensors_alone")
+pytestmark = pytest.mark.usefixtures("tensors_alone")
 SPACE = "search: grid\nmethod: [taylor, layerwise]\nseq_len: 256\nnum_samples: [5, 32]\n"
 
 
@@ -119,6 +119,7 @@ def test_a_dry_run_says_of_every_stage_what_it_takes_and_how(bound: int, plan_te
     assert seen[False] == seen[True] and {way for _, way in seen[True].values()} == {"resident"}
 
 
+@pytest.mark.slow
 def test_no_number_knows_the_way(bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole records of a search, and its identity; what the passes were is noted."""
     least, found = min(plan.total for plan in planned().models[0].ways), {}

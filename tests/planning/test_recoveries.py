@@ -105,6 +105,7 @@ def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         space("--search", "optuna")
 
 
+@pytest.mark.slow
 def test_optuna_searches_trained_and_untrained_by_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +122,7 @@ def test_optuna_searches_trained_and_untrained_by_themselves(
     assert sorted(record.config.get("recovery", "none") for record in records) == ["lora", "lora", "none", "none"]
 
 
+@pytest.mark.slow
 def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(

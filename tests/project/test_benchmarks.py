@@ -32,6 +32,7 @@ def positive(*values: float) -> bool:
     return all(math.isfinite(value) and value > 0 for value in values)
 
 
+@pytest.mark.slow
 def test_passes(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", "tiny-llama", "--threads", "1", "--repeats", "1", "--num-samples", "4,5,10"]
     values = bench("passes", *argv, "--seq-len", "8,16,24,32,48")
@@ -185,7 +186,6 @@ def test_grid_tells_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_text")
 def test_overhead(bench: Callable[..., dict[str, Any]]) -> None:
     argv = ["--model", "tiny-llama", "--trials", "1", "--limit", "3", "--num-samples", "8", "--search-space", ""]
     values = bench("overhead", *argv, "--memory-trials", "12", "--memory-limit", "1", "--threads", "1")

@@ -22,6 +22,7 @@ def searched(folder: Path, name: str, methods: str, samples: str) -> str:
     return str(folder / name / name)
 
 
+@pytest.mark.slow
 def test_the_other_search_has_what_it_finished_for_as_many_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

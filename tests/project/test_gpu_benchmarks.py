@@ -52,6 +52,7 @@ def test_gpu_on_a_cpu_without_what_such_a_machine_may_lack(run_without: Callable
     [("threading.Event().wait()", 0), ("re.match('(a+)+$', 'a' * 60 + 'b')", 1)],
     ids=["where other threads go on", "where none does"],
 )
+@pytest.mark.slow
 def test_a_slot_ends_in_time_and_keeps_what_was_measured(hang: str, code: int, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     program = f"""

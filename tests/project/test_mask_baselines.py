@@ -125,6 +125,7 @@ def test_the_ratio_is_of_all_parameters(tiny) -> None:
         share_of(model, family, 0.99)
 
 
+@pytest.mark.slow
 def test_the_table_of_a_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "masks.json"
     argv = ["--model", "tiny-llama", "--limit", "20", "--tasks", "piqa,boolq", "--samples", "16", "--seq-len", "32"]

@@ -58,6 +58,7 @@ def test_one_block_has_no_error() -> None:
     assert 0 < share < 1 and math.isnan(error)
 
 
+@pytest.mark.slow
 def test_the_table_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     space = tmp_path / "space.yaml"
     space.write_text(

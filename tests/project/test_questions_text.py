@@ -39,6 +39,7 @@ def test_where_no_item_is_left_it_says_so(tmp_path: Path, capsys: pytest.Capture
     assert "stands in no folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_search_that_measures_what_it_was_calibrated_on_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def test_trials_wait_for_their_statistics_and_all_are_done(tmp_path: Path) -> No
     assert cluster.work_s / 16 <= cluster.bound() <= makespan
 
 
+@pytest.mark.slow
 def test_sixteen_nodes_reach_nine_tenths_of_the_ideal_where_there_is_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,6 +44,7 @@ def test_sixteen_nodes_reach_nine_tenths_of_the_ideal_where_there_is_work(
     assert "A simulation" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_synthetic_experiment_is_a_finished_search(tmp_path: Path) -> None:
     folder = bench_scale.make(tmp_path, 40, limit=5)
     argv = bench_scale.search_argv(tmp_path, 40, "--limit", "5")

@@ -34,6 +34,7 @@ def test_a_hostile_search_that_is_killed_loses_and_repeats_nothing(tmp_path: Pat
     assert table == [["hostile", "1", str(line["kills"]), "0"]]
 
 
+@pytest.mark.slow
 def test_a_short_search_that_is_killed_and_damaged_loses_and_repeats_nothing(tmp_path: Path) -> None:
     short = ("--short", "--only", "workers,damage", "--searches", "2", "--kills", "1", "--seed", "72")
     (lines, table) = lines_of(tmp_path / "out", *short)

@@ -108,7 +108,9 @@ def test_training_is_that_of_a_plain_loop(tiny: Make, variant: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("variant", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])]
+)
 def test_every_way_to_hold_the_model_gives_the_same_bits(
     tiny: Make, variant: str, dtype: torch.dtype, tmp_path
 ) -> None:

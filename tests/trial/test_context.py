@@ -26,6 +26,8 @@ from tune_prune.trial.recipe import Recipe
 from tune_prune.trial.statistics import StatisticCache, needs_of
 from tune_prune.trial.trial import Trial, prepare, run_trial
 
+WHOLE_TEXT = True
+
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory) -> TrialContext:

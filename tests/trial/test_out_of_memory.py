@@ -129,6 +129,7 @@ def alike(trial: Trial, other: Trial) -> bool:
         ("zero_shot", 0.5, "streamed"),
     ],
 )
+@pytest.mark.slow
 def test_a_stage_that_does_not_fit_is_made_with_less(opened, stage, part, way):
     whole, peak = run_limited(opened("whole"), stage)
     context = opened("limited")
@@ -296,6 +297,7 @@ def no_gradients(monkeypatch) -> None:
     monkeypatch.setattr("tune_prune.models.head.NextTokenLosses.backward", refuse)
 
 
+@pytest.mark.slow
 def test_a_trial_that_fits_in_no_way_is_a_failed_record_and_the_search_goes_on(tmp_path, no_gradients):
     context = open_context(tmp_path / "reference", SMALL)
     taylor, magnitude = (replace(BLOCKWISE, method=name) for name in ("taylor", "magnitude"))
@@ -337,6 +339,7 @@ def test_a_trial_in_a_worker_ends_with_its_record(opened, tmp_path, no_gradients
     assert len(record.notes) == 1 and record.stages == []
 
 
+@pytest.mark.slow
 def test_an_opened_model_goes_the_same_road(tmp_path, monkeypatch):
     """Weights leave the device although the model that was opened has them, and the next call begins where this one ended."""
     monkeypatch.chdir(tmp_path)

@@ -79,6 +79,7 @@ def test_what_an_interrupted_training_has_done_is_not_done_again(context, monkey
 
 
 @pytest.mark.parametrize("pruned_whole", [True, False])
+@pytest.mark.slow
 def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(context, pruned_whole, tmp_path):
     record = run_trial(BOTH, context)
     way = Residency(from_files=True, pruned_whole=pruned_whole, states="file", spill_folder=tmp_path)
@@ -136,6 +137,7 @@ def test_every_format_holds_the_trained_weights(opened, tmp_path):
             assert torch.equal(weight, pruned.model.get_parameter(name))
 
 
+@pytest.mark.slow
 def test_a_recovery_is_searched_pruned_and_evaluated_as_recorded(printed, tmp_path):
     space = tmp_path / "space.yaml"
     space.write_text(

@@ -118,6 +118,7 @@ def test_every_format_holds_the_refitted_weights(opened, tmp_path):
         assert torch.equal(torch.from_numpy(held[f"blk.{layer}.{kind}.weight"].copy()), weight)
 
 
+@pytest.mark.slow
 def test_a_refit_is_searched_pruned_and_evaluated_as_recorded(printed, tmp_path):
     space = tmp_path / "space.yaml"
     space.write_text(

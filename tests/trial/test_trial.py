@@ -32,6 +32,8 @@ from tune_prune.pruning.statistics.taylor import taylor
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.trial import Trial, run_trial
 
+WHOLE_TEXT = True
+
 CPU_INFO = Path("/proc/cpuinfo")  # of Linux
 
 
@@ -198,6 +200,7 @@ def test_a_trial_leaves_the_dense_model_as_it_was(context, fresh):
         assert torch.equal(p, before[name]) and p.grad is None and not p.requires_grad, name
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_from_trial_to_trial(fresh):
     """The pruned copies, gradients and hidden states of a trial are gone when it is."""
 

@@ -114,6 +114,7 @@ def test_a_job_without_memory_costs_no_trial_that_does_without_it(jobs, tmp_path
 SPACE = "search: grid\nmethod: random\nseq_len: 16\nnum_samples: [8]\npruning_ratio: [0.1, 0.2, 0.3]\n"
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_keeps_what_is_finished_and_says_how_to_go_on(
     tmp_path, breaks, capfd, monkeypatch, run_without
 ):
@@ -153,6 +154,7 @@ def test_what_cannot_be_noted_at_an_interrupt_does_not_hide_it(tmp_path, breaks,
     assert "finished trials are kept" in said
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_search_in_a_sentence_and_the_same_command_goes_on(tmp_path, capfd, monkeypatch):
     (tmp_path / "space.yaml").write_text(SPACE)
     argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
@@ -181,6 +183,7 @@ def test_a_full_disk_ends_a_search_in_a_sentence_and_the_same_command_goes_on(tm
 
 
 @pytest.mark.parametrize("draws", [(), ("--draws", "2")])
+@pytest.mark.slow
 def test_a_view_that_cannot_be_written_is_a_warning_and_the_others_are(tmp_path, capfd, monkeypatch, draws):
     """A folder in the place of the table; with --draws no word of the end can be said, as where the disk is full."""
     (tmp_path / "space.yaml").write_text(SPACE.replace("[0.1, 0.2, 0.3]", "0.2").replace("random", "taylor"))

@@ -268,6 +268,7 @@ import mlflow, wandb  # they are there for who wants them
 """
 
 
+@pytest.mark.slow
 def test_ray_imports_no_tracker_that_nobody_asked_for():
     run = subprocess.run([sys.executable, "-c", TRACKERS], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr

@@ -34,7 +34,7 @@ CONFIG = replace(BLOCKWISE, method="taylor")
 
 
 @pytest.fixture(scope="module")
-def context(short_text, tmp_path_factory) -> TrialContext:
+def context(tmp_path_factory) -> TrialContext:
     return open_context(tmp_path_factory.mktemp("artifacts"))
 
 

@@ -33,6 +33,9 @@ from tune_prune.tuning.ray_cluster import cluster, nodes
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.worker import TrialSpec
 
+WHOLE_TEXT = True
+pytestmark = pytest.mark.slow
+
 PROTOCOL = EvaluationProtocol(tasks=("boolq", "piqa"), limit=10, slices=(0.5, 1.0), perplexity_window=64)
 IMPOSSIBLE_RATIO = 0.95  # more than the layers hold: the trial fails, at every attempt
 KILL_AFTER = 2

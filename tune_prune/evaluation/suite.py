@@ -93,8 +93,8 @@ class ZeroShotSuite:
         seen: set[str] = set()
         for text in map(_words, tokenizer.batch_decode([tokens.tolist() for tokens in texts])):
             for end in range(_SURE, len(text) + 1):
-                questions = by_end.get(text[end - _SURE : end], ())
-                seen.update(question for question in questions if text.endswith(question, 0, end))
+                if questions := by_end.get(text[end - _SURE : end]):
+                    seen.update(question for question in questions if text.endswith(question, 0, end))
         return sum(question in seen for question in asked)
 
     def tokens_in_slice(self, slice_index: int, share: bool = True) -> int:
