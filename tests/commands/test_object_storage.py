@@ -23,6 +23,8 @@ from tune_prune.core.ledger import Ledger
 from tune_prune.core.storage import lease
 from tune_prune.core.store import LEDGER, FolderStore, Store, open_store
 
+WHOLE_TEXT = True
+
 SPACE = "search: grid\nmethod: [taylor, magnitude]\nseq_len: 16\nnum_samples: [8, 16]\n"
 LEASE_S = 1.0
 pytestmark = pytest.mark.slow  # a search on a server, killed

@@ -14,6 +14,8 @@ from tune_prune.analysis.statistics.changes import Change
 from tune_prune.embedded import items
 from tune_prune.results import Results
 
+WHOLE_TEXT = True
+
 SPACE = """
 search: grid
 method: [taylor]

@@ -20,6 +20,8 @@ from tune_prune.core.ledger import Ledger, PassLog, write_about
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import open_store
 
+WHOLE_TEXT = True
+
 ROOT = Path(__file__).resolve().parents[2]
 MEASURE = "kl_text"
 

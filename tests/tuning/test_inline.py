@@ -27,6 +27,8 @@ from tune_prune.tuning.observers import status
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.worker import TrialSpec
 
+WHOLE_TEXT = True
+
 PROTOCOL = EvaluationProtocol(tasks=("boolq",), limit=4, slices=(0.5, 1.0), perplexity_window=64)
 RUN = ModelRun("tiny-llama", "tiny-llama", None, "embedded", None, PROTOCOL, 0, "float32")
 CONFIGS = [PruningConfig("random", 16, 8, ratio) for ratio in (0.1, 0.2, 0.3)]

@@ -29,6 +29,8 @@ from tune_prune.tuning.stopping.kl_filter import KlFilterRule
 from tune_prune.tuning.stopping.race import RaceRule
 from tune_prune.tuning.worker import TrialSpec
 
+WHOLE_TEXT = True
+
 KEYS = [f"key{index:03}" for index in range(60)]
 
 

@@ -19,6 +19,8 @@ from tune_prune.tuning.preparation import PrepareJob, Work
 from tune_prune.tuning.ray_cluster.watch import deadline
 from tune_prune.tuning.worker import TrialSpec
 
+WHOLE_TEXT = True
+
 CONFIGS = [PruningConfig("random", 16, 8, ratio) for ratio in (0.1, 0.2, 0.3)]
 
 
