@@ -15,6 +15,7 @@ from tune_prune.embedded import items
 from tune_prune.results import Results
 
 WHOLE_TEXT = True
+pytestmark = pytest.mark.slow  # four searches
 
 SPACE = """
 search: grid
@@ -22,7 +23,6 @@ method: [taylor]
 seq_len: [128]
 num_samples: [64]
 """
-pytestmark = pytest.mark.slow  # four searches
 PARTS = {
     "refit": "compensation: [none, least_squares]\ndamping: [0.001, 0.1]\nrefit_tokens: [2048]\n",
     "training": "recovery: [none, lora]\nrecovery_steps: [120]\nrecovery_rate: [0.001, 0.01]\n",

@@ -157,7 +157,7 @@ def record_file(asked: str, field: str, of: str) -> Location:
     try:
         check_writable(path.parent)
     except OSError as error:
-        raise UserError(f"--output {asked} cannot be written ({error.strerror}); {another}") from error
+        raise UserError(f"--output {asked} cannot be written ({error.strerror or error}); {another}") from error
     if path.exists() and not _has(path, field):  # a device would be replaced, too
         raise UserError(
             f"--output {asked} exists and is no record of {of}; only such a record is replaced, so name another file"

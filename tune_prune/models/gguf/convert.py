@@ -45,7 +45,7 @@ def ensure(file: Path, folder: Path) -> None:
                 _convert(file, folder)
     except PermissionError as error:
         raise UserError(
-            f"{file.name} is kept as safetensors in {folder.parent}, which cannot be written to ({error.strerror}); set "
+            f"{file.name} is kept as safetensors in {folder.parent}, which cannot be written to ({error.strerror or error}); set "
             "XDG_CACHE_HOME to a folder of yours"
         ) from error
 
