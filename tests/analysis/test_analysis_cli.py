@@ -33,6 +33,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 def test_two_models_to_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = simulated_study(tmp_path, failed=("taylor-s16-n128",))
     (folder / "cost.json").unlink()

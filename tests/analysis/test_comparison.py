@@ -34,6 +34,7 @@ def compared(outcomes: PairedScores, generator: np.random.Generator, draws: int 
     return compare(outcomes.accuracies, unknown, outcomes, generator, draws)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("truth", "at_most"),
     [
@@ -129,6 +130,7 @@ def test_rows_without_items_count_by_their_own_error() -> None:
     assert comparison.in_confidence_set.tolist() == [True, False, False]
 
 
+@pytest.mark.slow
 def test_cross_fitting_removes_the_winners_bias() -> None:
     generator = np.random.default_rng(8)
     truth = np.full(K, 0.6)

@@ -144,6 +144,7 @@ def test_trend_is_the_least_squares_contrast(n: int) -> None:
     assert (trend.spearman, trend.spearman_p) == pytest.approx((expected.statistic, expected.pvalue))
 
 
+@pytest.mark.slow
 def test_trend_of_noise_is_flat_but_for_one_in_twenty() -> None:
     """Two standard errors alone would find a trend in about a quarter of these, as five levels have ten pairs."""
     found = Counter(effects.trend(planted(grid(), 0.01, seed), "seq_len").direction != "flat" for seed in range(300))

@@ -55,6 +55,7 @@ def test_a_task_without_a_right_answer_adds_its_error_to_what_was_recorded(exper
     assert {name for name in recorded if dense[name] != recorded[name]} == {"acc_mean_stderr", "acc_boolq_stderr"}
 
 
+@pytest.mark.slow
 def test_files_of_trials_hold_what_was_recorded_and_lead_to_the_same_errors(experiment: Path, tmp_path: Path) -> None:
     found = find(read_study([experiment], [])).models["alpha"]
     write_layout(find(read_study([experiment], [])), tmp_path / "results")

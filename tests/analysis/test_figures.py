@@ -101,6 +101,7 @@ def layers_file(folder: Path, name: str, layers: list[Mapping[str, Any]]) -> Non
     (folder / name).write_text(json.dumps({"layers": layers}))
 
 
+@pytest.mark.slow
 def test_every_figure_is_written_as_a_paper_needs_it(drawn: list[Path]) -> None:
     each = [f"{kind}_{label}" for kind in ("heatmap", "retention") for label in ("alpha", "beta")]
     names = {*each, "methods", "seq_len", "num_samples", "ppl_accuracy", "accuracy_cost"}
@@ -301,6 +302,7 @@ def test_cost_is_time_where_known_else_tokens(simulated: Findings, llama: ModelF
         assert y == accuracy[cost <= x].max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "absent"),
     [

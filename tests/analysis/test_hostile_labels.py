@@ -76,6 +76,7 @@ def findings(labels: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) 
     return from_csv(folder, models, device_name=labels[0], reason=labels[1], host=labels[2], ppl=range(36))
 
 
+@pytest.mark.slow
 def test_markdown_shows_what_was_named(labels: tuple[str, ...], findings: Findings) -> None:
     texts = [markdown_table(table) for table in all_tables(findings).values()] + [paragraphs(findings)[0]]
     assert len(texts) > 5

@@ -166,6 +166,7 @@ def test_auc_is_that_of_all_pairs(tmp_path: Path) -> None:
     assert told.loc["arc_easy", "auc"] == pytest.approx(np.mean(ranks))
 
 
+@pytest.mark.slow
 def test_a_model_that_tells_nothing_is_found_in_95_of_100(tmp_path: Path) -> None:
     generator = np.random.default_rng(3)
     marked = []

@@ -193,6 +193,7 @@ def test_published_results_need_no_experiment() -> None:
     assert best == ["blockwise-s64-n128 best"]
 
 
+@pytest.mark.slow
 def test_many_models_begin_with_a_table_and_say_what_they_share_once(tmp_path: Path) -> None:
     found = find(read_study([simulated_study(tmp_path, models=("a", "b", "c", "d"), items=40, with_items=False)], []))
     parsed = Page(page.render(found, []))
@@ -228,6 +229,7 @@ document.body.textContent = ["[[", up, down, shown, count, visible, "]]"].join("
 """
 
 
+@pytest.mark.slow
 def test_sorting_filter_and_a_narrow_screen_in_chromium(html: str, tmp_path: Path, findings: Findings) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:

@@ -106,6 +106,7 @@ def test_saved_again_it_is_the_same_model(variant, remote):
         assert error <= FLOAT32_TOLERANCE, name
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_logits_are_near(variant, remote, cases):
     """As near to float32's as the dense model's are: at most twice as far."""
     for name, dtype in of(variant, remote, "dtype"):
@@ -114,6 +115,7 @@ def test_in_bfloat16_the_logits_are_near(variant, remote, cases):
         assert dtype == "torch.bfloat16" and 0 < error <= 2 * cases[name].bfloat16_error, name
 
 
+@pytest.mark.slow
 def test_each_way_takes_the_classes_that_it_should(cases, remote, registered, folder):
     for name, case in cases.items():
         assert case.stock == (name.split("/")[1] in STOCK or case.padded)

@@ -344,6 +344,7 @@ def test_picture_has_a_bar_for_what_every_layer_kept(tmp_path: Path) -> None:
     assert "MLP channels kept: 38.3% in all, from 0.0% (layer 3) to 100.0% (layer 0)." in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "width"), [(6, 5.42), (80, 10.0)])
 def test_picture_is_readable_for_few_and_many_layers(tmp_path: Path, layers: int, width: float) -> None:
     kept = tuple(tuple(range(1 + layer % 8)) for layer in range(layers))

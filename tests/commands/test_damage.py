@@ -336,6 +336,7 @@ def refusal(sentence: str, path: Path) -> str:
     return "refused" if named else "refused: its settings" if settings else sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", READ)
 def test_damage_matrix(kind: str, finished: Finished, caplog: pytest.LogCaptureFixture) -> None:
     path = finished.file(kind)

@@ -34,6 +34,7 @@ def experiment(tmp_path: Path) -> Path:
 # Optuna
 
 
+@pytest.mark.slow
 def test_the_ledger_as_optuna_studies(experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     database = tmp_path / "study.db"
     argv = [str(experiment), "--export-study", str(database)]
@@ -86,6 +87,7 @@ def test_the_study_of_a_search_with_another_objective(
     assert found == pytest.approx(values)
 
 
+@pytest.mark.slow
 def test_a_stopped_trial_is_pruned_where_it_was(experiment: Path, tmp_path: Path) -> None:
     ledger = Ledger(FolderStore(experiment))
     stopped = next(record for record in ledger.records() if record.status == "stopped_early")
@@ -144,6 +146,7 @@ def test_a_tracker_that_fails_is_a_warning_once(
     ]
 
 
+@pytest.mark.slow
 def test_mlflow_has_every_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +165,7 @@ def test_mlflow_has_every_trial(
     assert runs["FAILED"].data.tags["tune_prune.reason"] == "worker died"
 
 
+@pytest.mark.slow
 def test_wandb_writes_offline_unless_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

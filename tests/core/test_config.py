@@ -43,6 +43,7 @@ def test_key_depends_on_everything_that_changes_the_result() -> None:
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.slow
 def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> None:
     """Names are unique within a pruning ratio, which stands beside them; what is named by both is a file or a plot row."""
     values = {

@@ -33,6 +33,7 @@ def random_scores(suite: ZeroShotSuite, index: int) -> RequestScores:
     return RequestScores(values, random.random(count) < 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["embedded", "real"])
 def test_judgement_without_lm_eval_is_lm_evals(place):
     if place == "real" and not DATA.is_dir():
@@ -76,6 +77,7 @@ def test_a_suite_travels_as_arrays(tmp_path, place):
             assert [r.targets.tolist() for r in mine.requests] == [r.targets.tolist() for r in theirs.requests]
 
 
+@pytest.mark.slow
 def test_a_suite_from_arrays_needs_no_lm_eval(tmp_path, run_without):
     protocol = EvaluationProtocol(("quiz",))
     suite = build_suite(byte_tokenizer(True), protocol, write_quiz(tmp_path, quiz_items()), 512)

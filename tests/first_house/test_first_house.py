@@ -69,6 +69,7 @@ def storage(tmp_path: Path) -> Path:
     return Path(shutil.copytree(HERE / "storage", tmp_path / "storage"))
 
 
+@pytest.mark.slow
 def test_it_is_analysed(storage: Path, tmp_path: Path) -> None:
     assert len(RECORDED) == 6
     before = contents(storage)

@@ -69,6 +69,7 @@ def decided(searched: tuple[Path, dict[str, Any], list[TrialRecord]]) -> Draws:
     return draws
 
 
+@pytest.mark.slow
 def test_the_winner_of_all_draws_is_found_with_fewer(searched) -> None:
     draws, records = decided(searched), searched[2]
     given = {record.key: PruningConfig.from_dict(record.config).name for record in records if record.key in draws.given}
@@ -119,6 +120,7 @@ def test_a_measure_that_nobody_has(searched) -> None:
         draws_of(searched, "kl").decide(searched[2])
 
 
+@pytest.mark.slow
 def test_a_killed_search_decides_the_same_again(searched) -> None:
     """What was run beyond a decision, or not yet, changes none before it."""
     whole = decided(searched)

@@ -255,6 +255,7 @@ def test_what_is_removable_depends_on_the_shape(plan_text: Callable[..., str]) -
     assert removable == [19 * 3072 + 5 * 64 * 192, groups + 5 * 48 * 192, groups, groups + 5 * 63 * 192]
 
 
+@pytest.mark.slow
 def test_plan_of_several_ratios_and_shapes(plan_text: Callable[..., str]) -> None:
     """Each ratio is a row, and its trials are those of the ratio alone; passes and baseline are shared."""
     text = (search_space.folder() / "smoke.yaml").read_text()

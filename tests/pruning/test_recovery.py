@@ -160,6 +160,7 @@ def test_an_interrupted_training_goes_on_with_the_same_result(tiny: Make, monkey
     assert all(all(map(torch.equal, parts, read.updates[name])) for name, parts in whole.updates.items())
 
 
+@pytest.mark.slow
 def test_an_overfit_is_found_on_held_out_samples_and_an_innocent_training_is_not_accused(tiny: Make) -> None:
     dense = tiny("llama")
     one_text, other = samples(2).repeat(8, 1), samples(3, seed=11)

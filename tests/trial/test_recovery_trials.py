@@ -33,6 +33,7 @@ def tokens_of(record, stage: str) -> int:
     return sum(one["tokens"] for one in record.stages if one["stage"] == stage)
 
 
+@pytest.mark.slow
 def test_a_recovery_is_a_stage_and_another_measurement_of_the_same_plan(context):
     before = {name: p.clone() for name, p in context.loaded.model.named_parameters()}
     plain, record, both, again = (run_trial(config, context) for config in (BLOCKWISE, TRAINED, BOTH, TRAINED))
@@ -59,6 +60,7 @@ def test_a_training_that_does_not_help_on_held_out_samples_leaves_the_model_as_i
     assert nothing.metrics["recovery_error"] == 1 and tokens_of(nothing, "recovery") == 0
 
 
+@pytest.mark.slow
 def test_what_an_interrupted_training_has_done_is_not_done_again(context, monkeypatch, tmp_path):
     whole, fresh = run_trial(TRAINED, context), with_empty_cache(context, tmp_path)
     monkeypatch.setattr(recovery, "KEEP_EVERY_S", -1.0)
@@ -112,6 +114,7 @@ def test_what_is_saved_is_what_was_measured(opened, tmp_path):
     assert untrained.evaluate(limit=20, tasks="boolq").ppl > measured.ppl
 
 
+@pytest.mark.slow
 def test_every_format_holds_the_trained_weights(opened, tmp_path):
     pruned = opened.prune("taylor", 0.3, 16, 8, shape="uniform", **STEPS)
     pruned.save(tmp_path / "uniform")

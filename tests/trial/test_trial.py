@@ -290,6 +290,7 @@ sys.exit(evaluate.main(["--model", "tiny-llama", "--tasks", "boolq", "--limit", 
 """
 
 
+@pytest.mark.slow
 def test_a_trial_and_an_evaluation_need_no_ray_and_lm_eval_for_items_only(first, run_without, tmp_path):
     hidden = ("ray", "optuna", "tensorboard", "lm_eval", "datasets", "pandas")
     told = run_without(hidden, IN_A_BARE_PROCESS, str(tmp_path / "artifacts"), str(tmp_path / "trial"))

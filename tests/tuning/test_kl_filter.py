@@ -181,6 +181,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run_command(folder, "filtered", "--kl-filter")
 
 
+@pytest.mark.slow
 def test_a_search_stops_bad_trials_before_their_items(searched):
     folder, printed = searched
     records = in_order(folder / "filtered")
@@ -239,6 +240,7 @@ def test_a_restarted_search_stops_the_same(searched, kept):
     assert len(kls) == 10 - kept and {stage["tokens"] for stage in kls} == {0}
 
 
+@pytest.mark.slow
 def test_a_race_goes_on_with_what_it_leaves(searched):
     """The same order, so the same are stopped by it; and a search without it may be gone on with by one that has it."""
     folder, _ = searched
