@@ -211,11 +211,11 @@ def test_the_reference_of_each_model_is_in_both_tables_and_old_rows_have_no_seco
     named = [re.findall(r"^\| (\S+) \| `(\S+)`", text, re.MULTILINE) for text in (plain, trained)]
     assert named[0] == [(r["model"], r["configuration"]) for r in rows if "lora" not in r["configuration"]]
     recipe = "gate_fisher-s128-n256-least_squares-t65536-lora-e0.003"
-    expected = [(f"smollm2@{r}", name) for r in (0.35, 0.5) for name in (recipe, "taylor-s256-n128")]
-    assert named[1] == expected  # nothing was trained at 10%
+    expected = [(f"smollm2@{r}", name) for r in (0.1, 0.35, 0.5) for name in (recipe, "taylor-s256-n128")]
+    assert named[1] == expected
     only = [row for row in rows if "lora" in row["configuration"]]
     assert markdown(only).startswith("trained:\n\n| model |") and markdown(only).count("| model |") == 1
-    assert markdown([row | {"seconds": None} for row in rows]).count("| – |") == len(rows) + 2
+    assert markdown([row | {"seconds": None} for row in rows]).count("| – |") == len(rows) + 3
 
 
 def test_the_pages_have_the_numbers_that_were_measured() -> None:
