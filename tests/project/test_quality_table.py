@@ -258,6 +258,20 @@ def test_the_page_has_every_score_of_the_embedded_models_at_every_ratio() -> Non
         assert cells.split(" | ") == shares + [f"{row['accuracy']:.3f}" for row in own]
 
 
+def test_the_page_has_the_steps_of_the_embedded_models() -> None:
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "docs" / "studies" / "embedded" / "quality_steps.json").read_text(encoding="utf-8"))
+    measured = {(row["model"], row["configuration"]): row for row in rows}
+    for model in ("tiny-llama", "tiny-qwen2", "tiny-mistral"):
+        steps = [f"{refit}{k}" for refit in ("", "-least_squares") for k in ("", "-k2", "-k4", "-k8")]
+        own = [measured[model, f"taylor-s128-n128{step}"] for step in steps]
+        assert {row["draws"] for row in own} == {3} and own[0]["kl_tasks_regained"] == 0
+        for m, name in MEASURES.items():
+            shares = [f"{100 * row[f'{m}_regained']:.0f} ± {100 * row[f'{m}_stderr']:.0f}%" for row in own[1:]]
+            label = model if m == "kl_text" else ""
+            assert " | ".join([f"| {label}".rstrip(), name, *shares]) + " |" in page
+
+
 def test_the_page_has_the_other_ratios_and_both_spaces_at_equal_cost() -> None:
     page, studies = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8"), ROOT / "docs" / "studies"
     for name in ("quality_ratios.json", "quality_ratios_layerwise.json"):
