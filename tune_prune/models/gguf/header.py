@@ -79,7 +79,7 @@ def read(path: Path) -> Header:
     )
     if what := _unreadable(header, values):
         raise UserError(
-            f"GGUF file {path} cannot be pruned: {what}; give the model in Hugging Face format: a hub id, or a folder with "
+            f"GGUF file {path} cannot be read: {what}; give the model in Hugging Face format: a hub id, or a folder with "
             "config.json and safetensors"
         )
     return header
