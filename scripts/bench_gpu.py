@@ -3,7 +3,7 @@
     python scripts/bench_gpu.py                        one GPU of 80 GB or more, nine minutes at most
     python scripts/bench_gpu.py --device cpu --tiny    the same code on a model of toy size
 
-Needs torch, transformers and NumPy only: no lm-eval and no data. Token ids are random, and as many as the real tasks have
+Needs torch, transformers, NumPy and pydantic only: no lm-eval and no data. Token ids are random, and as many as the real tasks have
 (random_items.py), so the time of a full evaluation is an estimate for those lengths and rows.
 
 Per stage: seconds (median), tokens, achieved FLOP/s as a share of this device's matmul peak, measured in the same dtype, and
@@ -101,6 +101,7 @@ class Bench:
                 seconds, result = timed(lambda: self._synchronised(call))
                 taken.append(seconds)
                 results.append(result)
+                del result
             middle = statistics.median(taken)
             found = {"seconds": middle, "first_s": taken[0], "repeats": len(taken), "tokens_per_s": tokens / middle}
             found["utilisation"] = flops / middle / self.peak_flops

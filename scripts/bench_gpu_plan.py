@@ -3,9 +3,9 @@
     python scripts/bench_gpu_plan.py                        one GPU of 80 GB, a few minutes; a smaller one leaves some out
     python scripts/bench_gpu_plan.py --device cpu --tiny    the same code on a model of toy size
 
-Needs torch, transformers and NumPy only. Each line is printed as soon as it is measured, and kept in --output; after --limit
-seconds the process ends, also where one hangs, so that a machine that is lent for ten minutes loses nothing; what fails says why,
-and the rest goes on. In the order of their value, of a model of Mistral-7B's shape with random weights:
+Needs torch, transformers, NumPy and pydantic only. Each line is printed as soon as it is measured, and kept in --output; after
+--limit seconds the process ends, also where one hangs, so that a machine lent for ten minutes loses nothing; what fails says
+why, and the rest goes on. In the order of their value, of a model of Mistral-7B's shape with random weights:
 
     left behind     memory of the GPU that is gone after a plan has measured it in a process that ended: none should be
     versions        of what it is measured with, and the kernels that attention with a mask can take
@@ -99,7 +99,7 @@ class Bench:
         runs = []
         for kernel in kernels:
             with sdpa_kernel(kernel), suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
-                F.scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True)
+                F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
                 runs.append(kernel.name)
         return {**versions(), "masked_attention": runs}
 
@@ -239,10 +239,11 @@ class Bench:
     def attend(self, length: int) -> float:
         """Seconds of a tree's attention: rows of `length` tokens with a mask of their own."""
         query, key, mask = self.attention(-(-length // 8) * 8)
-        return self.seconds(lambda: F.scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True))
+        return self.seconds(lambda: F.scaled_dot_product_attention(query, key, key, attn_mask=mask))
 
     def attention(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query, key = (torch.randn(4, heads, length, 128, device=self.device).to(self.dtype) for heads in (32, 8))
+        """As transformers calls it with a mask: keys are repeated for the query heads of their group."""
+        query, key = (torch.randn(4, 32, length, 128, device=self.device).to(self.dtype) for _ in range(2))
         return query, key, torch.zeros(4, 1, length, length, device=self.device, dtype=self.dtype).triu_(1)
 
     def decoding(self) -> dict[str, float]:

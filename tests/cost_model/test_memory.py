@@ -126,7 +126,7 @@ def test_memory_adds_up_for_a_7b_model_on_a_gpu():
         2 * 32 * (LAYER + 63 * 3 * 4096)
     }  # up to 63 channels of zeros a layer
     assert plan.total == PROCESS_BYTES["cuda"] + plan.weights + gradients.total
-    assert plan.largest == gradients and plan.peak(evaluation[0]) == plan.total - gradients.total + evaluation[0].held
+    assert plan.largest == gradients and plan.peak(evaluation[0]) == plan.total - gradients.total + evaluation[0].total
     assert mistral(3, 5, 256)[0].stages[0].held == 2 * gradients.held
     only, *others = mistral()
     assert only.stages == tuple(evaluation) and str(only.way) == "resident"
@@ -202,6 +202,6 @@ def test_smaller_batches_are_planned_before_a_leaner_way():
         more_at_once, less_at_once = more.stages[-1], less.stages[-1]
         assert less.stages[:2] == more.stages[:2] and less_at_once.held == more_at_once.held
         # By half, but for the softmax of a part of the logits.
-        assert more_at_once.activations / 2 <= less_at_once.activations < 0.75 * more_at_once.activations
+        assert more_at_once.activations // 2 <= less_at_once.activations < 0.75 * more_at_once.activations
     assert str(by_layer[1].way) == "by layer, states in host memory, 1/2 at once"
     assert by_layer[1].stages[-1].way == "resident, 1/2 at once"

@@ -56,7 +56,7 @@ FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
 # bytes. The C library keeps small freed blocks only (at most 32 MiB each) and differs from process to process: on CPUs it held
 # up to 1.9 times the tensors of a small model more (some 50 fresh processes on two machines), of Llama-3-8B, streamed, 0.6 GiB.
 KEPT = {"cpu": (2.0, 640 * 2**20), "cuda": (0.2, sys.maxsize)}
-# Of what an evaluation does at once, before a leaner way is planned: 2,048 tokens still keep a GPU at its arithmetic. A CPU's
+# Of what an evaluation does at once, before a leaner way is planned: a window, or 1,024 tokens of a 7B model's rows. A CPU's
 # batches are small anyway, and fewer zero-shot rows round otherwise: there no bit shall depend on what is free.
 MOST_HALVINGS = {"cpu": 0, "cuda": 3}
 
@@ -169,6 +169,8 @@ class Shapes:
     def pruning(self, removed_params: int, way: Residency = RESIDENT) -> StageMemory:
         """The pruned model, which shares all but its projections with the dense one where that is there."""
         padding = most_bytes(self.geometry.channel_cost, self.itemsize, self.device)
+        # What is filled up is there twice, a weight at a time.
+        filled = self.itemsize * self.geometry.hidden_size * self._m if padding else 0
         if way.from_files and not way.pruned_whole:
             return StageMemory("pruning", str(way), self._two_layers, 0)
         of = self.geometry.total_params if way.from_files else sum(self._projections)
@@ -176,7 +178,7 @@ class Shapes:
         if not way.from_files:  # what is removed may all be on other GPUs
             left = min(left, self._on_one(self._projections))
         held = left * self.itemsize + padding
-        return StageMemory("pruning", str(RESIDENT), held, sum(self._ends) if way.from_files else 0)
+        return StageMemory("pruning", str(RESIDENT), held, max(filled, sum(self._ends) if way.from_files else 0))
 
     @property
     def _two_layers(self) -> int:
@@ -325,10 +327,10 @@ class Shapes:
 
     def _watched(self, squares: bool) -> int:
         """Of a token inside one layer of a forward pass without the head: projections, or the inputs of the last one with their
-        `squares`, which a CPU copies in float64 to sum them up."""
+        `squares`, which are copied in float64 to sum them up; a GPU does so in many parts, with 9.5 bytes more (measured)."""
         h, q, m, item = self.geometry.hidden_size, self._q, self._m, self.itemsize
         plain = item * (max(3 * m, 6 * q) + 3 * h)
-        wide, summed = item + bool(item % FLOAT32) * FLOAT32 + max(item, FLOAT32), 8 * (self.device == "cpu")
+        wide, summed = item + bool(item % FLOAT32) * FLOAT32 + max(item, FLOAT32), 8 if self.device == "cpu" else 18
         normed = item * 2 * h + FLOAT32 * 3 * h
         return max(plain, normed, squares * (max(q, m) * (wide + summed) + item * 3 * h))
 

@@ -1,0 +1,109 @@
+"""docs/gpu.md says what its records say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "gpu.md").read_text(encoding="utf-8")
+GIB = 2**30
+
+
+def record(name: str) -> dict[str, Any]:
+    return json.loads((DOCS / "studies" / "h100" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rows(name: str) -> dict[str, dict[str, Any]]:
+    return {row["stage"]: row for row in record(name)["measurements"] if "stage" in row}
+
+
+def test_stages_of_a_7b_model():
+    """Seconds, tokens per second, share of the peak and memory, as the table has them."""
+    cells = re.findall(r"\| ([\d,]+) \| ([\d.]+) \| ([\d,]+) \| (\d+)% \| ([\d.]+) GiB \| ([\d.]+) GiB \|", PAGE)
+    found = {
+        (
+            f"{row['tokens']:,}", f"{row['seconds']:.2f}", f"{int(row['tokens_per_s']):,}", f"{row['utilisation'] * 100:.0f}",
+            f"{row['taken_bytes'] / GIB:.2f}", f"{row['planned_bytes'] / GIB:.2f}",
+        )
+        for row in rows("bench_gpu").values()
+        if "planned_bytes" in row
+    }  # fmt: skip
+    assert len(cells) == 6 and set(cells) <= found
+
+
+def test_zero_shot_rows():
+    cells = re.findall(r"\| (?:[\d,]+|64 rows) \| ([\d,]+) \| ([\d.]+) \| (\d+)% \| ([\d.]+) GiB \|\n", PAGE)
+    found = {
+        (
+            f"{row['tokens']:,}",
+            f"{row['seconds']:.2f}",
+            f"{row['utilisation'] * 100:.0f}",
+            f"{row['taken_bytes'] / GIB:.2f}",
+        )
+        for name in ("bench_gpu", "bench_gpu_batches")
+        for stage, row in rows(name).items()
+        if "zero-shot" in stage
+    }
+    assert len(cells) == 11 and set(cells) <= found
+
+
+def test_batches_of_a_small_model():
+    found = {
+        row["batch_tokens"]: min(row["seconds"])
+        for row in record("zero_shot_batches")["measurements"]
+        if row["shape"] == "smollm2-135m"
+    }
+    said = f"{found[4096]:.2f} seconds at\n4,096 tokens, {found[8192]:.2f} at 8,192, {found[16_384]:.2f} at 16,384"
+    assert said in PAGE
+
+
+def test_recipe_and_ways():
+    stages = record("recipe")["stages"].values()
+    cells = re.findall(r"\| ([\d.]+) \| ([\d.]+) GiB \| [\d.]+ GiB \|\n", PAGE)
+    assert len(cells) == 12
+    assert set(cells) <= {(f"{row['seconds']:.1f}", f"{row['peak_bytes'] / GIB:.2f}") for row in stages}
+    measured = {row["measured"]: row for row in record("bench_gpu_plan")["measurements"] if "measured" in row}
+    ways, names = measured["ways"], {name.rpartition(" ")[0] for name in measured["ways"] if name.endswith(" s")}
+    for name in names - {name for name in names if name.endswith("perplexity")}:
+        taken, planned = (f"{ways[f'{name} {what}'] / GIB:.2f} GiB" for what in ("bytes", "planned_bytes"))
+        row = f"| {name.replace(', host', ', hidden states in host memory')} | {ways[f'{name} s']:.1f} s | {taken} | {planned} |"
+        assert row in PAGE
+    widths = {name.rpartition("_")[2]: value for name, value in measured["widths"].items() if name != "measured"}
+    assert all(f"{value / 1e12:.0f}" in PAGE for value in widths.values()) and len(widths) == 3
+    assert f"{measured['sharing']['ratio']:.2f} of one's tokens per second" in PAGE
+    transfers = measured["transfers"]
+    assert f"{transfers['pageable_to_device_bytes_per_s'] / 1e9:.1f} GB/s from pageable" in PAGE
+    assert f"{transfers['pinned_to_device_bytes_per_s'] / 1e9:.0f} GB/s from pinned" in PAGE
+
+
+def test_forecast_of_the_grid():
+    """45 trials on all items, by the rates of the table; tokens by the items' lengths."""
+    from bench_gpu import WIKITEXT_TOKENS
+    from random_items import TASKS, random_items
+
+    from tune_prune.evaluation.engine.prefix_trees import count_tokens
+
+    by_task = random_items(32_768, 200, 1024)
+    whole = {
+        share: sum(TASKS[name].rows / 200 * count_tokens(task, share) for name, task in by_task.items())
+        for share in (True, False)
+    }
+    slow, fast = rows("bench_gpu"), rows("bench_gpu_batches")
+    zero_shot = whole[True] / fast["padded: zero-shot"]["tokens_per_s"]
+    dense = whole[True] / fast["dense: zero-shot shared 4096"]["tokens_per_s"]
+    hflm = whole[False] / fast["dense: zero-shot as HFLM, 64 rows"]["tokens_per_s"]
+    text = WIKITEXT_TOKENS / fast["padded: perplexity"]["tokens_per_s"]
+    tokens = (16 + 32 + 64 + 128 + 256) * 512
+    gradients = tokens / slow["gradients 512 x 256"]["tokens_per_s"]
+    removals = tokens / 5 * (1 + 3 * 32) / slow["removal 102 x 256, 3 kinds"]["tokens_per_s"]
+    trial = zero_shot + text + fast["prune padded"]["seconds"]
+    minutes = (gradients + removals + 45 * trial + dense + 10) / 60
+    assert (
+        f"**{minutes:.0f} minutes on one H100**: {gradients / 60:.1f}\nfor the gradient passes, {removals / 60:.1f} for"
+        in PAGE
+    )
+    assert f"{trial:.0f} seconds for a trial ({zero_shot:.0f} of zero-shot, {text:.0f} of perplexity)" in PAGE
+    assert f"takes {dense:.0f} seconds, the way HFLM runs it {hflm:.0f} ({hflm / dense:.1f} times as long)" in PAGE
