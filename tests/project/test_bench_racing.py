@@ -6,10 +6,12 @@ from pathlib import Path
 
 import bench_racing
 import pandas as pd
+import pytest
 
 from tests.findings import published_folder, simulated_study
 
 
+@pytest.mark.slow
 def test_a_finished_search_is_replayed_by_both_measures(tmp_path: Path) -> None:
     folder = simulated_study(tmp_path, ("alpha",), items=300)
     for number, path in enumerate(sorted((folder / "trials").glob("*/items.parquet"))):

@@ -49,6 +49,7 @@ def test_an_attack_without_a_short_form_is_a_sentence(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "error: s3 has no --short form; leave it out, or name another attack\n"
 
 
+@pytest.mark.slow
 def test_an_unknown_attack_is_a_sentence() -> None:
     run = subprocess.run(
         [sys.executable, str(SCRIPT), "--only", "disks"], capture_output=True, text=True, timeout=60, check=False

@@ -78,7 +78,9 @@ def test_the_record_of_a_trial(first, context):
     assert record.elapsed_time_s == pytest.approx(sum(stage["duration_s"] for stage in record.stages))
     named = re.search(r"^model name\s*: (.*)$", CPU_INFO.read_text() if CPU_INFO.is_file() else "", re.MULTILINE)
     assert record.device_name == (named[1].strip() if named else record.device_name) != ""
-    assert record.torch_version == metadata.version("torch")
+    assert (
+        record.torch_version.partition("+")[0] == metadata.version("torch").partition("+")[0]
+    )  # before what it is built for
     assert record.peak_memory_bytes > 2**26 and record.host and record.started_at.endswith("+00:00")
     assert json.loads(json.dumps(record.to_dict()))["metrics"] == metrics
 
@@ -173,7 +175,13 @@ def test_a_trial_that_holds_less_at_once_has_the_same_numbers(first, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "whole"), [("blockwise", False), ("blockwise", True), ("wanda_sp", False), ("magnitude", True)]
+    ("method", "whole"),
+    [
+        ("blockwise", False),
+        pytest.param("blockwise", True, marks=pytest.mark.slow),
+        pytest.param("wanda_sp", False, marks=pytest.mark.slow),
+        pytest.param("magnitude", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_trial_whose_weights_stay_in_their_files_has_the_same_numbers(method, whole, context, tmp_path):
     """Also where its pruned copy is read as a whole."""
