@@ -115,7 +115,7 @@ def test_bad_command_lines(refusal: Callable[..., str], argv: list[str], expecte
     assert expected in refusal(*argv)
 
 
-@pytest.mark.parametrize("written", ["0.7", "70", "70%"])
+@pytest.mark.parametrize("written", ["70%", *(pytest.param(text, marks=pytest.mark.slow) for text in ("0.7", "70"))])
 def test_a_baseline_and_percent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, written: str
 ) -> None:

@@ -34,6 +34,7 @@ class TestS3(BetweenProcesses, LeaseContract):
     def store(self, s3: Server) -> Store:
         return open_store(f"{s3.bucket()}/results")
 
+    @pytest.mark.slow
     def test_what_a_server_cannot_do_at_once_is_tried_again(self, store: Store) -> None:
         assert store.put_new("flaky-1", "a") and store.get("flaky-1") == b"a"
         store.put("flaky-2", "b")

@@ -58,7 +58,7 @@ def test_judgement_without_lm_eval_is_lm_evals(place):
     assert next(pairs, None) is None
 
 
-@pytest.mark.parametrize("place", ["embedded", "real"])
+@pytest.mark.parametrize("place", ["embedded", pytest.param("real", marks=pytest.mark.slow)])
 def test_a_suite_travels_as_arrays(tmp_path, place):
     if place == "real" and not DATA.is_dir():
         pytest.skip(f"no real task files at {DATA} (set TUNE_PRUNE_DATA)")

@@ -183,6 +183,7 @@ def without_errors(value: Any) -> Any:
     return {key: without_errors(part) for key, part in value.items() if key not in ("acc_mean_stderr", "stderr")}
 
 
+@pytest.mark.slow
 def test_it_runs_what_is_missing_from_its_cache(storage: Path) -> None:
     key = "23a0c4b2250fa417"  # blockwise-s16-n8: both statistics
     (storage / NAME / "ledger" / f"{key}.json").unlink()

@@ -136,6 +136,7 @@ def test_a_filter_that_can_stop_nothing_is_refused(space: str, flags: tuple[str,
         resolve.space(asked)
 
 
+@pytest.mark.slow
 def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
     plan_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +307,7 @@ def test_the_command_for_a_row_searches_its_shape(shape: str, tmp_path: Path) ->
     assert make_plan(search.settings_from(args)).models[0].trials == ((config, key),)
 
 
+@pytest.mark.slow
 def test_models_of_different_size_get_different_numbers(
     monkeypatch: pytest.MonkeyPatch, plan_text: Callable[..., str]
 ) -> None:

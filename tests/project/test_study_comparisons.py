@@ -60,6 +60,7 @@ def row(rows: pd.DataFrame, step: str, first: str, second: str, measure: str = "
     )
 
 
+@pytest.mark.slow
 def test_differences_of_one_draw(study) -> None:
     folders, rows = study
     own = scores(folders["grid"])

@@ -106,6 +106,7 @@ def test_a_job_that_cannot_be_done_ends_the_search_in_its_own_words(jobs, tmp_pa
     assert Ledger(FolderStore(tmp_path / "other")).records() == []
 
 
+@pytest.mark.slow
 def test_a_job_without_memory_costs_no_trial_that_does_without_it(jobs, tmp_path, breaks, capfd):
     breaks(None, MemoryError("no room"))  # the baseline
     result = run_search(jobs, TuneOptions(tmp_path, inline=True))

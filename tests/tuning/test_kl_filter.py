@@ -206,6 +206,7 @@ def test_a_search_stops_bad_trials_before_their_items(searched):
     assert about["settings"]["kl_filter"] is True
 
 
+@pytest.mark.slow
 def test_stopped_trials_are_rows_that_decide_nothing(searched):
     folder, _ = searched
     results = load_results(folder / "filtered")
