@@ -223,6 +223,7 @@ def test_the_pages_have_the_numbers_that_were_measured() -> None:
     for name in (
         "quality_grid.json", "quality_mixed.json", "quality_mixed_layerwise.json", "quality_draws.json",
         "quality_trained.json", "quality_trained_layerwise.json", "quality_scores.json", "quality_scores_trained.json",
+        "quality_scores_trained_alone.json",
         "quality_two_steps.json", "quality_two_steps_layerwise.json", "quality_recipe_parts.json",
         "quality_two_steps_trained.json", "quality_two_steps_trained_layerwise.json",
         "quality_more_questions.json", "quality.json",
