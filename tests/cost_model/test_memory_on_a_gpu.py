@@ -69,7 +69,8 @@ def test_every_stage_of_a_7b_model_took_what_is_planned(name):
     gradients = STATISTIC.work([Need("taylor", "", n) for n in snapshots], 256, 32, "cuda")
     needs = [Need("block_removal", kind, samples // 5) for kind in ("attention", "mlp", "layer")]
     removal = block_removal.STATISTIC.work(needs, 256, 32, "cuda")
-    longest = max(len(row.tokens) for row in plan_rows(items()).all)
+    by_task = random_items(shapes.config.vocab_size, 200, 1024)
+    longest = max(len(row.tokens) for row in plan_rows([item for task in by_task.values() for item in task]).all)
     planned = {stage.stage: stage.activations for stage in shapes.evaluation(0, 2048, 65_536, longest)}
     planned["zero-shot shared 8192"] = planned.pop("zero_shot")  # today's batches
     for start, work in ((f"gradients {samples}", gradients), (f"removal {samples // 5}", removal)):
@@ -81,11 +82,6 @@ def test_every_stage_of_a_7b_model_took_what_is_planned(name):
             assert row["taken_bytes"] <= planned[key] <= 1.5 * row["taken_bytes"], stage
             checked += 1
     assert checked == (7 if name == "bench_gpu_batches" else 6)
-
-
-def items() -> list[Any]:
-    config = config_of("mistral-7b")
-    return [item for task in random_items(config.vocab_size, 200, 1024).values() for item in task]
 
 
 def test_every_way_to_hold_a_7b_model_took_what_is_planned():

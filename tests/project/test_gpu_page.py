@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "gpu.md").read_text(encoding="utf-8")
+from bench_gpu import WIKITEXT_TOKENS
+from random_items import TASKS, random_items
+
+from tests.cost_model.test_memory_on_a_gpu import STUDY, record
+from tune_prune.evaluation.engine.prefix_trees import count_tokens
+
+PAGE = (STUDY.parents[1] / "gpu.md").read_text(encoding="utf-8")
 GIB = 2**30
-
-
-def record(name: str) -> dict[str, Any]:
-    return json.loads((DOCS / "studies" / "h100" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def rows(name: str) -> dict[str, dict[str, Any]]:
@@ -81,11 +80,6 @@ def test_recipe_and_ways():
 
 def test_forecast_of_the_grid():
     """45 trials on all items, by the rates of the table; tokens by the items' lengths."""
-    from bench_gpu import WIKITEXT_TOKENS
-    from random_items import TASKS, random_items
-
-    from tune_prune.evaluation.engine.prefix_trees import count_tokens
-
     by_task = random_items(32_768, 200, 1024)
     whole = {
         share: sum(TASKS[name].rows / 200 * count_tokens(task, share) for name, task in by_task.items())
