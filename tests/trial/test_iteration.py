@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import tune_prune
 from tests.trials import RUN, open_context, with_empty_cache
@@ -13,11 +14,12 @@ from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model.workload import passes_of, recipe_amounts
 from tune_prune.models.geometry import read_geometry
-from tune_prune.models.runner.residency import Residency
+from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.compensation import refit
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method, method_names
 from tune_prune.pruning.selection import budget, geometry_of, select
+from tune_prune.pruning.statistics import block_removal
 from tune_prune.pruning.statistics.taylor import Taylor, taylor
 from tune_prune.pruning.surgery import prune
 from tune_prune.trial.context import TrialContext
@@ -210,3 +212,21 @@ def test_passes_of_the_steps_are_planned():
     configs = [replace(ONE, steps=4), replace(ONE, steps=4, compensation="least_squares"), ONE, replace(ONE, steps=2)]
     assert recipe_amounts(configs)["steps"] == (configs[0], 0, 0, configs[3])  # a refit comes by the same copies
     assert "steps" not in dict(passes_of([ONE, replace(ONE, method="random", steps=4)], 6, "cpu"))
+
+
+def test_removals_of_a_later_step_take_less_at_once_before_the_model_is_held_otherwise(tmp_path, monkeypatch):
+    config = replace(ONE, method="layerwise", steps=2)
+    expected, _, _ = made(config, open_context(tmp_path / "whole"))
+    run, tried = block_removal.removal_losses, []
+
+    def limited(model, family, windows, kinds, residency=RESIDENT, *rest):
+        tried.append(str(residency))
+        if residency.halvings < 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return run(model, family, windows, kinds, residency, *rest)
+
+    monkeypatch.setattr(block_removal, "removal_losses", limited)
+    found, _, trial = made(config, open_context(tmp_path / "limited"))
+    assert found == expected and tried == ["resident", "resident, 1/2 at once"] * 2
+    what = "memory did not suffice for the stage {} resident, so it was made resident, 1/2 at once"
+    assert trial.progress.notes == tuple(map(what.format, ("removal", "steps")))

@@ -119,8 +119,9 @@ class _Encoding(HFLM):
         self.tokenizer = tokenizer
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list:
-        """Where HFLM would run its model: hands back the encoded pairs."""
-        return requests
+        """Where HFLM would run its model: hands back the encoded pairs. Its rule moves white space from the end of the context to
+        the continuation; it stops where nothing is left before it, which stands for an empty context here."""
+        return [(texts, context or [self.prefix_token_id], continuation) for texts, context, continuation in requests]
 
 
 class _BulkTokenizer:

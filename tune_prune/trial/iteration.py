@@ -69,7 +69,7 @@ def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -
     samples, needs = config.samples, load_method(config.method).needs(config)
     cache = replace(context.cache, structure=plan.structure)
 
-    def make(_: int) -> tuple[Step, int]:
+    def make(halvings: int) -> tuple[Step, int]:
         context.drop_copy()
         dense = context.loaded
         model, way = Recipe(plan).to_train(dense)
@@ -80,7 +80,7 @@ def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -
             found |= {need: kept for need in wanted if (kept := cache.get(samples, need)) is not None}
             if missing := [need for need in wanted if need not in found]:
                 windows = context.windows(samples, max(need.num_samples for need in missing))
-                held = way if statistic.backward else way.forward_only
+                held = way if statistic.backward else replace(way.forward_only, halvings=halvings)
                 made, there = cache.collect(samples, missing, windows, replace(dense, model=model), held)
                 for need, arrays in made.items():
                     cache.put(samples, need, arrays)
@@ -91,7 +91,12 @@ def next_step(context: TrialContext, config: PruningConfig, plan: PruningPlan) -
         copy = Dense(model, dense.family, left, context.run.of(config).seed, {}, way)
         return Step(plan, _scores(copy, config, found)), forwarded
 
-    return context.fitted("steps", "train", make)
+    def most() -> int:
+        """Of the statistic that is taken next, as those before it are kept."""
+        missing = by_statistic(cache.missing(samples, needs.values()))
+        return next((context.most_halvings(*one, samples.seq_len) for one in missing.items()), 0)
+
+    return context.fitted("steps", "train", make, most)
 
 
 def works_of(config: PruningConfig, num_layers: int, device: str) -> list[PassWork]:
