@@ -17,6 +17,7 @@ from tests.findings import simulated_study
 from tests.trials import RUN
 from tune_prune import api, prune, search
 from tune_prune.checkpoint import manifest
+from tune_prune.cli.prune_request import PruneRequest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.models.runner.residency import Residency
@@ -111,6 +112,15 @@ def test_a_pruned_model_has_the_numbers_of_its_trial_and_generates(pruned: Any, 
     with torch.no_grad():
         first = pruned.model(**tokens).logits[0, -1].argmax()
     assert pruned.model.generate(**tokens, max_new_tokens=4, do_sample=False)[0, tokens["input_ids"].shape[1]] == first
+
+
+def test_what_a_known_plan_leaves_is_measured_without_the_text_that_it_was_found_with(
+    pruned: Any, tmp_path: Path
+) -> None:
+    config = replace(pruned.config, calibration=str(tmp_path / "gone.txt"))
+    known = pruned.dense.execute(PruneRequest(pruned.dense.run, config, plan=pruned.plan))
+    found, expected = (one.evaluate(limit=3, tasks="boolq").record.metrics for one in (known, pruned))
+    assert found == expected
 
 
 def test_save_writes_what_the_command_writes(pruned: Any, tmp_path: Path, printed: Callable[..., str]) -> None:

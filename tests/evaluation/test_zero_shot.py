@@ -32,6 +32,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.data.task_files import TaskSource, check_tasks, stock_definition, task_files, tasks_fingerprint
 from tune_prune.evaluation.engine.prefix_trees import count_tokens
 from tune_prune.evaluation.engine.rows import Request, score_requests
+from tune_prune.evaluation.item_scores import summarize
 from tune_prune.evaluation.lm_adapter import SharedPrefixLM, encode
 from tune_prune.evaluation.zero_shot import build_suite
 
@@ -64,13 +65,15 @@ def lm_eval_samples(tmp_path, source, tasks, model, tokenizer, max_length, limit
     }  # fmt: skip
 
 
-def assert_equals_lm_eval(tmp_path, source, tasks, model, tokenizer, max_length, limit=None):
+def assert_equals_lm_eval(tmp_path, source, tasks, model, tokenizer, max_length, limit=None, asked=1):
+    """`asked`: requests for a choice, the first of which is kept."""
     suite = build_suite(tokenizer, EvaluationProtocol(tasks, limit), source, max_length)
     scores = {(score.task, score.doc_id): score for score in score_all(suite, model)}
     samples = lm_eval_samples(tmp_path, source, tasks, model, tokenizer, max_length, limit)
     assert scores.keys() == samples.keys()
     for key, sample in samples.items():
         expected = [loglikelihood for loglikelihood, _ in sample["filtered_resps"]]
+        expected = expected[: len(expected) // asked]
         np.testing.assert_allclose(scores[key].loglikelihoods, expected, rtol=0, atol=2e-4, err_msg=str(key))
         assert (scores[key].acc, scores[key].acc_norm) == (sample["acc"], sample.get("acc_norm")), key
 
@@ -145,6 +148,21 @@ def test_encoding_is_hflms(monkeypatch, bos):
         assert request.targets.tolist() == continuation
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_context_of_white_space_alone_is_an_empty_one(bos):
+    """HFLM moves it to the answer, and stops with an AssertionError where no token is left before that."""
+    model, tokenizer = unequal_llama(), byte_tokenizer(bos)
+    pairs = [("\n ", "yes"), ("a longer question", " no")]
+    blank, other = encode(tokenizer, [Instance("loglikelihood", {}, pair, 0, ("quiz", 0, 1)) for pair in pairs], 512)
+    answer = tokenizer.encode("\n yes", add_special_tokens=False)
+    assert blank.targets.tolist() == answer and blank.inputs.tolist() == [tokenizer.bos_token_id, *answer[:-1]]
+    log_probs = model(torch.from_numpy(blank.inputs.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    expected = log_probs[range(len(answer)), answer].sum().item()
+    for beside in ([], [other], [other, other]):
+        found = score_requests(model, [blank, *beside]).loglikelihoods[0]
+        assert found == pytest.approx(expected, abs=1e-3)
+
+
 OWN_RULES = {
     "several right answers": QUIZ_DEFINITION.replace("answer\nmetric", '"{{[answer, 0]}}"\nmetric'),
     "mutual information": QUIZ_DEFINITION
@@ -163,8 +181,15 @@ def test_tasks_with_other_rules_keep_lm_evals_judgement(tmp_path, definition):
     (tmp_path / "set" / "tasks" / "quiz" / "judge.py").write_text(
         "def by_first_choice(doc, results):\n    return {'acc': results[0][0] < -20, 'acc_norm': results[-1][0] < -30}\n"
     )
-    assert_equals_lm_eval(tmp_path, source, ("quiz",), unequal_llama(), byte_tokenizer(True), 512)
-    assert build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source, 512).arrays() is None
+    asked = 2 if "mutual" in definition else 1
+    assert_equals_lm_eval(tmp_path, source, ("quiz",), unequal_llama(), byte_tokenizer(True), 512, asked=asked)
+    suite = build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source, 512)
+    assert suite.arrays() is None
+    items, options = score_all(suite, unequal_llama()), [len(item["options"]) for item in quiz_items()]
+    choices = [1 if "loglikelihood" in definition else options[item.doc_id] for item in items]
+    assert [len(item.loglikelihoods) for item in items] == choices
+    blind = [0.0 if count == 1 else 1 / count for count in choices]
+    assert summarize(items)["chance_acc_mean"] == pytest.approx(np.mean(blind))
 
 
 def test_scores_do_not_depend_on_batches_and_equal_inputs_run_once():

@@ -11,9 +11,11 @@ import torch
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PruningConfig, Samples
+from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
 from tune_prune.data import calibration
+from tune_prune.data.perplexity_text import TEXT_FILE
 from tune_prune.evaluation import perplexity
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
@@ -27,6 +29,7 @@ from tune_prune.trial.statistics import StatisticCache, needs_of
 from tune_prune.trial.trial import Trial, prepare, run_trial
 
 WHOLE_TEXT = True
+INPUT_NORMS = PruningConfig("wanda_sp", seq_len=16, num_samples=10)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +167,40 @@ def test_artifacts_are_named_as_they_always_were(monkeypatch):
         "removal-c4bb7e5aec9fc708.npz",
         "removal-b1a08b8759aec946.npz",
     ]
+
+
+def test_what_is_computed_of_a_text_that_is_edited_meanwhile_is_kept_under_what_it_was(tmp_path):
+    text, whole = tmp_path / "own.txt", calibration.load_text("embedded")
+    text.write_text(whole[:60_000])
+    config = replace(INPUT_NORMS, calibration=str(text), seq_len=32)
+    (need,) = load_method(config.method).needs(config).values()
+    opened = [open_context(tmp_path / folder) for folder in ("shared", "shared", "alone")]
+    running, later, alone = opened
+    key, before = running.key(config), running.calibration_tokens(str(text))
+    text.write_text(whole[-60_000:])
+    old, _ = running.collect(config.samples, [need])
+    assert running.key(config) == key != later.key(config) and running.calibration_tokens(str(text)) is before
+    (found, tokens), (expected, _) = (one.collect(config.samples, [need]) for one in (later, alone))
+    assert tokens == 320 and all(np.array_equal(found[need][name], values) for name, values in expected[need].items())
+    assert not all(np.array_equal(old[need][name], values) for name, values in expected[need].items())
+
+
+def test_a_text_that_is_edited_before_it_was_read_is_refused(tmp_path):
+    text, data = tmp_path / "own.txt", tmp_path / "data"
+    (data / "text").mkdir(parents=True)
+    for path in (text, data / TEXT_FILE):
+        path.write_text(calibration.load_text("embedded")[:60_000])
+    context = open_context(tmp_path / "artifacts", replace(RUN, data_dir=str(data), calibration=str(text)))
+    known = context.contents.calibration(str(text)), context.contents.text
+    for path in (text, data / TEXT_FILE):
+        path.write_text("an other text ")
+    with pytest.raises(
+        UserError, match=f"calibration text {text} was changed while it was read; run the command again"
+    ):
+        context.calibration_tokens(str(text))
+    with pytest.raises(UserError, match="the perplexity text was changed while it was read; run"):
+        print(context.perplexity_tokens)
+    assert (context.contents.calibration(str(text)), context.contents.text) == known
 
 
 def test_fewer_samples_do_not_replace_more(tmp_path):

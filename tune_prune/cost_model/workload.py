@@ -21,7 +21,7 @@ from tune_prune.cost_model.tokens import (
     zero_shot_tokens,
 )
 from tune_prune.data import calibration, perplexity_text
-from tune_prune.data.sources import suite_key, task_source, uses_embedded_data
+from tune_prune.data.sources import Contents, suite_key, task_source, uses_embedded_data
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models.geometry import Geometry
 from tune_prune.pruning.compensation import recovery, refit
@@ -64,7 +64,7 @@ def workload(
     else:
         tokens = len(calibration.tokenize(tokenizer, perplexity_text.load_text(run.data_dir, embedded)))
     tokens = min(tokens, run.protocol.perplexity_tokens or tokens)
-    key = suite_key(run, model_fingerprint, config.max_position_embeddings)
+    key = suite_key(run, Contents(run).tasks, model_fingerprint, config.max_position_embeddings)
     suite = store.get("suite", key, lambda arrays: ZeroShotSuite.from_arrays(arrays, run.protocol))
     counted = None if suite is None else sum(suite.tokens_in_slice(index) for index in range(suite.num_slices))
     return Workload(

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tune_prune import embedded
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun
+from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
 from tune_prune.core.values.kinds import texts_of
 from tune_prune.data import calibration, perplexity_text, task_files
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 SUITE_VERSION = 1  # raise when the zero-shot requests, as tokens, change their meaning: cached ones are then not used
 EMBEDDED_DATA = "embedded"  # as ModelRun.data_dir: the embedded tasks and text for a model that is not an embedded one
@@ -56,21 +65,63 @@ def measured_on(run: ModelRun) -> MeasuredOn:
 
 def data_fingerprint(run: ModelRun) -> str:
     """What the trials of `run` are measured on, by content; needs neither lm_eval nor the model."""
-    return digest(
-        {
-            "calibration": calibration.calibration_fingerprint(run.calibration),
-            "perplexity": perplexity_text.perplexity_fingerprint(run.data_dir, uses_embedded_data(run)),
-            "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
-        }
-    )
+    return Contents(run).data(run.calibration)
 
 
-def suite_key(run: ModelRun, model_fingerprint: str, max_length: int) -> dict[str, Any]:
-    """The artifact key of the zero-shot requests as tokens."""
+class Contents:
+    """What a process reads for `run`, with fingerprints that are taken once: whatever it computes is kept under those of what it
+    has read, also where somebody edits a file meanwhile. Every method raises UserError where something is missing, or was changed
+    after its fingerprint was taken and before it was read."""
+
+    def __init__(self, run: ModelRun) -> None:
+        self._run = run
+        self.calibration: Callable[[str], str] = cache(calibration.calibration_fingerprint)  # by source
+
+    @cached_property
+    def text(self) -> str:
+        """Fingerprint of the perplexity text."""
+        return perplexity_text.perplexity_fingerprint(self._run.data_dir, uses_embedded_data(self._run))
+
+    @cached_property
+    def tasks(self) -> str:
+        """Fingerprint of the tasks."""
+        return task_files.tasks_fingerprint(task_source(self._run), self._run.protocol.tasks)
+
+    def data(self, source: str) -> str:
+        """The data fingerprint with that calibration text."""
+        return digest({"calibration": self.calibration(source), "perplexity": self.text, "tasks": self.tasks})
+
+    def calibration_tokens(self, tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[torch.Tensor, ...]:
+        """`calibration.tokens_of` that text."""
+        known = self.calibration(source)
+        tokens = calibration.tokens_of(tokenizer, source)
+        return self._unchanged(f"calibration text {source}", tokens, known, Contents(self._run).calibration(source))
+
+    def perplexity_tokens(self, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+        """All tokens of the perplexity text [N]."""
+        known = self.text
+        tokens = calibration.tokenize(
+            tokenizer, perplexity_text.load_text(self._run.data_dir, uses_embedded_data(self._run))
+        )
+        return self._unchanged("the perplexity text", tokens, known, Contents(self._run).text)
+
+    def of_tasks(self, build: Callable[[], T]) -> T:
+        """What `build` makes of the tasks' files."""
+        known = self.tasks
+        return self._unchanged("a file of the tasks", build(), known, Contents(self._run).tasks)
+
+    def _unchanged(self, what: str, found: T, known: str, now: str) -> T:
+        if known != now:
+            raise UserError(f"{what} was changed while it was read; run the command again")
+        return found
+
+
+def suite_key(run: ModelRun, tasks: str, model_fingerprint: str, max_length: int) -> dict[str, Any]:
+    """The artifact key of the zero-shot requests as tokens; `tasks`: their fingerprint."""
     return {
         "version": SUITE_VERSION,
         "tokenizer": model_fingerprint,
-        "tasks": task_files.tasks_fingerprint(task_source(run), run.protocol.tasks),
+        "tasks": tasks,
         "protocol": run.protocol.of_items(),
         "max_length": max_length,
     }

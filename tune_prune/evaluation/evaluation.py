@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tune_prune.core.config import ModelRun
 from tune_prune.core.records import TrialRecord
+from tune_prune.core.values.measures import chance
 from tune_prune.evaluation.item_scores import ItemScore, metric_of
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Evaluation:
                 "metric": metric_of(task),
                 "accuracy": self.record.metrics[f"acc_{task}"],
                 "stderr": self.record.metrics[f"acc_{task}_stderr"],
-                "chance": math.fsum(1 / len(item.loglikelihoods) for item in own) / len(own),
+                "chance": math.fsum(chance(len(item.loglikelihoods)) for item in own) / len(own),
                 "items": len(own),
                 "gold_logprob": self.record.metrics.get(f"gold_logprob_{task}", math.nan),
                 "gold_logprob_stderr": self.record.metrics.get(f"gold_logprob_{task}_stderr", math.nan),

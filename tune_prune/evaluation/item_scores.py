@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 
 from tune_prune.core.config import ZERO_SHOT_METRIC
+from tune_prune.core.values.measures import chance
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
     chances: dict[str, list[float]] = {}
     for item in items:
         scores.setdefault(item.task, []).append(item.score)
-        chances.setdefault(item.task, []).append(1 / len(item.loglikelihoods))
+        chances.setdefault(item.task, []).append(chance(len(item.loglikelihoods)))
     means = {task: sum(values) / len(values) for task, values in scores.items()}
     errors = {
         task: math.sqrt(means[task] * (1 - means[task]) / (len(values) - 1)) if len(values) > 1 else math.nan

@@ -43,9 +43,10 @@ class Item:
     task: str
     doc_id: int  # position in the task's evaluation split
     gold: int  # index of the right choice; -1 where there is no single one
-    requests: tuple[Request, ...]  # one per choice
+    requests: tuple[Request, ...]  # one per choice, behind which there may be others that the judgement asks for
     lengths: tuple[int, ...]  # of the choices in characters; empty where the task has no acc_norm
     judgement: Judgement | None = None  # None: by gold and lengths
+    choices: int | None = None  # None: as many as requests
 
 
 class ZeroShotSuite:
@@ -231,7 +232,8 @@ class _Slice:
                 judged = item.judgement(list(zip(of_item, greedy[start:end], strict=True)))
             else:
                 judged = float(acc[number]), float(acc_norm[number]) if item.lengths else None
-            items.append(ItemScore(item.task, item.doc_id, self.index, *judged, of_item, item.gold))
+            of_choices = of_item[: item.choices]
+            items.append(ItemScore(item.task, item.doc_id, self.index, *judged, of_choices, item.gold))
         return items
 
 

@@ -74,15 +74,18 @@ def build_suite(
 def _item(task: Task, doc_id: int, doc: dict[str, Any], requests: list[Request]) -> Item:
     """The item of a document; with lm-eval's own judgement unless it is plain multiple choice with one right answer."""
     gold = _gold(task, doc_id, doc)
-    choices = task.doc_to_choice(doc) if gold >= 0 else []  # no or several right answers: not plain
+    texts = task.doc_to_choice(doc) if gold >= 0 else []  # no or several right answers: not plain
     plain = (
         getattr(task.process_results, "__func__", None) is ConfigurableTask.process_results
         and not callable(task.config.process_results)
-        and len(choices) == len(requests)  # acc_mutual_info asks for every choice without its context, too
+        and len(texts) == len(requests)
     )
     if not plain:
-        return Item(task.task_name, doc_id, gold, tuple(requests), (), functools.partial(_judged_by_lm_eval, task, doc))
-    lengths = tuple(map(len, choices)) if "acc_norm" in task.aggregation() else ()
+        # acc_mutual_info asks for every choice once more, without its context.
+        choices = len(requests) // (2 if "acc_mutual_info" in task.aggregation() else 1)
+        judged = functools.partial(_judged_by_lm_eval, task, doc)
+        return Item(task.task_name, doc_id, gold, tuple(requests), (), judged, choices)
+    lengths = tuple(map(len, texts)) if "acc_norm" in task.aggregation() else ()
     return Item(task.task_name, doc_id, gold, tuple(requests), lengths)
 
 

@@ -19,8 +19,8 @@ import torch
 from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PROTOCOL_VERSION, ModelRun, PruningConfig, Samples, trial_key
 from tune_prune.core.store import Location
-from tune_prune.data import calibration, perplexity_text, task_files
-from tune_prune.data.sources import data_fingerprint, suite_key, task_source, uses_embedded_data
+from tune_prune.data import calibration
+from tune_prune.data.sources import Contents, suite_key, task_source
 from tune_prune.evaluation import perplexity
 from tune_prune.evaluation.engine import prefix_trees
 from tune_prune.evaluation.item_scores import ItemScore
@@ -65,8 +65,8 @@ class TrialContext:
         self.artifacts = artifacts
         self.fallback = fallback or Fallback(replace(loaded.residency, weights=None, device=None))
         self._let_go = let_go
-        self._data_fingerprint = cache(data_fingerprint)  # by run
-        self.calibration_tokens = cache(partial(calibration.tokens_of, loaded.tokenizer))  # by source
+        self.contents = Contents(run)
+        self.calibration_tokens = cache(partial(self.contents.calibration_tokens, loaded.tokenizer))  # by source
         self._items_in = cache(self._find_items_in)  # by source
         self._copy: tuple[str, PreTrainedModel, int] | None = None  # by structure, the pruned one and its parameters
 
@@ -88,7 +88,7 @@ class TrialContext:
         return cls(run, loaded, ArtifactStore(artifact_dir), fallback)
 
     def key(self, config: PruningConfig | None) -> str:
-        return trial_key(config, self.model_fingerprint, self._data_fingerprint(self.run.of(config)), self.run)
+        return trial_key(config, self.model_fingerprint, self.contents.data(self.run.of(config).calibration), self.run)
 
     @cached_property
     def model_fingerprint(self) -> str:
@@ -96,8 +96,7 @@ class TrialContext:
 
     @cached_property
     def perplexity_tokens(self) -> torch.Tensor:
-        text = perplexity_text.load_text(self.run.data_dir, uses_embedded_data(self.run))
-        return calibration.tokenize(self.loaded.tokenizer, text)[: self.run.protocol.perplexity_tokens]
+        return self.contents.perplexity_tokens(self.loaded.tokenizer)[: self.run.protocol.perplexity_tokens]
 
     @property
     def perplexity_window(self) -> int:
@@ -106,14 +105,14 @@ class TrialContext:
     @cached_property
     def suite(self) -> ZeroShotSuite:
         """The requests of all tasks as tokens: made by lm-eval once per model and task set, afterwards read."""
-        protocol, source = self.run.protocol, task_source(self.run)
-        key = suite_key(self.run, self.model_fingerprint, self.loaded.max_length)
+        protocol, source, key = self.run.protocol, task_source(self.run), self._suite_key
         stored = self.artifacts.get("suite", key, lambda arrays: ZeroShotSuite.from_arrays(arrays, protocol))
         if stored is not None:
             return stored
         from tune_prune.evaluation.zero_shot import build_suite  # imports lm_eval: seconds, and not needed before
 
-        suite = build_suite(self.loaded.tokenizer, protocol, source, self.loaded.max_length)
+        loaded = self.loaded
+        suite = self.contents.of_tasks(lambda: build_suite(loaded.tokenizer, protocol, source, loaded.max_length))
         arrays = suite.arrays()
         if arrays is not None:
             self.artifacts.put("suite", key, arrays)
@@ -124,9 +123,7 @@ class TrialContext:
         return self._items_in(self.run.of(config).calibration)
 
     def _find_items_in(self, text: str) -> int:
-        suite = self.suite
-        key = suite_key(self.run, self.model_fingerprint, self.loaded.max_length)
-        key["calibration"] = calibration.calibration_fingerprint(text)
+        suite, key = self.suite, self._suite_key | {"calibration": self.contents.calibration(text)}
         found = self.artifacts.get("items_in_calibration", key, lambda arrays: int(arrays["count"]))
         if found is None:
             found = suite.items_in(self.calibration_tokens(text), self.loaded.tokenizer)
@@ -149,13 +146,9 @@ class TrialContext:
 
         return self.fitted("check of weights", "forward", find)
 
-    @cached_property
-    def _task_fingerprint(self) -> str:
-        return task_files.tasks_fingerprint(task_source(self.run), self.run.protocol.tasks)
-
-    @cached_property
-    def _text_fingerprint(self) -> str:
-        return perplexity_text.perplexity_fingerprint(self.run.data_dir, uses_embedded_data(self.run))
+    @property
+    def _suite_key(self) -> dict[str, Any]:
+        return suite_key(self.run, self.contents.tasks, self.model_fingerprint, self.loaded.max_length)
 
     @cached_property
     def _sharing_unsupported(self) -> str | None:
@@ -172,9 +165,7 @@ class TrialContext:
         """The perplexity of the model that `recipe` makes, and the tokens forwarded to get it (0: it was cached)."""
         most = self.run.protocol.perplexity_tokens
         bound = {} if most is None else {"tokens": most}
-        key = self.measurement_key(
-            recipe.structure, text=self._text_fingerprint, window=self.perplexity_window, **bound
-        )
+        key = self.measurement_key(recipe.structure, text=self.contents.text, window=self.perplexity_window, **bound)
         stored = self.artifacts.get("perplexity", key, PerplexityResult.from_arrays)
         if stored is not None:
             return stored, 0
@@ -194,7 +185,7 @@ class TrialContext:
     def item_scores(self, recipe: Recipe, index: int) -> tuple[list[ItemScore], int]:
         """The scores of the items that slice `index` adds, and the tokens forwarded to get them (0: they were cached)."""
         protocol = self.run.protocol.of_items()
-        key = self.measurement_key(recipe.structure, tasks=self._task_fingerprint, protocol=protocol, slice=index)
+        key = self.measurement_key(recipe.structure, tasks=self.contents.tasks, protocol=protocol, slice=index)
         scores = self.suite.blank_scores(index)
         stored = self.artifacts.get("zero_shot", key, lambda arrays: self.suite.judge(index, scores.stored(arrays)))
         if stored is not None:
@@ -252,7 +243,10 @@ class TrialContext:
 
     @cached_property
     def cache(self) -> StatisticCache:
-        return StatisticCache(self.run, self.model_fingerprint, loading.device_key(self.loaded.device), self.artifacts)
+        device, contents = loading.device_key(self.loaded.device), self.contents
+        return StatisticCache(
+            self.run, self.model_fingerprint, device, self.artifacts, fingerprint=contents.calibration
+        )
 
     def collect(
         self, samples: Samples, needs: Sequence[Need], shared: Sequence[Need] = ()
@@ -268,22 +262,16 @@ class TrialContext:
         kinds = {need.kind for need in missing}
         also = self.cache.missing(samples, [need for need in shared if need.kind in kinds])
         ((name, wanted),) = by_statistic((*missing, *also)).items()
-        statistic, num_layers = load_statistic(name), self.loaded.geometry.num_layers
+        statistic = load_statistic(name)
         windows = self.windows(samples, max(need.num_samples for need in wanted))
-        work = statistic.work(wanted, samples.seq_len, num_layers, self.loaded.device.type)
+        work = statistic.work(wanted, samples.seq_len, self.loaded.geometry.num_layers, self.loaded.device.type)
         made, there = self.fitted(
             statistic.stage,
             "gradients" if statistic.backward else "forward",
             lambda halvings: self.cache.collect(
                 samples, wanted, windows, self.loaded, replace(self._residency_for(statistic), halvings=halvings)
             ),
-            lambda: (
-                0
-                if statistic.backward
-                else self.halvings(
-                    statistic.parts(wanted, num_layers), work.batch_tokens, self._residency_for(statistic)
-                )
-            ),
+            lambda: self.most_halvings(name, wanted, samples.seq_len),
         )
         for need, arrays in made.items():
             self.cache.put(samples, need, arrays)
@@ -309,6 +297,14 @@ class TrialContext:
     def _way(self, stage: str, residency: Residency) -> str:
         residency = replace(residency, halvings=self.fallback.halvings.get(stage, 0))
         return "" if residency == RESIDENT else str(residency)
+
+    def most_halvings(self, name: str, needs: Sequence[Need], seq_len: int) -> int:
+        """Times that the pass of a statistic can do with half as much at once; gradients cannot."""
+        statistic, num_layers = load_statistic(name), self.loaded.geometry.num_layers
+        if statistic.backward:
+            return 0
+        work = statistic.work(needs, seq_len, num_layers, self.loaded.device.type)
+        return self.halvings(statistic.parts(needs, num_layers), work.batch_tokens, self.loaded.residency.forward_only)
 
     def halvings(self, parts: int, part_tokens: int, residency: Residency) -> int:
         """Times that a stage can do with half as much at once: of so many parts, or of the batches of a block."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,20 +40,21 @@ def by_samples(configs: Iterable[PruningConfig]) -> dict[Samples, tuple[Need, ..
 @dataclass(frozen=True)
 class StatisticCache:
     """The statistics of one model on one kind of device (`models.loading.device_key`) in the artifact store; of a pruned copy of it
-    where there is a `structure` (PruningPlan.structure)."""
+    where there is a `structure` (PruningPlan.structure). `fingerprint`: of a calibration text."""
 
     run: ModelRun
     model_fingerprint: str
     device: str
     artifacts: ArtifactStore
     structure: str = ""
+    fingerprint: Callable[[str], str] = calibration.calibration_fingerprint
 
     def key(self, samples: Samples, need: Need) -> dict[str, Any]:
         statistic, run = load_statistic(need.statistic), self.run.of(samples)
         return {
             "version": statistic.version,
             "model": self.model_fingerprint,
-            "calibration": calibration.calibration_fingerprint(run.calibration),
+            "calibration": self.fingerprint(run.calibration),
             "seed": run.seed,
             "dtype": run.dtype,
             "device": self.device,

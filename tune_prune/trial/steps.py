@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from tune_prune.core.config import PruningConfig
-from tune_prune.data import calibration
 from tune_prune.evaluation.divergence import head_inputs, most_rows
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.compensation.recovery import Recovery
@@ -111,5 +110,5 @@ def _dense_states(context: TrialContext, windows: torch.Tensor) -> torch.Tensor:
 def _samples(context: TrialContext, config: PruningConfig, windows: torch.Tensor) -> dict[str, Any]:
     """What tells which calibration samples those are."""
     run = context.run.of(config)
-    text = calibration.calibration_fingerprint(run.calibration)
+    text = context.contents.calibration(run.calibration)
     return {"windows": list(windows.shape), "calibration": text, "seed": run.seed}

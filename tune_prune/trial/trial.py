@@ -245,9 +245,9 @@ class Trial:
             yield report
 
     def _items_in_calibration(self) -> int:
-        """Of the measured items; 0 where no calibration text is read."""
+        """Of the measured items; 0 where this trial reads no calibration text, as of a model that was made before."""
         config = self.config
-        if config is None:
+        if config is None or self.made is None:
             return 0
         changed = {config.compensation, config.recovery} != {"none"}
         return self.context.items_in_calibration(config) if changed or load_method(config.method).needs(config) else 0

@@ -17,6 +17,7 @@ from tune_prune.core.config import ZERO_SHOT_TASKS
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import trial_file
 from tune_prune.core.store import ITEMS, LEDGER, location
+from tune_prune.core.values.measures import chance
 
 _TWO_CHOICES = ("boolq", "piqa", "winogrande")  # of the seven tasks; the others have four
 # Tasks whose items all have the same choices, so that always giving the more frequent answer needs no model: its part of the
@@ -91,7 +92,7 @@ def check_items(folder: str, recorded: float, measured: float) -> None:
 def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None, published: bool) -> pd.DataFrame:
     """What picking answers without a model gives on the items of the trial in `output_dir`.
 
-    Index: the tasks, then "mean" over them; columns: chance (one over the number of choices), majority (part of the more
+    Index: the tasks, then "mean" over them; columns: chance (`measures.chance`), majority (part of the more
     frequent answer, where all items have the same choices), items, threshold (the larger of both plus two standard errors of an
     accuracy that is truly that: one below it may come from guessing). Without the trial's items, what holds of the seven tasks, of
     as many items as `source` (a `ModelRun` as a dict) allows. NaN what is not known.
@@ -106,7 +107,7 @@ def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None
         if items is not None and len(of_task := items[items["task"] == task]):
             answers = of_task["gold"].value_counts(normalize=True)
             majority = answers.max() if task in _MAJORITY else math.nan
-            table.loc[task] = [(1 / of_task["loglikelihoods"].map(len)).mean(), majority, len(of_task)]
+            table.loc[task] = [of_task["loglikelihoods"].map(len).map(chance).mean(), majority, len(of_task)]
         elif task in ZERO_SHOT_TASKS:
             table.loc[task] = [1 / 2 if task in _TWO_CHOICES else 1 / 4, _MAJORITY.get(task, math.nan), math.nan]
     if published:

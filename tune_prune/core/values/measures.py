@@ -20,3 +20,9 @@ def measured(metrics: Mapping[str, float], measure: str) -> float:
     values = [metrics[name] for name in names if name in metrics]
     found = sign * sum(values) / len(values) if values else math.nan
     return found if math.isfinite(found) else math.nan
+
+
+def chance(choices: int) -> float:
+    """The accuracy of picking one of so many choices blindly: 0 of one, as an answer that is only asked for (lm-eval's type
+    loglikelihood) is one of all that could be said."""
+    return 1 / choices if choices > 1 else 0.0
