@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,14 @@ import pytest
 from scipy.stats import norm, t
 
 from tests.findings import simulated_findings, simulated_study
+from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.measures import gold_logprobs
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import typed
+from tune_prune.analysis.render.paragraphs import paragraphs
+from tune_prune.analysis.render.report import report
 from tune_prune.analysis.statistics.changes import Change, Shift, changes, judged
+from tune_prune.analysis.statistics.differences import difference, paired_difference
 from tune_prune.analysis.statistics.findings import Findings, find
 from tune_prune.analysis.tables.all_tables import all_tables
 from tune_prune.analysis.tables.final_table import final_table
@@ -226,4 +231,55 @@ def test_right_choices_that_become_less_likely_count_unless_the_dense_model_find
 
 def made(p: dict[str, float]) -> Change:
     shifts = {name: Shift(0.0, 0.0, 0.0, 1.0, value) for name, value in p.items()}
-    return Change("refit", pd.Series(), pd.Series(), 1, shifts, math.nan)
+    return Change("refit", pd.Series(), pd.Series(), 1, 0.0, 0.0, shifts, math.nan)
+
+
+def test_a_gain_is_of_the_draws_that_both_have(tmp_path: Path) -> None:
+    config, lost = "blockwise-s64-n512", [1, 2, 3]
+    found = simulated_findings(
+        tmp_path, models=("alpha",), trained={config: 0.0}, draws={config: 4}, draw_sd=0.03,
+        failed=[f"{config}-r{draw}-lora" for draw in lost],
+    )  # fmt: skip
+    (row,) = all_tables(found)["changes"].rows
+    untrained, trained = found.models.values()
+    first = untrained.trials.set_index("name").loc[config]
+    after = trained.eligible.iloc[0]
+    assert untrained.eligible.set_index("name").loc[config, "draws"] == 4 and row["draws"] == 1
+    assert row["before_acc_mean"] == pytest.approx(first["acc_mean"]) and row["acc_mean"] == after["acc_mean"]
+    assert row["before_ppl"] == pytest.approx(first["ppl"])
+    expected, stderr = paired_difference(read_items(after["output_dir"]), read_items(first["output_dir"]))
+    assert (row["gain"], row["gain_stderr"]) == (pytest.approx(100 * expected), pytest.approx(100 * stderr))
+
+
+def test_trained_models_are_not_averaged_with_others_and_the_draft_says_that_they_were_trained(findings) -> None:
+    assert findings.transfer.best_for_all["config"] is None
+    draft = paragraphs(findings)[0]
+    assert "alpha+lora is trained after it" in draft and "with no training after pruning" not in draft
+    assert "best single configuration" not in draft + report(findings)
+    of_trained = findings.transfer.losses["alpha+lora"]["alpha"]
+    if of_trained["evaluated"]:
+        assert of_trained["name"].endswith("-lora")
+
+
+def test_what_is_tied_is_no_loss_in_the_draft(tmp_path: Path) -> None:
+    gains = dict.fromkeys(
+        ["taylor-s64-n512", "blockwise-s64-n512", "layerwise-s256-n512", "blockwise-s256-n512", "blockwise-s64-n128"],
+        0.0,
+    )
+    found = simulated_findings(tmp_path, models=("alpha",), trained=gains, items=30, seed=2)
+    loss, trained = found.transfer.losses["alpha+lora"]["alpha"], found.models["alpha+lora"]
+    assert loss["evaluated"] and loss["name"] in trained.tied and loss["loss_points"] > 0
+    (sentence,) = [line for line in paragraphs(found)[0].splitlines() if line.startswith("With alpha's configuration")]
+    assert "loses" not in sentence
+
+
+def test_an_unknown_error_of_draws_leaves_the_known_one() -> None:
+    first = {"acc_mean": 0.5, "acc_mean_stderr": 0.03, "draw_stderr": 0.03, "output_dir": ""}
+    second = {**first, "acc_mean": 0.4, "draw_stderr": math.nan}
+    one, other = pd.Series([0, 1, 1, 0] * 9), pd.Series([0, 1, 0, 0] * 9)
+    index = pd.MultiIndex.from_product([["a"], range(36)], names=["task", "doc_id"])
+    items = {"x": one.set_axis(index), "y": other.set_axis(index)}
+    config = asdict(PruningConfig("taylor", 16, 8))
+    rows = [pd.Series({**first, "output_dir": "x", **config}), pd.Series({**second, "output_dir": "y", **config})]
+    found = difference(*rows, items.__getitem__)
+    assert found.basis == "paired" and found.stderr_points > 100 * 0.03

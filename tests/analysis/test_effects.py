@@ -354,3 +354,13 @@ def test_a_full_grid_has_what_only_a_refit_reads_among_refits_alone():
         [rows.assign(recovery="none", recovery_steps=100, recovery_rate=0.001), *trained], ignore_index=True
     )
     assert grid_size(both) == len(both) == 48
+
+
+def test_passes_of_several_texts_are_told_apart() -> None:
+    noise, rows = np.random.default_rng(1), []
+    for text, seq_len, samples in itertools.product(("a", "b"), (64, 128), (128, 256)):
+        ratio, level = noise.uniform(2, 4), noise.normal(0.5, 0.03)  # of one pass, which three methods share
+        own = {"seq_len": seq_len, "num_samples": samples, "calibration": text, "grad_mean_ratio": ratio}
+        rows += [{"method": method, "acc_mean": level + noise.normal(0, 0.001), **own} for method in "xyz"]
+    (found,) = effects.correlations(pd.DataFrame(rows))
+    assert (found.n, found.passes) == (24, 8)

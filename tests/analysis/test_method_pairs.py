@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from tests.findings import published_findings, simulated_findings, simulated_scores
+from tests.findings import from_csv, published_findings, simulated_findings, simulated_scores
 from tune_prune.analysis.input.items import read_items
+from tune_prune.analysis.render.paragraphs import paragraphs
 from tune_prune.analysis.statistics.comparison import PairedScores, compare
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.analysis.statistics.hyperparameters.method_pairs import method_pairs
@@ -90,3 +92,21 @@ def test_methods_without_a_common_setting_cannot_be_compared() -> None:
     comparison = compare(trials["acc_mean"].to_numpy(), np.full(4, 0.01), None, np.random.default_rng(0))
     (pair,) = method_pairs(trials, trials, comparison, np.random.default_rng(0)).to_dict("records")
     assert pair["n"] == 0 and math.isnan(pair["points"]) and math.isnan(pair["p_value"])
+
+
+def test_the_method_that_is_higher_over_the_pairs_stands_first_whatever_its_mean_over_others(tmp_path: Path) -> None:
+    """One that has failed where it is hard has the higher mean over all its own."""
+    noise = np.random.default_rng(0)
+    levels, gains = {16: 0.3, 32: 0.5, 64: 0.6, 128: 0.6}, {"taylor": 0.0, "layerwise": 0.03, "blockwise": -0.1}
+
+    def accuracy(method: str, seq_len: int, _: int) -> float:
+        easy = method != "taylor" or seq_len > 16
+        return levels[seq_len] + gains[method] + noise.normal(0, 0.001) if easy else math.nan
+
+    findings = from_csv(tmp_path, {"M": accuracy})
+    found = findings.models["M"]
+    assert found.methods.index[0] == "taylor" and found.methods["mean"].is_monotonic_decreasing
+    pair = found.method_pairs.loc[("layerwise", "taylor")]
+    assert 2 < pair["points"] < 4 and pair["p_value"] <= 0.05 and (found.method_pairs["points"] >= 0).all()
+    assert found.methods["tied"].to_dict() == {"taylor": True, "layerwise": True, "blockwise": False}
+    assert "layerwise is more accurate than taylor" in paragraphs(findings)[0]

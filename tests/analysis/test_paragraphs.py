@@ -119,7 +119,7 @@ def test_paragraphs_under_another_rule(tmp_path: Path) -> None:
     found = next(entry for entry in findings.models.values() if entry.best["name"] != entry.eligible["name"].iloc[0])
     text = paragraphs(findings)[0]
     assert f"By the rule one-standard-error, {found.best['name']} is chosen instead" in text
-    assert f"trials is {found.eligible['name'].iloc[0]}, with an accuracy" in text
+    assert f"configurations is {found.eligible['name'].iloc[0]}, with an accuracy" in text
 
 
 def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
@@ -129,3 +129,17 @@ def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
     text = paragraphs(findings)[0]
     assert not re.search(rf"{CLAIMS}|\bnan\b|\bNone\b", text)
     assert "No trial of lost is complete." in text
+
+
+def test_texts_and_draws_are_those_of_the_trials_and_configurations_are_counted_as_such(tmp_path: Path) -> None:
+    study = simulated_findings(tmp_path, models=("alpha",), items=20, draws={"taylor-s64-n512": 3}).study
+    model = study.models["alpha"]
+    rows = model.rows.assign(calibration="/data/valid.txt+/data/questions.txt")
+    found = find(replace(study, models={"alpha": replace(model, rows=rows)}))
+    draft = paragraphs(found)[0]
+    assert (
+        "Calibration text: valid.txt+questions.txt; seed 0, 1 and 2" in draft
+        and "20 trials (100.0%) are complete" in draft
+    )
+    count = len(found.models["alpha"].eligible)
+    assert count < 20 and f"The most accurate of {count} complete configurations is" in draft

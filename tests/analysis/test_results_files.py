@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from tests.findings import published_folder
+from tests.findings import from_csv, published_folder
 from tests.small_experiments import FOLDER, HEADER, ROW, csv, record, said, write_table
 from tune_prune.analysis.input import rows as columns
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.results_csv import read_results_csv
+from tune_prune.analysis.render.page import render
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig
 from tune_prune.core.errors import UserError
@@ -166,3 +169,67 @@ def test_shapes_of_a_results_file(tmp_path: Path) -> None:
     assert list(read_results_csv(path, "M").rows["shape"]) == ["free", "free", "uniform"]
     without = csv(tmp_path, lines[0].removeprefix(","))
     assert list(read_results_csv(without, "M").rows["shape"]) == ["free"]
+
+
+def test_a_measure_without_its_error_is_no_failure(tmp_path: Path) -> None:
+    rows = [
+        {"method": method, "seq_len": 16, "num_samples": 8, "acc_mean": 0.5 + index / 100, "kl_text": 1.0 - index / 10,
+            "pruning_ratio": 0.2, "success": True}
+        for index, method in enumerate(("taylor", "layerwise"))
+    ]  # fmt: skip
+    path = tmp_path / "kl.csv"
+    pd.DataFrame(rows).to_csv(path, index=False)
+    found = find(read_study([], [("M", path)]), "kl").models["M"]
+    gaps = found.measure_gaps.set_axis(found.eligible["method"])
+    assert found.best["method"] == "layerwise"
+    assert gaps["kl_text_gap"].to_dict() == pytest.approx({"layerwise": 0, "taylor": 0.1})
+    assert gaps["kl_text_gap_stderr"].isna().to_dict() == {"layerwise": False, "taylor": True}
+
+
+def test_a_draw_without_a_measure_leaves_the_configuration_without_it(tmp_path: Path) -> None:
+    rows = [
+        {"method": method, "seq_len": 64, "num_samples": 128, "seed": seed, "acc_mean": 0.5 + seed / 1000, "ppl": ppl,
+            "pruning_ratio": 0.2, "success": True}
+        for method, values in {"taylor": [30, 31, 32], "layerwise": [28, math.nan, 28.5]}.items()
+        for seed, ppl in enumerate(values)
+    ]  # fmt: skip
+    path = tmp_path / "draws.csv"
+    pd.DataFrame(rows).to_csv(path, index=False)
+    found = find(read_study([], [("M", path)]), "perplexity").models["M"]
+    assert found.best["method"] == "taylor" and found.eligible.set_index("method")["ppl"].isna()["layerwise"]
+    assert found.eligible.set_index("method")["acc_mean"].to_dict() == pytest.approx(
+        {"taylor": 0.501, "layerwise": 0.501}
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [((0.2, 0.21), {0.2: 2, 0.21: 2}), ((0.2, 0.18), {0.2: 2, 0.18: 2}), ((0.2,), {0.2: 2}), ((0.1994,), {0.2: 2})],
+)
+def test_what_falls_short_of_a_ratio_joins_it_and_no_other(
+    ratios: tuple[float, ...], expected: dict[float, int], tmp_path: Path
+) -> None:
+    rows = [
+        {
+            "method": "taylor",
+            "seq_len": 64,
+            "num_samples": samples,
+            "acc_mean": 0.5,
+            "pruning_ratio": ratio,
+            "success": True,
+        }
+        for ratio, samples in itertools.product(ratios, (128, 256))
+    ]
+    path = tmp_path / "ratios.csv"
+    pd.DataFrame(rows).to_csv(path, index=False)
+    study = read_study([], [("M", path)])
+    assert {model.ratio: len(model.rows) for model in study.models.values()} == expected
+
+
+def test_where_another_rule_chooses_the_page_counts_those_tied_with_the_most_accurate(tmp_path: Path) -> None:
+    ppl = np.linspace(20, 10, 36)
+    study = from_csv(tmp_path, {"M": lambda m, s, n: 0.7 if (m, s, n) == ("taylor", 64, 128) else 0.5}, ppl=ppl).study
+    found = find(study, "perplexity")
+    assert found.models["M"].tied == ["taylor-s64-n128"] and found.models["M"].best["name"] != "taylor-s64-n128"
+    page = " ".join(render(found, []).split())
+    assert "<strong>None of the other 35</strong> is statistically tied with the most accurate, taylor-s64-n128" in page

@@ -19,7 +19,7 @@ from tune_prune.core.config import check_label
 from tune_prune.core.errors import UserError, whole_number
 from tune_prune.core.files import check_writable
 from tune_prune.core.process.ending import exit_code
-from tune_prune.core.store import EXPERIMENT, FolderStore, Location, is_address, location
+from tune_prune.core.store import EXPERIMENT, LEDGER, FolderStore, Location, is_address, location
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.escapes import say
 from tune_prune.core.terminal.parser import Parser
@@ -275,10 +275,16 @@ def why_nothing(study: Study) -> str:
     if any(model.rows["success"].any() for model in models):
         return "no complete trial has a finite acc_mean, so nothing can be compared; look at the column acc_mean of the results"
     count, names = sum(len(model.rows) for model in models), ", ".join(study.models)
-    if not count:
-        return f"{names} has no finished trial yet; run the search first"
     problems = [problem for model in models for problem in model.problems]
     problems.sort(key=lambda problem: problem.kind in ("note", "missing"))  # what trials ended with first
+    damaged = [problem for problem in problems if f"/{LEDGER}/" in problem.where]
+    if not count and damaged:
+        return (
+            f"no trial of {names} can be read, e.g. {damaged[0].where}: {damaged[0].what}; restore what is damaged from a copy, or "
+            "delete it and run the search again"
+        )
+    if not count:
+        return f"{names} has no finished trial yet; run the search first"
     why = f"e.g. {problems[0].what} ({problems[0].where})" if problems else "none has ended"
     return f"none of the {count} trials of {names} is complete ({why}); run the search until one is"
 

@@ -101,7 +101,7 @@ def best_entry(found: ModelFindings, folder: Location) -> dict[str, Any]:
         "baseline": plain_values(dense, *dense) or None,
         "perplexity_window": found.model.window,
         "retained_accuracy": found.retained(best["acc_mean"]),
-        "num_complete_trials": len(found.eligible),
+        "num_complete_trials": len(found.trials),
         "within_noise": [name for name in found.tied if name != best["name"]],
         "within_noise_basis": found.basis,
         "edges": [{"hyperparameter": factor, "value": value, "edge": side} for factor, value, side in found.edges],

@@ -229,7 +229,8 @@ def _ask_ratio(rows: pd.DataFrame) -> bool:
     if "removed_fraction" not in rows:
         rows["removed_fraction"] = measured = rows["pruning_ratio"]
         usual = measured.round(2).mode().get(0, math.nan)
-        rows["pruning_ratio"] = measured.round(2).mask((measured - usual).abs() < 0.02, usual)
+        short = (usual - measured).between(0, 0.02, inclusive="left")
+        rows["pruning_ratio"] = measured.round(2).mask(short, usual)
     usual = rows["pruning_ratio"].mode().get(0, PruningConfig.pruning_ratio)
     unknown = len(rows) > 0 and bool(rows["pruning_ratio"].isna().all())
     rows["pruning_ratio"] = rows["pruning_ratio"].fillna(usual)

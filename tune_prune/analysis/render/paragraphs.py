@@ -76,6 +76,10 @@ def _setup(findings: Findings) -> dict[str, Any]:
     sources = [source for model in models if (source := model.source) and set(source) >= _ASKED]
     about = list(findings.study.experiments.values())
     tasks = [f"acc_{task}" for task in dict.fromkeys(task for model in models for task in model.tasks)]
+    runs = [(found.trials, source) for found in findings.models.values() if (source := found.model.source)]
+    runs = [(trials, source) for trials, source in runs if set(source) >= _ASKED]
+    texts = {text or source["calibration"] for trials, source in runs for text in trials["calibration"].fillna("")}
+    seeds = {int(seed) for trials, source in runs for seed in trials["seed"].fillna(source["seed"])}
     versions = {f"{name} {version}" for entry in about for name, version in entry.get("versions", {}).items()}
     return {
         "embedded": [_is_embedded(source) for source in sources],
@@ -95,11 +99,10 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "seq_lens": sorted(eligible["seq_len"].unique()),
         "num_samples": sorted(eligible["num_samples"].unique()),
         "tasks": dict(pd.concat([found.tasks["items"].drop("mean") for found in findings.models.values()]).items()),
-        "calibration": sorted(
-            {"+".join(Path(text).name for text in texts_of(source["calibration"])) for source in sources}
-        ),
+        "trained": [label for label, found in findings.models.items() if found.model.trained],
+        "calibration": sorted({"+".join(Path(text).name for text in texts_of(one)) for one in texts}),
         "dtype": sorted({source["dtype"] for source in sources}),
-        "seed": sorted({str(source["seed"]) for source in sources}),
+        "seed": sorted(map(str, seeds)),
         "windows": sorted({model.window for model in models if model.window}),
         "bounds": sorted({tokens for model in models if (tokens := model.tokens)}),
         "most_windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.items import read_items
 from tune_prune.analysis.input.measures import GOLD, TEXTS, gold_logprobs
 from tune_prune.analysis.input.rows import configuration_of
-from tune_prune.analysis.statistics.differences import Items, mean_observed, paired_gap
+from tune_prune.analysis.statistics.differences import Items, mean_observed, mean_series, paired_difference, paired_gap
+from tune_prune.analysis.statistics.draws import mean_of_draws
 from tune_prune.core.config import PruningConfig
 
 # By the hyperparameter that switches it on: what it is called, and the metric of a trial that says how much of the error is left
@@ -43,12 +45,15 @@ class Shift:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """`before`, `after`: rows of eligible configurations. `worse`: the measures that are significantly so."""
+    """`before`, `after`: rows of eligible configurations, with acc_mean, its error and ppl over the `draws` that both have.
+    `worse`: the measures that are significantly so."""
 
     kind: str  # "refit" or "training"
     before: pd.Series
     after: pd.Series
     draws: int
+    gain: float  # in acc_mean, percentage points
+    gain_stderr: float
     shifts: Mapping[str, Shift]  # by measure: of MEASURES those that all its trials have
     own_text: float  # what is left of the error on held-out samples of its own text; NaN where it is not recorded
     worse: tuple[str, ...] = ()
@@ -102,7 +107,29 @@ def _pairs(own: Rows, untrained: Rows, dense_gold: float, gold: Items) -> Iterat
             if GOLD in shifts and shifts[GOLD].after >= dense_gold:  # nearer to the dense model, not worse
                 shifts[GOLD] = replace(shifts[GOLD], p=1.0)
             own_text = float(after[metric].mean()) if metric in after else math.nan
-            yield Change(kind, untrained[0].loc[other], row, len(both), shifts, own_text)
+            pair = _over(untrained[0].loc[other], first, before), _over(row, second, after)
+            yield Change(kind, *pair, len(both), *_gain(before, after), shifts, own_text)
+
+
+def _over(configuration: pd.Series, draws: pd.DataFrame, some: pd.DataFrame) -> pd.Series:
+    """The row of a configuration with such draws, with what the table shows of it over `some` of them."""
+    if len(some) == len(draws):
+        return configuration
+    shown = {name: mean_of_draws(some[name]) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
+    return pd.concat([configuration.drop(list(shown)), pd.Series(shown)])
+
+
+def _gain(before: pd.DataFrame, after: pd.DataFrame) -> tuple[float, float]:
+    """In acc_mean, in points, of trials of the same draws, and its error, which is made as that of `_shift`."""
+    gaps = after["acc_mean"].to_numpy(np.float64) - before["acc_mean"].to_numpy(np.float64)
+    first, second = (mean_series([read_items(folder) for folder in part["output_dir"]]) for part in (before, after))
+    paired = None if first is None or second is None else paired_difference(second, first)
+    if paired is not None and math.isfinite(paired[1]):
+        of_items = paired[1] ** 2
+    else:
+        of_items = sum(float(part["acc_mean_stderr"].mean()) ** 2 for part in (before, after))
+    of_draws = float(gaps.var(ddof=1)) / len(gaps) if len(gaps) > 1 else 0.0
+    return 100 * float(gaps.mean()), 100 * math.sqrt(of_items + of_draws)
 
 
 def _shift(before: pd.DataFrame, after: pd.DataFrame, measure: str, gold: Items) -> Shift | None:
@@ -131,4 +158,5 @@ def _items_variance(before: pd.DataFrame, after: pd.DataFrame, measure: str, gol
     paired = None if first is None or second is None else paired_gap(second, first)
     if paired is not None:
         return paired[1] ** 2
-    return float(sum(part[f"{measure}_stderr"].mean() ** 2 for part in (before, after)))
+    stderr = f"{measure}_stderr"
+    return float(sum(part[stderr].mean() ** 2 if stderr in part else math.nan for part in (before, after)))

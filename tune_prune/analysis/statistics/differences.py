@@ -4,7 +4,7 @@ lose with each other's best configurations, and the best single configuration fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,7 +75,7 @@ def measure_gaps(
             variances[measure].variance * eligible["draw_share"] if measure in variances else 0 * eligible[measure]
         )
         found[f"{measure}_gap"] = eligible[measure] - eligible.loc[best, measure]
-        own = eligible[f"{measure}_stderr"]
+        own = eligible.get(f"{measure}_stderr", pd.Series(math.nan, eligible.index))
         found[f"{measure}_gap_stderr"] = pd.Series(
             {row: 0.0 if row == best else _gap_stderr(own, blocks, of_draws, row, best) for row in eligible.index}
         )
@@ -85,7 +85,11 @@ def measure_gaps(
 def mean_observed(folders: Iterable[str], measure: str, gold: Items = gold_logprobs) -> pd.Series | None:
     """A measure by item (GOLD) or block of text (TEXTS), averaged over trials of several draws, which `folders` are of; None
     where one has none, or others."""
-    found = [gold(folder) if measure == GOLD else kl_blocks(folder).get(measure) for folder in folders]
+    return mean_series([gold(folder) if measure == GOLD else kl_blocks(folder).get(measure) for folder in folders])
+
+
+def mean_series(found: Sequence[pd.Series | None]) -> pd.Series | None:
+    """Their mean; None where one is not there, or of other items or blocks."""
     known = [blocks for blocks in found if blocks is not None]
     same = len(known) == len(found) and all(blocks.index.equals(known[0].index) for blocks in known)
     return sum(known[1:], known[0]) / len(known) if same else None
@@ -117,7 +121,7 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any], items: Items
     # The same trial. Not by its folder alone: a foreign file may name one folder for all.
     if folder and folder == second["output_dir"] and config_of(first) == config_of(second):
         return Difference(0.0, 0.0, "paired")
-    of_draws = np.nan_to_num(math.hypot(*(row.get("draw_stderr", 0.0) for row in (first, second))))
+    of_draws = math.hypot(*(float(np.nan_to_num(row.get("draw_stderr", 0.0))) for row in (first, second)))
     first_items, second_items = items(first["output_dir"]), items(second["output_dir"])
     if first_items is not None and second_items is not None:
         paired = paired_difference(first_items, second_items)
@@ -130,12 +134,13 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any], items: Items
 
 @dataclass(frozen=True)
 class Transfer:
-    """Losses in percentage points, as plain data: {"config": name, "evaluated": True, "acc_mean", "acc_mean_stderr", "ppl",
-    "loss_points", "loss_points_stderr", "loss_basis"}, or {"config": name, "evaluated": False}."""
+    """Losses in percentage points, as plain data: {"config": what was tried, "name": of the row, "evaluated": True, "acc_mean",
+    "acc_mean_stderr", "ppl", "loss_points", "loss_points_stderr", "loss_basis"}, or {"config": name, "evaluated": False}."""
 
     losses: Mapping[str, Mapping[str, Mapping[str, Any]]]  # model -> model whose best is used (itself too) -> loss
-    # of the highest mean acc_mean over the models, its fields and "models": what each loses to its own most accurate;
-    # "config" is None where no configuration was evaluated on all
+    # of the highest mean acc_mean over the models, its fields and "models": what each loses to its own most accurate; of models
+    # that were trained and others only the others count. "config" is None where no configuration was evaluated on all of these, and
+    # where there is one such model
     best_for_all: Mapping[str, Any]
 
 
@@ -151,6 +156,7 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
         gap = Difference(0.0, 0.0, "paired") if row["name"] == own["name"] else difference(own, row, items)
         return {
             "config": config.name,
+            "name": row["name"],
             "evaluated": True,
             **plain_values(row, "acc_mean", "acc_mean_stderr", "ppl"),
             "loss_points": gap.points,
@@ -161,8 +167,13 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
     losses = {
         label: {other: loss(label, tried(theirs), own) for other, theirs in best.items()} for label, own in best.items()
     }
+    untrained = PruningConfig.recovery
+    trained = {label for label, found in eligible.items() if configuration_of(found.iloc[0]).recovery != untrained}
+    if trained != set(rows):
+        eligible = {label: found for label, found in eligible.items() if label not in trained}
+        rows = {label: rows[label] for label in eligible}
     shared = set.intersection(*(set(of_model) for of_model in rows.values()))
-    if not shared:
+    if not shared or len(rows) == 1:
         return Transfer(losses, {"config": None, "num_candidates": 0})
 
     def rank(config: PruningConfig) -> tuple[float, float, int, str]:

@@ -127,7 +127,7 @@ def configurations(
     ]
     for index, draws in several.items():
         for column in measured:
-            eligible.loc[index, column] = _mean(draws[column])
+            eligible.loc[index, column] = mean_of_draws(draws[column])
     alone = (eligible["compensation"] == PruningConfig.compensation) & (eligible["recovery"] == PruningConfig.recovery)
     eligible["draw_share"] = (1 / eligible["draws"]).mask(eligible["method"].isin(seedless) & alone, 0.0)
     return best_first(eligible), several
@@ -138,8 +138,12 @@ def _name(row: pd.Series) -> str:
     return row["name"] if pd.isna(row[SEED]) else configuration_of(row).name
 
 
-def _mean(values: pd.Series) -> float:
+def mean_of_draws(values: pd.Series) -> float:
+    """Of one column over the draws of a configuration; NaN for a measure that one of them does not have, or not as a number."""
     name, numbers = str(values.name), values.astype("float64")
+    whole = name.startswith(("acc_", "ppl", "kl_", "gold_logprob"))
+    if whole and numbers.isna().any():
+        return math.nan
     if name == "ppl":
         return float(np.exp(np.log(numbers).mean()))
     if name.endswith(_STDERR):

@@ -115,7 +115,7 @@ class ModelFindings:
     @cached_property
     def methods(self) -> pd.DataFrame:
         """`effects.method_table`: index method, highest mean first; columns n, mean, std (n - 1), std_n (over n), min, median, max,
-        best (name); and tied: not distinguishable from the highest mean by `method_pairs`."""
+        best (name); and tied: not distinguishably below the highest mean by `method_pairs`."""
         table = effects.method_table(self.eligible)
         gaps = self.method_pairs["p_value"].get(table.index[0], pd.Series(dtype="float64"))
         return table.assign(tied=[not gaps.get(method, 1.0) <= 0.05 for method in table.index])

@@ -6,7 +6,6 @@ from typing import Any
 
 from tune_prune.analysis.input.measures import GOLD
 from tune_prune.analysis.statistics.changes import Change
-from tune_prune.analysis.statistics.differences import difference
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.configurations import (
     ACCURACY,
@@ -25,7 +24,7 @@ _WORSE = {"kl_text": "text", "kl_tasks": "questions", GOLD: "right choices"}
 def changes(findings: Findings) -> Table | None:
     """Every configuration with a refit or a training that was measured without it, too, the most accurate first; None if there is
     none."""
-    rows = [_row(findings, found, change) for found in findings.models.values() for change in found.changes]
+    rows = [_row(found, change) for found in findings.models.values() for change in found.changes]
     columns = [
         *(MODEL, CONFIG, Column("kind", "Change")),
         *(c for c in hyperparameter_columns(findings) if HYPERPARAMETERS[c.key].of in ("recovery", "compensation")),
@@ -53,9 +52,8 @@ def changes(findings: Findings) -> Table | None:
     return Table("changes", "What a refit or a training changes", columns, rows, notes) if rows else None
 
 
-def _row(findings: Findings, found: ModelFindings, change: Change) -> dict[str, Any]:
+def _row(found: ModelFindings, change: Change) -> dict[str, Any]:
     before, after = change.before, change.after
-    gain = difference(after, before, findings.items)
     row = configuration(found, after)
     row |= {f"before_{name}": before.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
     for name, shift in change.shifts.items():
@@ -67,7 +65,7 @@ def _row(findings: Findings, found: ModelFindings, change: Change) -> dict[str, 
         "kind": change.kind,
         "draws": change.draws,
         "own_text": change.own_text,
-        "gain": gain.points,
-        "gain_stderr": gain.stderr_points,
+        "gain": change.gain,
+        "gain_stderr": change.gain_stderr,
         "worse": worse or ("nothing" if change.shifts else ""),
     }

@@ -224,8 +224,9 @@ def _settings(findings: Findings, label: str, found: ModelFindings) -> Iterator[
         for other, values in findings.transfer.losses[label].items():
             if other != label:
                 yield f"optimum of {other}", values["config"], values
-        if config := findings.transfer.best_for_all["config"]:
-            yield "best for all", config, findings.transfer.best_for_all["models"][label]
+        for_all = findings.transfer.best_for_all
+        if for_all["config"] and label in for_all["models"]:
+            yield "best for all", for_all["config"], for_all["models"][label]
     yield "own optimum", best["name"], {**best, "loss_points": 0.0}
 
 

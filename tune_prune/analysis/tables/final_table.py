@@ -104,7 +104,7 @@ def _across(findings: Findings) -> Table | None:
     table = replace(table.pick("model", "name", *findings.models), title=f"{table.title}, in points; –: not tried")
     if for_all["config"] is None:
         return table
-    losses = [for_all["models"][row["model"]] for row in table.rows]
+    losses = [for_all["models"].get(row["model"], {}) for row in table.rows]
     column = Column("loss_points", f"Best for all: {for_all['config']}", "points", "loss_points_stderr")
     rows = [{**row, **loss} for row, loss in zip(table.rows, losses, strict=True)]
     return replace(table, columns=[*table.columns, column], rows=rows)

@@ -281,7 +281,8 @@ def _correlation(rows: pd.DataFrame, column: str) -> Correlation:
             return Correlation(column, n, reason=Message("constant", {"column": name}))
     r, low, high = _pearson(data)
     tau = _kendall(data)
-    passes = data.groupby([rows[name].to_numpy("int64") for name in CALIBRATION])
+    texts = rows.get("calibration", pd.Series("", rows.index)).fillna("").to_numpy()  # "": the run's
+    passes = data.groupby([*(rows[name].to_numpy("int64") for name in CALIBRATION), texts])
     within = passes["value"].max() - passes["value"].min()
     if not column.startswith("grad_") or len(passes) == n or within.max() > 1e-3 * np.ptp(data["value"]):
         return Correlation(column, n, r, low, high, tau=tau)

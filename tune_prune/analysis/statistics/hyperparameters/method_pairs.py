@@ -21,7 +21,8 @@ def method_pairs(
     """The mean difference in acc_mean of every two methods over the configurations that both completed.
 
     Two configurations are a pair where they agree in all hyperparameters that both methods read. Index: first and second, the
-    method with the higher mean first; columns: n (pairs), points, stderr_points (percentage points), p_value.
+    method that is higher over the pairs first (one that has failed where it is hard may have the higher mean over all its own);
+    columns: n (pairs), points, stderr_points (percentage points), p_value.
 
     The squared standard error is the sum of two, as for crossed random effects, and so rather too large than too small: that of
     other items (of the same bootstrap as `Comparison`; without items that of each mean alone) and that of other settings, the
@@ -67,7 +68,9 @@ def method_pairs(
         spreads = [(float(m.var()) / len(m), len(m) - 1) for m in means if len(m) > 1]
         spread, freedom = max(spreads, default=(0.0, 1))
         spread = max(0.0, spread - draw_variance)
-        pair["points"] = 100 * gaps.mean()
+        if gaps.mean() < 0:
+            pair |= {"first": pair["second"], "second": pair["first"]}
+        pair["points"] = 100 * abs(gaps.mean())
         pair["stderr_points"] = 100 * math.sqrt(max(0.0, item_variance) + spread)
         errors.append(100 * (item_errors + math.sqrt(spread) * generator.standard_t(freedom, len(item_errors))))
     table = pd.DataFrame(found, columns=["first", "second", *COLUMNS])
