@@ -149,6 +149,7 @@ def _run(
     plan: Plan, store: Store, command: Sequence[str], local_ray: LocalRay | None, observers: Sequence[Observer]
 ) -> Results:
     from tune_prune.tuning.driver import TrialSpec, TuneOptions, run_search  # imports optuna
+    from tune_prune.tuning.observers import status
 
     started = time.monotonic()
     settings, folder = plan.settings, plan.experiment_dir
@@ -186,6 +187,8 @@ def _run(
         run_search(jobs, options)
     else:
         _run_by_decisions(plan, store, jobs, options, models)
+    with _warned(store, STATUS):
+        status.ended(store)
     records, baselines = ledger.records(), read_baselines(store)
     measured = study_of_search(folder, {"models": models}, baselines, records)
     findings = find(measured, _rule(measured, settings.objective))
@@ -225,7 +228,6 @@ def _run_by_decisions(
     """What no decision is made for, then draw by draw those that may still be the best (`planning.draws`), then with training the
     best of them (`planning.recoveries`). Only the first trials may be stopped early: a mean over draws needs all of them."""
     from tune_prune.tuning.driver import connected, run_search
-    from tune_prune.tuning.observers import status
 
     def study(records: Sequence[TrialRecord]) -> Study:
         return study_of_search(plan.experiment_dir, {"models": models}, read_baselines(store), records)
@@ -251,5 +253,3 @@ def _run_by_decisions(
             experiment.write_given(store, plan, draws.given | keys, recovered=trained)
             tell("recovery", trained)
             run_search(jobs, replace(options, only=frozenset(keys)))
-    with _warned(store, STATUS):
-        status.ended(store)

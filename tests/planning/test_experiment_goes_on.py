@@ -115,7 +115,9 @@ NO_EXPERIMENT += [f'{{"models": {{"tiny-llama": {content}}}}}' for content in ("
 @pytest.mark.parametrize("content", NO_EXPERIMENT)
 def test_damaged_experiment_file(content: str, started: Path, refusal: Callable[..., str]) -> None:
     (started / EXPERIMENT).write_text(content)
-    assert str(started / EXPERIMENT) in refusal(*AGAIN)
+    said = refusal(*AGAIN)
+    assert str(started / EXPERIMENT) in said and "delete it" not in said  # which would lead nowhere
+    assert "restore it from a copy, or start another experiment with --name" in said
 
 
 def test_results_without_what_says_how_they_were_measured_are_refused(

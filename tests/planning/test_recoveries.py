@@ -149,3 +149,16 @@ def test_a_search_trains_its_best_and_shows_both(tmp_path: Path, capsys: pytest.
     again = capsys.readouterr().out
     assert line in again and len(Ledger(store).records()) == 4
     assert "trials are in its ledger" in again
+
+
+def test_trainings_that_are_done_count_among_those_that_come(searched) -> None:
+    plan, _, _ = searched
+    (model,) = plan.models
+    configs = [config for config, _ in model.trials if config.seed is None]
+    trained = [config for config in configs if config.recovery != "none"]
+    done = {config for config in configs if config.recovery == "none"} | set(trained[-3:])
+    ordered = sorted(configs, key=lambda config: config not in done)
+    assert [config for config in recoveries.expected(plan, ordered) if config not in done] == []
+    fewer = done - set(trained[-1:])
+    ordered = sorted(configs, key=lambda config: config not in fewer)
+    assert len([config for config in recoveries.expected(plan, ordered) if config not in fewer]) == 1

@@ -28,6 +28,11 @@ def yaml_file(folder: Path, text: str) -> str:
     return str(path)
 
 
+def test_a_folder_is_no_search_space(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"search space '{tmp_path}' is a folder; name a file in it"):
+        search_space.load(str(tmp_path))
+
+
 def problems(folder: Path, text: str) -> list[tuple[int, str]]:
     """(line, problem) of every problem that the reader finds in `text`."""
     path = yaml_file(folder, text)
@@ -403,3 +408,9 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"space\.yaml cannot be read"):
         search_space.load(str(tmp_path / "space.yaml"))
+
+
+def test_a_search_space_is_found_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yaml_file(tmp_path, "".join(f"{name}: {value}\n" for name, value in GOOD.items()))
+    assert search_space.load("~/space.yaml").size == 8

@@ -248,8 +248,13 @@ def test_a_ray_that_dies_while_it_is_joined_is_a_sentence(sign, monkeypatch):
     ("announced", "sentence"),
     [(None, "no Ray cluster was started on this machine"), ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1")],
 )
-def test_auto_is_the_cluster_that_was_started_here_and_no_other_ray(announced, sentence, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("named", [None, "auto"])  # what scripts set it to
+def test_auto_is_the_cluster_that_was_started_here_and_no_other_ray(
+    named, announced, sentence, tmp_path, monkeypatch, capfd
+):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if named is not None:
+        monkeypatch.setenv("RAY_ADDRESS", named)
     monkeypatch.setattr(cluster, "read_ray_address", lambda: announced)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray looks for one itself"))

@@ -115,3 +115,11 @@ def test_resources_that_no_single_node_has_are_refused():
 def test_the_device_follows_the_reservation():
     assert TrialResources(1, 0).device == "cpu"
     assert TrialResources(1, 0.25).device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "share"), [(6, 1, 2), (9, 1, 3), (12, 1, 4), (12, 2, 2), (24, 4, 2), (5, 1, 1)]
+)
+def test_three_trials_on_a_gpu_share_its_cpus_evenly(cpus, gpus, share):
+    found = plan_resources(None, None, [{"CPU": cpus, "GPU": gpus}], 24 * GIB, Memory(80 * GIB, 80 * GIB))
+    assert found == TrialResources(share, 0.3333)

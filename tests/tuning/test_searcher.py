@@ -210,3 +210,28 @@ def test_what_was_stopped_by_its_kl_has_no_other_value(objective):
         assert trial.state == TrialState.PRUNED
         assert trial.intermediate_values == ({0: -3.0} if objective == "kl" else {})
     assert read.remaining == 0
+
+
+def test_a_proposal_is_taken_without_what_its_method_does_not_read():
+    """Methods without removals have one removal_power in a space; TPE proposes them with any."""
+    run = specs_of("m")[0].run
+    configs = [PruningConfig("taylor", 16, n) for n in range(8, 24)]
+    configs += [
+        PruningConfig("blockwise", 16, n, removal_power=power) for n in range(8, 24) for power in (0.5, 1.0, 2.0)
+    ]
+    searcher = OptunaSearcher([TrialSpec(run, config, config.name) for config in configs], 24, 0)
+    study, proposed, meant_otherwise = searcher._studies["m"], [], 0
+    make = study._config
+    study._config = lambda params: proposed.append(make(params)) or proposed[-1]
+    for _ in range(24):
+        unseen, count = set(study._unseen), len(proposed)
+        spec = searcher.ask()
+        if len(proposed) > count:
+            literal = proposed[-1]
+            meant = replace(literal, removal_power=1.0) if literal.method == "taylor" else literal
+            if meant in unseen:
+                meant_otherwise += meant != literal
+                assert spec.config == meant
+        metrics = {"acc_mean": 0.9 if spec.config.method == "taylor" else 0.5}
+        searcher.tell(spec, stage_message(spec.key, status="complete", metrics=metrics, items_scored=20))
+    assert meant_otherwise >= 3

@@ -306,6 +306,8 @@ def test_a_call_answers_raises_or_is_given_up(two_cpus, monkeypatch):
         ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
         ("ray://head:10001", "HOST:PORT"),
         ("head", "HOST:PORT"),
+        ("my..head:6379", "no Ray cluster answers at my..head:6379 .*'my..head' is no name of a machine"),
+        ("head:²", "HOST:PORT"),
     ],
 )
 def test_a_dead_or_odd_address_is_a_user_error_at_once(monkeypatch, address, words):

@@ -34,8 +34,9 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     works = []
     for model in plan.models:
         configs = [config for config, _ in model.trials]
-        left = [config for config, key in model.trials if key not in finished]
-        pending = expected(plan, left)
+        done = {config for config, key in model.trials if key in finished}
+        # Those that are done count first among those that the search runs at most.
+        pending = [one for one in expected(plan, sorted(configs, key=lambda one: one not in done)) if one not in done]
         trials = plan.trials_per_model - (len(model.trials) - len(pending))
         passes = passes_to_make(pending if trials > 0 else [], model.run, model.model_fingerprint, computed_on, store)
         if trials <= 0 and model.run.label in measured:

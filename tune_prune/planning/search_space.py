@@ -19,6 +19,7 @@ and reports every problem of the file at once, each with its line.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -118,10 +119,12 @@ def load(name_or_path: str) -> SearchSpace:
 def _find(name_or_path: str) -> Path:
     if name_or_path in names():
         return folder() / f"{name_or_path}.yaml"
-    path = Path(name_or_path)
+    path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
         return path
     choices = f"{did_you_mean(path.stem, names())}, or the path of a YAML file"
+    if path.is_dir():
+        raise UserError(f"search space {name_or_path!r} is a folder; name a file in it")
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise UserError(f"search space file {name_or_path!r} does not exist; {choices}")
     raise UserError(f"search space {name_or_path!r} is unknown; {choices}")

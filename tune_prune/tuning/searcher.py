@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import optuna
@@ -85,6 +85,8 @@ class _Study:
         self._keys = {spec.config: spec.key for spec in specs}
         self._unseen = sorted(self._keys)
         self._levels = _levels(self._keys)
+        # By kind what all of it have: TPE does not know that damping means nothing without a refit, nor removal_power to taylor.
+        self._unread = {kind: _common(members) for kind, members in _by_kind(self._keys).items()}
         self._random = random.Random(seed)
         self._live: dict[str, optuna.trial.Trial] = {}  # by trial key
         self._study = optuna.create_study(
@@ -108,7 +110,7 @@ class _Study:
             config = self._config(trial.params)
         if trial is not None and config not in self._unseen:
             self._study.tell(trial, state=TrialState.FAIL)
-            meant = config.canonical()  # TPE does not know that e.g. damping means nothing without a refit
+            meant = replace(config, **self._unread.get(_kind(config), {}))
             trial, config = None, meant if meant in self._unseen else self._random.choice(self._unseen)
         if trial is None:
             self._study.enqueue_trial(self._params(config))
@@ -172,6 +174,23 @@ class _Study:
             value=value if complete else None,
             intermediate_values={max(steps, default=0): value} if stopped and math.isfinite(value) else {},
         )
+
+
+def _kind(config: PruningConfig) -> tuple[str, str, str]:
+    """What decides which other hyperparameters a configuration reads."""
+    return config.method, config.compensation, config.recovery
+
+
+def _by_kind(configs: Iterable[PruningConfig]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for config in configs:
+        found.setdefault(_kind(config), []).append(asdict(config))
+    return found
+
+
+def _common(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The values that all `rows` agree in."""
+    return {name: value for name, value in rows[0].items() if all(row[name] == value for row in rows)}
 
 
 def _is_text(name: str) -> bool:

@@ -158,9 +158,9 @@ class StatusObserver(Observer):
 
 
 def ended(store: Store) -> None:
-    """Say that a search has ended which went on after what was observed."""
+    """Say that a search has ended which went on after what was observed, or had nothing left to run."""
     said = store.read(STATUS)
-    if said is not None and said.get("state") == "running":
+    if said is not None and said.get("state") in ("running", "stopped"):
         store.put(STATUS, to_json({**said, "state": "ended", "updated_at": now()}))
 
 

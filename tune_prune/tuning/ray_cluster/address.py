@@ -20,7 +20,7 @@ def check(address: str) -> None:
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16 or "/" in host:
+    if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16 or "/" in host:
         raise UserError(
             f"--address is {address!r}; it must be HOST:PORT of the cluster's head (port 6379 by default), or auto"
         )
@@ -30,6 +30,8 @@ def check(address: str) -> None:
                 return
             connection.sendall(_PREFACE)
             answer = connection.recv(9)
+    except UnicodeError as error:
+        raise _no_cluster(address, f"{host!r} is no name of a machine") from error
     except OSError as error:
         raise _no_cluster(address, error.strerror or str(error)) from error
     if len(answer) < 4 or answer[3] != _SETTINGS:

@@ -88,10 +88,16 @@ def _own_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
+def _named() -> str:
+    """The address in RAY_ADDRESS; "" where that says no more than "auto"."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "auto" else address
+
+
 def _announced() -> str:
     """What "auto" stands for: RAY_ADDRESS, else the address of the last `ray start` on this machine. Without either Ray would go on
     to join whatever Ray runs here, such as another search's own, and wait for minutes for one that is ending."""
-    address = os.environ.get("RAY_ADDRESS") or read_ray_address()
+    address = _named() or read_ray_address()
     if not address:
         raise UserError(
             "--address is auto, but no Ray cluster was started on this machine; start one with `ray start --head`, name its "
@@ -106,7 +112,7 @@ def _join(asked: str) -> str:
     address = _announced() if asked == "auto" else asked
     address_check.check(address)
     # Ray sends this machine's token by itself to a cluster of this machine only; elsewhere it would be given away.
-    own = asked == "auto" and "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ
+    own = asked == "auto" and not _named() and "RAY_AUTH_MODE" not in os.environ
     if not _lets_in(address) and own and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")

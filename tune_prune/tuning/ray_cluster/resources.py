@@ -135,8 +135,9 @@ def plan_resources(
     if cpus is None:
         cpus = 1.0
         if gpus > 0 and gpu_nodes:
-            share = min(node.get("CPU", 1) * gpus / node["GPU"] for node in gpu_nodes)
-            cpus = float(min(MAX_AUTO_CPUS, max(1, int(share))))
+            of_gpu = sharing_trials(gpus) if gpus < 1 else 1 / gpus
+            share = min(node.get("CPU", 1) / (node["GPU"] * of_gpu) for node in gpu_nodes)
+            cpus = float(min(MAX_AUTO_CPUS, max(1, int(share + 1e-9))))
     return TrialResources(cpus, gpus)
 
 
