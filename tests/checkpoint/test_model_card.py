@@ -405,3 +405,22 @@ def _the_users_style_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, value in {"font.size": 30, "axes.facecolor": "grey", "savefig.dpi": 30}.items():
         monkeypatch.setitem(mpl.rcParams, name, value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "- Not fine-tuned: no weight was trained after pruning."),
+        ({"compensation": "least_squares"}, "- Not trained after pruning, but for a refit of its last projections"),
+        ({"compensation": "least_squares", "recovery": "lora"}, "- Trained after pruning on a little calibration text"),
+    ],
+)
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+def test_the_card_says_whether_weights_were_trained_and_its_notes(
+    config: dict[str, str], words: str, form: str, tmp_path: Path
+) -> None:
+    note = "the plan alone does not rebuild this model"
+    text = card(tmp_path, {}, format=form, config=replace(PruningConfig("blockwise", 64, 1256), **config), notes=[note])
+    kinds = ("Not fine-tuned", "Not trained after", "Trained after pruning")
+    assert words in text and sum(kind in text for kind in kinds) == 1
+    assert text.count("- The plan alone does not rebuild this model.") == 1

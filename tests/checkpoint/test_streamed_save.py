@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -18,9 +20,10 @@ from tests.limited_memory import LimitedMemory
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, LAYERS, plan_of
 from tune_prune.checkpoint.card import model_card
 from tune_prune.checkpoint.manifest import Format, Manifest
-from tune_prune.checkpoint.save import Origin, _clear_killed, save_checkpoint
+from tune_prune.checkpoint.save import Origin, save_checkpoint
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
+from tune_prune.core.process.whole_folder import clear_killed
 from tune_prune.models.catalog import resolve
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel, load_model
@@ -101,7 +104,7 @@ def test_what_a_killed_save_has_left_is_cleared(tmp_path: Path, replaced: bool) 
     for path in (old, left, older, *written, *([output] if replaced else [])):
         path.mkdir()
         (path / "name").write_text(path.name)
-    _clear_killed(output)
+    clear_killed(output)
     assert sorted(tmp_path.iterdir()) == sorted([*written, output])
     assert (output / "name").read_text() == (output.name if replaced else old.name)
 
@@ -157,3 +160,18 @@ def test_a_model_that_does_not_fit_beside_its_copy_is_saved_from_its_files(fmt, 
     ):
         pruned.save(tmp_path / "none", fmt)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["less", "whole"]
+
+
+@pytest.mark.parametrize("variant", ["llama"])
+def test_a_full_disk_is_an_error_of_the_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an error of its own for it."""
+    dense = load_model(resolve(str(folder)), torch.float32, "cpu")
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    recipe = Recipe(plan_of(dense.model, dense.family, *PLANS["alike"]))
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        save_checkpoint(dense, recipe, ORIGIN, tmp_path / "out")
+    assert raised.value.errno == errno.ENOSPC and not [*tmp_path.glob(".out*"), *tmp_path.glob("out")]

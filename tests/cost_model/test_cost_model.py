@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2TokenizerFast
 
 from tests.conftest import build_tiny
+from tests.quiz import byte_tokenizer, write_quiz
 from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.process.machine import Load
 from tune_prune.cost_model import estimate as estimates
@@ -331,3 +332,12 @@ def test_gradients_of_activations_alone_take_less_time(name, share):
     cost = estimate([work(passes={Samples(8): [Need(name, "", 4)]})], slots=1, gpus=0)
     (stage,) = (stage for stage in cost.stages() if stage.stage == load_statistic(name).stage)
     assert stage.seconds == pytest.approx(4 * 8 * 4 * share + 4 * 7 * 2)
+
+
+def test_the_longest_item_is_among_those_that_memory_is_planned_for(tmp_path):
+    items = [{"passage": "red", "question": f"q{n}?", "options": ["a", "b"], "answer": 0} for n in range(300)]
+    items[133]["passage"] = "the blue door " * 200
+    source, tokenizer = write_quiz(tmp_path, items), byte_tokenizer(True)
+    rows = zero_shot_tokens(tokenizer, EvaluationProtocol(("quiz",)), source).rows
+    longest = max(len(row.tokens) for row in (*rows.plain, *rows.trees))
+    assert longest > len(tokenizer(items[133]["passage"])["input_ids"])

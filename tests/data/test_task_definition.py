@@ -53,6 +53,7 @@ REFUSED = {
         "metadata: [&a0 [1, 1], " + ", ".join(f"&a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)) + "]",
         ["more than 10,000 values"],
     ),
+    "merges": ("metadata: [&a {k: v}, {<<: [*a, *a]}]", ["not valid YAML", "merge keys (<<) are not read"]),
     "a value in itself": ("metadata: &a [*a]", ["more than 20 levels"]),
     "long": ("description: " + "x" * 100_000, ["bytes", "at most 100,000"]),
     "a huge number": ("repeats: 1" + "0" * 5000, ["not valid YAML"]),

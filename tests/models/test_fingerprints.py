@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.pruned_checkpoints import change_weights
 from tune_prune.checkpoint import manifest
+from tune_prune.core.errors import UserError
 from tune_prune.models import loading, weight_files
 from tune_prune.models.catalog import resolve
 from tune_prune.models.loading import load_config, model_fingerprint
+from tune_prune.models.runner.mapped_model import map_model
 
 
 def mark(folder: Path) -> str:
@@ -99,7 +102,7 @@ def test_a_model_is_found_again_by_the_fingerprint_of_older_versions(folder, com
     save_file(weights, folder / "model.safetensors")
     source = resolve(str(folder))
     config = load_config(source)
-    older = loading._folder_fingerprint(folder, weight_files.pieces_hash)
+    older = weight_files.folder_fingerprint(folder, weight_files.pieces_hash)
     assert older != mark(folder)
     assert loading.is_model_of(older, source, config) and loading.is_model_of(mark(folder), source, config)
     weights["first.weight"][0] = 1
@@ -115,3 +118,58 @@ def test_what_is_no_file_does_not_count(complete, folder):
     os.mkfifo(folder / "c.bin")
     (folder / "d.safetensors").symlink_to("/dev/zero")
     assert mark(folder) == mark(complete)
+
+
+def test_a_tokenizer_in_older_files_is_of_the_model_where_it_has_no_other(complete, folder):
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_text("{}")
+    assert mark(folder) == mark(complete)  # tokenizer.json has all that they say
+    (folder / "tokenizer.json").unlink()
+    before = mark(folder)
+    (folder / "merges.txt").write_text("a b")
+    assert mark(folder) != before
+
+
+def test_weights_in_a_folder_below_are_of_the_model(complete, folder):
+    (folder / "below").mkdir()
+    weights = (folder / "model.safetensors").rename(folder / "below" / "part.safetensors")
+    with safe_open(weights, framework="pt") as tensors:
+        index = {"weight_map": dict.fromkeys(tensors.keys(), "below/part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = mark(folder)
+    tensors = load_file(weights)
+    tensors["model.norm.weight"][0] = 9.0
+    save_file(tensors, weights, {"format": "pt"})
+    assert mark(folder) != before
+
+
+def test_a_stored_head_that_differs_from_tied_embeddings_is_refused(tiny, folder):
+    """transformers would take it for a head of its own, and saving would lose it."""
+    tiny("llama-tied", torch.float32).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    source = resolve(str(folder))
+    weight_files.check_weights(folder, loading.meta_model(load_config(source)))
+    assert (
+        loading.load_model(source, torch.float32, "cpu").geometry.total_params
+        == map_model(source, torch.float32, "cpu").geometry.total_params
+    )
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = "lm_head.weight, but its config.json says that they are one"
+    with pytest.raises(UserError, match=said):
+        weight_files.check_weights(folder, loading.meta_model(load_config(source)))
+    with pytest.raises(UserError, match=said):
+        map_model(source, torch.float32, "cpu")
+    with pytest.raises(UserError, match="output head is not its embeddings, as tie_word_embeddings says"):
+        loading.load_model(source, torch.float32, "cpu")
+
+
+def test_weights_that_the_config_does_not_have_are_refused_before_they_are_loaded(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]})
+    )
+    with pytest.raises(UserError, match=r"layers\.1\..* is not used, and [0-9]+ more such"):
+        weight_files.check_weights(folder, loading.meta_model(load_config(resolve(str(folder)))))

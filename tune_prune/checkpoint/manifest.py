@@ -165,7 +165,9 @@ def read(folder: Path) -> Manifest | None:
         return Manifest.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); make it readable") from error
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         cause = " ".join(str(error).split())
         raise UserError(
             f"{path} is damaged: {cause}; restore it from a copy, or remove it to use the files as they are"

@@ -10,30 +10,30 @@ Beside the weights: tokenizer, generation config, licence texts, manifest and mo
 
 from __future__ import annotations
 
-import glob
 import importlib.metadata
 import json
 import os
-import platform
+import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from pathlib import Path
 
-import psutil
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tune_prune import __version__
 from tune_prune.checkpoint import generation_speed, layers, manifest, padded
-from tune_prune.checkpoint.license import base_license, copy_license_files
+from tune_prune.checkpoint.license import LICENSE_FILES, base_license, copy_license_files
 from tune_prune.checkpoint.manifest import SCHEMA_VERSION, Base, Format, Manifest, WeightFile
 from tune_prune.checkpoint.sizes import Sizes, sizes
 from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import check_writable
+from tune_prune.core.process.whole_folder import clear_killed, renamed_at_the_end
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.families import Family
@@ -42,6 +42,21 @@ from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.recipe import Recipe
 
 SHARD_BYTES = 5 * 10**9
+# What may be in the folder of a checkpoint: nothing else is replaced together with it.
+WRITTEN = (
+    *(manifest.MANIFEST, "README.md", "layers.png", "config.json", "generation_config.json", "*_tune_prune.py"),
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*-pruned.gguf", *LICENSE_FILES),
+    *(
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+        "spiece.model",
+        "*.tiktoken",
+    ),
+    *("chat_template.*", "additional_chat_templates"),
+)
 RECORDED_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -73,7 +88,7 @@ def save_checkpoint(
     `overwrite`: unless it is a checkpoint of tune_prune), where the plan is for another model, or where the format cannot
     hold the model. Of a model whose weights are elsewhere one tensor is in memory at a time.
     """
-    _clear_killed(folder)
+    clear_killed(folder)
     check_folder(folder, overwrite)
     if dense.residency.weights is not None and measure_speed:
         raise UserError(
@@ -82,7 +97,7 @@ def save_checkpoint(
         )
     plan = recipe.plan
     check_plan(plan, dense)
-    with _renamed_at_the_end(folder) as work:
+    with renamed_at_the_end(folder) as work:
         written = _write(dense, recipe, work, fmt, shard_bytes, measure_speed)
         about = Manifest(
             format=fmt,
@@ -192,41 +207,16 @@ def check_folder(folder: Path, overwrite: bool) -> None:
             f"--output {folder} has no {manifest.MANIFEST}, so it is not a checkpoint of tune_prune and is not replaced; name "
             "another folder"
         )
+    if others := sorted(path.name for path in folder.iterdir() if not _is_of_checkpoint(path.name)):
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise UserError(
+            f"--output {folder} holds {', '.join(others[:3])}{more} beside the checkpoint, which would be gone with it; move that "
+            "elsewhere, or name another folder"
+        )
 
 
-def _clear_killed(folder: Path) -> None:
-    """Remove what killed processes of this machine have left beside `folder`; an old checkpoint that was not replaced yet is put
-    back. Of another machine that shares the folder nobody here knows which processes live."""
-    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*-*"):
-        kind, _, pid = path.name.removeprefix(f".{folder.name}.").rpartition("-")
-        kind, _, host = kind.partition("-")
-        if kind not in ("partial", "replaced") or host not in ("", platform.node()) or not pid.isdecimal():
-            continue  # without a host: of an older version
-        if int(pid) != os.getpid() and psutil.pid_exists(int(pid)):  # in a container ids come again
-            continue
-        if kind == "replaced" and not folder.exists():
-            path.rename(folder)
-        else:
-            shutil.rmtree(path)
-
-
-@contextmanager
-def _renamed_at_the_end(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place when all went well, and is removed otherwise."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = folder.with_name(f".{folder.name}.partial-{platform.node()}-{os.getpid()}")
-    work.mkdir()
-    try:
-        yield work
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}.replaced-{platform.node()}-{os.getpid()}")
-            folder.rename(old)
-            work.rename(folder)
-            shutil.rmtree(old)
-        else:
-            work.rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+def _is_of_checkpoint(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in WRITTEN)
 
 
 def as_saved(
@@ -252,8 +242,14 @@ def _write_hf(
     shard_bytes: int,
 ) -> None:
     """`weights`: of the pruned model, where `model` itself has none; None: it has them."""
-    with loading.bars_as("writing", "files"):  # takes the class files along where there are any
-        model.save_pretrained(folder, max_shard_size=shard_bytes, state_dict=None if weights is None else {})
+    try:
+        with loading.bars_as("writing", "files"):  # takes the class files along where there are any
+            model.save_pretrained(folder, max_shard_size=shard_bytes, state_dict=None if weights is None else {})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))  # of a full disk, e.g.: it is no OSError
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
     if weights is not None:
         filled = padded.padded_weights(model, dense.family, weights, torch.device("cpu"))
         weight_files.write_weights(folder, model, filled, shard_bytes)
@@ -304,7 +300,11 @@ def _write_gguf(
     """`weights` as in `_write_hf`."""
     from tune_prune.checkpoint.gguf import gguf_file  # its library is needed for this format only
 
-    dtype = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dense.model.dtype]
+    dtype = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}.get(dense.model.dtype)
+    if dtype is None:
+        raise UserError(
+            f"GGUF files are not written in {str(dense.model.dtype).removeprefix('torch.')}; give --dtype float32"
+        )
     tokenizer = folder / "tokenizer"
     loading.original_tokenizer(dense.source).save_pretrained(tokenizer)
     name = f"{dense.source.label}-pruned"

@@ -100,13 +100,16 @@ def zero_shot_tokens(
             pairs = _pairs(file, docs, source)
             some = [pairs[int(index)] for index in np.linspace(0, len(pairs) - 1, min(SAMPLED_ITEMS, len(pairs)))]
             requests = _encode(tokenizer, some)
+            longest = max(pairs, key=lambda item: max(len(context) + len(choice) for context, choice in item))
             sample = plan_rows(requests)
             per_character = sample.num_tokens / sum(map(_characters, some))
             task_tokens = per_character * sum(map(_characters, pairs))
             items += len(docs)
             tokens += task_tokens
             scored += task_tokens * _scored(sample) / sample.num_tokens
-            sampled += requests
+            sampled += (
+                requests if longest in some else [*requests, *_encode(tokenizer, [longest])]
+            )  # which memory depends on
     if known_tokens is not None:
         scored *= known_tokens / tokens
         tokens = known_tokens

@@ -212,7 +212,16 @@ def _check_metric(path: Path, metric: Any) -> None:
         )
 
 
-class _DataLoader(yaml.SafeLoader):
+class _WithoutMerges(yaml.SafeLoader):
+    """Without merge keys (<<), which a few lines can nest until nobody can wait for them."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, "merge keys (<<) are not read", key.start_mark)
+
+
+class _DataLoader(_WithoutMerges):
     """Plain data; a tag that would make anything else is refused."""
 
     def refuse(self, node: yaml.Node) -> None:
@@ -225,7 +234,7 @@ class _Tagged(Exception):
     """A tag, and the line where it stands."""
 
 
-class _Follower(yaml.SafeLoader):
+class _Follower(_WithoutMerges):
     """Reads definitions without running what they name by tags."""
 
 

@@ -262,6 +262,11 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
     # Weights of a layer or a bias that the config does not have: without them it would be another model.
     unused = [name for name in sorted(report["unexpected_keys"]) if name.endswith((".weight", ".bias"))]
     wrong += [f"{name} is not used" for name in unused]
+    tied = residency.gpus == 1 and getattr(config, "tie_word_embeddings", False)
+    if (
+        tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    ):  # both are stored, and differ
+        wrong.append("its output head is not its embeddings, as tie_word_embeddings says")
     if wrong:
         raise UserError(
             f"the weights of {source.location} do not fit its config.json: {wrong[0]}, and {len(wrong) - 1} more such tensors; "
@@ -309,21 +314,15 @@ def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
         return digest({"hub": source.location, "commit": commit})
     if source.kind == "gguf":
         return gguf_files.fingerprint(Path(source.location))
-    return _folder_fingerprint(Path(source.location), weight_files.content_hash)
+    return weight_files.folder_fingerprint(Path(source.location), weight_files.content_hash)
 
 
 def is_model_of(fingerprint: str, source: ModelSource, config: PretrainedConfig) -> bool:
     """Whether a recorded fingerprint is that of the model; those up to version 0.2.0 read less of weight files above 256 MiB."""
     return fingerprint == model_fingerprint(source, config) or (
-        source.kind == "folder" and fingerprint == _folder_fingerprint(Path(source.location), weight_files.pieces_hash)
+        source.kind == "folder"
+        and fingerprint == weight_files.folder_fingerprint(Path(source.location), weight_files.pieces_hash)
     )
-
-
-def _folder_fingerprint(folder: Path, file_hash: Callable[[Path], str]) -> str:
-    own = {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
-    files = [path for path in folder.iterdir() if path.is_file()]  # no device or pipe, which may have no end
-    names = sorted(path.name for path in files if path.name in own or path.suffix in {".safetensors", ".bin"})
-    return digest({name: file_hash(folder / name) for name in names})
 
 
 def _cause(error: Exception) -> str:

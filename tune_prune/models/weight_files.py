@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.hashing import digest
 from tune_prune.core.terminal import progress
 
 # A file up to this size is hashed whole; of a larger one pieces (seconds instead of minutes).
@@ -42,9 +44,9 @@ Place = tuple[Path, str]
 
 def check_weights(folder: Path, model: nn.Module) -> None:
     """Raise UserError unless the weight files of `folder` are undamaged and hold every parameter of `model` (on the meta
-    device) in its shape. Of weights that are pickled (.bin) only the existence is checked."""
+    device) in its shape, and no other weights. Of weights that are pickled (.bin) only the existence is checked."""
     if files(folder) or not _pickled(folder):
-        _places(folder, model)
+        stored_tensors(folder, model)
 
 
 def stored_tensors(folder: Path, model: nn.Module) -> dict[str, Place]:
@@ -107,6 +109,7 @@ def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]
         spelt = [spelling for name in known_as for spelling in (name, name.removeprefix("model."))]  # some leave it out
         unused -= {*spelt}
         stored = next((name for name in spelt if name in shapes), None)
+        _check_tied(folder, [(paths[name], name) for name in dict.fromkeys(spelt) if name in shapes])
         if stored is None:
             wrong.append(f"{known_as[0]} is missing")
         elif kinds[stored] not in _WHOLE:
@@ -124,6 +127,24 @@ def _places(folder: Path, model: nn.Module) -> tuple[dict[str, Place], list[str]
             f"{wrong[0]}; {_AGAIN}"
         )
     return places, sorted(unused)
+
+
+def _check_tied(folder: Path, places: list[Place]) -> None:
+    """Raise UserError where one parameter is stored under several names with different values: transformers then takes it for
+    several, and config.json for one."""
+    if len(places) > 1:
+        first, *others = [_read(*place) for place in places]
+        if not all(torch.equal(first, other) for other in others):
+            names = " and ".join(name for _, name in places)
+            raise UserError(
+                f"the weights of {folder} have different {names}, but its config.json says that they are one "
+                "(tie_word_embeddings); write false there, or save the model again"
+            )
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as tensors:
+        return cast(torch.Tensor, tensors.get_tensor(name))
 
 
 def _pickled(folder: Path) -> bool:
@@ -211,3 +232,15 @@ def pieces_hash(path: Path) -> str:
                 file.seek((size - 2**20) * piece // (HASHED_PIECES - 1))
                 state.update(file.read(2**20))
     return state.hexdigest()
+
+
+def folder_fingerprint(folder: Path, file_hash: Callable[[Path], str]) -> str:
+    """What the model in `folder` is, by the contents of config, tokenizer and weight files (`content_hash`, or an older one)."""
+    own = {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
+    if not (folder / "tokenizer.json").is_file():  # which has all that these say
+        own |= {"vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"}
+    there = [path for path in folder.iterdir() if path.is_file()]  # no device or pipe, which may have no end
+    names = {path.name for path in there if path.name in own or path.suffix in {".safetensors", ".bin"}}
+    below = [path for path in files(folder) if path.is_file()]  # an index may name them in other folders
+    names |= {os.path.relpath(path, folder) for path in below}
+    return digest({name: file_hash(folder / name) for name in sorted(names)})

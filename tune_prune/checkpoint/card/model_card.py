@@ -90,7 +90,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         disk_bytes=sum(file.bytes for file in manifest.files.values()),
         files=manifest.files,
         format=manifest.format,
-        notes=manifest.notes,
+        manifest=manifest,
         hub_id=hub_id,
         license_entries=yaml.safe_dump(license_entries, sort_keys=False, width=10**6).strip(),
         measured_on=_measured_on(manifest),

@@ -92,10 +92,10 @@ def _check_room(path: Path) -> None:
     with path.open("rb") as file:
 
         def number(code: str) -> int:
-            content = file.read(struct.calcsize(code))
-            if len(content) < struct.calcsize(code):
+            content = file.read(struct.calcsize(f"<{code}"))
+            if len(content) < struct.calcsize(f"<{code}"):
                 raise ValueError("it ends in its header")
-            return int(struct.unpack(order + code, content)[0])
+            return int(struct.unpack(f"<{code}", content)[0])
 
         def skip(count: int, each: int = 1) -> None:
             if count * each > size - file.tell():
@@ -109,10 +109,10 @@ def _check_room(path: Path) -> None:
             else:
                 skip(count, np.dtype(reader_types[gguf.GGUFValueType(kind)]).itemsize)
 
-        reader_types, order = gguf.GGUFReader.gguf_scalar_to_np, "<"
+        reader_types = gguf.GGUFReader.gguf_scalar_to_np
         skip(4)  # GGUF
-        if number("I") & 0xFFFF == 0:  # the version, of the other byte order
-            order = ">"
+        if number("I") & 0xFFFF == 0:  # the version
+            raise ValueError("it is of the other byte order (big-endian), which is not read")
         tensors, settings = number("Q"), number("Q")
         for _ in range(settings):
             skip(number("Q"))  # its name

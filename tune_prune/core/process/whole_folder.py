@@ -1,0 +1,56 @@
+"""A folder that is there whole or not at all: it is written beside its place, and renamed at the end."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def clear_killed(folder: Path) -> None:
+    """Remove what killed processes of this machine have left beside `folder`; an old folder that was not replaced yet is put
+    back. Of another machine that shares the folder nobody here knows which processes live."""
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*-*"):
+        kind, _, pid = path.name.removeprefix(f".{folder.name}.").rpartition("-")
+        kind, _, host = kind.partition("-")
+        if kind not in ("partial", "replaced") or host not in ("", platform.node()) or not pid.isdecimal():
+            continue  # without a host: of an older version
+        if int(pid) != os.getpid() and _lives(int(pid)):  # in a container ids come again
+            continue
+        if kind == "replaced" and not folder.exists():
+            path.rename(folder)
+        else:
+            shutil.rmtree(path)
+
+
+@contextmanager
+def renamed_at_the_end(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its place when all went well, and is removed otherwise."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = folder.with_name(f".{folder.name}.partial-{platform.node()}-{os.getpid()}")
+    work.mkdir()
+    try:
+        yield work
+        if folder.exists():
+            old = folder.with_name(f".{folder.name}.replaced-{platform.node()}-{os.getpid()}")
+            folder.rename(old)
+            work.rename(folder)
+            shutil.rmtree(old)
+        else:
+            work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
