@@ -16,7 +16,7 @@ from tune_prune.core.files import to_json
 from tune_prune.core.store import open_store
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.escapes import say
-from tune_prune.core.terminal.parser import Parser
+from tune_prune.core.terminal.parser import Once, Parser
 
 
 def parser() -> Parser:
@@ -30,7 +30,7 @@ def parser() -> Parser:
             "--model DIR --data-dir DATA --tasks boolq,piqa": "without a hub, two tasks",
         },
     )
-    p.add_argument("--model", type=flags.text, required=True, metavar="NAME", help=flags.MODEL_HELP)
+    p.add_argument("--model", type=flags.text, action=Once, required=True, metavar="NAME", help=flags.MODEL_HELP)
     p.add_argument("--revision", type=flags.text, metavar="REV", help=flags.REVISION_HELP)
     p.add_argument(
         "--kl",

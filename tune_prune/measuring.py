@@ -17,6 +17,7 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport
 from tune_prune.core.values import speed
+from tune_prune.core.values.kinds import plain
 from tune_prune.cost_model.memory import Shapes
 from tune_prune.cost_model.memory_plan import StageMemory
 from tune_prune.data.checks import check_data
@@ -24,12 +25,13 @@ from tune_prune.evaluation.evaluation import Evaluation
 from tune_prune.models import catalog, loading
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.loading import LoadedModel
+from tune_prune.models.runner.devices import device_name
 from tune_prune.models.runner.mapped_model import readable_in_place
 from tune_prune.models.runner.residency import Residency
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.recipe import Recipe
-from tune_prune.trial.trial import Trial, device_name
+from tune_prune.trial.trial import Trial
 
 
 def measure(
@@ -59,7 +61,7 @@ def as_measured(run: ModelRun, limit: int | None, tasks: Sequence[str] | str | N
     """The settings of `run` for `limit` items of these `tasks` (None: all, the seven), once texts and tasks were found. Raises
     UserError."""
     usual = EvaluationProtocol()
-    protocol = replace(run.protocol, limit=limit, seed=run.seed, tasks=usual.tasks, slices=usual.slices)
+    protocol = replace(run.protocol, limit=plain(limit), seed=run.seed, tasks=usual.tasks, slices=usual.slices)
     if tasks is not None:
         protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
     found = replace(run, protocol=protocol, calibration="embedded")  # nothing is calibrated: no text has to be there

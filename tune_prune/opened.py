@@ -319,8 +319,7 @@ class PrunedModel:
         tasks: Sequence[str] | str | None = None,
         on_stage: Callable[[StageReport], object] = id,
     ) -> Evaluation:
-        """As `Model.evaluate` with `kl`: the numbers of the trial of this configuration in a search, but for how many of the items
-        its calibration text holds, which only a search looks for."""
+        """As `Model.evaluate` with `kl`: the numbers of its trial in a search, but for items_in_calibration, which that has."""
         return self.dense._measured(self.dense.protocol(limit, tasks), self.config, self._recipe, on_stage)
 
     def save(

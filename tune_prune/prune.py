@@ -18,7 +18,7 @@ from tune_prune.core.errors import UserError
 from tune_prune.core.store import is_address
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.escapes import say
-from tune_prune.core.terminal.parser import Parser
+from tune_prune.core.terminal.parser import Once, Parser
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.pruning.methods import load_method
 
@@ -55,7 +55,7 @@ def parser() -> Parser:
         help="folder of an experiment, its global_best_config.json, or the best_config.json of an analysis",
     )  # fmt: skip
     what.add_argument(
-        "--model", type=flags.text, metavar="NAME",
+        "--model", type=flags.text, action=Once, metavar="NAME",
         help=f"{flags.MODEL_HELP}; with --config, which of its models, e.g. tiny-llama@0.3 (default: the only one)",
     )  # fmt: skip
     what.add_argument(

@@ -165,6 +165,10 @@ def _run(
     statuses = trials["status"].value_counts().to_dict()
     best = results.best.reset_index().to_dict("records")
     log.event("end", trials=statuses, best=best, seconds=time.monotonic() - started, folder=str(plan.experiment_dir))
+    if results.findings.rule != "accuracy":
+        by = f"by {results.findings.rule}, the --objective; the tables go by accuracy"
+        for label, found in results.findings.models.items():
+            say(f"best         {label}: {found.best['name']}, {by}")
     say(f"results      {folder}/: global_best_config.json, all_methods_results.csv, ledger/, trials/")
     labels = [] if args.save_best else list(results.best.index)
     for name, next_command in next_commands(str(folder), labels, results.findings.rule):

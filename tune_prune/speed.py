@@ -19,7 +19,7 @@ from tune_prune.core.files import DamagedFile, parse_json, to_json
 from tune_prune.core.store import PLAN, SPEED, TRIALS, Location, Store, location, open_store
 from tune_prune.core.terminal import progress
 from tune_prune.core.terminal.escapes import say
-from tune_prune.core.terminal.parser import Parser
+from tune_prune.core.terminal.parser import Once, Parser
 
 if TYPE_CHECKING:
     from tune_prune.analysis.statistics.findings import Findings, ModelFindings
@@ -47,7 +47,7 @@ def parser() -> Parser:
         help="an experiment: measure configurations of it, and keep the speeds there",
     )
     p.add_argument(
-        "--model", type=flags.text, metavar="NAME",
+        "--model", type=flags.text, action=Once, metavar="NAME",
         help=f"{flags.MODEL_HELP}; a pruned checkpoint is measured beside its dense model; with --config, which of its models, "
         "e.g. tiny-llama@0.3 (default: all)",
     )  # fmt: skip
@@ -169,14 +169,16 @@ def _of_search(args: argparse.Namespace) -> None:
         raise UserError(f"--base {args.base} is one model, and {args.config} has several; choose one with --model")
     flags.limit_threads()
     opened: dict[str, LoadedModel] = {}  # the last dense model, by its label in the search
-    measured = 0
+    measured, kept = 0, dict[str, None]()  # in which folders
     for label, found in chosen.items():
         run = runs[label]
         if run.label not in opened:
             opened.clear()
             opened[run.label] = _dense(args, run, _fingerprint(findings, found, run))
-        measured += _measure(args, label, opened[run.label], list(_candidates(found, args.all)))
-    say(f"\nmeasured     {measured}; kept in {place / SPEED}")
+        candidates = list(_candidates(found, args.all))
+        measured += _measure(args, label, opened[run.label], candidates)
+        kept |= {str(candidate.store.path(SPEED)): None for candidate in candidates}
+    say(f"\nmeasured     {measured}; kept in {', '.join(kept)}")
     say(f"report       python -m tune_prune.analysis {args.config}")
 
 

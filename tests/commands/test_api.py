@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -121,6 +123,15 @@ def test_what_a_known_plan_leaves_is_measured_without_the_text_that_it_was_found
     known = pruned.dense.execute(PruneRequest(pruned.dense.run, config, plan=pruned.plan))
     found, expected = (one.evaluate(limit=3, tasks="boolq").record.metrics for one in (known, pruned))
     assert found == expected
+
+
+def test_numbers_may_be_numpys_and_what_is_no_name_is_said(model: Model, pruned: Any) -> None:
+    seq_len, num_samples = pd.Series([16, 10])
+    again = model.prune("layerwise", ratio=np.float64(0.3), seq_len=seq_len, num_samples=num_samples)
+    assert again.config == pruned.config and type(again.config.seq_len) is int and again.plan == pruned.plan
+    assert len(model.evaluate(limit=np.int64(2), tasks="boolq").items) == 2
+    with pytest.raises(UserError, match="unknown method None"):
+        model.prune(None, seq_len=16, num_samples=10)  # type: ignore[arg-type]
 
 
 def test_save_writes_what_the_command_writes(pruned: Any, tmp_path: Path, printed: Callable[..., str]) -> None:

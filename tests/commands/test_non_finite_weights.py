@@ -138,6 +138,17 @@ def test_weights_are_looked_at_once_and_infinite_perplexity_is_a_result(
     assert found.ppl == math.inf and len(looked) == 1
 
 
+def test_a_model_that_predicts_nan_with_finite_weights_has_no_accuracy(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    model, data = model_folder(tmp_path / "m", rms_norm_eps=math.nan), data_folder(tmp_path / "data")
+    argv = ("--model", model, "--data-dir", data, "--tasks", "piqa", "--limit", "2", "--device", "cpu")
+    said = refused(evaluate.main, *argv, begun=True)
+    assert (
+        "error: m predicts NaN on the perplexity text, though its weights are finite; correct its config.json" in said
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_place_of_a_weight_is_looked_at(dtype: torch.dtype) -> None:
     whole = torch.randn(7, 41).to(dtype)

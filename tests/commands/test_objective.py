@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ def test_a_search_by_kl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     said = capsys.readouterr().out
     assert "3 of 3 configurations a model, by kl" in said
     assert f"report       python -m tune_prune.analysis {tmp_path / 'by-kl'} --rule kl" in said
+    assert re.search(
+        r"^best         tiny-llama: .+, by kl, the --objective; the tables go by accuracy$", said, re.MULTILINE
+    )
     folder = tmp_path / "by-kl"
     assert json.loads((folder / "experiment.json").read_text())["settings"]["objective"] == "kl"
     records = Ledger(FolderStore(folder)).records()

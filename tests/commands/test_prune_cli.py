@@ -349,6 +349,12 @@ def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]
     assert "exists" in sentence(*argv)
     assert prune.main([*argv, "--overwrite", "--pruning-ratio", "0.1"]) == 0
     assert (out / MANIFEST).read_bytes() != first
+    (out / "adapters").mkdir()
+    for name in ("NOTES.md", "small-q4.gguf"):
+        (out / name).write_text("mine", encoding="utf-8")
+    said = sentence(*argv, "--overwrite")
+    assert f"--output {out} holds NOTES.md, adapters, small-q4.gguf beside the checkpoint, which would be gone" in said
+    assert (out / "NOTES.md").read_text() == "mine" and (out / "adapters").is_dir()
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("all I have", encoding="utf-8")
@@ -372,6 +378,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "half": (["--model", "tiny-llama", "--method", "taylor"], ["--seq-len, --num-samples are missing"]),
     "no config": (["--config", "nope.json"], ["nope.json does not exist", "global_best_config.json"]),
     "base": (["--model", "tiny-llama", *FLAGS, "--base", "x"], ["--base x is for --config"]),
+    "two models": (["--model", "tiny-llama", "--model", "tiny-qwen2", *FLAGS], ["--model is given twice"]),
     "method": (
         ["--model", "tiny-llama", "--method", "tailor", "--seq-len", "16", "--num-samples", "8"],
         ["'tailor'", "did you mean 'taylor'"],

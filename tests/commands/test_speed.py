@@ -100,6 +100,7 @@ def test_what_the_rules_choose_is_measured_once(
         assert re.search(line, out, re.MULTILINE), out
     assert contents(experiment) == before
 
+    assert f"measured     {len(chosen)}; kept in {experiment / 'speed'}\n" in out
     again = printed(speed.main, *argv)
     assert "measured     0;" in again and again.count("(measured before)") == len(chosen)
     lost = sorted((experiment / "speed").iterdir())[0]

@@ -21,8 +21,8 @@ from tune_prune.cli import status
 from tune_prune.core.config import PruningConfig, Samples
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.store import EXPERIMENT, STATUS, FolderStore
-from tune_prune.tuning.observers.status import StatusObserver
+from tune_prune.core.store import BASELINES, EXPERIMENT, STATUS, FolderStore
+from tune_prune.tuning.observers.status import StatusObserver, ended
 from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.worker import TrialSpec, WorkerSettings
@@ -97,6 +97,28 @@ def test_a_damaged_record_is_named_and_the_rest_counts(experiment: Path) -> None
     found = status.read(FolderStore(experiment), NOW)
     assert found["trials"]["done"] == 35 and record.name in found["damaged"][0]
     assert "no word of one" in status.text(found) and record.name in status.text(found)
+
+
+def test_damaged_baselines_are_a_line_with_its_next_step_and_the_rest_counts(experiment: Path) -> None:
+    (experiment / BASELINES).write_text("{")
+    found = status.read(FolderStore(experiment), NOW)
+    assert found["trials"]["done"] == 36 and found["models"]["alpha"]["dense_acc_mean"] is None
+    assert found["damaged"][0] in status.text(found) and "restore it from a copy" in found["damaged"][0]
+
+
+def test_the_best_is_that_by_the_objective_of_the_search(experiment: Path) -> None:
+    about = json.loads((experiment / EXPERIMENT).read_text())
+    records = Ledger(FolderStore(experiment)).records()
+    for objective, best in (("accuracy", "acc_mean"), ("perplexity", "ppl"), ("of no version", "acc_mean")):
+        about["settings"] = {**(about.get("settings") or {}), "objective": objective}
+        (experiment / EXPERIMENT).write_text(json.dumps(about))
+        found = status.read(FolderStore(experiment), NOW)["models"]["alpha"]
+        chosen = (min if best == "ppl" else max)(
+            (record for record in records if record.model == "alpha" and record.status == "complete"),
+            key=lambda record: record.metrics[best],
+        )
+        assert found["best"]["key"] == chosen.key and found["by"] == ("perplexity" if best == "ppl" else "accuracy")
+    assert ", accuracy " in status.text(status.read(FolderStore(experiment), NOW))
 
 
 @pytest.mark.parametrize(
@@ -227,3 +249,14 @@ def test_a_status_that_cannot_be_written_is_told_at_the_next_tick(
             time.sleep(0.01)
             observer.on_tick(1)
     monkeypatch.undo()
+
+
+def test_a_search_that_had_nothing_left_to_run_has_ended(experiment: Path) -> None:
+    """Also where the start before it was killed after its last trial, or was stopped."""
+    for state, after in (("running", "ended"), ("stopped", "ended"), ("ended", "ended")):
+        search_says(experiment, state=state, pid=2**22 - 1, host=platform.node())
+        ended(FolderStore(experiment))
+        assert json.loads((experiment / STATUS).read_text())["state"] == after
+    (experiment / STATUS).unlink()
+    ended(FolderStore(experiment))
+    assert not (experiment / STATUS).exists()

@@ -32,7 +32,8 @@ def stage_line(report: StageReport) -> str:
     if report.stage == "perplexity":
         return f"perplexity   {_perplexity(metrics['ppl'])}  ({report.tokens:,} tokens, {seconds})"
     items = f"{report.items_scored:,} of {report.items_total:,} items"
-    accuracy = f"{metrics['acc_mean']:.4f} ± {metrics['acc_mean_stderr']:.4f}"
+    error = metrics["acc_mean_stderr"]  # unknown while a task has one item
+    accuracy = f"{metrics['acc_mean']:.4f}{'' if math.isnan(error) else f' ± {error:.4f}'}"
     return f"zero-shot    {accuracy}  ({items}; {report.tokens:,} tokens, {seconds})"
 
 

@@ -52,7 +52,8 @@ def describe(plan: Plan) -> str:
     rows = [
         (
             "experiment",
-            f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
+            f"{shown_path(plan.experiment_dir)}"
+            + (f"  ({min(done, total)} of {total} trials are in its ledger)" if done else ""),
         ),
         ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws or recover else ''}{total} trials"),
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),

@@ -21,6 +21,7 @@ from tune_prune.core.ledger import Ledger, read_about, read_baselines, stranger
 from tune_prune.core.store import BASELINES, BEST_CONFIG, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, RECIPE, unread
+from tune_prune.core.values.kinds import plain
 from tune_prune.data import checks
 from tune_prune.data.sources import MeasuredOn, data_fingerprint, measured_on
 from tune_prune.models import catalog
@@ -32,6 +33,8 @@ from tune_prune.pruning.methods import NO_STEPS, load_method
 from tune_prune.trial.steps import samples_needed
 
 log = logging.getLogger(__name__)
+
+_OF_ANALYSIS = "best_config.json"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         raise DamagedFile(path, "a folder, where a file belongs", "remove it, then search again")
     content = read_file(path)
     if content is None:
+        if is_folder and isinstance(place, Path) and (place / _OF_ANALYSIS).is_file():
+            raise UserError(f"--config {asked} is a folder of an analysis; name {place / _OF_ANALYSIS}")
         if is_folder and isinstance(place, Path):
             step = "run the same search command to its end, which writes it even where nothing is left to run, or name another one"
             raise UserError(f"--config {asked} has no {BEST_CONFIG}: {step}")
@@ -207,7 +212,7 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
     """The configuration that `values` name, by the names of HYPERPARAMETERS (None or absent: the default), of a model that is
     known without its weights; `align` is the N of shape aligned. Raises UserError."""
     method = load_method(values["method"])
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {name: plain(value) for name, value in values.items() if value is not None}
     missing = [name for name in method.hyperparameters if HYPERPARAMETERS[name].required and name not in given]
     if missing:
         examples = ", ".join(f"{name}={HYPERPARAMETERS[name].example}" for name in missing)

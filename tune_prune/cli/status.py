@@ -28,6 +28,7 @@ from tune_prune.core.records import FAILURES, TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, STATUS, Store, location, open_store
 from tune_prune.core.terminal.escapes import printable
 from tune_prune.core.validation import Count, validated
+from tune_prune.core.values.measures import MEASURES, measured
 
 STALE_S = 35.0  # three of its beats (tuning.observers.status.BEAT_S) are missing
 _SHOWN = 8  # trials that run, classes of failure
@@ -101,8 +102,12 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
     others = {record.key: what for record in readable if (what := stranger(record, about))}
     damaged += [DamagedFile(ledger.path(key), what, _NOT_OURS) for key, what in others.items()]
     records = [record for record in readable if record.key not in others]
-    baselines = {}
-    for label, record in read_baselines(store).items():
+    baselines, measured_dense = {}, {}
+    try:
+        measured_dense = read_baselines(store)
+    except DamagedFile as error:
+        damaged.append(error)
+    for label, record in measured_dense.items():
         if what := stranger(record, about):
             damaged.append(DamagedFile(store.path(BASELINES), what, _NOT_OURS))
         else:
@@ -111,7 +116,7 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
         search = _said(store)
     except DamagedFile as error:  # only a view
         search, damaged = None, [error, *damaged]
-    planned = _planned(about)
+    planned, objective = _planned(about), (about.get("settings") or {}).get("objective")
     states = Counter(record.status for record in records)
     return {
         "experiment": store.folder.name,
@@ -126,7 +131,7 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
         },
         "damaged": [str(error) for error in damaged],
         "failures": _failures(records),
-        "models": _best(records, baselines),
+        "models": _best(records, baselines, objective if objective in MEASURES else "accuracy"),
         "gpu_hours": gpu_hours([*records, *baselines.values()], PassLog(store).read()),
     }
 
@@ -185,20 +190,20 @@ def _name(record: TrialRecord) -> str:
     return PruningConfig.from_dict(record.config).name
 
 
-def _best(records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord]) -> dict[str, Any]:
-    """Of each group: how many are complete, and the most accurate of these."""
+def _best(records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord], objective: str) -> dict[str, Any]:
+    """Of each group: how many are complete, and the best of these by `objective` (one of MEASURES)."""
     complete = [record for record in records if record.status == "complete"]
     configs = {record.key: PruningConfig.from_dict(record.config) for record in complete}
     groups = {record.key: configs[record.key].group(record.model) for record in complete}
     found: dict[str, Any] = {}
     for group, label in group_labels(groups.values()).items():
         model, members = group[0], [record for record in complete if groups[record.key] == group]
-        accurate = [r for r in members if math.isfinite(r.metrics.get("acc_mean", math.nan))]
-        found[label] = {"complete": len(members), "best": None, "dense_acc_mean": None}
+        known = [record for record in members if math.isfinite(measured(record.metrics, objective))]
+        found[label] = {"complete": len(members), "best": None, "by": objective, "dense_acc_mean": None}
         if model in baselines:
             found[label]["dense_acc_mean"] = baselines[model].metrics.get("acc_mean")
-        if accurate:
-            best = max(accurate, key=lambda record: record.metrics["acc_mean"])
+        if known:
+            best = max(known, key=lambda record: measured(record.metrics, objective))
             values = {name: best.metrics.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
             found[label]["best"] = {"config": configs[best.key].name, "key": best.key, **values}
     return found
@@ -224,7 +229,7 @@ def text(found: Mapping[str, Any]) -> str:
         kind = FAILURES.get(failure["failure"], failure["failure"])
         why = f"{kind}: {failure['count']:,}, the latest {latest['model']} {latest['config']} on {latest['host']}"
         lines.append(("" if index else "failed", f"{why}: {_short(latest['reason'])}"))
-    lines += [("damaged", _short(error)) for error in found["damaged"][:_SHOWN]]
+    lines += [("damaged", error) for error in found["damaged"][:_SHOWN]]
     for index, (label, model) in enumerate(found["models"].items()):
         lines.append(("" if index else "best", _of_model(label, model)))
     if found["state"] == "running" and search["eta_seconds"] is not None:
@@ -278,14 +283,15 @@ def _piece(piece: Mapping[str, Any]) -> str:
 def _of_model(label: str, model: Mapping[str, Any]) -> str:
     best = model["best"]
     if best is None:
-        return f"{label}: none of {model['complete']:,} has a finite accuracy"
+        return f"{label}: of none of {model['complete']:,} a finite {model['by']} is known"
     error = best["acc_mean_stderr"]
     known = "" if error is None or not math.isfinite(error) else f" ± {error:.4f}".replace(" 0.", " .")
     accuracy = f"{best['acc_mean']:.4f}".replace("0.", ".", 1)
     dense = "" if model["dense_acc_mean"] is None else f" (dense {model['dense_acc_mean']:.4f})".replace(" 0.", " .")
-    return f"{label}: {best['config']}, accuracy {accuracy}{known}{dense}, of {model['complete']:,} complete"
+    by = "" if model["by"] == "accuracy" else f" by {model['by']}"
+    return f"{label}: {best['config']}{by}, accuracy {accuracy}{known}{dense}, of {model['complete']:,} complete"
 
 
-def _short(sentence: str, width: int = 160) -> str:
+def _short(sentence: str, width: int = 300) -> str:
     line = " ".join(sentence.split())
     return line if len(line) <= width else f"{line[: width - 1]}…"

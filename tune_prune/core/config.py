@@ -215,6 +215,9 @@ class EvaluationProtocol:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise UserError("no task was named; name at least one, e.g. --tasks boolq,piqa")
+        for name in self.tasks:
+            if name == "mean" or name.endswith("_stderr"):  # acc_mean and acc_<task>_stderr are metrics of every record
+                raise UserError(f"a task cannot be named {name!r}, which metrics are named by; rename its folder")
         if self.limit is not None and not Whole(1, 10**9).holds(self.limit):
             raise UserError(
                 f"limit is {self.limit!r}; it must be at least 1 item per task, or be left out for all items"

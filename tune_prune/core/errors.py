@@ -97,6 +97,6 @@ def require(name: str, value: str, known: Iterable[str]) -> None:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A clause for an error about an unknown name: the closest known name, then all of them."""
     known = sorted(known)
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(known)}"

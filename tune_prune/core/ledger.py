@@ -200,11 +200,14 @@ def required_about(store: Store) -> dict[str, Any]:
 def proven(store: Store, name: str, kind: type, what: str, step: str) -> dict[str, Any] | None:
     """What is kept under `name`, with fields of the types of `kind` and, where it has one, a checksum that holds; None where there
     is nothing. Raises DamagedFile: it is not `what`, and `step` says what to do."""
-    values, path = store.read(name), store.path(name)
-    if values is None:
-        return None
+    path = store.path(name)
     try:
+        values = store.read(name)
+        if values is None:
+            return None
         validated(kind, values)
+    except DamagedFile as error:
+        raise DamagedFile(error.path, error.what, step) from error
     except ValueError as error:
         raise DamagedFile(path, f"not {what} ({error})", step) from error
     return _check_seal(store, name, values, path, step)

@@ -19,15 +19,13 @@ configuration the dense model is measured: the baseline.
 
 from __future__ import annotations
 
+import math
 import platform
-import resource
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +39,7 @@ from tune_prune.core.store import ITEMS, KL, PLAN, PLAN_COMPARISON, Store
 from tune_prune.evaluation.divergence import Divergence
 from tune_prune.evaluation.item_scores import ItemScore, gold_logprobs_by_task, outcomes_by_task, summarize, to_parquet
 from tune_prune.models.catalog import ModelSource
+from tune_prune.models.runner.devices import device_name, peak_memory, reset_peak
 from tune_prune.pruning.diagnostics import extreme_pruning_layers, pruning_comparison
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.pruning.methods import load_method
@@ -224,6 +223,9 @@ class Trial:
             yield report
         with self._stage("perplexity") as report:
             result, report.tokens = context.measure_perplexity(recipe)
+            if math.isnan(result.ppl) and not plan.removed_params:
+                what = f"{context.run.label} predicts NaN on the perplexity text, though its weights are finite"
+                raise NotFinite(f"{what}; correct its config.json, or compute with another --dtype")
             report.way = context.way_to_measure("perplexity", recipe) if report.tokens else ""
             report.metrics = {"ppl": result.ppl}
             if "params_count" not in self.progress.metrics:  # of the dense model, or of one that was pruned before
@@ -266,7 +268,7 @@ class Trial:
         report = StageReport(name, 0.0)
         started = time.perf_counter()
         devices = self.context.loaded.devices
-        _reset_peak(devices)
+        reset_peak(devices)
         try:
             yield report
             for device in devices:
@@ -274,11 +276,11 @@ class Trial:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
             report.duration_s = time.perf_counter() - started
-            report.peak_memory_bytes = _peak(devices)
+            report.peak_memory_bytes = peak_memory(devices)
             kept = replace(report, outcomes={}, gold_logprobs={})
             self.progress = replace(self.progress, reports=(*self.progress.reports, kept))
         finally:  # what a failed stage has taken is recorded too
-            peak = max(self.progress.peak_memory_bytes, _peak(devices))
+            peak = max(self.progress.peak_memory_bytes, peak_memory(devices))
             notes = (*self._caveats, *self.context.fallback.notes)
             self.progress = replace(self.progress, peak_memory_bytes=peak, notes=notes)
 
@@ -320,41 +322,11 @@ def prepare(
     """Compute, or find in the cache, what the trials on the same samples share: one pass for each statistic at most. Gives every
     pass that was really made, when it is made: what for, and its cost."""
     for name, missing in by_statistic(context.cache.missing(samples, needs)).items():
-        _reset_peak(context.loaded.devices)
+        reset_peak(context.loaded.devices)
         started = time.perf_counter()
         _, tokens = context.collect(samples, missing)
         about = {"model": context.run.label, **samples.to_dict()}
         about |= {need.kind or "num_samples": need.num_samples for need in missing}
         statistic, duration_s = load_statistic(name), time.perf_counter() - started
-        peak, way = _peak(context.loaded.devices), context.way(statistic)
+        peak, way = peak_memory(context.loaded.devices), context.way(statistic)
         yield about, StageReport(statistic.stage, duration_s, tokens=tokens, peak_memory_bytes=peak, way=way)
-
-
-@cache
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's as far as the system tells it: its model on x86 Linux, else what kind it is."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
-
-
-def _reset_peak(devices: Iterable[torch.device]) -> None:
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(devices: Iterable[torch.device]) -> int:
-    """Of the fullest device: another one must be as large."""
-    return max(peak_memory_bytes(device) for device in devices)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """GPU: the most torch has allocated since its peak was reset; CPU: the process's peak resident set, which only grows."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -104,6 +104,21 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+class Once(argparse.Action):
+    """A flag that may be given once, where another command adds what a second one says."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise UserError(f"{option_string} is given twice, and {parser.prog} takes one; run it once for each")
+        setattr(namespace, self.dest, values)
+
+
 class _PrintVersions(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(versions())

@@ -156,3 +156,9 @@ def texts_of(source: str) -> list[str]:
     """The texts of a mixture, known names or absolute paths without a plus sign; of any other source itself alone."""
     parts = source.split("+")
     return parts if all(part in KNOWN_TEXTS or part.startswith("/") for part in parts) else [source]
+
+
+def plain(value: Any) -> Any:
+    """Python's own number for one of numpy, as tables of results have them."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else value
