@@ -49,6 +49,7 @@ def measure(
             f"the tokenizer of {context.run.label} gives the token id {largest}, but vocab_size in its config.json is "
             f"{vocab_size}; use the model's own tokenizer files"
         )
+    _ = context.suite  # a task that cannot be built is refused before anything is measured
     key = context.key(config and replace(config, calibration=None))  # it is not read
     trial = Trial(config, context, key=key, base=base)
     for report in trial.stages() if recipe is None else trial.measure(recipe):

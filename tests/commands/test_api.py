@@ -130,7 +130,7 @@ def test_numbers_may_be_numpys_and_what_is_no_name_is_said(model: Model, pruned:
     again = model.prune("layerwise", ratio=np.float64(0.3), seq_len=seq_len, num_samples=num_samples)
     assert again.config == pruned.config and type(again.config.seq_len) is int and again.plan == pruned.plan
     assert len(model.evaluate(limit=np.int64(2), tasks="boolq").items) == 2
-    with pytest.raises(UserError, match="unknown method None"):
+    with pytest.raises(UserError, match="unknown pruning method None"):
         model.prune(None, seq_len=16, num_samples=10)  # type: ignore[arg-type]
 
 

@@ -113,7 +113,6 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "revision of no hub model": ([*TINY, "--revision", "main"], ["--revision main", "leave it out"]),
     "no task": ([*TINY, "--tasks", ","], ["--tasks", "at least one"]),
     "unknown task": ([*TINY, "--tasks", "piqa,bolq"], ["'bolq'", "did you mean 'boolq'?"]),
-    "a task of a metric's name": ([*TINY, "--tasks", "mean,piqa"], ["a task cannot be named 'mean'", "rename"]),
     "limit 0": ([*TINY, "--limit", "0"], ["--limit", "'0'", "from 1"]),
     "unknown dtype": ([*TINY, "--dtype", "float16"], ["--dtype", "'float16'", "bfloat16"]),
     "unknown device": ([*TINY, "--device", "tpu"], ["--device", "'tpu'", "cuda"]),

@@ -12,7 +12,7 @@ import tune_prune
 from tests.search_folders import TINY
 from tune_prune import search
 from tune_prune.core.ledger import Ledger
-from tune_prune.core.store import FolderStore
+from tune_prune.core.store import STATUS, FolderStore
 from tune_prune.core.values.measures import MEASURES, measured
 
 
@@ -41,7 +41,13 @@ def test_a_search_by_kl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
     assert search.main(argv) == 2
     assert "was made with other settings (objective was kl, is accuracy)" in capsys.readouterr().err
+    status = json.loads((folder / STATUS).read_text())
+    assert status["state"] == "ended"
+    (folder / STATUS).write_text(
+        json.dumps(status | {"state": "running"})
+    )  # as of one that was killed after its last trial
     assert search.main([*argv, "--objective", "kl"]) == 0
+    assert json.loads((folder / STATUS).read_text())["state"] == "ended"
     assert [record.started_at for record in Ledger(FolderStore(folder)).records()] == [r.started_at for r in records]
 
 

@@ -30,6 +30,7 @@ from tune_prune.cost_model.gpus import Gpu, visible_gpus
 from tune_prune.cost_model.memory_plan import MemoryPlan
 from tune_prune.cost_model.workload import memory_of
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner import devices as of_models
 from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.planning import plan_cost, preflight
 from tune_prune.planning.plan import Plan, SearchSettings
@@ -203,7 +204,7 @@ def test_a_stage_waits_for_all_gpus_and_the_fullest_counts(monkeypatch: pytest.M
     allocated = {"cuda:0": 0, "cuda:1": 0}  # at most, since it was reset
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: allocated.update({str(device): 0}))
-    monkeypatch.setattr(trial, "peak_memory_bytes", lambda device: allocated[str(device)])
+    monkeypatch.setattr(of_models, "_peak_memory_bytes", lambda device: allocated[str(device)])
     one = trial.Trial.__new__(trial.Trial)
     devices = tuple(torch.device("cuda", index) for index in range(2))
     one.context, one._caveats = SimpleNamespace(loaded=SimpleNamespace(devices=devices), fallback=Fallback()), ()
@@ -349,7 +350,7 @@ def test_a_stage_ends_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(trial.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(trial, "peak_memory_bytes", lambda device: 0)
+    monkeypatch.setattr(of_models, "_peak_memory_bytes", lambda device: 0)
     one = trial.Trial.__new__(trial.Trial)
     loaded = SimpleNamespace(devices=(torch.device("cuda"),))
     one.context, one._caveats = SimpleNamespace(loaded=loaded, fallback=Fallback()), ()

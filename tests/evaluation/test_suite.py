@@ -15,6 +15,7 @@ from lm_eval.api.metrics import mean_stderr
 from tests.quiz import DATA, byte_tokenizer, quiz_items, score_all, unequal_llama, write_quiz
 from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
+from tune_prune.core.errors import UserError
 from tune_prune.data.task_files import TaskSource
 from tune_prune.embedded import tasks_dir
 from tune_prune.evaluation import zero_shot
@@ -209,3 +210,12 @@ def test_items_in_a_text_are_counted_with_their_right_answers_alone():
         count(text(first, True).replace(" ", "\n ") + "\n", text(second, True)) == 9
     )  # each once, whatever the white space
     assert count(text(first, True)[1:]) == 4 and count(text(first, True)[:-1]) == 4  # each of them whole
+
+
+@pytest.mark.parametrize("name", ["mean", "boolq_stderr"])
+def test_a_task_has_no_name_of_a_metric(name):
+    """acc_mean is the mean over tasks, acc_boolq_stderr an error: a record with both could not be read again."""
+    with pytest.raises(
+        UserError, match=f"a task cannot be named '{name}', which metrics are named by; rename its folder"
+    ):
+        EvaluationProtocol(("boolq", name))

@@ -61,8 +61,8 @@ def text_table(table: Table, language: str = "en") -> str:
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, columns: int = COLUMNS) -> str:
     """Aligned columns below a header and a rule, each line ended by a newline.
 
-    `align` has an l or r per column. A table too wide is continued below with its first column repeated; of a cell too wide
-    for any table, the end is left out.
+    `align` has an l or r per column. A table too wide is continued below with its first column repeated, or as many as tell its
+    rows apart within half a line; of a cell too wide for any table, the end is left out.
     """
     padded = []
     for side, *cells in zip(align, header, *rows, strict=True):
@@ -70,13 +70,25 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str, co
         widest = max(map(len, texts))
         texts.insert(1, "-" * widest)
         padded.append([text.ljust(widest) if side == "l" else text.rjust(widest) for text in texts])
-    parts = [padded[:1]]
-    for column in padded[1:]:
-        if len(parts[-1]) > 1 and sum(len(_GAP + shown[0]) for shown in [*parts[-1], column]) > columns:
-            parts.append(padded[:1])
+    first = _names(padded, columns)
+    parts = [padded[:first]]
+    for column in padded[first:]:
+        if len(parts[-1]) > first and sum(len(_GAP + shown[0]) for shown in [*parts[-1], column]) > columns:
+            parts.append(padded[:first])
         parts[-1].append(column)
     blocks = ["\n".join((_GAP + _GAP.join(row)).rstrip() for row in zip(*part, strict=True)) for part in parts]
     return "\n\n".join(blocks).replace("\0", "") + "\n"
+
+
+def _names(padded: Sequence[Sequence[str]], columns: int) -> int:
+    """How many of the first columns (header, rule, cells) tell rows apart; 1 where that takes more than half of a line."""
+    for count in range(1, len(padded)):
+        names = list(zip(*(column[2:] for column in padded[:count]), strict=True))
+        if sum(len(_GAP + column[0]) for column in padded[:count]) > columns // 2:
+            return 1
+        if len(set(names)) == len(names):
+            return count
+    return 1
 
 
 def _clipped(text: str) -> str:

@@ -105,6 +105,7 @@ def _across(findings: Findings) -> Table | None:
     if for_all["config"] is None:
         return table
     losses = [for_all["models"].get(row["model"], {}) for row in table.rows]
+    losses = [{name: loss.get(name) for name in ("loss_points", "loss_points_stderr")} for loss in losses]
     column = Column("loss_points", f"Best for all: {for_all['config']}", "points", "loss_points_stderr")
     rows = [{**row, **loss} for row, loss in zip(table.rows, losses, strict=True)]
     return replace(table, columns=[*table.columns, column], rows=rows)
