@@ -237,7 +237,7 @@ def pieces_hash(path: Path) -> str:
 def folder_fingerprint(folder: Path, file_hash: Callable[[Path], str]) -> str:
     """What the model in `folder` is, by the contents of config, tokenizer and weight files (`content_hash`, or an older one)."""
     own = {"config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
-    if not (folder / "tokenizer.json").is_file():  # which has all that these say
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         own |= {"vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"}
     there = [path for path in folder.iterdir() if path.is_file()]  # no device or pipe, which may have no end
     names = {path.name for path in there if path.name in own or path.suffix in {".safetensors", ".bin"}}
