@@ -89,7 +89,7 @@ def test_every_step_of_an_evaluation_fills_its_bar(bars: list[Any], tmp_path: Pa
     argv = ["--model", "tiny-llama", "--limit", "4", "--tasks", "boolq,piqa", "--device", "cpu"]
     with terminal():
         assert evaluate.main(argv) == 0
-    assert list(dict.fromkeys(bar.desc for bar in bars)) == ["weights", "perplexity", "tasks", "zero-shot"]
+    assert list(dict.fromkeys(bar.desc for bar in bars)) == ["weights", "tasks", "perplexity", "zero-shot"]
     slices = [bar for bar in bars if bar.desc == "zero-shot"]
     assert len({bar.total for bar in slices}) == 1 and slices[0].initial == 0 and slices[-1].n == slices[-1].total
     assert [bar.initial for bar in slices[1:]] == [bar.n for bar in slices[:-1]]  # one goes on where the last one ended
