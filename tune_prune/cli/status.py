@@ -7,7 +7,6 @@ is old, the search was killed or its machine does not reach the storage: that is
 from __future__ import annotations
 
 import math
-import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from tune_prune.core.config import PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import DamagedFile, to_json
 from tune_prune.core.ledger import Ledger, PassLog, read_baselines, required_about, stranger
+from tune_prune.core.process import machine
 from tune_prune.core.records import FAILURES, TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, STATUS, Store, location, open_store
 from tune_prune.core.terminal.escapes import printable
@@ -262,15 +262,7 @@ def _of_search(found: Mapping[str, Any]) -> str:
 
 def _gone(search: Mapping[str, Any]) -> bool:
     """Whether it ran on this machine, and does not any more."""
-    if search["host"] != platform.node():
-        return False
-    try:
-        os.kill(int(search["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # it is another user's
-        return False
-    return False
+    return search["host"] == platform.node() and not machine.lives(int(search["pid"]))
 
 
 def _piece(piece: Mapping[str, Any]) -> str:
@@ -286,7 +278,7 @@ def _of_model(label: str, model: Mapping[str, Any]) -> str:
         return f"{label}: of none of {model['complete']:,} a finite {model['by']} is known"
     error = best["acc_mean_stderr"]
     known = "" if error is None or not math.isfinite(error) else f" ± {error:.4f}".replace(" 0.", " .")
-    accuracy = f"{best['acc_mean']:.4f}".replace("0.", ".", 1)
+    accuracy = "unknown" if best["acc_mean"] is None else f"{best['acc_mean']:.4f}".replace("0.", ".", 1)
     dense = "" if model["dense_acc_mean"] is None else f" (dense {model['dense_acc_mean']:.4f})".replace(" 0.", " .")
     by = "" if model["by"] == "accuracy" else f" by {model['by']}"
     return f"{label}: {best['config']}{by}, accuracy {accuracy}{known}{dense}, of {model['complete']:,} complete"

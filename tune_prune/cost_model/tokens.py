@@ -107,9 +107,8 @@ def zero_shot_tokens(
             items += len(docs)
             tokens += task_tokens
             scored += task_tokens * _scored(sample) / sample.num_tokens
-            sampled += (
-                requests if longest in some else [*requests, *_encode(tokenizer, [longest])]
-            )  # which memory depends on
+            # Memory depends on the longest one, wherever it stands.
+            sampled += requests if longest in some else [*requests, *_encode(tokenizer, [longest])]
     if known_tokens is not None:
         scored *= known_tokens / tokens
         tokens = known_tokens

@@ -263,9 +263,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str, residency: 
     unused = [name for name in sorted(report["unexpected_keys"]) if name.endswith((".weight", ".bias"))]
     wrong += [f"{name} is not used" for name in unused]
     tied = residency.gpus == 1 and getattr(config, "tie_word_embeddings", False)
-    if (
-        tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight
-    ):  # both are stored, and differ
+    # Where both are stored and differ, transformers leaves them apart.
+    if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         wrong.append("its output head is not its embeddings, as tie_word_embeddings says")
     if wrong:
         raise UserError(

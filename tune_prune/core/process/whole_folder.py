@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tune_prune.core.process.machine import lives
+
 
 def clear_killed(folder: Path) -> None:
     """Remove what killed processes of this machine have left beside `folder`; an old folder that was not replaced yet is put
@@ -19,7 +21,7 @@ def clear_killed(folder: Path) -> None:
         kind, _, host = kind.partition("-")
         if kind not in ("partial", "replaced") or host not in ("", platform.node()) or not pid.isdecimal():
             continue  # without a host: of an older version
-        if int(pid) != os.getpid() and _lives(int(pid)):  # in a container ids come again
+        if int(pid) != os.getpid() and lives(int(pid)):  # in a container ids come again
             continue
         if kind == "replaced" and not folder.exists():
             path.rename(folder)
@@ -44,13 +46,3 @@ def renamed_at_the_end(folder: Path) -> Iterator[Path]:
             work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # it is another user's
-        return True
-    return True
