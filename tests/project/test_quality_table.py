@@ -226,7 +226,7 @@ def test_the_pages_have_the_numbers_that_were_measured() -> None:
         "quality_scores_trained_alone.json",
         "quality_two_steps.json", "quality_two_steps_layerwise.json", "quality_recipe_parts.json",
         "quality_two_steps_trained.json", "quality_two_steps_trained_layerwise.json",
-        "quality_more_questions.json", "quality.json",
+        "quality_more_questions.json", "quality_uniform.json", "quality.json",
     ):  # fmt: skip
         rows = json.loads((ROOT / "docs" / "studies" / "smollm2-135m" / name).read_text(encoding="utf-8"))
         assert markdown(rows) in page
