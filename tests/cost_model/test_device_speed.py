@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+import pytest
 import torch
 from transformers import MistralConfig
+from transformers.configuration_utils import PretrainedConfig
 
+from tests.cost_model.test_cost_model import SPEED, work
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.cost_model import device_speed
-from tune_prune.cost_model.device_speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, SpeedRequest, _Bench, measure
+from tune_prune.cost_model import estimate as estimates
+from tune_prune.cost_model.device_speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, SpeedRequest, _Bench, measure
 from tune_prune.cost_model.tokens import zero_shot_tokens
 from tune_prune.data.task_files import TaskSource
 from tune_prune.models.families import decoder_layers
+from tune_prune.pruning.compensation import recovery
 
 
 def test_other_programs_do_not_make_the_measured_speed_slower(tiny_llama):
@@ -92,3 +98,51 @@ def test_a_starved_machine_gives_no_negative_speed(monkeypatch, tiny_llama):
     bench = _Bench(SpeedRequest(tiny_llama[0], "float32", "cpu", 1, LONG_ROW))
     line = bench._line(lambda rows, length: lambda: None, 2048)
     assert line.at_zero > 0 and line.slope > 0
+
+
+def gpu_that_launches(
+    config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch, launching: float, of_token: float
+) -> _Bench:
+    """A device that takes so many seconds for every call, and no more until there are tokens enough to take longer."""
+    bench, now = _Bench(SpeedRequest(config, "float32", "cpu", 1, 64)), [0.0]
+    bench.device = torch.device("cuda")
+    monkeypatch.setattr(device_speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench, "_wait", lambda: None)
+
+    def make(tokens: int):
+        def run() -> None:
+            now[0] += max(launching, of_token * tokens)
+
+        return run
+
+    bench.make = make
+    return bench
+
+
+def test_a_small_model_on_a_gpu_is_not_taken_for_as_slow_as_its_launches(tiny_llama, monkeypatch):
+    """SmolLM2's 30 layers are launched in some 25 ms, whatever the batch: forecasts for an H100 were eight times too long."""
+    bench = gpu_that_launches(tiny_llama[0], monkeypatch, launching=0.03, of_token=1e-5)
+    assert bench._steady(bench.make, 16_384) == pytest.approx(1e-5)
+    assert bench._steady(bench.make, 512) == pytest.approx(0.03 / 512)  # no pass has larger batches
+    assert bench._call(lambda rows, length: bench.make(rows * length)) == pytest.approx(0.03 * bench.weights)
+    bench.device = torch.device("cpu")
+    assert bench._call(lambda rows, length: bench.make(rows * length)) == 0
+
+
+def test_a_slow_gpu_is_not_given_ever_larger_batches(tiny_llama, monkeypatch):
+    bench = gpu_that_launches(tiny_llama[0], monkeypatch, launching=0.01, of_token=0.3)
+    assert bench._steady(bench.make, 16_384) == pytest.approx(0.3)
+
+
+def test_steps_of_a_training_take_no_less_than_their_launches():
+    """Of a small model on a GPU a step of 512 tokens takes as long as it takes to launch it."""
+    few = recovery.step_work(100, work().arithmetic.layers)
+    todo = replace(
+        few, tokens=100 * few.tokens, attention_tokens=100 * few.attention_tokens, mlp_tokens=100 * few.mlp_tokens
+    )
+    quick = replace(SPEED, gradient=Line(1e-9, 0.0), head_gradient=0.0)
+    plain, launched = (
+        estimates._pass(work(speed=speed), "recovery", todo, 128).seconds
+        for speed in (quick, replace(quick, gradient_call=0.05))
+    )
+    assert plain < 0.01 and launched == pytest.approx(100 * 0.05)

@@ -9,6 +9,7 @@ share its caches and its memory bandwidth is not measured; `spread` and `load` s
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,9 @@ SHORT_ROW = 32  # tokens; attention's share is small
 LONG_ROW = 512
 CALL_S = 0.025  # batches grow until a call takes this long
 LONGEST_CALL_S = 0.2  # what would take longer is not tried
+IN_PROPORTION = (
+    0.75  # of the growth of a batch, by which a GPU's call grows once it waits for work and not for its launches
+)
 HEAD_POSITIONS = 16  # at least at once: one alone reads all its weights for itself, as no pass does
 ENGINE_S = 0.1  # of zero-shot rows, plain ones and trees each
 BUILT_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of layers
@@ -80,6 +84,10 @@ class DeviceSpeed:
         str, float
     ]  # by statistic with a gradient pass: seconds to read it out of the sums of gradients, once
     engine: float  # seconds of the zero-shot engine over those of plain forward passes
+    forward_call: float = (
+        0.0  # seconds that a call of all layers takes at least: on a GPU those of launching its kernels
+    )
+    gradient_call: float = 0.0
     spread: float = 1.0  # of equal runs the slowest over the fastest, median of all measurements
     load: Load = field(default_factory=Load)  # of the machine meanwhile
 
@@ -96,7 +104,7 @@ class DeviceSpeed:
             head=self.head * processes,
             head_gradient=self.head_gradient * processes,
             snapshots={name: seconds * processes for name, seconds in self.snapshots.items()},
-        )
+        )  # launches are each process's own
 
 
 def measure(request: SpeedRequest) -> DeviceSpeed:
@@ -138,17 +146,20 @@ class _Bench:
         self.spreads: list[float] = []
 
     def speed(self) -> DeviceSpeed:
-        forward = self._line(self._forward, self.batch_tokens)
+        forward, forward_call = self._line(self._forward, self.batch_tokens), self._call(self._forward)
         for layer in decoder_layers(self.model, self.family):
             for linear in self.family.linears(layer).values():
                 linear.requires_grad_(True)
-        gradient = self._line(self._gradient, self.gradient_tokens)
+        gradient, gradient_call = self._line(self._gradient, self.gradient_tokens), self._call(self._gradient)
         self.model.requires_grad_(False)
         head = self._steady(self._head, self.batch_tokens, HEAD_POSITIONS) * self.head_share
         head_gradient = self._steady(self._head_gradient, self.gradient_tokens, HEAD_POSITIONS) * self.head_share
         snapshots = {name: self._snapshot(name) for name in self.request.statistics}
         engine = self._engine(forward, head)
-        return DeviceSpeed(forward, gradient, head, head_gradient, snapshots, engine, median(self.spreads or [1.0]))
+        spread = median(self.spreads or [1.0])
+        return DeviceSpeed(
+            forward, gradient, head, head_gradient, snapshots, engine, forward_call, gradient_call, spread
+        )
 
     def _snapshot(self, name: str) -> float:
         """Of the statistic, with a pass over two tokens."""
@@ -168,6 +179,10 @@ class _Bench:
             slope = min(slope, short / (2 * SHORT_ROW))  # on a starved machine the line could fall below zero
         return Line((short - slope * SHORT_ROW) * self.weights, slope * self.queries)
 
+    def _call(self, run: Callable[[int, int], Callable[[], object]]) -> float:
+        """Seconds of a call of all layers that has next to nothing to do; none on a CPU, which launches nothing."""
+        return self._least(self._warm(run(1, SHORT_ROW))) * self.weights if self.device.type == "cuda" else 0.0
+
     def _warm(self, run: Callable[[], object]) -> Callable[[], object]:
         """`run`, on a GPU once done: its first call for each shape loads kernels, which takes up to seconds and is no speed."""
         if self.device.type == "cuda":
@@ -175,16 +190,20 @@ class _Bench:
         return run
 
     def _steady(self, make: Callable[[int], Callable[[], object]], most: int, count: int = 1) -> float:
-        """Seconds per unit of what `make(count)` runs, at the largest count from that up to `most` that stays short."""
-        count = min(count, most)
+        """Seconds per unit of what `make(count)` runs, at the largest count from that up to `most` that stays short; on a GPU
+        also where a small count is not short, as long as a larger one takes hardly longer."""
+        count, before, smaller = min(count, most), math.inf, 0
         while True:
             run = self._warm(make(count))
             seconds = self._seconds(run)
             if CALL_S <= seconds <= LONGEST_CALL_S:  # a first call may wait for pages that later ones find
                 seconds = min(seconds, self._seconds(run))
-            if seconds >= CALL_S or count >= most:
+            in_proportion = bool(smaller) and seconds / before >= IN_PROPORTION * count / smaller
+            launching = self.device.type == "cuda" and not in_proportion
+            if count >= most or seconds > LONGEST_CALL_S or (seconds >= CALL_S and not launching):
                 break
-            count = min(most, count * (4 if seconds < CALL_S / 4 else 2))
+            before, smaller = seconds, count
+            count = min(most, count * (4 if launching or seconds < CALL_S / 4 else 2))
         return (self._least(run) if seconds < 2 * CALL_S else seconds) / count
 
     def _least(self, run: Callable[[], object]) -> float:

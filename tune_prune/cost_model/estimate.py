@@ -266,8 +266,12 @@ def _pass(work: ModelWork, stage: str, todo: PassWork, seq_len: int, snapshot: f
     """One pass; `snapshot`: seconds in which its sums are read out once."""
     speed, arithmetic = work.speed, work.arithmetic
     tokens = arithmetic.layers_of_pass(todo, seq_len) / arithmetic.all_layers(1, seq_len)
-    rate, head = (speed.gradient, speed.head_gradient) if todo.backward else (speed.forward, speed.head)
-    seconds = tokens * rate(seq_len) + todo.head_positions * head + todo.snapshots * snapshot
+    rate, head, call = (speed.forward, speed.head, speed.forward_call)
+    if todo.backward:
+        rate, head, call = speed.gradient, speed.head_gradient, speed.gradient_call
+    calls = (todo.attention_tokens + todo.mlp_tokens) / (2 * arithmetic.layers * todo.batch_tokens)
+    seconds = max(tokens * rate(seq_len), calls * call)
+    seconds += todo.head_positions * head + todo.snapshots * snapshot
     if todo.backward and work.way.by_layer:
         seconds = BY_LAYER * seconds + _waiting_s(work, todo)
     if work.way.streamed:
