@@ -18,7 +18,8 @@ A worker holds the dense model all the time, unless its weights stay in their fi
 
 Saved per token and layer under sdpa attention, with H hidden size, Q width of the query heads, M channels: inputs of the
 projections 2 H + Q + M, queries, keys, values and output of the kernel 4 Q, the MLP's inner products 3 M, and the float32
-inputs of two norms 2 H (compare Korthikanti et al., arXiv:2205.05198, who count the layers of a GPT).
+inputs of two norms 2 H (compare Korthikanti et al., arXiv:2205.05198, who count the layers of a GPT); in float32 on a GPU, where
+query heads share keys, also scores of every head with the row's tokens: no fused kernel of torch's takes them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 from transformers.configuration_utils import PretrainedConfig
 
 from tune_prune.cost_model.memory_plan import MemoryPlan, StageMemory
-from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS
+from tune_prune.evaluation.divergence import TASK_TOKENS, TEXT_TOKENS, compared_tokens
 from tune_prune.evaluation.engine.rows import default_batch_tokens
 from tune_prune.evaluation.perplexity import windows_at_once
 from tune_prune.models.geometry import Geometry
@@ -43,18 +44,16 @@ from tune_prune.pruning.padding import most_bytes
 from tune_prune.pruning.statistics import PassWork
 from tune_prune.pruning.statistics.kfac import AT_ONCE
 
-# A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval and Ray; on a GPU the CUDA context.
+# A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval, Ray; on a GPU the CUDA context.
 PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
 INLINE_BYTES = {"cpu": 200 * 2**20, "cuda": 0}  # more of one that also plans and reports
 SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
 SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
 FLOAT32 = 4
-# What an allocator holds over what is counted of the tensors of a gradient pass through the whole model: on a CPU 0.97 to 1.26 in
-# 24 fresh processes.
+# What an allocator holds over what is counted of a gradient pass through the whole model: on a CPU 0.97 to 1.26 (24 processes).
 FRAGMENTATION = {"cpu": 1.35, "cuda": 1.2}
-# The same of all other stages, whose tensors come and go a layer or a part of the logits at a time: a share of them, up to so many
-# bytes. The C library keeps small freed blocks only (at most 32 MiB each) and differs from process to process: on CPUs it held
-# up to 1.9 times the tensors of a small model more (some 50 fresh processes on two machines), of Llama-3-8B, streamed, 0.6 GiB.
+# Of all other stages, whose tensors come and go a layer or a part of the logits at a time: a share of them, up to so many bytes.
+# C libraries keep small freed blocks: up to 1.9 times a small model's tensors (50 processes), of Llama-3-8B, streamed, 0.6 GiB.
 KEPT = {"cpu": (2.0, 640 * 2**20), "cuda": (0.2, sys.maxsize)}
 # Of what an evaluation does at once, before a leaner way is planned: a window, or 1,024 tokens of a 7B model's rows. A CPU's
 # batches are small anyway, and fewer zero-shot rows round otherwise: there no bit shall depend on what is free.
@@ -115,17 +114,18 @@ class Shapes:
         positions = window * max(1, min(way.at_once(windows_at_once(window, config, device)), text_tokens // window))
         at_once = max(1, MAX_LOGIT_ELEMENTS[device] // vocab)  # positions whose logits are there at a time
         logits = min(positions, at_once) * vocab * (self.itemsize % FLOAT32 + 2 * FLOAT32)
-        perplexity = positions * self._inner, logits + self._head_inputs(positions)
+        perplexity = positions * self._inner(window), logits + self._head_inputs(positions)
         tokens = max(way.at_once(default_batch_tokens(config, device)), longest_row)
         scored = int(SCORED_SHARE * tokens) if device == "cuda" else longest_row  # a CPU takes few logits at once
         masks = tokens * longest_row * (8 + 4 + self.itemsize)  # made from distances in int64
         logits = min(SOFTMAX_ELEMENTS[device], scored * vocab)  # those of all positions are there at once on a CPU only
         scores = FLOAT32 * logits + self.itemsize * (logits if device == "cuda" else scored * vocab)
-        zero_shot = tokens * self._inner + masks, scores + masks + self._head_inputs(tokens)
+        zero_shot = tokens * self._inner(longest_row) + masks, scores + masks + self._head_inputs(tokens)
         # Batches as large as zero-shot's, or one window. Of two models, half as many: logits, log-softmax, difference.
         compared = max(tokens, window)
         two = min(compared, at_once // 2) * vocab * (2 * self.itemsize + 3 * FLOAT32)
-        kl = compared * self._inner, two + self._head_inputs(2 * compared)
+        row = max(longest_row, min(window, compared_tokens(text_tokens, TEXT_TOKENS)))
+        kl = compared * self._inner(row), two + self._head_inputs(2 * compared)
         pruning = self.pruning(removed_params, replace(way, halvings=0))
         together = way.at_once(BLOCK_TOKENS)
         block = min(max(together, tokens), row_tokens)
@@ -155,9 +155,8 @@ class Shapes:
         a batch there; beside the layers are two of them, beside the head its own weights."""
         away = states if way.states != "device" else 0
         own, mapped = self._ends
-        ends = max(
-            own + mapped, self._allocated(head) + own
-        )  # the file is closed before anything goes through the head
+        # The file is closed before anything goes through the head.
+        ends = max(own + mapped, self._allocated(head) + own)
         activations = max(self._allocated(layers), ends - self._two_layers)
         return StageMemory(stage, str(way), held + states - away + self._two_layers, activations, away)
 
@@ -216,13 +215,13 @@ class Shapes:
         h, tokens = self.geometry.hidden_size, work.batch_tokens
         # Logits, in float32 too, and their log-softmax.
         head = self._logits(work) * (self.itemsize % FLOAT32 + 2 * FLOAT32) + self._head_inputs(tokens)
-        layers, carried, sums = tokens * self._inner, tokens * work.carried, 0
+        layers, carried, sums = tokens * self._inner(work.row_tokens), tokens * work.carried, 0
         if work.product_tokens:  # all of them go through a layer before the next one
             carried = work.tokens
             sums, batch, solving = self._products(work)
             layers = max(layers, batch, solving)
         elif not work.head_positions:
-            layers = tokens * self._watched(work.input_squares)
+            layers = tokens * (self._watched(work.input_squares) + 2 * self._scores(work.row_tokens))
         if way.from_files:
             run = max(work.tokens, work.head_positions, work.attention_tokens // self.geometry.num_layers)
             states = min(max(BLOCK_TOKENS, carried), run) * h * self.itemsize
@@ -233,14 +232,16 @@ class Shapes:
         return StageMemory(stage, str(RESIDENT), sums + carried * h * self.itemsize, activations)
 
     def _products(self, work: PassWork) -> tuple[int, int, int]:
-        """Of a refit, which sums up products of the inputs of a layer's last projections: the sums with the inputs that are held
-        out; of a batch the inputs, the residual stream, both scaled, those that stay, and their product; and what solving by the
-        sums takes: a copy of the larger ones, its Cholesky factor, and four matrices of the projection's size."""
-        item, h, q, m = max(FLOAT32, self.itemsize), self.geometry.hidden_size, self._q, self._m
-        most = max(q, m)
+        """Of a refit: sums of products of the inputs of a layer's last projections, with the inputs that are held out; of a batch
+        the inputs, the residual stream, both scaled, those that stay, and their product; and the larger of what solving by the sums
+        takes (a copy, its Cholesky factor, four matrices of the projection's size) and what trying does (the inputs that are held
+        out as one, those that stay, outputs with and without)."""
+        q, m, h = self._q, self._m, self.geometry.hidden_size
+        item, most = max(FLOAT32, self.itemsize), max(q, m)
         sums = q**2 + m**2 + (q + m) * work.held_tokens
         batch = work.batch_tokens * (self.itemsize * (most + 4 * h) + item * (2 * most + h))
-        return item * sums, batch + item * most**2, item * most * (2 * most + 4 * h)
+        fit = max(most * (2 * most + 4 * h), work.held_tokens * (2 * most + 2 * h))
+        return item * sums, batch + item * most**2, item * fit
 
     def _training(self, stage: str, work: PassWork, way: Residency, removed_params: int) -> StageMemory:
         """Gradients of adapters of a pruned copy, with that copy, what AdamW keeps of the adapters (they, a gradient and two
@@ -248,9 +249,8 @@ class Shapes:
         h = self.geometry.hidden_size
         own, copy = self._of_copy(way, removed_params)
         one = self._gradients(stage, work, own)
-        widths = 4 * (h + self._q) + 3 * (
-            h + self._m
-        )  # inputs and outputs; keys and values as if they were as wide as queries
+        # Inputs and outputs; keys and values as if they were as wide as queries.
+        widths = 4 * (h + self._q) + 3 * (h + self._m)
         adapters = 4 * FLOAT32 * work.adapter_rank * widths * self.geometry.num_layers
         waiting = work.waiting_tokens * h * self.itemsize if self.device == "cpu" else 0
         return replace(one, way=str(way), held=one.held + copy + adapters + waiting)
@@ -264,11 +264,9 @@ class Shapes:
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens
-        layers, logits = self.geometry.num_layers, self._logits(work)
-        saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h  # of a token in a layer
-        if (
-            not work.weight_sums and not work.adapter_rank
-        ):  # no weight's gradient needs the inputs of the first projections
+        layers, logits, scores = self.geometry.num_layers, self._logits(work), self._scores(work.row_tokens)
+        saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h + scores  # of a token in a layer
+        if not (work.weight_sums or work.adapter_rank):  # no weight's gradient needs inputs of the first projections
             saved -= item * 2 * h
         if work.adapter_rank:  # adapters in float32 save their inputs in it, too
             saved += FLOAT32 * bool(item % FLOAT32) * (5 * h + q + m)
@@ -293,7 +291,7 @@ class Shapes:
             states = work.attention_tokens // layers * h * item
             states *= (layers if way.states != "device" else layers_on(layers, self.gpus)) + 1
             head = logits * behind + tokens * h * (6 * item + 2 * FLOAT32)
-            inside = item * (2 * h + max(2 * m, 4 * q)) + squares  # gradients, while what was saved goes
+            inside = item * (2 * h + max(2 * m, 4 * q)) + squares + 2 * scores  # gradients, while what was saved goes
             inner = max(tokens * (saved + inside) + one, results)
             if way.from_files:
                 return self._streamed(stage, sums, states, inner, max(0, head - sums), way)
@@ -301,7 +299,7 @@ class Shapes:
         else:
             here = layers_on(layers, self.gpus)
             sums = sums * self._on_one(self._projections) + here * products
-            inside = item * (3 * h + 4 * q + 4 * m) + squares
+            inside = item * (3 * h + 4 * q + 4 * m) + squares + 2 * scores
             # Logits, too; they are gone before the first layer's backward pass.
             scores = logits * (beside + behind)
             need = max(here * tokens * saved + max(scores, tokens * inside) + one, results)
@@ -319,11 +317,16 @@ class Shapes:
         """What goes into the head, and its norm in float32."""
         return tokens * 2 * self.geometry.hidden_size * (self.itemsize + FLOAT32)
 
-    @property
-    def _inner(self) -> int:
-        """Of a token inside one layer of a forward pass."""
-        h = self.geometry.hidden_size
-        return max(self.itemsize * (max(3 * self._m, 6 * self._q) + 5 * h), self.itemsize * 2 * h + FLOAT32 * 3 * h)
+    def _inner(self, row: int) -> int:
+        """Of a token of a row inside one layer of a forward pass."""
+        h, item = self.geometry.hidden_size, self.itemsize
+        inside = max(item * (max(3 * self._m, 6 * self._q) + 5 * h), item * 2 * h + FLOAT32 * 3 * h)
+        return inside + 2 * self._scores(row)
+
+    def _scores(self, row: int) -> int:
+        """Of a token the scores of all heads with its row's, where the kernel keeps them."""
+        whole = self.device == "cuda" and self.itemsize >= FLOAT32 and self.geometry.queries_per_kv > 1
+        return whole * row * self.itemsize * (self._q // self.geometry.head_dim)
 
     def _watched(self, squares: bool) -> int:
         """Of a token inside one layer of a forward pass without the head: projections, or the inputs of the last one with their

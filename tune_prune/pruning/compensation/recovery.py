@@ -132,7 +132,7 @@ def work(steps: int, num_layers: int) -> list[PassWork]:
     one, samples = step_work(steps, num_layers), samples_of(steps) + 2 * HELD_OUT
     tokens, heads = samples * WINDOW, 2 * 2 * HELD_OUT * WINDOW  # of both models, before and after
     heads += steps * one.head_positions  # of the dense model, to which a step compares
-    forward = PassWork(tokens, tokens * num_layers, tokens * num_layers, heads, one.batch_tokens)
+    forward = PassWork(tokens, tokens * num_layers, tokens * num_layers, heads, one.batch_tokens, WINDOW)
     counts = ("tokens", "attention_tokens", "mlp_tokens", "head_positions")
     return [forward, replace(one, **{name: steps * getattr(one, name) for name in counts})]
 

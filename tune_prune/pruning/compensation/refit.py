@@ -138,6 +138,7 @@ def work(tokens: int, num_layers: int, device: str, kept: float = 1.0) -> PassWo
         mlp_tokens=tokens * num_layers,
         head_positions=0,
         batch_tokens=min(tokens, batch_size(WINDOW, device) * WINDOW),
+        row_tokens=WINDOW,
         product_tokens=tokens - held,
         fitted_share=kept,
         held_tokens=held,

@@ -76,4 +76,5 @@ class ForwardSums(Statistic):
             mlp_tokens=layer_tokens,
             head_positions=0,
             batch_tokens=min(step, max(wanted)) * seq_len,
+            row_tokens=seq_len,
         )

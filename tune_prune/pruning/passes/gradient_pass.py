@@ -135,6 +135,7 @@ def gradient_work(wanted: Sequence[int], seq_len: int, num_layers: int, step: in
         mlp_tokens=samples * seq_len * num_layers,
         head_positions=samples * (seq_len - 1),
         batch_tokens=min(step, max(wanted)) * seq_len,
+        row_tokens=seq_len,
         backward=True,
         snapshots=len(wanted),
         weight_sums=weight_sums,

@@ -54,6 +54,7 @@ class PassWork:
     mlp_tokens: int  # tokens times MLP blocks
     head_positions: int  # of which logits are made
     batch_tokens: int  # of the largest batch
+    row_tokens: int  # of a sample
     carried: int = 1  # hidden states of each of its tokens that a forward pass has at once
     backward: bool = False  # whether gradients of the projections' weights are computed too
     snapshots: int = 0  # times that the sums over a model's weights are read out

@@ -109,6 +109,7 @@ class BlockRemoval(GrowingStatistic):
             mlp_tokens=run * (layers + num_layers * kinds.count("attention")),
             head_positions=sum(sizes) * (seq_len - 1) * runs,
             batch_tokens=max(sizes) * seq_len,
+            row_tokens=seq_len,
             carried=runs,
         )
 
