@@ -16,6 +16,8 @@ why, and the rest goes on. In the order of their value, of a model of Mistral-7B
     transfers       bytes per second to the GPU and back, from pageable and from pinned memory
     widths          matrix products of MLPs with an odd number of channels against multiples of 8 and of 64
     pruning         seconds of slicing, foreseen and taken
+    shared keys     causal attention whose query heads share keys, given as they are and repeated for each head, in both data types:
+                    seconds, and memory beside what goes in and comes out
     shapes          attention on 50 masks of different shape, the first and the second time, with cuDNN's kernels and without
     sharing         tokens per second of two processes at once over those of one: 1 where one fills the GPU, 2 where it does not
     decoding        seconds of a token, launched kernel by kernel and as a CUDA graph
@@ -82,6 +84,7 @@ class Bench:
         yield "transfers", self.transfers
         yield "widths", self.widths
         yield "pruning", self.pruning
+        yield "shared keys", self.shared_keys
         yield "shapes", self.shapes
         yield "sharing", self.sharing
         yield "decoding", self.decoding
@@ -224,6 +227,24 @@ class Bench:
             self.seconds(run)
             seconds = min(self.seconds(run) for _ in range(5))
             found[f"flops_per_s_{width}"] = 4 * tokens * hidden * width / seconds
+        return found
+
+    def shared_keys(self) -> dict[str, float]:
+        length, found = 64 if self.args.tiny else 2048, {}
+        for dtype in (torch.bfloat16, torch.float32):
+            query, key = (torch.randn(4, heads, length, 64, device=self.device).to(dtype) for heads in (32, 8))
+            for name, keys in (("shared", key), ("repeated", key.repeat_interleave(4, dim=1))):
+                run = partial(
+                    F.scaled_dot_product_attention, query, keys, keys, is_causal=True, enable_gqa=name == "shared"
+                )
+                case = f"{str(dtype).removeprefix('torch.')} {name}"
+                self.seconds(run)
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated() + query.nbytes
+                found[f"{case} s"] = min(self.seconds(run) for _ in range(5))
+                if self.device.type == "cuda":
+                    found[f"{case} bytes"] = torch.cuda.max_memory_allocated() - before
         return found
 
     def shapes(self) -> dict[str, float]:

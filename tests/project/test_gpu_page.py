@@ -78,6 +78,19 @@ def test_recipe_and_ways():
     assert f"{transfers['pinned_to_device_bytes_per_s'] / 1e9:.0f} GB/s from pinned" in PAGE
 
 
+def test_a_small_model_in_float32():
+    found = record("smollm2_quality")
+    cells = re.findall(r"^\| [^|\n]+ \| ([\d.]+) GiB \| [\d.]+ GiB \|\n", PAGE, re.MULTILINE)
+    assert sorted(cells) == sorted(f"{peak / GIB:.2f}" for peak in found["peak_bytes"].values())
+    before, nine = found["forecast_of_one_search"]["before"], found["forecasts_of_nine_at_once"].values()
+    least, most = before["predicted_s"]
+    assert f"was to take {least:.0f} to {most:.0f}\n  seconds and took {before['took_s']:.0f}." in PAGE
+    late = [one["took_s"] / one["predicted_s"][1] for one in nine if one["took_s"] > one["predicted_s"][1]]
+    assert all(one["took_s"] >= one["predicted_s"][0] for one in nine)
+    said = f"{len(nine) - len(late)} took as long as forecast and {len(late)} up to {max(late):.1f} times as long as the most"
+    assert said in PAGE
+
+
 def test_forecast_of_the_grid():
     """45 trials on all items, by the rates of the table; tokens by the items' lengths."""
     by_task = random_items(32_768, 200, 1024)

@@ -243,6 +243,30 @@ def test_the_pages_have_the_numbers_that_were_measured() -> None:
         assert cells[1::2] == (["", "", ""] if method == "taylor" and not refitted else shares)
 
 
+def test_the_page_says_how_far_a_gpu_is_from_the_tables() -> None:
+    """Rows of an H100 beside the same ones of a CPU."""
+    studies = ROOT / "docs" / "studies"
+    found = json.loads((studies / "h100" / "smollm2_quality.json").read_text(encoding="utf-8"))["tables"]
+    off: dict[tuple[str, str], float] = {}
+    for name, rows in found.items():
+        record = json.loads((studies / "smollm2-135m" / f"{name}.json").read_text(encoding="utf-8"))
+        own = {(row["model"], row["configuration"]): row for row in record}
+        for row in rows:
+            key = row["model"], row["configuration"]
+            off[key] = max(abs(row[measure] / own[key][measure] - 1) for measure in (*MEASURES, "ppl"))
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8").partition("## The same on a GPU")[2]
+    page = " ".join(page.partition("\n## ")[0].split())
+    near, far = [value for value in off.values() if value < 0.001], sorted(v for v in off.values() if v >= 0.001)
+    assert f"{len(off)} rows of the tables above" in page and f"{len(near)} of the {len(off)} are within 0.1%" in page
+    assert [f"{value:.1%}" for value in far] == ["0.1%", "0.5%", "0.5%", "1.1%"]
+    (two,) = (row for row in found["quality_two_steps"] if row["configuration"].endswith("-k2"))
+    shares = [f"{100 * two[f'{m}_regained']:.0f} ± {100 * two[f'{m}_stderr']:.0f}%" for m in MEASURES]
+    assert f"{shares[0]}, {shares[1]} and {shares[2]} of what `taylor-s256-n128` loses" in page
+    seconds = {row["configuration"]: row["seconds"] for rows in found.values() for row in rows}
+    one, steps = (f"{seconds[name]:.1f}" for name in ("gate_fisher-s128-n128-least_squares", two["configuration"]))
+    assert f"`gate_fisher` with a refit took {one} (242 of one core), in two steps {steps} (2,207)" in page
+
+
 def test_the_page_has_every_score_of_the_embedded_models_at_every_ratio() -> None:
     page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
     rows = json.loads((ROOT / "docs" / "studies" / "embedded" / "quality.json").read_text(encoding="utf-8"))
