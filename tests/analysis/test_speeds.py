@@ -64,6 +64,7 @@ def test_the_rule_weighs_what_is_retained_with_seconds(measured: Path) -> None:
     assert found.cross_fit is not None and set(found.cross_fit.chosen) <= set(rows["name"].iloc[:3])
 
 
+@pytest.mark.slow
 def test_the_table_has_what_was_measured_beside_the_dense_model(measured: Path, tmp_path: Path) -> None:
     findings = find(read_study([measured], []))
     found = findings.models["tiny-llama"]

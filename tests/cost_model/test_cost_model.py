@@ -172,6 +172,7 @@ def suite_tokens(tokenizer, protocol, source, max_length):
     return sum(suite.tokens_in_slice(index) for index in range(suite.num_slices)), suite.num_items
 
 
+@pytest.mark.slow
 def test_zero_shot_tokens_of_the_embedded_tasks(tiny_llama):
     """Close to what is forwarded slice by slice, where all items are sampled (sharing more than in slices) and where one in
     four is."""

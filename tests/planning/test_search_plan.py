@@ -166,6 +166,7 @@ def test_a_gpu_that_torch_does_not_see_is_named(
     assert shown == [False, True, False]
 
 
+@pytest.mark.slow
 def test_what_is_cached_or_recorded_is_not_counted(tmp_path: Path, plan_text: Callable[..., str]) -> None:
     """After a worker has made the statistics of one seq_len and the requests, only the other seq_len is left, and the
     zero-shot tokens are exact; a trial of the ledger and the baseline are not run again."""

@@ -73,6 +73,7 @@ def test_differences_of_one_draw(study) -> None:
         assert math.isnan(found["draws_stderr"]) and found["draws"] == 1
 
 
+@pytest.mark.slow
 def test_differences_of_methods_and_levels(study) -> None:
     folders, rows = study
     own = scores(folders["grid"])

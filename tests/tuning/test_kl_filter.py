@@ -224,7 +224,7 @@ def test_stopped_trials_are_rows_that_decide_nothing(searched):
     assert {rung.trials for rung in found.fidelities} == {len(complete)}  # KL's too: a filter cuts its range
 
 
-@pytest.mark.parametrize("kept", [3, 7])
+@pytest.mark.parametrize("kept", [pytest.param(3, marks=pytest.mark.slow), 7])
 def test_a_restarted_search_stops_the_same(searched, kept):
     """The ledger of a moment, with KLs in the cache, which count as any."""
     folder, _ = searched
