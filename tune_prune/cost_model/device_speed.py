@@ -39,9 +39,7 @@ SHORT_ROW = 32  # tokens; attention's share is small
 LONG_ROW = 512
 CALL_S = 0.025  # batches grow until a call takes this long
 LONGEST_CALL_S = 0.2  # what would take longer is not tried
-IN_PROPORTION = (
-    0.75  # of the growth of a batch, by which a GPU's call grows once it waits for work and not for its launches
-)
+IN_PROPORTION = 0.75  # of a batch's growth, by which a GPU's call grows once it waits for work and not for launches
 HEAD_POSITIONS = 16  # at least at once: one alone reads all its weights for itself, as no pass does
 ENGINE_S = 0.1  # of zero-shot rows, plain ones and trees each
 BUILT_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of layers
@@ -84,9 +82,7 @@ class DeviceSpeed:
         str, float
     ]  # by statistic with a gradient pass: seconds to read it out of the sums of gradients, once
     engine: float  # seconds of the zero-shot engine over those of plain forward passes
-    forward_call: float = (
-        0.0  # seconds that a call of all layers takes at least: on a GPU those of launching its kernels
-    )
+    forward_call: float = 0.0  # seconds of a call of all layers at least: on a GPU those of launching its kernels
     gradient_call: float = 0.0
     spread: float = 1.0  # of equal runs the slowest over the fastest, median of all measurements
     load: Load = field(default_factory=Load)  # of the machine meanwhile

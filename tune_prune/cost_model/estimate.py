@@ -266,7 +266,7 @@ def _pass(work: ModelWork, stage: str, todo: PassWork, seq_len: int, snapshot: f
     """One pass; `snapshot`: seconds in which its sums are read out once."""
     speed, arithmetic = work.speed, work.arithmetic
     tokens = arithmetic.layers_of_pass(todo, seq_len) / arithmetic.all_layers(1, seq_len)
-    rate, head, call = (speed.forward, speed.head, speed.forward_call)
+    rate, head, call = speed.forward, speed.head, speed.forward_call
     if todo.backward:
         rate, head, call = speed.gradient, speed.head_gradient, speed.gradient_call
     calls = (todo.attention_tokens + todo.mlp_tokens) / (2 * arithmetic.layers * todo.batch_tokens)
