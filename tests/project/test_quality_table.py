@@ -246,7 +246,8 @@ def test_the_pages_have_the_numbers_that_were_measured() -> None:
 def test_the_page_says_how_far_a_gpu_is_from_the_tables() -> None:
     """Rows of an H100 beside the same ones of a CPU."""
     studies = ROOT / "docs" / "studies"
-    found = json.loads((studies / "h100" / "smollm2_quality.json").read_text(encoding="utf-8"))["tables"]
+    whole = json.loads((studies / "h100" / "smollm2_quality.json").read_text(encoding="utf-8"))
+    found, trained = whole["tables"], whole["training_100_steps_s"]
     off: dict[tuple[str, str], float] = {}
     for name, rows in found.items():
         record = json.loads((studies / "smollm2-135m" / f"{name}.json").read_text(encoding="utf-8"))
@@ -265,6 +266,9 @@ def test_the_page_says_how_far_a_gpu_is_from_the_tables() -> None:
     seconds = {row["configuration"]: row["seconds"] for rows in found.values() for row in rows}
     one, steps = (f"{seconds[name]:.1f}" for name in ("gate_fisher-s128-n128-least_squares", two["configuration"]))
     assert f"`gate_fisher` with a refit took {one} (242 of one core), in two steps {steps} (2,207)" in page
+    assert f"100 steps of training {min(trained):.0f} to {max(trained):.0f} (12 to 17 minutes)" in page
+    first = whole["forecast_of_one_search"]["before"]
+    assert f"after {first['took_s']:.0f} seconds, and {first['with_start_s'] - first['took_s']:.0f} before them" in page
 
 
 def test_the_page_has_every_score_of_the_embedded_models_at_every_ratio() -> None:

@@ -88,7 +88,7 @@ class DeviceSpeed:
     load: Load = field(default_factory=Load)  # of the machine meanwhile
 
     def shared_by(self, processes: int) -> DeviceSpeed:
-        """Of each of so many processes that take turns on the device."""
+        """Of each of so many processes that take turns on the device; kernels each of them launches by itself."""
 
         def line(of: Line) -> Line:
             return Line(of.at_zero * processes, of.slope * processes)
@@ -100,7 +100,7 @@ class DeviceSpeed:
             head=self.head * processes,
             head_gradient=self.head_gradient * processes,
             snapshots={name: seconds * processes for name, seconds in self.snapshots.items()},
-        )  # launches are each process's own
+        )
 
 
 def measure(request: SpeedRequest) -> DeviceSpeed:

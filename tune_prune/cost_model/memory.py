@@ -264,8 +264,8 @@ class Shapes:
 
     def _gradients(self, stage: str, work: PassWork, way: Residency) -> StageMemory:
         h, q, m, item, tokens = self.geometry.hidden_size, self._q, self._m, self.itemsize, work.batch_tokens
-        layers, logits, scores = self.geometry.num_layers, self._logits(work), self._scores(work.row_tokens)
-        saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h + scores  # of a token in a layer
+        layers, logits, heads = self.geometry.num_layers, self._logits(work), self._scores(work.row_tokens)
+        saved = item * (2 * h + 5 * q + 4 * m) + FLOAT32 * 2 * h + heads  # of a token in a layer
         if not (work.weight_sums or work.adapter_rank):  # no weight's gradient needs inputs of the first projections
             saved -= item * 2 * h
         if work.adapter_rank:  # adapters in float32 save their inputs in it, too
@@ -291,7 +291,7 @@ class Shapes:
             states = work.attention_tokens // layers * h * item
             states *= (layers if way.states != "device" else layers_on(layers, self.gpus)) + 1
             head = logits * behind + tokens * h * (6 * item + 2 * FLOAT32)
-            inside = item * (2 * h + max(2 * m, 4 * q)) + squares + 2 * scores  # gradients, while what was saved goes
+            inside = item * (2 * h + max(2 * m, 4 * q)) + squares + 2 * heads  # gradients, while what was saved goes
             inner = max(tokens * (saved + inside) + one, results)
             if way.from_files:
                 return self._streamed(stage, sums, states, inner, max(0, head - sums), way)
@@ -299,7 +299,7 @@ class Shapes:
         else:
             here = layers_on(layers, self.gpus)
             sums = sums * self._on_one(self._projections) + here * products
-            inside = item * (3 * h + 4 * q + 4 * m) + squares + 2 * scores
+            inside = item * (3 * h + 4 * q + 4 * m) + squares + 2 * heads
             # Logits, too; they are gone before the first layer's backward pass.
             scores = logits * (beside + behind)
             need = max(here * tokens * saved + max(scores, tokens * inside) + one, results)
