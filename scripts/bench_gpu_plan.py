@@ -54,6 +54,7 @@ from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models import catalog, loading
 from tune_prune.models.families import decoder_layers, family_of
 from tune_prune.models.geometry import Geometry, read_geometry
+from tune_prune.models.runner.devices import captured
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.mapped_model import map_model
 from tune_prune.pruning.groups import PruningPlan
@@ -274,7 +275,7 @@ class Bench:
         )
         ways: dict[str, Callable[..., tuple[float, float]]] = {"eager": generation_speed._seconds}
         if generation_speed._captured(self.model, prompt):
-            ways["graph"] = partial(generation_speed._static_seconds, captured=generation_speed._graph)
+            ways["graph"] = partial(generation_speed._static_seconds, captured=captured)
         return {
             f"{name}_s": min(way(self.model, prompt, steps)[1] for _ in range(2)) / steps for name, way in ways.items()
         }

@@ -57,9 +57,8 @@ class MakingSeconds:
         if config.compensation != "none":  # never cached
             found.append(_whole(record, "refit"))
         if config.recovery != "none":
-            found.append(
-                _whole(record, "recovery", sum(work.tokens for work in recovery.work(config.recovery_steps, 1)))
-            )
+            trained = recovery.work(config.recovery_steps, 1, config.recovery_rank)
+            found.append(_whole(record, "recovery", sum(work.tokens for work in trained)))
         return sum(found)
 
     def _note(self, record: TrialRecord, stage: str, tokens: int, work: object) -> None:

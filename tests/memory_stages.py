@@ -32,6 +32,7 @@ from tune_prune.pruning.statistics import Need, load_statistic
 from tune_prune.pruning.statistics.block_removal import KINDS
 from tune_prune.trial.recipe import Recipe
 
+RANK = 8  # of adapters
 # Statistic and numbers of samples; of an evaluation neither.
 STAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "taylor": ("taylor", (10,)),
@@ -131,7 +132,7 @@ def build(name: str) -> Stage:
         kept = [tuple(range(700))] * 4
         plan = replace(whole, kept_channels=tuple(kept), removed_params=4 * 324 * 3 * 384)
         steps = (len(samples) - recovery.HELD_OUT) // recovery.ROWS
-        plans = shapes.ways([("recovery", recovery.step_work(steps, 4))], removed_params=plan.removed_params)
+        plans = shapes.ways([("recovery", recovery.step_work(steps, 4, RANK))], removed_params=plan.removed_params)
         own = (str(way), way.pruned_whole)
         (stage,) = next(ways for ways in plans if (str(ways.way), ways.way.pruned_whole) == own).stages
         dense = LoadedModel(None, model, None, family, read_geometry(model, family), way)
@@ -139,7 +140,7 @@ def build(name: str) -> Stage:
 
         def train(samples: torch.Tensor, states: torch.Tensor, steps: int) -> Any:
             copy, held = Recipe(plan).to_train(dense)
-            return recovery.lora(copy, family, samples, states, steps, 0.001, 0, held)
+            return recovery.lora(copy, family, samples, states, steps, 0.001, RANK, 0, held)
 
         few = torch.cat([samples[:1, :4]] * (recovery.HELD_OUT + 1))
         train(few, states[: len(few), :4], 1)

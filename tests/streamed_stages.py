@@ -85,7 +85,7 @@ def recover(dense: LoadedModel, plan: PruningPlan) -> Any:
     samples = torch.randint(VOCABULARY, (recovery.HELD_OUT + recovery.ROWS, 32))
     states = head_inputs(dense.model, list(samples), dense.residency).view(*samples.shape, -1)
     copy, held = Recipe(plan).to_train(dense)
-    return recovery.lora(copy, dense.family, samples, states, 1, 0.001, 0, held)
+    return recovery.lora(copy, dense.family, samples, states, 1, 0.001, 8, 0, held)
 
 
 def growth(num_layers: int) -> dict[str, int]:

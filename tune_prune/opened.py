@@ -124,6 +124,7 @@ class Model:
         recovery: str = "none",
         recovery_steps: int | None = None,
         recovery_rate: float | None = None,
+        recovery_rank: int | None = None,
         on_stage: Callable[[StageReport], object] = id,
     ) -> PrunedModel:
         """A smaller model, as a PrunedModel. This one is not changed; every tensor that is not cut is shared with it.
@@ -137,7 +138,7 @@ class Model:
         shape            free, any widths; aligned, MLPs in multiples of `align` (None: 64, from 1B parameters on 256); uniform
         compensation     none, or least_squares: the last projections of cut blocks are refitted (docs/methods.md, "Refit")
         damping, refit_tokens    of a refit: how strongly it keeps to the old weights, its calibration tokens; None: 0.1, 16,384
-        recovery         none, or lora: adapters are trained and merged, by recovery_steps and recovery_rate; None: 100 and 0.001
+        recovery         none, or lora: adapters are trained and merged; recovery_steps, _rate and _rank None: 100, 0.001 and 8
         on_stage         is called with each stage's report (name, seconds, tokens) as it ends
 
         Statistics of an earlier call, or of a search in ./ray_results, are used again. Raises UserError for a value out of bounds,
@@ -146,7 +147,8 @@ class Model:
         values = dict(method=method, pruning_ratio=ratio, seq_len=seq_len, num_samples=num_samples, shape=shape)
         values |= dict(removal_divisor=removal_divisor, removal_power=removal_power, normalization=normalization)
         values |= dict(layer_cap=layer_cap, compensation=compensation, damping=damping, refit_tokens=refit_tokens)
-        values |= dict(recovery=recovery, recovery_steps=recovery_steps, recovery_rate=recovery_rate, steps=steps)
+        values |= dict(steps=steps, recovery=recovery, recovery_steps=recovery_steps)
+        values |= dict(recovery_rate=recovery_rate, recovery_rank=recovery_rank)
         return self.execute(self.request(values, align), on_stage)
 
     def request(self, values: Mapping[str, Any], align: int | None = None) -> PruneRequest:
@@ -301,10 +303,8 @@ class PrunedModel:
         self._request, self._recipe = request, recipe
 
     def __repr__(self) -> str:
-        return (
-            f"PrunedModel of {self.dense.label} by {self.config.name}: {self.params:,} parameters, "
-            f"{self.plan.removed_fraction:.2%} removed"
-        )
+        size = f"{self.params:,} parameters, {self.plan.removed_fraction:.2%} removed"
+        return f"PrunedModel of {self.dense.label} by {self.config.name}: {size}"
 
     @cached_property
     def model(self) -> PreTrainedModel:

@@ -55,6 +55,7 @@ def test_configurations_that_differ_in_anything_share_no_name_and_no_key() -> No
     recipe = {
         **{"compensation": ["none", "least_squares"], "damping": [0.1, 3.0, 5.0], "refit_tokens": [16_384, 2048]},
         **{"recovery": ["none", "lora"], "recovery_steps": [100, 5, 3], "recovery_rate": [0.001, 0.1, 1.0]},
+        "recovery_rank": [8, 3],
     }
     assert (values | recipe).keys() == HYPERPARAMETERS.keys()
     few = {name: levels[: 1 + (name in ("method", "removal_divisor"))] for name, levels in values.items()}

@@ -19,6 +19,8 @@ from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.compensation import recovery, refit
 from tune_prune.pruning.groups import PruningPlan
 
+RANK = 8  # of adapters
+
 
 def test_operations_of_a_refit_are_those_that_torch_counts(monkeypatch):
     """Of a plan that leaves three quarters of the inputs of every last projection."""
@@ -58,14 +60,13 @@ def test_operations_of_a_recovery_are_those_that_torch_counts(monkeypatch):
     windows = torch.randint(model.config.vocab_size, (recovery.samples_of(steps), LENGTH))
     with FlopCounterMode(display=False) as counter:
         states = head_inputs(model, list(windows)).view(*windows.shape, -1)
-        recovery.lora(model, LLAMA, windows, states, steps, 0.01, 0, RESIDENT)
+        recovery.lora(model, LLAMA, windows, states, steps, 0.01, RANK, 0, RESIDENT)
     with FlopCounterMode(display=False) as probes:  # of heads that come last
-        for _ in range(steps):
-            NextTokenLosses(model)
+        NextTokenLosses(model)
         for _ in range(2):
             with LayerRunner(model, LLAMA).tail():
                 pass
-    works = recovery.work(steps, arithmetic.layers)
+    works = recovery.work(steps, arithmetic.layers, RANK)
     expected = sum(arithmetic.of_pass(work, LENGTH) for work in works)
     expected += sum(
         (3 if work.backward else 1) * unseen(arithmetic, work.attention_tokens / (ROWS * LENGTH)) for work in works
@@ -73,7 +74,7 @@ def test_operations_of_a_recovery_are_those_that_torch_counts(monkeypatch):
     trained, tried = steps * 2 * LENGTH, 2 * 4 * LENGTH
     first = [sizes[0][role] for role in ("query", "key", "value")]
     expected -= 2 * trained * sum(shape.numel() for shape in first)  # nobody asks for the gradient of the embeddings
-    adapters = 2 * recovery.RANK * sum(sum(shape) for layer in sizes for shape in layer.values())
-    asked = trained * (3 * adapters - 2 * recovery.RANK * sum(shape[1] for shape in first))
+    adapters = 2 * RANK * sum(sum(shape) for layer in sizes for shape in layer.values())
+    asked = trained * (3 * adapters - 2 * RANK * sum(shape[1] for shape in first))
     expected += asked + tried * adapters
     assert counter.get_total_flops() - probes.get_total_flops() == pytest.approx(expected, rel=ROTATIONS)

@@ -114,6 +114,7 @@ def test_a_value_a_list_of_one_and_a_list(name: str, tmp_path: Path) -> None:
         "recovery": ("lora", "none"),
         "recovery_steps": (1, 300),
         "recovery_rate": (0.0003, 1),
+        "recovery_rank": (64, 1),
         "removal_power": (0.5, 1, 10),
         "normalization": ("kind", "layer", "none"),
         "layer_cap": (0.5, 1),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +128,11 @@ def test_what_plans_assume_of_a_gpu_on_a_cpu(
     monkeypatch.syspath_prepend(str(SCRIPTS))
     importlib.import_module("bench_gpu_plan").main(["--device", "cpu", "--tiny", "--limit", "-1"])
     assert json.loads(capsys.readouterr().out) == {"stopped before": "left behind"}
+
+
+def test_a_training_step(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU there is no graph, and both trainings are the same."""
+    (step,) = bench("training_step", "--device", "cpu", "--tiny")["steps"]
+    assert step["largest_difference"] == 0 and (step["layers"], step["dtype"], step["rank"]) == (2, "float32", 8)
+    assert positive(*(step[way][name] for way in ("kernel_by_kernel", "graph") for name in ("s", "first_s")))
+    assert "ms one by one" in capsys.readouterr().out

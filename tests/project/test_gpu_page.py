@@ -94,6 +94,30 @@ def test_a_small_model_in_float32():
     assert said in PAGE
 
 
+def test_a_training_step_as_one_launch():
+    found = record("training_step")
+    for row in found["steps"]:
+        shape = "SmolLM2-135M" if row["shape"] == "smollm2-135m" else f"{row['layers']} layers of Mistral-7B's"
+        plain, graph = (row[way]["s"] for way in ("kernel_by_kernel", "graph"))
+        cells = (
+            shape,
+            row["dtype"],
+            row["rank"],
+            f"{1e3 * plain:.0f} ms",
+            f"{1e3 * graph:.0f} ms",
+            f"{plain / graph:.1f}",
+        )
+        assert f"| {' | '.join(map(str, cells))} |\n" in PAGE
+    more = [(row["graph"]["peak_bytes"] - row["kernel_by_kernel"]["peak_bytes"]) / GIB for row in found["steps"]]
+    assert f"{min(more):.2f} to {max(more):.2f} GiB more" in PAGE
+    peaks = found["trial_peak_bytes"]
+    assert f"took {peaks['8'] / GIB:.2f} GiB of 2.27 planned, of rank 64 {peaks['64'] / GIB:.2f} of 2.54." in PAGE
+    keys = found["shared_keys"]
+    assert f"{1e3 * keys['float32 shared s']:.1f} ms and {keys['float32 shared bytes'] / GIB:.2f} GiB" in PAGE
+    assert f"{1e3 * keys['float32 repeated s']:.1f} ms and nothing more" in PAGE and not keys["float32 repeated bytes"]
+    assert {f"{1e3 * keys[f'bfloat16 {way} s']:.2f}" for way in ("shared", "repeated")} == {"0.22"}
+
+
 def test_forecast_of_the_grid():
     """45 trials on all items, by the rates of the table; tokens by the items' lengths."""
     by_task = random_items(32_768, 200, 1024)

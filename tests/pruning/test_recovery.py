@@ -23,7 +23,7 @@ from tune_prune.pruning.compensation import recovery
 from tune_prune.pruning.compensation.recovery import Recovery, State, lora
 from tune_prune.pruning.surgery import Changes, prune, pruned_weights
 
-STEPS, RATE, SEED = 3, 0.01, 5
+STEPS, RATE, RANK, SEED = 3, 0.01, 8, 5
 Make = Callable[..., PreTrainedModel]
 
 
@@ -55,10 +55,11 @@ def trained(
     keep: Callable[[State], object] = id,
     steps: int = STEPS,
     rate: float = RATE,
+    rank: int = RANK,
     plan: str = "cut",
 ) -> Recovery:
     pruned = prune(dense, family_of(dense), plan_of(dense, plan))
-    return lora(pruned, family_of(dense), windows, states_of(dense, windows), steps, rate, SEED, way, kept, keep)
+    return lora(pruned, family_of(dense), windows, states_of(dense, windows), steps, rate, rank, SEED, way, kept, keep)
 
 
 def plain_divergence(dense: nn.Module, own: nn.Module, windows: Tensor) -> Tensor:
@@ -69,15 +70,15 @@ def plain_divergence(dense: nn.Module, own: nn.Module, windows: Tensor) -> Tenso
     return F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1)
 
 
-@pytest.mark.parametrize("variant", ["llama-biases", "qwen2-sliding"])
-def test_training_is_that_of_a_plain_loop(tiny: Make, variant: str) -> None:
+@pytest.mark.parametrize(("variant", "rank"), [("llama-biases", RANK), ("qwen2-sliding", RANK), ("llama-biases", 3)])
+def test_training_is_that_of_a_plain_loop(tiny: Make, variant: str, rank: int) -> None:
     dense, windows = tiny(variant, torch.float64), samples(7)  # four to train on, for three steps of two
-    found = trained(dense, windows)
+    found = trained(dense, windows, rank=rank)
 
     pruned = copy.deepcopy(prune(dense, family_of(dense), plan_of(dense)))  # merging changes what it shares
     start = plain_divergence(dense, copy.deepcopy(pruned), windows[4:]).mean()
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    own = get_peft_model(pruned, LoraConfig(r=recovery.RANK, lora_alpha=recovery.ALPHA, target_modules=names))
+    own = get_peft_model(pruned, LoraConfig(r=rank, lora_alpha=recovery.ALPHA, target_modules=names))
     generator = torch.Generator().manual_seed(seed_for(SEED, "adapters"))
     adapters = [(name, p) for name, p in own.named_parameters() if "lora_" in name]
     for name, p in adapters:
@@ -123,7 +124,7 @@ def test_every_way_to_hold_the_model_gives_the_same_bits(
         if residency.weights is not None:
             weights = pruned_weights(empty, family, plan, residency.weights)
             residency = Residency(weights, residency.device, residency.states, residency.spill_folder)
-        results.append(lora(pruned, family, windows, states, STEPS, RATE, SEED, residency))
+        results.append(lora(pruned, family, windows, states, STEPS, RATE, RANK, SEED, residency))
     first = results[0]
     assert first.after != first.before and len(first.updates) > 7
     for other in results[1:]:
@@ -168,3 +169,34 @@ def test_an_overfit_is_found_on_held_out_samples_and_an_innocent_training_is_not
     assert not overfit.used and overfit.error == 1.0 and overfit.after > overfit.before
     innocent = trained(dense, samples(200), steps=60, rate=0.003)
     assert innocent.used and innocent.error == innocent.after / innocent.before < 0.95
+
+
+def test_a_step_that_is_captured_has_the_gradients_of_the_pass(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here what a GPU captures is called again; new samples are put where the first were."""
+    calls = []
+
+    def captured(step: Callable[[], object]) -> Callable[[], object]:
+        calls.append(step())
+
+        def replay() -> None:  # a graph needs no gradients to be wanted any more
+            for p in training.adapters.values():
+                p.requires_grad_(True)
+            step()
+            for p in training.adapters.values():
+                p.requires_grad_(False)
+                p.grad = None
+
+        return replay
+
+    monkeypatch.setattr(recovery, "captured", captured)
+    dense, windows = tiny("qwen2-sliding", torch.float64), samples(6)
+    pruned, states = prune(dense, family_of(dense), plan_of(dense)), states_of(dense, windows)
+    pruned.requires_grad_(True)
+    training = recovery._Training(pruned, family_of(dense), RESIDENT, STEPS, RATE, RANK, SEED)
+    graph = recovery._Graph(training.runner, windows[:2], states[:2])
+    for rows in (slice(2, 4), slice(4, 6), slice(0, 2)):
+        captured_ones = graph(windows[rows], states[rows])
+        passed = list(training._gradients(windows[rows], states[rows]))
+        assert len(captured_ones) == len(passed) == len(training.adapters) and any(p.any() for p in passed)
+        assert all(torch.equal(one, other) for one, other in zip(captured_ones, passed, strict=True))
+    assert len(calls) == 1 and not any(p.grad is not None for p in training.adapters.values())

@@ -46,8 +46,8 @@ def test_a_recovery_is_a_stage_and_another_measurement_of_the_same_plan(context)
     assert 0 < record.metrics["recovery_error"] < 1 and 0 < both.metrics["recovery_error"] < 1
     for measure in ("kl_text", "kl_tasks", "ppl"):
         assert both.metrics[measure] < record.metrics[measure] < plain.metrics[measure]
-    other = run_trial(replace(TRAINED, recovery_rate=0.001), context)
-    assert other.metrics["ppl"] not in (plain.metrics["ppl"], record.metrics["ppl"])
+    others = [run_trial(replace(TRAINED, **how), context) for how in ({"recovery_rate": 0.001}, {"recovery_rank": 2})]
+    assert len({trial.metrics["ppl"] for trial in (plain, record, *others)}) == 4
     for name, p in context.loaded.model.named_parameters():
         assert torch.equal(p, before[name]) and p.grad is None and not p.requires_grad
 
@@ -107,7 +107,10 @@ def test_what_is_saved_is_what_was_measured(opened, tmp_path):
     (note,) = (note for note in about.notes if "the plan alone does not rebuild" in note)
     assert "were refitted" in note and "was trained" in note
     card = (tmp_path / "free/README.md").read_text()
-    assert "--recovery lora" in card and "| Training of what is left | `lora`, 5 steps, learning rate 0.01 |" in card
+    assert (
+        "--recovery lora" in card
+        and "| Training of what is left | `lora`, 5 steps, learning rate 0.01, rank 8 |" in card
+    )
     saved = tune_prune.open(tmp_path / "free", device="cpu").evaluate(limit=20, tasks="boolq")
     assert saved.ppl == measured.ppl and saved.acc_mean == measured.acc_mean
     untrained = opened.prune("taylor", 0.3, 16, 8, compensation="least_squares", refit_tokens=2048)

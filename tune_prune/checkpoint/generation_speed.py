@@ -41,6 +41,7 @@ from tune_prune.checkpoint.sizes import aligned
 from tune_prune.core.errors import UserError
 from tune_prune.core.terminal import progress
 from tune_prune.core.values.speed import Relative, relative
+from tune_prune.models.runner.devices import captured
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def _turn(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, warm_up
     if warm_up and not on_gpu:
         with _LiveTensors((*model.parameters(), *model.buffers(), prompt)) as live:
             return _Turn(*_seconds(model, prompt, new_tokens), live.peak_bytes)
-    seconds_of = partial(_static_seconds, captured=_graph) if graph else _seconds
+    seconds_of = partial(_static_seconds, captured=captured) if graph else _seconds
     if warm_up or not on_gpu:
         return _Turn(*seconds_of(model, prompt, new_tokens), None)
     torch.cuda.synchronize(device)
@@ -169,7 +170,7 @@ def _captured(model: PreTrainedModel, prompt: torch.Tensor) -> bool:
     if model.device.type != "cuda" or sliding:
         return False
     try:
-        _static_seconds(model, prompt.to(model.device), 1, _graph)
+        _static_seconds(model, prompt.to(model.device), 1, captured)
     except RuntimeError as error:  # of CUDA; also where the cache does not fit
         log.warning(
             "decoding is launched kernel by kernel: no CUDA graph could be made (%s)", str(error).splitlines()[0]
@@ -198,19 +199,6 @@ def _static_seconds(
     for _ in range(new_tokens):
         timed()
     return prefilled - started, _now(model.device) - begun
-
-
-def _graph(step: Step) -> Step:
-    """The step as a CUDA graph, after one by itself on a side stream, as torch asks for: libraries set themselves up in it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def _now(device: torch.device) -> float:

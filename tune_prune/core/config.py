@@ -82,6 +82,7 @@ class PruningConfig:
     recovery: str = HYPERPARAMETERS["recovery"].default
     recovery_steps: int = HYPERPARAMETERS["recovery_steps"].default
     recovery_rate: float = HYPERPARAMETERS["recovery_rate"].default
+    recovery_rank: int = HYPERPARAMETERS["recovery_rank"].default
     steps: int = HYPERPARAMETERS["steps"].default
     removal_power: float = HYPERPARAMETERS["removal_power"].default
     normalization: str = HYPERPARAMETERS["normalization"].default

@@ -269,6 +269,8 @@ def _pass(work: ModelWork, stage: str, todo: PassWork, seq_len: int, snapshot: f
     rate, head, call = speed.forward, speed.head, speed.forward_call
     if todo.backward:
         rate, head, call = speed.gradient, speed.head_gradient, speed.gradient_call
+        if todo.adapter_rank and not work.way.by_layer:
+            call = 0.0  # a step of a training is launched as one
     calls = (todo.attention_tokens + todo.mlp_tokens) / (2 * arithmetic.layers * todo.batch_tokens)
     seconds = max(tokens * rate(seq_len), calls * call)
     seconds += todo.head_positions * head + todo.snapshots * snapshot
@@ -287,7 +289,9 @@ def _step(work: ModelWork, stage: str, amounts: Sequence[Any]) -> StageCost:
         if stage == "steps":
             return works_of(amount, layers, work.device)
         kept = 1 - work.removed_params / work.arithmetic.projection_weights
-        return [refit.work(amount, layers, work.device, kept)] if stage == "refit" else recovery.work(amount, layers)
+        if stage == "refit":
+            return [refit.work(amount, layers, work.device, kept)]
+        return recovery.work(amount.recovery_steps, layers, amount.recovery_rank)
 
     # Of the same length for a refit and a recovery, which reads weights that are brought once for every step.
     each = [
@@ -299,7 +303,7 @@ def _step(work: ModelWork, stage: str, amounts: Sequence[Any]) -> StageCost:
         share * sum(getattr(one, of) for parts in each for one in parts) for of in ("tokens", "flops", "seconds")
     )
     if stage == "recovery" and work.way.streamed:
-        seconds += share * sum(amounts) * 2 * _reading_s(work)
+        seconds += share * sum(one.recovery_steps for one in amounts if one) * 2 * _reading_s(work)
     return StageCost(stage, round(share * len(each)), round(tokens), flops, seconds)
 
 

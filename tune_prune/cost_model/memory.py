@@ -46,6 +46,7 @@ from tune_prune.pruning.statistics.kfac import AT_ONCE
 
 # A worker that has done a trial of a tiny model: Python, torch, transformers, lm-eval, Ray; on a GPU the CUDA context.
 PROCESS_BYTES = {"cpu": 550 * 2**20, "cuda": 600 * 2**20}
+GRAPH_BYTES = {"cpu": 0, "cuda": 64 * 2**20}  # more of one that trains: cuBLAS's on the stream of CUDA graphs
 INLINE_BYTES = {"cpu": 200 * 2**20, "cuda": 0}  # more of one that also plans and reports
 SCORED_SHARE = 0.75  # of a zero-shot batch's positions, at most: piqa's
 SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # float32 log-softmax of zero-shot rows held at once
@@ -79,15 +80,14 @@ class Shapes:
     ) -> list[MemoryPlan]:
         """A trial of those `passes` (stage and work) and that `evaluation` in every way there is, the fastest first.
         `from_files`: whether weights can stay in their files; `removed_params`: of a copy that is trained."""
-        process, projections = PROCESS_BYTES[self.device], self._projections
+        projections, backward = self._projections, any(work.backward for _, work in passes)
+        process = PROCESS_BYTES[self.device] + any(work.adapter_rank for _, work in passes) * GRAPH_BYTES[self.device]
         # What stands outside the layers is on the first GPU and the last: counted as if one had it all.
         weights = (self.geometry.total_params - sum(projections) + self._on_one(projections)) * self.itemsize
-        backward = any(work.backward for _, work in passes)
-        places = {"device": True, "host": self.device != "cpu", "file": True}
         found: list[MemoryPlan] = []
         for way in WAYS:
             there = from_files and self.gpus == 1 if way.from_files else backward
-            if way != RESIDENT and not (there and places[way.states]):
+            if way != RESIDENT and (not there or (way.states == "host" and self.device == "cpu")):
                 continue
             held, taken = 0 if way.from_files else weights, self._passes(passes, way, removed_params)
             # Smaller blocks of states mean that all weights are read more often: last of all.

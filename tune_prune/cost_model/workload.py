@@ -106,14 +106,15 @@ def passes_of(configs: Collection[PruningConfig], num_layers: int, device: str) 
 
 def recipe_passes(configs: Collection[PruningConfig], num_layers: int, device: str) -> list[tuple[str, PassWork]]:
     """Those of the recipes alone; of a recovery one step."""
-    amounts = recipe_amounts(configs)
-    refits = [("refit", refit.work(tokens, num_layers, device)) for tokens in amounts["refit"] if tokens]
-    return refits + [("recovery", recovery.step_work(n, num_layers)) for n in amounts["recovery"] if n]
+    tokens = dict.fromkeys(one.refit_tokens for one in configs if one.compensation != "none")
+    refits = [("refit", refit.work(amount, num_layers, device)) for amount in tokens]
+    trained = dict.fromkeys((one.recovery_steps, one.recovery_rank) for one in configs if one.recovery != "none")
+    return refits + [("recovery", recovery.step_work(steps, num_layers, rank)) for steps, rank in trained]
 
 
 def recipe_amounts(configs: Collection[PruningConfig]) -> dict[str, tuple[Any, ...]]:
-    """By stage of a recipe, what each configuration asks of it: tokens of its refit, steps of its recovery, and itself where it is
-    pruned in several steps; 0: it has none, or those of one before it."""
+    """By stage of a recipe, what each configuration asks of it: tokens of its refit, and itself where it is trained or pruned in
+    several steps; 0: it is not, or its steps are those of one before it."""
     first: dict[PruningConfig, PruningConfig] = {}  # what is done to the weights afterwards is no part of the steps
     for config in configs:
         first.setdefault(replace(config, compensation="none", recovery="none").canonical(), config)
@@ -121,7 +122,7 @@ def recipe_amounts(configs: Collection[PruningConfig]) -> dict[str, tuple[Any, .
     return {
         "steps": tuple(config if id(config) in stepped else 0 for config in configs),
         "refit": tuple(0 if config.compensation == "none" else config.refit_tokens for config in configs),
-        "recovery": tuple(0 if config.recovery == "none" else config.recovery_steps for config in configs),
+        "recovery": tuple(0 if config.recovery == "none" else config for config in configs),
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from tune_prune.analysis.input.measures import GOLD
 from tune_prune.analysis.statistics.findings import Findings
 from tune_prune.core.config import PruningConfig
+from tune_prune.core.values.hyperparameters import RECIPE
 from tune_prune.planning.plan import Plan
 
 
@@ -50,7 +51,8 @@ def expected(plan: Plan, configs: Iterable[PruningConfig]) -> list[PruningConfig
     """Those of a model's configurations that the search runs at most: of the trained ones so many of each ratio and draw."""
     most, counts, found = plan.settings.recover, Counter[tuple[Any, ...]](), []
     for config in configs:
-        of = config.pruning_ratio, config.seed, config.recovery_steps, config.recovery_rate
+        trained = (getattr(config, name) for name, row in RECIPE.items() if row.of == "recovery")
+        of = config.pruning_ratio, config.seed, *trained
         counts[of] += is_withheld(plan, config)
         if most is None or not is_withheld(plan, config) or counts[of] <= most:
             found.append(config)

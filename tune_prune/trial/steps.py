@@ -58,6 +58,8 @@ def recovered(context: TrialContext, recipe: Recipe, config: PruningConfig) -> t
     steps, count = config.recovery_steps, min(recovery.samples_of(config.recovery_steps), there)
     windows = context.windows(replace(config.samples, seq_len=length), count)
     about = {"recovery": config.recovery, "version": recovery.VERSION, "steps": steps, "rate": config.recovery_rate}
+    if config.recovery_rank != PruningConfig.recovery_rank:  # adapters of before it could be chosen keep their keys
+        about["rank"] = config.recovery_rank
     about |= _samples(context, config, windows)
     key = context.measurement_key(recipe.structure, **about)
     found, forwarded = context.artifacts.get("recovery", key, Recovery.from_arrays), 0
@@ -73,8 +75,8 @@ def recovered(context: TrialContext, recipe: Recipe, config: PruningConfig) -> t
             dense = context.loaded
             model, way = recipe.to_train(dense)
             kept = context.artifacts.get("recovery_state", key, dict)
-            rate, seed = config.recovery_rate, run.seed
-            trained = recovery.lora(model, dense.family, windows, states, steps, rate, seed, way, kept, keep)
+            rate, rank, seed = config.recovery_rate, config.recovery_rank, run.seed
+            trained = recovery.lora(model, dense.family, windows, states, steps, rate, rank, seed, way, kept, keep)
             return trained, 0 if kept is None else int(kept["done"])
 
         found, done = context.fitted("recovery", "train", make)

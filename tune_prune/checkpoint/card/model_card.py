@@ -217,12 +217,12 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
     revision = f", revision {markdown_code(base.revision)}" if base.revision else ""
     dropped = manifest.dropped_layers
     layers = f"{base.layers - len(dropped)} of {base.layers}"
-    if dropped:
-        layers += f"; dropped: {', '.join(map(str, dropped))}"
+    layers += f"; dropped: {', '.join(map(str, dropped))}" if dropped else ""
     for block, left in (("attention", plan.kept_groups), ("MLP", plan.kept_channels)):
         gone = [str(layer) for layer, part in enumerate(left) if not part and layer not in dropped]
         layers += f"; without {block}: {', '.join(gone)}" if gone else ""
-    training = f"`{config.recovery}`, {config.recovery_steps:,} steps, learning rate {config.recovery_rate:g}"
+    training = f"`{config.recovery}`, {config.recovery_steps:,} steps, learning rate {config.recovery_rate:g}, "
+    training += f"rank {config.recovery_rank}"
     steps = f" in {config.steps} steps" if config.steps > 1 else ""
     refit = f"`{config.compensation}`, damping {config.damping:g}, {config.refit_tokens:,} tokens"
     return [

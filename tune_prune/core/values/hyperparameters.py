@@ -120,6 +120,10 @@ HYPERPARAMETERS = {
             "largest learning rate of the training", "recipe", 0.001, "e", of="recovery",
         ),
         Hyperparameter(
+            "recovery_rank", "Recovery rank", Whole(1, 1024), "64",
+            "rank of the training's adapters", "recipe", 8, "a", of="recovery", later=True,
+        ),
+        Hyperparameter(
             "steps", "Steps", Whole(1, 100), "4",
             "steps in which the groups are removed, with statistics of the pruned model taken again before each but the first",
             "statistics", 1, "k", later=True,

@@ -1,10 +1,10 @@
-"""The devices that a model is on: their names, and the memory that was taken on them."""
+"""The devices that a model is on: their names, the memory that was taken on them, and work that a GPU is given as one."""
 
 from __future__ import annotations
 
 import platform
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -40,3 +40,24 @@ def _peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """`step` of a GPU as a CUDA graph: all of its kernels are launched as one, on the tensors that it uses now. It is run
+    once before that, on a side stream, as torch asks for: libraries set themselves up in it. Raises RuntimeError where it cannot be
+    captured."""
+    stream = _side_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One of each GPU: on every stream cuBLAS takes a workspace of its own, and keeps it."""
+    return torch.cuda.Stream(device)

@@ -98,6 +98,16 @@ class LayerRunner:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's, once each."""
+        return list(self.model.parameters())
+
+    @cached_property
+    def losses(self) -> NextTokenLosses:
+        """Of the model as a whole, which has its weights."""
+        return NextTokenLosses(self.model)
+
     def blocks(self, batches: Mapping[Key, Tensor], states: int = 1) -> Iterator[dict[Key, Tensor]]:
         """The `batches` (key -> tokens [B, T]) in their order, in groups that go through the layers together; so many hidden
         `states` are carried for each of their tokens."""

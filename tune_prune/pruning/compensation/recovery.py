@@ -2,7 +2,7 @@
 at temperature 1) into low-rank adapters of all projections (LoRA, Hu et al. 2021, arXiv:2106.09685, by PEFT), which are merged.
 
     loss     mean over tokens of KL(dense || pruned) of the next token's distribution
-    W' = W + ALPHA / RANK * B A      A [RANK, in], B [out, RANK], float32; B begins at 0
+    W' = W + ALPHA / rank * B A      A [rank, in], B [out, rank], float32; B begins at 0. So one rate suits any rank
     a step   ROWS calibration samples, in their order and then again from the first; AdamW without weight decay; the rate rises over
              WARM_UP steps and falls to 0 by a cosine
 
@@ -17,6 +17,7 @@ not fall the model stays as it was.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -32,20 +33,23 @@ from transformers import PreTrainedModel
 from tune_prune.core.artifact_cache import KEEP_EVERY_S
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.terminal import progress
-from tune_prune.models.families import Family
+from tune_prune.models.families import Family, decoder_layers
+from tune_prune.models.runner.devices import captured
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.layer_weights import LazyWeights
 from tune_prune.models.runner.residency import Residency
-from tune_prune.pruning.passes.gradient_pass import Sums, gradient_pass, gradient_work
+from tune_prune.pruning.passes.gradient_pass import Sums, gradient_pass, gradient_work, no_gradients
 from tune_prune.pruning.statistics import PassWork
 from tune_prune.pruning.surgery import Updates
 
 VERSION = 1  # raise when the weights that come out change their meaning
-RANK, ALPHA = 8, 16
+ALPHA = 16
 WINDOW = 128  # tokens of a sample
 ROWS = 4  # samples of a step
 HELD_OUT = 16  # samples
 WARM_UP = 10  # steps
+
+log = logging.getLogger(__name__)
 
 State = dict[str, np.ndarray]
 _BASE, _INTO, _OUT = ".base_layer", ".lora_A.default", ".lora_B.default"
@@ -97,6 +101,7 @@ def lora(
     dense: Tensor,
     steps: int,
     rate: float,
+    rank: int,
     seed: int,
     residency: Residency,
     kept: State | None = None,
@@ -104,10 +109,10 @@ def lora(
 ) -> Recovery:
     """Trains adapters of the pruned `model`, into which they are put: it cannot be used afterwards. `windows` [samples, T], of
     which the last HELD_OUT are held out; `dense` [samples, T, H]: what the dense model's head is given there. `rate`: the largest
-    learning rate; `seed`: of the adapters' first values. `keep` is given the state of the training every KEEP_EVERY_S seconds;
-    `kept`: such a state, from which it goes on, with the same result."""
-    training = _Training(model, family, residency, steps, rate, seed)
-    runner = LayerRunner(model, family, training.residency)
+    learning rate; `rank`: of the adapters; `seed`: of their first values. `keep` is given the state of the training every
+    KEEP_EVERY_S seconds; `kept`: such a state, from which it goes on, with the same result."""
+    training = _Training(model, family, residency, steps, rate, rank, seed)
+    runner = training.runner
     fitted, held = (slice(None, -HELD_OUT), slice(-HELD_OUT, None))
     if kept is None:
         before = _divergence(runner, windows[held], dense[held])
@@ -126,10 +131,10 @@ def lora(
     return Recovery(training.updates(), before, _divergence(runner, windows[held], dense[held]))
 
 
-def work(steps: int, num_layers: int) -> list[PassWork]:
+def work(steps: int, num_layers: int, rank: int) -> list[PassWork]:
     """What so many steps compute: passes without gradients, of the dense model and over held-out samples before and
-    after, with the logits that need none; and those with gradients."""
-    one, samples = step_work(steps, num_layers), samples_of(steps) + 2 * HELD_OUT
+    after, with the logits that need none; and those with gradients, without what adapters add."""
+    one, samples = step_work(steps, num_layers, rank), samples_of(steps) + 2 * HELD_OUT
     tokens, heads = samples * WINDOW, 2 * 2 * HELD_OUT * WINDOW  # of both models, before and after
     heads += steps * one.head_positions  # of the dense model, to which a step compares
     forward = PassWork(tokens, tokens * num_layers, tokens * num_layers, heads, one.batch_tokens, WINDOW)
@@ -137,10 +142,10 @@ def work(steps: int, num_layers: int) -> list[PassWork]:
     return [forward, replace(one, **{name: steps * getattr(one, name) for name in counts})]
 
 
-def step_work(steps: int, num_layers: int) -> PassWork:
-    """What one of so many steps computes."""
+def step_work(steps: int, num_layers: int, rank: int) -> PassWork:
+    """What one of so many steps computes, with adapters of that rank."""
     one = gradient_work([ROWS], WINDOW, num_layers, ROWS, 0)
-    return replace(one, adapter_rank=RANK, waiting_tokens=samples_of(steps) * WINDOW)
+    return replace(one, adapter_rank=rank, waiting_tokens=samples_of(steps) * WINDOW)
 
 
 def samples_of(steps: int) -> int:
@@ -152,19 +157,25 @@ class _Training:
     """A model with adapters, and how far their training has come."""
 
     def __init__(
-        self, model: PreTrainedModel, family: Family, residency: Residency, steps: int, rate: float, seed: int
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        residency: Residency,
+        steps: int,
+        rate: float,
+        rank: int,
+        seed: int,
     ) -> None:
         from peft import LoraConfig, inject_adapter_in_model  # imports for seconds
 
-        self.model, self.family, self.done = model, family, 0
+        self.done, self._scale = 0, ALPHA / rank
         names = sorted({".".join(path.rsplit(".", 2)[-2:]) for path in family.projections().values()})
-        config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, init_lora_weights=False)
+        config = LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=names, init_lora_weights=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # of a block of which a bias is left
             inject_adapter_in_model(config, model)
         model.eval()
-        self.residency = residency
         dtype = torch.promote_types(model.dtype, torch.float32)
         generator = torch.Generator().manual_seed(seed_for(seed, "adapters"))
         self.adapters: dict[str, nn.Parameter] = {}
@@ -181,22 +192,39 @@ class _Training:
                 setattr(model.get_submodule(module), attribute, value)
             self.adapters[name] = value
         if residency.weights is not None:
-            self.residency = replace(residency, weights=_with_adapters(model, residency.weights, self.adapters))
+            residency = replace(residency, weights=_with_adapters(model, residency.weights, self.adapters))
+        self.runner = LayerRunner(model, family, residency)
+        # On a GPU most of a small model's step is its launches, which are saved; a model over several has no one stream of them.
+        at_once = self.runner.device.type == "cuda" and not residency.by_layer and residency.gpus == 1
+        self._graph: _Graph | None = None
+        self._tried = not at_once
         self._optimizer = AdamW(self.adapters.values(), weight_decay=0.0)
         self._rate = lambda step: rate * _share(step, steps)
 
     def step(self, samples: Tensor, dense: Tensor) -> None:
         """One step on samples [ROWS, T]."""
-        count = len(samples)
-        found = gradient_pass(self.model, self.family, samples, [count], self.residency, _Gradients, count, dense)
-        gradients = (gradient for layer in found[count] for gradient in layer)
-        for p, gradient in zip(self.adapters.values(), gradients, strict=True):
+        for p, gradient in zip(self.adapters.values(), self._gradients(samples, dense), strict=True):
             p.grad = gradient
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate(self.done)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.done += 1
+
+    def _gradients(self, samples: Tensor, dense: Tensor) -> Iterable[Tensor]:
+        if not self._tried:
+            self._tried = True
+            try:
+                self._graph = _Graph(self.runner, samples, dense)
+            except RuntimeError as error:  # of CUDA; also where it does not fit
+                log.warning(
+                    "training is launched kernel by kernel: no CUDA graph of a step (%s)", str(error).splitlines()[0]
+                )
+        if self._graph is not None:
+            return self._graph(samples, dense)
+        count = len(samples)
+        found = gradient_pass(self.runner, samples, [count], _Gradients, count, dense)
+        return (gradient for layer in found[count] for gradient in layer)
 
     def state(self) -> State:
         """Where the training stands, to go on from there."""
@@ -222,8 +250,32 @@ class _Training:
         for name, p in self.adapters.items():
             if _OUT in name:
                 into = self.adapters[name.replace(_OUT, _INTO)]
-                found[name.replace(_OUT, "")] = (ALPHA / RANK * p.detach()).cpu(), into.detach().cpu()
+                found[name.replace(_OUT, "")] = (self._scale * p.detach()).cpu(), into.detach().cpu()
         return found
+
+
+class _Graph:
+    """The gradients of a step, of samples [ROWS, T], as one CUDA graph: what the pass does at once, without its launches."""
+
+    def __init__(self, runner: LayerRunner, samples: Tensor, dense: Tensor) -> None:
+        losses, device = runner.losses, runner.device
+        self.given = samples.to(device, copy=True), dense.to(device, copy=True)
+
+        def step() -> None:
+            for p in sums.all:  # a graph's gradients are its own
+                p.grad = None
+            losses.backward(self.given[0], dense=self.given[1])
+            self.gradients = [p.grad / len(samples) for p in sums.all if p.grad is not None]
+
+        layers = decoder_layers(runner.model, runner.family)
+        with no_gradients(runner.parameters), _Gradients(runner.family, layers) as sums:
+            self.replay = captured(step)
+
+    def __call__(self, samples: Tensor, dense: Tensor) -> list[Tensor]:
+        for old, new in zip(self.given, (samples, dense), strict=True):
+            old.copy_(new)
+        self.replay()
+        return self.gradients
 
 
 def _with_adapters(model: nn.Module, weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> LazyWeights:
@@ -253,24 +305,24 @@ class _Gradients(Sums[list[Tensor]]):
         self.adapters = [[p for name, p in layer.named_parameters() if _is_adapter(name)] for layer in layers]
 
     def __enter__(self) -> _Gradients:
-        for p in self._all:
+        for p in self.all:
             p.requires_grad_(True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for p in self._all:
+        for p in self.all:
             p.requires_grad_(False)
             p.grad = None
 
     @property
-    def _all(self) -> list[Tensor]:
+    def all(self) -> list[Tensor]:
         return [p for layer in self.adapters for p in layer]
 
     def copy(self) -> list[Tensor | None]:
-        return [None if p.grad is None else p.grad.clone() for p in self._all]
+        return [None if p.grad is None else p.grad.clone() for p in self.all]
 
     def restore(self, saved: Sequence[Tensor | None]) -> None:
-        for p, gradient in zip(self._all, saved, strict=True):
+        for p, gradient in zip(self.all, saved, strict=True):
             p.grad = gradient
 
     def results(self, num_samples: int) -> list[list[Tensor]]:

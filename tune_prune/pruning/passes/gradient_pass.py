@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from tune_prune.core.terminal import progress
 from tune_prune.models.families import Family, decoder_layers
-from tune_prune.models.head import NextTokenLosses
 from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.groups import GroupScores
@@ -106,24 +105,21 @@ MakeSums = Callable[[Family, Iterable[nn.Module]], Sums[T]]
 
 
 def gradient_pass(
-    model: PreTrainedModel,
-    family: Family,
+    runner: LayerRunner,
     windows: torch.Tensor,
     snapshots: Sequence[int],
-    residency: Residency,
     make: MakeSums[T],
     together: int | None = None,
     dense: torch.Tensor | None = None,
 ) -> dict[int, list[T]]:
-    """What `make`'s sums come to, by layer, from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`: of
-    the gradients of the sum over samples of their mean next-token losses or, where there is `dense` [samples, seq_len, H], what the
-    dense model's head is given, of their mean divergences from it; `together` samples at a time (None: as many as `batch_size`
-    says). Raises ValueError when a snapshot is not within 1..len(windows)."""
+    """What `make`'s sums come to, by layer, from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`, of
+    the model that `runner` runs: of the gradients of the sum over samples of their mean next-token losses or, where there is
+    `dense` [samples, seq_len, H], what the dense model's head is given, of their mean divergences from it; `together` samples at
+    a time (None: as many as `batch_size` says). Raises ValueError when a snapshot is not within 1..len(windows)."""
     wanted = check_snapshots(snapshots, len(windows))
-    runner = LayerRunner(model, family, residency)
     step = together or batch_size(windows.shape[1], runner.device.type)
-    with _no_gradients(model):
-        return (_by_layer if residency.by_layer else _whole)(runner, windows, wanted, step, make, dense)
+    with no_gradients(runner.parameters):
+        return (_by_layer if runner.residency.by_layer else _whole)(runner, windows, wanted, step, make, dense)
 
 
 def gradient_work(wanted: Sequence[int], seq_len: int, num_layers: int, step: int, weight_sums: int) -> PassWork:
@@ -159,7 +155,7 @@ class GroupInformation(Statistic):
         residency: Residency = RESIDENT,
     ) -> dict[Need, dict[str, np.ndarray]]:
         wanted = [need.num_samples for need in needs]
-        found = gradient_pass(model, family, windows, wanted, residency, self.sums, self.together)
+        found = gradient_pass(LayerRunner(model, family, residency), windows, wanted, self.sums, self.together)
         return {need: GroupScores.of_layers(found[need.num_samples]).arrays() for need in needs}
 
     def work(self, needs: Sequence[Need], seq_len: int, num_layers: int, device: str) -> PassWork:
@@ -184,7 +180,7 @@ def _whole(
         make(runner.family, decoder_layers(model, runner.family)) as sums,
         progress.step("gradients", lambda: samples_run(wanted, step), "samples") as advance,
     ):
-        losses = NextTokenLosses(model)
+        losses = runner.losses
 
         def add(start: int, stop: int) -> None:
             losses.backward(windows[start:stop].to(model.device), dense=None if dense is None else dense[start:stop])
@@ -262,9 +258,9 @@ def _snapshots(sums: Sums[T], add: Callable[[int, int], None], wanted: Sequence[
 
 
 @contextmanager
-def _no_gradients(model: nn.Module) -> Iterator[None]:
-    """Within it no parameter of `model` has or wants a gradient; afterwards they are as they were."""
-    before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+def no_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within it none of them has or wants a gradient; afterwards they are as they were."""
+    before = [(p, p.requires_grad, p.grad) for p in parameters]
     try:
         for p, _, _ in before:
             p.requires_grad_(False)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tune_prune.core.store import GRADIENTS
 from tune_prune.models.families import Family
+from tune_prune.models.runner.layer_runner import LayerRunner
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.groups import GroupScores
 from tune_prune.pruning.passes.batches import batch_size, needs_copy
@@ -105,7 +106,7 @@ def taylor(
 ) -> dict[int, Importance]:
     """Importance from the first n rows of `windows` [samples, seq_len], for every n in `snapshots`, by one `gradient_pass`. Raises
     ValueError when a snapshot is not within 1..len(windows)."""
-    found = gradient_pass(model, family, windows, snapshots, residency, _Accumulator)
+    found = gradient_pass(LayerRunner(model, family, residency), windows, snapshots, _Accumulator)
     return {n: Importance(n, *_joined(layers)) for n, layers in found.items()}
 
 
