@@ -97,7 +97,8 @@ def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
     assert other.within(RUN) == other and other.name == "taylor-s64-n128-r1" and key(other) != key()
     assert key(other) == key(run=replace(RUN, seed=1))
     plain = {name for name, row in HYPERPARAMETERS.items() if not row.of_run and not row.switch}
-    later = {"steps", "removal_power", "normalization", "layer_cap"}  # records are as before there were these
+    # Records are as before there were these.
+    later = {"steps", "removal_power", "normalization", "layer_cap", "recovery_rank"}
     assert {name for name, row in HYPERPARAMETERS.items() if row.later} == later
     assert CONFIG.to_dict().keys() == plain - later
     for name, value in {"steps": 2, "removal_power": 0.5, "normalization": "kind", "layer_cap": 0.5}.items():
@@ -108,6 +109,7 @@ def test_a_seed_of_the_run_is_no_seed_of_a_configuration() -> None:
         assert replace(CONFIG, **switches).to_dict().keys() == there - later
         assert replace(CONFIG, **switches).changes_weights and not CONFIG.changes_weights
     refitted = replace(CONFIG, **both)
+    assert refitted.to_dict() | {"recovery_rank": 64} == replace(refitted, recovery_rank=64).to_dict()
     assert replace(CONFIG, damping=3.0, recovery_steps=5).canonical() == CONFIG
     assert replace(refitted, damping=3.0, recovery="none", recovery_rate=0.5).canonical() == replace(
         CONFIG, compensation="least_squares", damping=3.0
