@@ -357,3 +357,27 @@ def test_the_page_has_the_masks_that_were_measured() -> None:
         values = " | ".join(f"{row[name]:.3f}" for name in ("kl_text", "kl_tasks", "gold_lost"))
         accuracy = f"{row['accuracy']:.3f} ± {row['accuracy_stderr']:.3f}"
         assert f"| {row['masks']} | {values} | {row['ppl']:.2f} | {accuracy} |" in page
+
+
+def test_the_page_says_what_wider_adapters_and_more_steps_gave() -> None:
+    studies = ROOT / "docs" / "studies"
+    found = json.loads((studies / "h100" / "training_ranks.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8").partition("### Wider adapters")[2]
+    section = page.partition("\n### ")[0]
+    rows = {row["configuration"]: row for row in found["after_400_steps"]}
+    shown = re.findall(r"^\| (\d+) \| ([\d.]+) \| (.*) \|$", section, re.MULTILINE)
+    assert {f"{rank} {rate}" for rank, rate, _ in shown} == found["held_out_of_400_steps"].keys()
+    for rank, rate, cells in shown:
+        name = "gate_fisher-s128-n256-least_squares-lora-i400"
+        row = rows[name + (f"-e{rate}" if rate != "0.001" else "") + (f"-a{rank}" if rank != "8" else "")]
+        numbers = [f"{row['kl_text']:.3f}", f"{row['kl_tasks']:.3f}", f"{row['gold_logprob_mean']:.2f}"]
+        shares = ", ".join(f"{100 * row[f'{measure}_regained']:.0f}" for measure in MEASURES)
+        held_out = found["held_out_of_400_steps"][f"{rank} {rate}"]
+        assert cells.split(" | ") == [f"{held_out:.2f}", *numbers, f"{shares}%"]
+    errors = [draw["recovery_error"] for draw in found["held_out_of_1200_steps"].values()]
+    assert sorted(error < 1 for error in errors) == [False, False, True]
+    text = " ".join(section.split())
+    for reference, said in (("taylor-s256-n128", "{}% of what `{}` loses"), ("layerwise-s32-n256", "of `{1}` {0}%")):
+        (row,) = (row for row in found["after_1200_steps"][reference] if "lora" in row["configuration"])
+        shares = [f"{100 * row[f'{m}_regained']:.0f} ± {100 * row[f'{m}_stderr']:.0f}" for m in MEASURES]
+        assert said.format(f"{shares[0]}, {shares[1]} and {shares[2]}", reference) in text
