@@ -381,3 +381,14 @@ def test_the_page_says_what_wider_adapters_and_more_steps_gave() -> None:
         (row,) = (row for row in found["after_1200_steps"][reference] if "lora" in row["configuration"])
         shares = [f"{100 * row[f'{m}_regained']:.0f} ± {100 * row[f'{m}_stderr']:.0f}" for m in MEASURES]
         assert said.format(f"{shares[0]}, {shares[1]} and {shares[2]}", reference) in text
+    scales = json.loads((studies / "embedded" / "training_ranks.json").read_text(encoding="utf-8"))["scales"]
+    for scale, models in scales.items():
+        for model, errors in models.items():
+            for rank in (2, 8, 32):
+                cells = " | ".join(f"{errors[f'{rank} {rate}']:.2f}" for rate in ("0.001", "0.003", "0.01", "0.03"))
+                assert f"| {model} | {scale} | {rank} | {cells} |\n" in section
+            best = {
+                min(("0.001", "0.003", "0.01", "0.03"), key=lambda rate: errors[f"{rank} {rate}"])
+                for rank in (2, 8, 32)
+            }
+            assert best == ({"0.003"} if scale == "16 / rank" else {"0.01", "0.003", "0.001"})
