@@ -110,6 +110,12 @@ def test_a_training_step_as_one_launch():
         assert f"| {' | '.join(map(str, cells))} |\n" in PAGE
     more = [(row["graph"]["peak_bytes"] - row["kernel_by_kernel"]["peak_bytes"]) / GIB for row in found["steps"]]
     assert f"{min(more):.2f} to {max(more):.2f} GiB more" in PAGE
+    firsts, off = (
+        [row["graph"]["first_s"] for row in found["steps"]],
+        [row["largest_difference"] for row in found["steps"]],
+    )
+    assert f"took {min(firsts):.2f} to {max(firsts):.2f} seconds" in PAGE
+    assert max(off[:2]) < 2.5e-4 and [round(value, 2) for value in off[2:]] == [0.1, 0.25]
     peaks = found["trial_peak_bytes"]
     assert f"took {peaks['8'] / GIB:.2f} GiB of 2.27 planned, of rank 64 {peaks['64'] / GIB:.2f} of 2.54." in PAGE
     keys = found["shared_keys"]
