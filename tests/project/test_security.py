@@ -52,8 +52,8 @@ HELD_BY = {
     ],
     "Items and texts": [
         "commands/test_untrusted_tasks.py::test_a_plan_finds_tasks_that_cannot_be_built",
-        "commands/test_search_cli.py::test_broken_data_is_refused",
-        "commands/test_search_cli.py::test_unusable_calibration_texts",
+        "commands/test_search_inputs.py::test_broken_data_is_refused",
+        "commands/test_search_inputs.py::test_unusable_calibration_texts",
     ],
     "Stored results": ["core/test_artifacts.py::test_a_pickle_in_an_artifact_is_not_run"],
     "Spreadsheets": [
