@@ -1,5 +1,4 @@
-"""Figures: what is drawn is what the findings and the files of the best trial say, every file is one that a journal takes, and
-any shape of search is drawn."""
+"""Figures: what is drawn is what the findings say, every file is one that a journal takes, and any shape of search is drawn."""
 
 from __future__ import annotations
 
