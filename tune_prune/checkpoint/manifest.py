@@ -184,18 +184,18 @@ def weight_file(path: Path) -> WeightFile:
     return WeightFile(size, state.hexdigest())
 
 
-def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:
-    """Raise UserError unless `config` and the weight files of `folder` are those that the manifest describes.
+def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig, file: Path | None = None) -> None:
+    """Raise UserError unless `config` and the weight files of `folder` are those that the manifest describes. `file`: the GGUF file
+    that `config` was made from, if it was one.
 
     Cheap comparisons come first. Weight files of every size are hashed whole: a measurement takes longer, and a changed byte
     in a large file is as wrong as in a small one.
     """
-    if manifest.format == "gguf":
-        raise UserError(
-            f"{folder} holds a checkpoint for llama.cpp (GGUF); give one in Hugging Face format (hf or hf-padded)"
-        )
-    _check_config(folder, manifest, config)
-    for path in weight_files.files(folder):
+    if manifest.format == "gguf" and file is None:
+        files = ", ".join(str(folder / name) for name in manifest.files)
+        raise UserError(f"{folder} holds a checkpoint for llama.cpp; name its GGUF file itself: --model {files}")
+    _check_config(folder, manifest, config, file.name if file else "config.json")
+    for path in weight_files.files(folder) if file is None else []:
         if path.name not in manifest.files:
             raise _differs(folder, f"{path.name} would be loaded, which the manifest does not list")
     for name, recorded in manifest.files.items():
@@ -210,31 +210,28 @@ def check_checkpoint(folder: Path, manifest: Manifest, config: PretrainedConfig)
             raise _differs(folder, f"the content of {name} has changed (its SHA-256 differs)")
 
 
-def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig) -> None:
+def _check_config(folder: Path, manifest: Manifest, config: PretrainedConfig, where: str) -> None:
     dense, plan = manifest.base.model_type, manifest.plan
     padded = manifest.format == "hf-padded"
-    if config.model_type not in ((dense,) if padded else (PREFIX + dense, dense)):
+    known = (dense,) if padded else (PREFIX + dense, dense)
+    if config.model_type not in known and manifest.format != "gguf":  # where Mistral models are llama's
         raise _differs(
-            folder, f"config.json is that of a {config.model_type} model, the manifest that of a pruned {dense} model"
+            folder, f"{where} is that of a {config.model_type} model, the manifest that of a pruned {dense} model"
         )
     _, geometry = loading.config_geometry(config)
     if geometry.num_layers != len(manifest.saved_layers):
-        raise _differs(
-            folder, f"config.json has {geometry.num_layers} layers, the manifest {len(manifest.saved_layers)}"
-        )
+        raise _differs(folder, f"{where} has {geometry.num_layers} layers, the manifest {len(manifest.saved_layers)}")
     widths = zip(manifest.saved_layers, geometry.kv_heads, geometry.mlp_width, strict=True)
     for index, (layer, heads, width) in enumerate(widths):
         kept = len(plan.kept_groups[layer]), len(plan.kept_channels[layer])
         if (heads, width) != kept and not (padded and heads >= kept[0] and width >= kept[1]):
             raise _differs(
                 folder,
-                f"layer {index} has {heads} KV heads and {width} MLP channels by config.json, {kept[0]} and {kept[1]} by the "
+                f"layer {index} has {heads} KV heads and {width} MLP channels by {where}, {kept[0]} and {kept[1]} by the "
                 "manifest",
             )
     if geometry.total_params != manifest.params:
-        raise _differs(
-            folder, f"config.json makes {geometry.total_params:,} parameters, the manifest {manifest.params:,}"
-        )
+        raise _differs(folder, f"{where} makes {geometry.total_params:,} parameters, the manifest {manifest.params:,}")
 
 
 def _differs(folder: Path, what: str) -> UserError:

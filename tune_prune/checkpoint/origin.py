@@ -52,7 +52,7 @@ def verify(source: ModelSource, config: PretrainedConfig) -> Manifest | None:
                 _download(source, name)
             except Exception as error:  # as above
                 raise loading.unavailable(source, error, name) from error
-    check_checkpoint(folder, manifest, config)
+    check_checkpoint(folder, manifest, config, source.file)
     return manifest
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.hashing import digest
@@ -117,6 +118,11 @@ def _dense_states(context: TrialContext, samples: Sequence[Tensor]) -> tuple[Ten
     return states, count
 
 
+def _words(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Its tokens and their ids, without those that fill up a GGUF file: as many as the model has rows, in no text."""
+    return {word: index for word, index in tokenizer.get_vocab().items() if word != f"[PAD{index}]"}
+
+
 def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
     """The dense model of the checkpoint that `context` holds. Its weights stay in their files where they can: they are wanted for
     one pass. Raises UserError."""
@@ -124,7 +130,7 @@ def _opened_beside(context: TrialContext, base: ModelSource) -> TrialContext:
     fallback = Fallback(Residency(from_files=readable_in_place(base)))
     loaded = load(base, own.model.dtype, own.device.type, base.label, fallback)
     dense = TrialContext(replace(run, label=base.label), loaded, context.artifacts, fallback)
-    same_words = loaded.tokenizer.get_vocab() == own.tokenizer.get_vocab()
+    same_words = _words(loaded.tokenizer) == _words(own.tokenizer)
     if not same_words or not torch.equal(dense.perplexity_tokens, context.perplexity_tokens):
         raise UserError(
             f"{run.label} cannot be compared with {base.label}, whose tokenizer is another one; name the model that it was pruned "
