@@ -217,6 +217,7 @@ def describe(folder: Path, about: Manifest) -> str:
     from tune_prune.checkpoint import generation_speed, sizes
     from tune_prune.checkpoint.manifest import MANIFEST
     from tune_prune.cli.plan_text import shown_path
+    from tune_prune.models.gguf import header
 
     on_disk = sum(file.bytes for file in about.files.values())
     saved_as = "padded" if "padded" in about.sizes else "pruned"
@@ -238,20 +239,21 @@ def describe(folder: Path, about: Manifest) -> str:
         ]
     lines += [f"note: {note}" for note in about.notes]
     lines += ["", f"saved        {shown_path(folder)}/: {', '.join(about.files)}, README.md, {MANIFEST}"]
+    where = folder
     if about.format == "gguf":
-        lines += [f"load         llama-cli -m {shlex.quote(str(shown_path(folder / next(iter(about.files)))))}"]
+        where = folder / next(iter(about.files))
+        lines += [f"load         llama-cli -m {shlex.quote(str(shown_path(where)))}"]
     else:
         code = ", trust_remote_code=True" if (folder / CODE).is_file() else ""
-        lines += [
-            f'load         AutoModelForCausalLM.from_pretrained("{shown_path(folder)}"{code})',
-            f"check        {shlex.join(evaluation(str(shown_path(folder)), about))}",
-        ]
+        lines += [f'load         AutoModelForCausalLM.from_pretrained("{shown_path(folder)}"{code})']
+    if about.format != "gguf" or header.is_read(where):
+        lines += [f"check        {shlex.join(evaluation(str(shown_path(where)), about))}"]
     return "\n".join(lines)
 
 
-def evaluation(folder: str, about: Manifest) -> list[str]:
+def evaluation(model: str, about: Manifest) -> list[str]:
     """The command that measures a checkpoint on what its recorded numbers were measured on."""
-    command = ["python", "-m", "tune_prune.evaluate", "--model", folder]
+    command = ["python", "-m", "tune_prune.evaluate", "--model", model]
     run = about.source
     if run is None or about.metrics is None:
         return command

@@ -22,7 +22,6 @@ import tune_prune
 from tests.conftest import build_tiny
 from tests.models.conftest import SIZES, saved, tokenizer
 from tests.search_folders import data_folder
-from tune_prune.checkpoint import origin
 from tune_prune.checkpoint.gguf.gguf_vocab import QWEN2_SPLIT
 from tune_prune.core.errors import UserError
 from tune_prune.core.store import EXPERIMENT, FolderStore
@@ -323,49 +322,3 @@ def test_the_origin_stands_in_experiment_manifest_and_card(
     pruned = tune_prune.open(tmp_path / "pruned", data_dir=data)
     assert pruned.manifest.base.gguf == files.GgufOrigin(**expected)
     assert pruned.tokenizer(TEXT)["input_ids"] == tune_prune.open(tiny_file, data_dir=data).tokenizer(TEXT)["input_ids"]
-
-
-@pytest.mark.parametrize("variant", ["llama", "mistral"])  # both are llama's in such a file
-def test_a_file_is_held_against_the_manifest_beside_it(variant: str, words: Path, cache: Path, tmp_path: Path):
-    dense = tmp_path / "dense"
-    build_tiny(variant, torch.float32, **SIZES).save_pretrained(dense)
-    PreTrainedTokenizerFast.from_pretrained(words).save_pretrained(dense)
-    data = data_folder(tmp_path / "data")
-    pruned = tune_prune.open(dense, data_dir=data, calibration="embedded").prune("magnitude", shape="uniform")
-    pruned.save(tmp_path / "small", "gguf")
-    (tmp_path / "small" / "model.safetensors").write_bytes(b"of another one, and not read")
-    file = next((tmp_path / "small").glob("*.gguf"))
-
-    read = tune_prune.open(file, data_dir=data)
-    assert read.manifest is not None and read.manifest.config == pruned.config and read.params == pruned.params
-    assert read.base.location == str(dense)
-    ids = torch.arange(20)[None]
-    torch.testing.assert_close(read.model(ids).logits, pruned.model(ids).logits)
-    found = read.evaluate(limit=2, tasks="piqa", kl=True).record.metrics
-    recorded = pruned.evaluate(limit=2, tasks="piqa").record.metrics
-    assert {"kl_text", "kl_tasks", "ppl", "acc_piqa"} <= found.keys()
-    assert found == pytest.approx(recorded | {"removed_fraction": 0.0}, abs=1e-5)  # of the file itself nothing
-
-    (tmp_path / "small" / "config.json").write_text((dense / "config.json").read_text())
-    with pytest.raises(
-        UserError, match=rf"holds a checkpoint for llama.cpp; name its GGUF file itself: --model {file}"
-    ):
-        tune_prune.open(tmp_path / "small", data_dir=data)
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(UserError, match=rf"the content of {file.name} has changed \(its SHA-256 differs\)"):
-        tune_prune.open(file, data_dir=data)
-    saved(build_tiny(variant, torch.float32, **SIZES), words, file)
-    with pytest.raises(
-        UserError, match=rf"layer 0 has 4 KV heads and 40 MLP channels by {file.name}, 4 and 17 by the manifest"
-    ):
-        tune_prune.open(file, data_dir=data)
-
-
-def test_a_file_that_tune_prune_has_pruned_is_not_pruned_again(tiny_file: Path, tmp_path: Path):
-    model = tune_prune.open(tiny_file, data_dir=data_folder(tmp_path / "data"), calibration="embedded")
-    model.prune("magnitude", ratio=0.2, shape="uniform").save(tmp_path / "small", "gguf")
-    file = next((tmp_path / "small").glob("*.gguf"))
-    source = catalog.resolve(str(file))
-    with pytest.raises(UserError, match=r"is already pruned, .* of tiny.F32 are removed; start from the dense model"):
-        origin.require_dense(source, loading.load_config(source))

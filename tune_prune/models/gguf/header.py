@@ -85,6 +85,15 @@ def read(path: Path) -> Header:
     return header
 
 
+def is_read(path: Path) -> bool:
+    """Whether `read` takes the file."""
+    try:
+        read(path)
+    except UserError:
+        return False
+    return True
+
+
 def _check_room(path: Path) -> None:
     """Raises ValueError where the header states more than the file has room for, or arrays of arrays, which no setting is: the
     reader believes every count, and goes on for ever."""

@@ -1,0 +1,84 @@
+"""GGUF files that `prune` has written, where it has written them: held against their manifest, measured as their trial was, not
+pruned again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import tune_prune
+from tests.conftest import build_tiny
+from tests.models.conftest import SIZES, saved
+from tests.search_folders import data_folder
+from tune_prune import evaluate, prune
+from tune_prune.checkpoint import origin
+from tune_prune.core.errors import UserError
+from tune_prune.models import catalog, loading
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral"])  # both are llama's in such a file
+def test_a_file_is_held_against_the_manifest_beside_it(variant: str, words: Path, cache: Path, tmp_path: Path):
+    dense = tmp_path / "dense"
+    build_tiny(variant, torch.float32, **SIZES).save_pretrained(dense)
+    PreTrainedTokenizerFast.from_pretrained(words).save_pretrained(dense)
+    data = data_folder(tmp_path / "data")
+    pruned = tune_prune.open(dense, data_dir=data, calibration="embedded").prune("magnitude", shape="uniform")
+    pruned.save(tmp_path / "small", "gguf")
+    (tmp_path / "small" / "model.safetensors").write_bytes(b"of another one, and not read")
+    file = next((tmp_path / "small").glob("*.gguf"))
+
+    read = tune_prune.open(file, data_dir=data)
+    assert read.manifest is not None and read.manifest.config == pruned.config and read.params == pruned.params
+    assert read.base.location == str(dense)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(read.model(ids).logits, pruned.model(ids).logits)
+    found = read.evaluate(limit=2, tasks="piqa", kl=True).record.metrics
+    recorded = pruned.evaluate(limit=2, tasks="piqa").record.metrics
+    assert {"kl_text", "kl_tasks", "ppl", "acc_piqa"} <= found.keys()
+    assert found == pytest.approx(recorded | {"removed_fraction": 0.0}, abs=1e-5)  # of the file itself nothing
+
+    (tmp_path / "small" / "config.json").write_text((dense / "config.json").read_text())
+    with pytest.raises(
+        UserError, match=rf"holds a checkpoint for llama.cpp; name its GGUF file itself: --model {file}"
+    ):
+        tune_prune.open(tmp_path / "small", data_dir=data)
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match=rf"the content of {file.name} has changed \(its SHA-256 differs\)"):
+        tune_prune.open(file, data_dir=data)
+    saved(build_tiny(variant, torch.float32, **SIZES), words, file)
+    with pytest.raises(
+        UserError, match=rf"layer 0 has 4 KV heads and 40 MLP channels by {file.name}, 4 and 17 by the manifest"
+    ):
+        tune_prune.open(file, data_dir=data)
+
+
+def test_the_command_that_checks_a_file_is_said_where_it_can(
+    tiny_file: Path, tmp_path: Path, printed: Callable[..., str]
+):
+    def told(shape: str, *more: Any) -> str:
+        about = ["--model", tiny_file, "--method", "random", "--shape", shape, "--format", "gguf"]
+        return printed(prune.main, *about, "--output", tmp_path / shape, *more)
+
+    assert "llama-cli -m" in (free := told("free", "--seed", "1")) and "check  " not in free  # deci: llama.cpp's alone
+    uniform = told("uniform")
+    command = uniform.partition("check  ")[2].split()
+    assert command[:4] == ["python", "-m", "tune_prune.evaluate", "--model"] and command[4].endswith(".gguf")
+    more = "--data-dir", data_folder(tmp_path / "data"), "--tasks", "piqa", "--limit", "2"
+    assert "format gguf; config and weights are those" in printed(evaluate.main, *command[3:], *more)
+
+
+def test_a_file_that_tune_prune_has_pruned_is_not_pruned_again(tiny_file: Path, tmp_path: Path):
+    model = tune_prune.open(tiny_file, data_dir=data_folder(tmp_path / "data"), calibration="embedded")
+    model.prune("magnitude", ratio=0.2, shape="uniform").save(tmp_path / "small", "gguf")
+    file = next((tmp_path / "small").glob("*.gguf"))
+    source = catalog.resolve(str(file))
+    with pytest.raises(UserError, match=r"is already pruned, .* of tiny.F32 are removed; start from the dense model"):
+        origin.require_dense(source, loading.load_config(source))
