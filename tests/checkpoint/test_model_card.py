@@ -180,6 +180,26 @@ def test_quality_has_every_number_with_its_error(tmp_path: Path) -> None:
     assert "the first 1,500 items of each of lm-eval's zero-shot tasks (chance: .3570 on average)" in text
 
 
+@pytest.mark.parametrize(
+    ("data_dir", "tasks", "said"),
+    [
+        ("/data", ("piqa", "boolq"), "all items of each of lm-eval's zero-shot tasks"),
+        (
+            "/data",
+            ("piqa", "my_quiz"),
+            "all items of each of lm-eval's zero-shot tasks and of my_quiz, defined beside their items",
+        ),
+        ("/data", ("my_quiz", "mine"), "all items of each of my_quiz, mine, defined beside their items"),
+        (None, ("piqa", "lambada_openai"), "all items of each of lm-eval's zero-shot tasks"),  # that lm-eval has, too
+    ],
+)
+def test_tasks_of_ones_own_are_said_to_be_such(
+    tmp_path: Path, data_dir: str | None, tasks: tuple[str, ...], said: str
+) -> None:
+    text = card(tmp_path, source=replace(RUN, data_dir=data_dir, protocol=EvaluationProtocol(tasks=tasks)))
+    assert f"accuracy on {said} (chance: .3570 on average)" in text
+
+
 def test_numbers_of_an_embedded_model_are_said_to_be_such(tmp_path: Path) -> None:
     run = replace(RUN, model="tiny-llama", data_dir=None, calibration="embedded", protocol=EvaluationProtocol())
     base = replace(BASE, model="tiny-llama", label="tiny-llama", revision=None)

@@ -148,6 +148,8 @@ def test_texts_are_read_and_known_by_content(tmp_path):
     two.write_text("grüße\n", encoding="utf-8")
     assert load_text(str(one)) == "grüße\n"
     assert calibration_fingerprint(str(one)) == calibration_fingerprint(str(two))
+    two.write_text("grüße\n", encoding="utf-8-sig")  # a byte order mark is none of the text
+    assert calibration_fingerprint(str(one)) == calibration_fingerprint(str(two))
     two.write_text("grüße!\n", encoding="utf-8")
     assert calibration_fingerprint(str(one)) != calibration_fingerprint(str(two))
     assert load_text("embedded") == embedded.calibration_text()

@@ -112,6 +112,12 @@ def test_fingerprints_follow_what_a_definition_includes_and_runs(tmp_path: Path)
     assert found(utils_py="go = 2\n") not in (plain, running)
 
 
+def test_a_byte_order_mark_is_no_part_of_an_item(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text('{"question": "why?"}\n', encoding="utf-8-sig")
+    assert read_items(path, ("question",)) == [{"question": "why?"}]
+
+
 def test_templates_say_what_they_say_in_lm_eval() -> None:
     process = TemplateProcess()
     compared = 0

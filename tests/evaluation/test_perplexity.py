@@ -130,9 +130,13 @@ def test_file_and_hub_give_the_same_text(tmp_path, monkeypatch):
     lines = [" \n", " = Title = \n", " \n", " Text of two words . \n"]
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "wikitext2-raw.test.txt").write_text("".join(lines), encoding="utf-8")
+    with_mark = tmp_path / "marked" / "text" / "wikitext2-raw.test.txt"
+    with_mark.parent.mkdir(parents=True)
+    with_mark.write_text("".join(lines), encoding="utf-8-sig")
     rows = ["", " = Title = \n", "", " Text of two words . \n"]  # what the hub's rows of these lines are
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"text": rows})
     from_file = load_text(str(tmp_path), embedded=False)
+    assert from_file == load_text(str(tmp_path / "marked"), embedded=False)  # a byte order mark is no text
     assert from_file == load_text(None, embedded=False) == "\n\n = Title = \n\n\n\n\n Text of two words . \n"
 
 

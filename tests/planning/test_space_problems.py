@@ -83,6 +83,8 @@ def test_of_many_problems_the_first_are_told(tmp_path: Path) -> None:
         ("pruning_ratio", "'0.2'", "pruning_ratio is the text '0.2'; it must be"),
         ("pruning_ratio", "[0.1, 0.2, 1.5]", "pruning_ratio is 1.5; it must be"),
         ("pruning_ratio", "[0.1, 1e-1]", "pruning_ratio lists 0.1 twice"),
+        ("pruning_ratio", "0.1_5", "pruning_ratio is 0.1_5; it must be a number above 0 and below 1"),
+        ("layer_cap", "0.1_5", "layer_cap is 0.1_5; it must be a number above 0, at most 1"),
         ("pruning_ratio", "[]", "pruning_ratio is an empty list"),
         ("removal_divisor", "0", "removal_divisor is 0; it must be a whole number from 1"),
         ("shape", "square", "shape is the text 'square'; it must be free, uniform, aligned or aligned-N"),

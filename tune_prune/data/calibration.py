@@ -96,7 +96,7 @@ def load_text(source: str) -> str:
         return embedded.calibration_text()
     if source not in HUB_TEXTS:
         try:
-            text = Path(source).read_text(encoding="utf-8")
+            text = Path(source).read_text(encoding="utf-8-sig")  # a byte order mark is no text
         except (OSError, ValueError) as error:  # a name with a zero byte, or no UTF-8
             raise UserError(f"calibration text {source} cannot be read ({error}); give a UTF-8 text file") from error
         if not text.strip():

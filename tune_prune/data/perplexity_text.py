@@ -28,7 +28,7 @@ def load_text(data_dir: str | None, embedded: bool) -> str:
             raise UserError(
                 f"the perplexity text {path} is missing; put the raw WikiText-2 test there, or leave --data-dir out"
             )
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             return "\n\n".join(line if line.strip() else "" for line in file)
 
     commit = hub.dataset_commit(HUB_TEXT)

@@ -209,7 +209,7 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]
     """The items of a JSON-lines file. Raises UserError, with file and line, for bad JSON or a missing field."""
     items = []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}); write it as UTF-8") from error
     for number, line in enumerate(text.split("\n"), start=1):

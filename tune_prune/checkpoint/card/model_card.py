@@ -180,6 +180,10 @@ def _measured_on(manifest: Manifest) -> str:
         text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
     count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"
     tasks = "the tasks embedded in tune_prune" if own_data else "lm-eval's zero-shot tasks"
+    defined = [task for task in protocol.tasks if task not in ZERO_SHOT_METRIC] if source.data_dir else []
+    if defined:
+        others = "" if len(defined) == len(protocol.tasks) else f"{tasks} and of "
+        tasks = f"{others}{', '.join(map(markdown, defined))}, defined beside their items"
     chance = metric(manifest.metrics or {}, "chance_acc_mean")
     sentence = (
         f"Measured by tune_prune in {markdown(source.dtype)}: perplexity on {text}, in windows of at most "

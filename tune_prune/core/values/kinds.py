@@ -64,7 +64,7 @@ class Fraction(Kind):
         return "a number above 0 and below 1, e.g. 0.2 for 20% smaller"
 
     def read(self, text: str) -> float:
-        if not 0 < (value := float(text)) < 1:
+        if not 0 < (value := _float(text)) < 1:
             raise ValueError(text)
         return value
 
@@ -83,7 +83,7 @@ class Share(Kind):
         return f"a number above 0, at most {self.high:g}"
 
     def read(self, text: str) -> float:
-        if not self.holds(value := float(text)):
+        if not self.holds(value := _float(text)):
             raise ValueError(text)
         return value
 
@@ -150,6 +150,13 @@ class TextNames(Kind):
 
     def short(self, value: str) -> str:
         return "+".join(re.sub(r"[^\w.]", "_", PurePath(part).stem)[:MAX_STEM] for part in texts_of(value))
+
+
+def _float(text: str) -> float:
+    """As Python reads it, but for 0.1_5, which is a slip of the finger. Raises ValueError."""
+    if "_" in text:
+        raise ValueError(text)
+    return float(text)
 
 
 def texts_of(source: str) -> list[str]:
