@@ -26,7 +26,7 @@ from typing import Any
 import questions_text
 import yaml
 from quality_table import markdown, rows_of
-from study_smollm2 import ROOT, command, folder, names_of
+from study_smollm2 import ROOT, command, ended, folder, names_of
 
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import atomic_write_text, to_json
@@ -154,12 +154,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        Study(*parser().parse_known_args(argv)).run()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return ended(lambda: Study(*parser().parse_known_args(argv)).run())
 
 
 if __name__ == "__main__":

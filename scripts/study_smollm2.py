@@ -25,6 +25,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +211,18 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: list[str] | None = None) -> int:
+def ended(study: Callable[[], None]) -> int:
+    """The exit code of a study: 2 where it raises UserError, which is printed."""
     try:
-        Study(*parser().parse_known_args(argv)).run()
+        study()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return ended(lambda: Study(*parser().parse_known_args(argv)).run())
 
 
 if __name__ == "__main__":
