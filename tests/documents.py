@@ -187,6 +187,7 @@ class Reader:
                 re.sub(r"^ray_results/(NAME|A|B|tiny-llama-20-paper_grid)$", str(searched), word) for word in words
             ]
             words = [word.replace("=all_methods", f"={searched}/all_methods") for word in words]
+            words = [re.sub("^tiny-llama-20-paper_grid$", searched.name, word) for word in words]
         return words
 
 

@@ -163,7 +163,7 @@ def parser() -> Parser:
         "--name",
         type=flags.text,
         metavar="NAME",
-        help="name of the experiment, a folder in --storage-path (default: made of model, ratio, search space, shape and limit)",
+        help="name of the experiment, a folder in --storage-path (default: of model, ratio, search space, shape, limit and tokens)",
     )
     how.add_argument(
         "--save-best",

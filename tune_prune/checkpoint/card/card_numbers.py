@@ -1,4 +1,5 @@
-"""Numbers as the model card writes them: digits that mean something, units that the Hub uses, a dash for what is not known."""
+"""Numbers as the model card writes them, and what they were measured on: digits that mean something, units that the Hub uses, a dash
+for what is not known."""
 
 from __future__ import annotations
 
@@ -6,8 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tune_prune import embedded
+from tune_prune.checkpoint.manifest import Manifest
+from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.files import number
-from tune_prune.core.terminal.escapes import markdown_code
+from tune_prune.core.terminal.escapes import markdown, markdown_code
 from tune_prune.models.gguf.files import GgufOrigin
 
 UNKNOWN = "–"
@@ -66,3 +70,32 @@ def dequantised(file: GgufOrigin) -> str:
     """What a dense model was read from."""
     what = f"{markdown_code(file.file)}, a GGUF file in {markdown_code(file.quantization)} (SHA-256 {markdown_code(file.sha256)})"
     return f"read from {what} and made floating-point: that is the dense model of all comparisons here"
+
+
+def measured_on(manifest: Manifest) -> str:
+    """What the recorded numbers were measured on, as far as the manifest knows, in sentences."""
+    source = manifest.source
+    if source is None:
+        return "Measured by tune_prune."
+    protocol = source.protocol
+    own_data = source.data_dir is None and source.model in embedded.MODEL_NAMES
+    text = "the perplexity text embedded in tune_prune" if own_data else "the raw WikiText-2 test split"
+    if protocol.perplexity_tokens is not None:
+        text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
+    count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"
+    tasks = "the tasks embedded in tune_prune" if own_data else _tasks(protocol.tasks, source.data_dir is not None)
+    chance = metric(manifest.metrics or {}, "chance_acc_mean")
+    sentence = (
+        f"Measured by tune_prune in {markdown(source.dtype)}: perplexity on {text}, in windows of at most "
+        f"{protocol.perplexity_window:,} tokens; accuracy on {count} of each of {tasks}"
+    )
+    return f"{sentence}." if chance is None else f"{sentence} (chance: {fraction(chance)} on average)."
+
+
+def _tasks(tasks: Sequence[str], of_folder: bool) -> str:
+    """Whose these tasks are; `of_folder`: their items, and definitions of those that lm-eval may not have, are in a folder of the
+    user's."""
+    own = [task for task in tasks if task not in ZERO_SHOT_METRIC] if of_folder else []
+    named = [] if len(own) == len(tasks) else ["lm-eval's zero-shot tasks"]
+    named += [f"{', '.join(map(markdown, own))}, defined beside their items"] if own else []
+    return " and of ".join(named)

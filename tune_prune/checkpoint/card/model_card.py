@@ -24,14 +24,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from tune_prune import embedded
 from tune_prune.checkpoint.card.card_numbers import (
     UNKNOWN,
     accuracy,
     dequantised,
     format_perplexity,
-    fraction,
     kept,
+    measured_on,
     metric,
     short_bytes,
     short_count,
@@ -93,7 +92,7 @@ def render(folder: Path, manifest: Manifest, geometry: Geometry) -> str:
         manifest=manifest,
         hub_id=hub_id,
         license_entries=yaml.safe_dump(license_entries, sort_keys=False, width=10**6).strip(),
-        measured_on=_measured_on(manifest),
+        measured_on=measured_on(manifest),
         own_classes="auto_map" in _saved_config(folder),  # names classes that lie beside it
         padded="padded" in manifest.sizes,
         saved=manifest.saved_sizes,
@@ -166,30 +165,6 @@ def _quality(manifest: Manifest) -> list[dict[str, str]]:
 def _row(name: str, dense: str, pruned: str, kept: str | float) -> dict[str, str]:
     share = kept if isinstance(kept, str) else f"× {kept:.2f}"
     return {"name": name, "dense": dense, "pruned": pruned, "kept": share}
-
-
-def _measured_on(manifest: Manifest) -> str:
-    """What the recorded numbers were measured on, as far as the manifest knows, in sentences."""
-    source = manifest.source
-    if source is None:
-        return "Measured by tune_prune."
-    protocol = source.protocol
-    own_data = source.data_dir is None and source.model in embedded.MODEL_NAMES
-    text = "the perplexity text embedded in tune_prune" if own_data else "the raw WikiText-2 test split"
-    if protocol.perplexity_tokens is not None:
-        text = f"the first {protocol.perplexity_tokens:,} tokens of {text}"
-    count = "all items" if protocol.limit is None else f"the first {protocol.limit:,} items"
-    tasks = "the tasks embedded in tune_prune" if own_data else "lm-eval's zero-shot tasks"
-    defined = [task for task in protocol.tasks if task not in ZERO_SHOT_METRIC] if source.data_dir else []
-    if defined:
-        others = "" if len(defined) == len(protocol.tasks) else f"{tasks} and of "
-        tasks = f"{others}{', '.join(map(markdown, defined))}, defined beside their items"
-    chance = metric(manifest.metrics or {}, "chance_acc_mean")
-    sentence = (
-        f"Measured by tune_prune in {markdown(source.dtype)}: perplexity on {text}, in windows of at most "
-        f"{protocol.perplexity_window:,} tokens; accuracy on {count} of each of {tasks}"
-    )
-    return f"{sentence}." if chance is None else f"{sentence} (chance: {fraction(chance)} on average)."
 
 
 def _speed(manifest: Manifest) -> dict[str, Any] | None:
