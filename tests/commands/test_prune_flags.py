@@ -114,6 +114,22 @@ def test_shards_dtype_and_overwrite(tmp_path: Path, sentence: Callable[..., str]
     )
 
 
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_what_appears_meanwhile_stays(
+    overwrite: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    out = tmp_path / "out"
+
+    def written(*_: object) -> None:
+        out.mkdir()
+        (out / "thesis.tex").write_text("all I have", encoding="utf-8")
+
+    monkeypatch.setattr("tune_prune.checkpoint.card.model_card.write_card", written)
+    said = refused(prune.main, "--model", "tiny-llama", *FLAGS, "--output", out, *overwrite, begun=True)
+    assert f"--output {out} " in said and ("not replaced" if overwrite else "exists") in said
+    assert (out / "thesis.tex").read_text() == "all I have" and [*tmp_path.iterdir()] == [out]
+
+
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise OSError("disk full")

@@ -101,13 +101,13 @@ def test_a_machine_asks_again_where_its_copy_is_not_enough(tmp_path, monkeypatch
         machines[-1]._store = NodeCachedStore(place)
     here, there = machines
     for count in (2, 4):
-        there.put("removal", KEY, {"losses": np.ones(count)})
-        assert len(here.get("removal", KEY, dict)["losses"]) == 2  # of the copy, at the second time
+        there.put("fisher", KEY, {"losses": np.ones(count)})
+        assert len(here.get("fisher", KEY, dict)["losses"]) == 2  # of the copy, at the second time
     for copy in (tmp_path / "here").rglob("*.npz"):
         copy.write_bytes(copy.read_bytes()[damaged:])
-    assert here.get("removal", KEY, lambda found: found if len(found["losses"]) > 2 else None) is not None
-    assert len(here.get("removal", KEY, dict)["losses"]) == 4 and not caplog.text
-    assert here.get("removal", KEY, lambda found: None) is None and not caplog.text
+    assert here.get("fisher", KEY, lambda found: found if len(found["losses"]) > 2 else None) is not None
+    assert len(here.get("fisher", KEY, dict)["losses"]) == 4 and not caplog.text
+    assert here.get("fisher", KEY, lambda found: None) is None and not caplog.text
 
 
 def test_a_pickle_in_an_artifact_is_not_run(store, tmp_path):

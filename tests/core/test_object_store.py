@@ -122,6 +122,23 @@ class TestS3(BetweenProcesses, LeaseContract):
         store.check_writable()
         assert store._listed("", "file") == ["a"]
 
+    def test_a_machine_keeps_no_state_of_what_goes_on_elsewhere(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        machines = []
+        for name in ("one", "other"):
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+            machines.append(NodeCachedStore(ObjectPath(store.folder)))
+        one, other = machines
+        for kind in ("recovery_state", "removal"):
+            name = f"{kind}-0123456789abcdef.npz"
+            one.put(name, b"step 300")
+            assert other.get(name) == b"step 300"
+            other.put(name, b"step 800")
+            assert one.get(name) == b"step 800"
+            other.remove(name)
+            assert one.get(name) is None and one.get_anew(name) is None
+
     def test_a_machine_keeps_what_never_changes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         one, other = (NodeCachedStore(ObjectPath(store.folder)) for _ in range(2))
         one.put("a.npz", b"abc")

@@ -97,6 +97,7 @@ def best_entry(found: ModelFindings, folder: Location) -> dict[str, Any]:
         "source": None if found.model.source is None else dict(found.model.source),
         **plain_values(best, "name", "removed_fraction", "params_count", "acc_mean", "acc_mean_stderr", "ppl", "key"),
         "output_dir": relative(plain_value(best["output_dir"]), folder),
+        "draws": plain_value(best["draws"]),
         "tasks": {task: plain_values(row, "acc", "stderr") for task, row in found.tasks.drop("mean").iterrows()},
         "baseline": plain_values(dense, *dense) or None,
         "perplexity_window": found.model.window,

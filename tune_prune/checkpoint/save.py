@@ -97,7 +97,7 @@ def save_checkpoint(
         )
     plan = recipe.plan
     check_plan(plan, dense)
-    with renamed_at_the_end(folder) as work:
+    with renamed_at_the_end(folder, overwrite) as work:
         written = _write(dense, recipe, work, fmt, shard_bytes, measure_speed)
         about = Manifest(
             format=fmt,
@@ -118,6 +118,7 @@ def save_checkpoint(
         from tune_prune.checkpoint.card import model_card  # imports matplotlib, which a search does without
 
         model_card.write_card(work, about, dense.geometry)
+        check_folder(folder, overwrite)  # what somebody has put there meanwhile
     return about
 
 

@@ -87,7 +87,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         entry = _chosen(entries, label, path)
         config = PruningConfig.from_dict(entry)
         run = None if entry["source"] is None else validated(ModelRun, entry["source"])
-        recorded = {"metrics": _metrics(entry), "baseline": _baseline(entry.get("baseline"))}
+        measured = _metrics(entry) if entry.get("draws", 1) == 1 else None  # a mean over draws is of no one model
+        recorded = {"metrics": measured, "baseline": _baseline(entry.get("baseline"))}
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:

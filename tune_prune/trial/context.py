@@ -67,7 +67,7 @@ class TrialContext:
         self._let_go = let_go
         self.contents = Contents(run)
         self.calibration_tokens = cache(partial(self.contents.calibration_tokens, loaded.tokenizer))  # by source
-        self._items_in = cache(self._find_items_in)  # by source
+        self._items_in: dict[str, int] = {}  # by source; a cache of a method would hold this object, and so the model
         self._copy: tuple[str, PreTrainedModel, int] | None = None  # by structure, the pruned one and its parameters
 
     @classmethod
@@ -120,7 +120,10 @@ class TrialContext:
 
     def items_in_calibration(self, config: PruningConfig) -> int:
         """How many of the measured items the calibration text of `config` holds with their right answers; a warning says so."""
-        return self._items_in(self.run.of(config).calibration)
+        text = self.run.of(config).calibration
+        if text not in self._items_in:
+            self._items_in[text] = self._find_items_in(text)
+        return self._items_in[text]
 
     def _find_items_in(self, text: str) -> int:
         suite, key = self.suite, self._suite_key | {"calibration": self.contents.calibration(text)}

@@ -1,5 +1,5 @@
-"""Numbers as the model card writes them, and what they were measured on: digits that mean something, units that the Hub uses, a dash
-for what is not known."""
+"""Numbers as the model card writes them: digits that mean something, units that the Hub uses, a dash for what is not known; and
+what they were measured on."""
 
 from __future__ import annotations
 

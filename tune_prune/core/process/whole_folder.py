@@ -30,14 +30,15 @@ def clear_killed(folder: Path) -> None:
 
 
 @contextmanager
-def renamed_at_the_end(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place when all went well, and is removed otherwise."""
+def renamed_at_the_end(folder: Path, replace: bool) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its place when all went well, and is removed otherwise. Without `replace` what is
+    there by then stays, and OSError is raised."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(f".{folder.name}.partial-{platform.node()}-{os.getpid()}")
     work.mkdir()
     try:
         yield work
-        if folder.exists():
+        if replace and folder.exists():
             old = folder.with_name(f".{folder.name}.replaced-{platform.node()}-{os.getpid()}")
             folder.rename(old)
             work.rename(folder)

@@ -16,6 +16,8 @@ from tune_prune.core.storage.objects import ObjectStore
 
 log = logging.getLogger(__name__)
 
+# How far somebody is: the copy of a node that was there before would be an older state.
+STATES = ("recovery_state-", "removal-")
 MAX_BYTES = 4 * 2**30  # of one storage path; what was written first is removed first
 
 
@@ -25,8 +27,8 @@ def cache_folder() -> Path:
 
 
 class NodeCachedStore(ObjectStore):
-    """Objects with copies in `cache_folder()`: an old one may hold too few samples, and is never wrong. Where that folder cannot be
-    written there are none."""
+    """Objects with copies in `cache_folder()`, but for `STATES`: an old one may hold too few samples, and is never wrong. Where
+    that folder cannot be written there are none."""
 
     def __init__(self, folder: ObjectPath) -> None:
         super().__init__(folder)
@@ -43,7 +45,7 @@ class NodeCachedStore(ObjectStore):
 
     def get(self, name: str) -> bytes | None:
         try:
-            near = self._near.get(name)
+            near = None if name.startswith(STATES) else self._near.get(name)
         except DamagedFile:  # of somebody else, perhaps: what is stored is what counts
             near = None
         if near is not None:
@@ -61,6 +63,8 @@ class NodeCachedStore(ObjectStore):
         return content
 
     def _keep(self, name: str, content: bytes | str) -> None:
+        if name.startswith(STATES):
+            return
         try:
             self._near.put(name, content)
         except OSError as error:
