@@ -18,20 +18,18 @@ import pandas as pd
 
 from tune_prune import load_results
 from tune_prune.core.files import atomic_write_text, to_json
-
-CONFIGURATION = ["method", "seq_len", "num_samples", "compensation", "damping", "refit_tokens"]
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 
 
 def winners(trials: pd.DataFrame) -> list[dict[str, Any]]:
     """A row per model and draw; `trials` as `Results.trials` has them. Only configurations with all draws count."""
     rows = []
     for model, own in trials[trials["success"]].groupby("model", sort=False):
-        scores = own.pivot_table(
-            index=[name for name in CONFIGURATION if name in own],
-            columns=own["seed"].fillna(-1),
-            values="acc_mean",
-            dropna=False,
-        ).dropna()
+        names = [name for name in HYPERPARAMETERS if name in own and name != "seed"]
+        usual = {name: "" if HYPERPARAMETERS[name].default is None else HYPERPARAMETERS[name].default for name in names}
+        draw = own["seed"].fillna(-1)
+        own = own.fillna(usual).assign(draw=draw)
+        scores = own.pivot(index=names, columns="draw", values="acc_mean").dropna()
         means = scores.mean(axis=1).sort_values(ascending=False, kind="stable")
         for number, draw in enumerate(scores):
             best = scores[draw].idxmax()
@@ -51,10 +49,13 @@ def winners(trials: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _name(values: dict[str, Any]) -> str:
-    """As in the tables of a search: taylor-s16-n128, and what else is set."""
-    method, tokens, samples, *more = (values[name] for name in values)
-    set_here = [str(value) for value in more if pd.notna(value) and value != "none"]
-    return "-".join([method, f"s{tokens}", f"n{samples}", *set_here])
+    """As in the tables of a search: taylor-s16-n128, and what is not at its default."""
+    rows = {name: HYPERPARAMETERS[name] for name in values}
+    return "-".join(
+        row.in_name(values[name])
+        for name, row in rows.items()
+        if row.name_prefix is not None and values[name] not in ("", row.default)
+    )
 
 
 def main() -> None:

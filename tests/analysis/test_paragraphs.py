@@ -89,6 +89,26 @@ def test_paragraphs_of_experiments(simulated: Findings) -> None:
     assert "36 trials and 224 task evaluations; 32 trials (88.9%) are complete, 2 failed, 2 were stopped early" in text
 
 
+def test_by_another_rule_no_loss_of_accuracy_is_stated(tmp_path: Path) -> None:
+    """The best by perplexity may be far below the most accurate: that another one is, too, says nothing of the two."""
+    found = simulated_findings(tmp_path, rule="perplexity")
+    assert found.transfer is not None
+    assert all(model.best["name"] != model.eligible.iloc[0]["name"] for model in found.models.values())
+    across = paragraphs(found)[0].partition("**Across models.**")[2]
+    for label, losses in found.transfer.losses.items():
+        (loss,) = (own for other, own in losses.items() if other != label)
+        said = "lower, which was not tested" if loss["loss_points"] >= 0 else "higher"
+        assert re.search(rf"{label} scores {abs(loss['loss_points']):.2f} ± \d+\.\d\d points {said}", across)
+    assert "of its accuracy" not in across and "rather too large" not in across
+
+
+def test_one_configuration_is_compared_with_none(tmp_path: Path) -> None:
+    found = simulated_findings(tmp_path, models=("alpha",), items=40, trained={"taylor-s16-n128": 0.02})
+    assert len(found.models["alpha+lora"].eligible) == 1
+    text = paragraphs(found)[0]
+    assert "compared pairwise" in text and "by their own standard errors" not in text
+
+
 def test_references_are_those_of_the_text(simulated: Findings) -> None:
     for findings in (simulated, published_findings()):
         text, references = paragraphs(findings)

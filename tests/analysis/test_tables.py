@@ -28,6 +28,7 @@ from tune_prune.analysis.render.text import text_table
 from tune_prune.analysis.statistics.findings import Findings, Message, find
 from tune_prune.analysis.tables import trial_tables
 from tune_prune.analysis.tables.all_tables import all_tables, write_tables
+from tune_prune.analysis.tables.final_table import final_table
 from tune_prune.analysis.tables.table import Column, Row, Table
 
 HOSTILE = ("<script>alert(1)</script>", "=1+1|`*x*`")
@@ -234,13 +235,32 @@ def test_the_most_accurate_and_the_tied_are_marked(simulated: Findings) -> None:
 def test_statistics(simulated: Findings) -> None:
     rows = {row["statistic"]: row for row in all_tables(simulated)["experiment_statistics"].rows}
     pooled = pd.concat([entry.eligible["acc_mean"] for entry in simulated.models.values()])
-    assert rows["runs"]["All models"] == 36 and rows["complete"]["alpha"] == 16
-    assert rows["task_evaluations"]["All models"] == 32 * 7
-    assert rows["completeness"]["beta"] == 16 / 18
+    assert rows["runs"]["of_All models"] == 36 and rows["complete"]["of_alpha"] == 16
+    assert rows["task_evaluations"]["of_All models"] == 32 * 7
+    assert rows["completeness"]["of_beta"] == 16 / 18
     for name in ("max", "min", "median", "mean", "std"):
-        assert rows[name]["All models"] == getattr(pooled, name)()
-    assert rows["gradient_passes"]["All models"] == 6  # of the experiment, so of no model alone
-    assert math.isnan(rows["gradient_passes"]["alpha"])
+        assert rows[name]["of_All models"] == getattr(pooled, name)()
+    assert rows["gradient_passes"]["of_All models"] == 6  # of the experiment, so of no model alone
+    assert math.isnan(rows["gradient_passes"]["of_alpha"])
+
+
+def test_models_that_are_named_as_columns_are(tmp_path: Path) -> None:
+    names = ("model", "name", "statistic", "title")
+    made = all_tables(simulated_findings(tmp_path, models=names, items=10))
+    assert [(row["model"], row["of_model"] is None) for row in made["transfer"].rows] == [
+        (name, False) for name in names
+    ]
+    assert [column.label for column in made["transfer"].columns[2:6]] == [*names]
+    for row in made["experiment_statistics"].rows:
+        assert isinstance(row["statistic"], str) and isinstance(row["_title"], str)
+    assert final_table(simulated_findings(tmp_path / "again", models=names, items=10)).count("Best for all: ") == 1
+
+
+def test_trained_models_are_not_pooled_with_others(tmp_path: Path) -> None:
+    found = simulated_findings(tmp_path, models=("alpha",), items=10, trained={"taylor-s16-n128": 0.02})
+    rows = {row["statistic"]: row for row in all_tables(found)["experiment_statistics"].rows}
+    assert rows["runs"]["of_All models"] == 19 and math.isnan(rows["mean"]["of_All models"])
+    assert rows["mean"]["of_alpha"] == found.models["alpha"].eligible["acc_mean"].mean()
 
 
 def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
@@ -251,9 +271,13 @@ def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
     lost = losses["alpha"]["beta"]
     assert impact["alpha", "optimum of beta"].items() >= {key: lost[key] for key in ("acc_mean", "loss_points")}.items()
     first, second = made["transfer"].rows
-    assert (first["alpha"], first["beta"], first["beta_stderr"]) == (0, lost["loss_points"], lost["loss_points_stderr"])
+    assert (first["of_alpha"], first["of_beta"], first["of_beta_stderr"]) == (
+        0,
+        lost["loss_points"],
+        lost["loss_points_stderr"],
+    )
     share = losses["beta"]["alpha"]["loss_points"] / simulated.models["beta"].best["acc_mean"]
-    assert (second["alpha_percent"], second["beta"]) == (share, 0)
+    assert (second["of_alpha_percent"], second["of_beta"]) == (share, 0)
 
     findings = from_csv(tmp_path, {"M": lambda m, s, n: 0.5 + s / 1000 + n / 10000})
     own = findings.models["M"].best

@@ -40,6 +40,19 @@ def test_the_winner_of_each_draw_has_its_place_among_the_means() -> None:
     assert [(row["winner"], row["place"]) for row in (second, third)] == [("layerwise-s16-n8", 1)] * 2
 
 
+def test_configurations_that_differ_in_anything_are_two() -> None:
+    scores = {(1, "free"): (0.50, 0.52), (2, "free"): (0.60, 0.61), (1, "uniform"): (0.40, 0.41)}
+    rows = [
+        {"model": "m", "method": "taylor", "seq_len": 64, "num_samples": 128, "steps": steps, "shape": shape}
+        | {"compensation": None, "seed": seed, "acc_mean": score, "success": True}
+        for (steps, shape), draws in scores.items()
+        for seed, score in zip((None, 1), draws, strict=True)
+    ]
+    found = winners(pd.DataFrame(rows))
+    assert [(row["winner"], row["place"], row["of"]) for row in found] == [("taylor-s64-n128-k2", 1, 3)] * 2
+    assert found[0]["optimistic_points"] == pytest.approx(100 * (0.60 - 0.605))
+
+
 def test_the_page_has_the_winners_that_were_found() -> None:
     page = (ROOT / "docs" / "draws.md").read_text(encoding="utf-8")
     rows = json.loads((ROOT / "docs" / "studies" / "embedded" / "winners_by_draw.json").read_text(encoding="utf-8"))

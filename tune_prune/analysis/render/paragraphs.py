@@ -93,7 +93,7 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "shapes": sorted({model.shape for model in models}),
         "kinds": {model.kind for model in models},
         "certain": (eligible[tasks].isin([0, 1])).any(axis=None),
-        "bases": {found.basis for found in findings.models.values()},
+        "bases": {found.basis for found in findings.models.values() if len(found.eligible) > 1},
         "removed": eligible["removed_fraction"].dropna(),
         "methods": [_METHODS.get(name) or markdown(name) for name in sorted(eligible["method"].unique())],
         "seq_lens": sorted(eligible["seq_len"].unique()),

@@ -168,25 +168,32 @@ def architecture(findings: Findings) -> Table:
     return Table("architecture", "Gradient structure and best configuration", columns, rows, notes)
 
 
+def of_model(label: str) -> str:
+    """The key of a model's own column, also where its label is the key of another column: a model may be called name."""
+    return f"of_{label}"
+
+
 def transfer(findings: Findings) -> Table | None:
     """Accuracy that each model loses with another's best; None with fewer than two."""
     if findings.transfer is None:
         return None
     losses = findings.transfer.losses
+    keys = {label: of_model(label) for label in losses}
     worst = max(1e-9, *(loss.get("loss_points", 0.0) for of_model in losses.values() for loss in of_model.values()))
     rows = []
     for label, found in findings.models.items():
         row: dict[str, Any] = {"model": label, "name": found.best["name"]}
         for other, loss in losses[label].items():
             points = loss.get("loss_points")
-            row |= {other: points, f"{other}_stderr": loss.get("loss_points_stderr") or None}
-            row[f"{other}_percent"] = None if points is None else points / found.best["acc_mean"]
-            row[f"_{other}"] = max(0.0, points or 0.0) / worst
+            key = keys[other]
+            row |= {key: points, f"{key}_stderr": loss.get("loss_points_stderr") or None}
+            row[f"{key}_percent"] = None if points is None else points / found.best["acc_mean"]
+            row[f"_{key}"] = max(0.0, points or 0.0) / worst
         rows.append(row)
     columns = [
         *(MODEL, Column("name", "Own best", style="name")),
-        *(Column(other, other, "points", f"{other}_stderr", weight=f"_{other}") for other in losses),
-        *(Column(f"{other}_percent", f"{other}, %", "points", detail=len(losses) > _WIDE) for other in losses),
+        *(Column(key, other, "points", f"{key}_stderr", weight=f"_{key}") for other, key in keys.items()),
+        *(Column(f"{key}_percent", f"{other}, %", "points", detail=len(keys) > _WIDE) for other, key in keys.items()),
     ]
     title = "Accuracy lost with another model's best configuration"
     return Table("transfer", title, columns, rows, [Message("note_transfer")])

@@ -18,6 +18,7 @@ from tune_prune.analysis.tables.configurations import (
     accuracy_notes,
     hyperparameter_columns,
     limits,
+    of_model,
     transfer,
     window_notes,
 )
@@ -101,7 +102,9 @@ def _across(findings: Findings) -> Table | None:
     if table is None or findings.transfer is None:
         return None
     for_all = findings.transfer.best_for_all
-    table = replace(table.pick("model", "name", *findings.models), title=f"{table.title}, in points; –: not tried")
+    table = replace(
+        table.pick("model", "name", *map(of_model, findings.models)), title=f"{table.title}, in points; –: not tried"
+    )
     if for_all["config"] is None:
         return table
     losses = [for_all["models"].get(row["model"], {}) for row in table.rows]

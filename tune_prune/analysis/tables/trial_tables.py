@@ -28,6 +28,7 @@ from tune_prune.analysis.tables.configurations import (
     hyperparameter_columns,
     informative,
     limits,
+    of_model,
 )
 from tune_prune.analysis.tables.table import Column, Table, missing
 from tune_prune.core.records import in_order
@@ -165,10 +166,13 @@ def statistics(findings: Findings) -> Table:
         }
     )
     if len(findings.models) > 1:
-        pooled = pd.concat([found.eligible["acc_mean"] for found in findings.models.values()])
         every = pd.concat([found.model.rows for found in findings.models.values()])
         total = values.loc[list(_COUNTS)].sum(axis="columns").to_dict() | {"trial_hours": _hours(every)}
-        values[_ALL] = pd.Series(total | {name: getattr(pooled, name)() for name in _DISTRIBUTION})
+        kinds = {(found.model.ratio, found.model.trained) for found in findings.models.values()}
+        if len(kinds) == 1:  # else a distribution of accuracies that nobody compares
+            pooled = pd.concat([found.eligible["acc_mean"] for found in findings.models.values()])
+            total |= {name: getattr(pooled, name)() for name in _DISTRIBUTION}
+        values[_ALL] = pd.Series(total)
     values.loc["completeness"] = values.loc["complete"] / values.loc["runs"]
     cost = pd.DataFrame({values.columns[-1]: _cost(findings)})  # cost.json tells of an experiment, not of a model
     values = pd.concat([values, cost])
@@ -178,9 +182,11 @@ def statistics(findings: Findings) -> Table:
     shown |= {"worker_hours": ("Worker time (h)", "points"), "gpu_hours": ("GPU hours", "points")}
     shown |= {"evaluation_fraction": ("Evaluation's share of worker time", "percent")}
     shown |= {name: (f"Accuracy: {name}", "acc") for name in _DISTRIBUTION}
-    thresholds = {f"_{label}": found.guessing.loc["mean", "threshold"] for label, found in findings.models.items()}
+    thresholds = {
+        f"_{of_model(label)}": found.guessing.loc["mean", "threshold"] for label, found in findings.models.items()
+    }
     rows = [
-        {"statistic": name, "_title": title, "_format": form, **values.loc[name]}
+        {"statistic": name, "_title": title, "_format": form, **values.loc[name].rename(of_model)}
         | (thresholds if name in _DISTRIBUTION[:-1] else {})
         for name, (title, form) in shown.items()
         if values.loc[name].notna().any()
@@ -193,7 +199,7 @@ def statistics(findings: Findings) -> Table:
         notes.append(Message("note_without", {"names": findings.without}))
     columns = [
         Column("_title", "Statistic"),
-        *(Column(label, label, "number", threshold=f"_{label}") for label in values),
+        *(Column(of_model(label), label, "number", threshold=f"_{of_model(label)}") for label in values),
     ]
     return Table("experiment_statistics", "Experiment statistics", columns, rows, notes)
 
