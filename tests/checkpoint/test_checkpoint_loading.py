@@ -24,7 +24,8 @@ from tests.checkpoints import (
     write_cases,
 )
 from tests.conftest import VARIANTS, build_tiny
-from tests.pruning.test_surgery import tokens
+from tests.pruning.test_surgery import plan_of, tokens, zeroed
+from tune_prune.models.families import FAMILIES
 from tune_prune.models.pruned.modeling_tune_prune import RemovedBlock
 
 HOW = [pytest.param("remote", marks=pytest.mark.slow), "registered"]
@@ -68,6 +69,28 @@ def test_reloaded_logits_are_those_of_the_masked_dense_model(variant, how, reque
             assert error <= FLOAT32_TOLERANCE, f"{name}: {measure}"
     for name, kernels in of(variant, found, "kernels"):
         assert kernels == ["sdpa", "eager"], name
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "linear", "llama3"])
+def test_scaled_rotary_frequencies_come_back(family, kind, tmp_path):
+    """Each kind reads the config in its own way when a model is loaded; dynamic ones also where a text is longer than the limit."""
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    limit = 16
+    original = {"original_max_position_embeddings": limit} if kind in ("yarn", "llama3") else {}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **original, **more}
+    positions = limit if kind == "dynamic" else 4 * limit
+    model = build_tiny(family, torch.float32, rope_parameters=rope, max_position_embeddings=positions)
+    plan = plan_of(model, FAMILIES[family], *SHAPES["different in every layer"])
+    as_saved(model, plan).save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.model_type == f"tune_prune_{family}"
+    truth = zeroed(model, plan)
+    for length in (limit // 2, 2 * limit):
+        ids = torch.arange(3, 3 + length)[None] % model.config.vocab_size
+        with torch.no_grad():
+            found, expected = again(ids, use_cache=False).logits, truth(ids, use_cache=False).logits
+        assert (found - expected).abs().max() < FLOAT32_TOLERANCE
 
 
 @pytest.mark.parametrize("how", HOW)

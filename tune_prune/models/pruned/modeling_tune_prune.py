@@ -80,7 +80,9 @@ def _put_layers(decoder: Any, config: PrunedConfig) -> None:
     layer_class = type(decoder.layers[0])
     layers = [_pruned_layer(layer_class, config, index) for index in range(config.num_hidden_layers)]
     decoder.layers = nn.ModuleList(layers)
-    decoder.config = decoder.rotary_emb.config = config
+    decoder.config = (
+        config  # rotary_emb keeps the other: yarn and dynamic read heads, which no model of several widths has
+    )
     decoder.post_init()
 
 
