@@ -186,7 +186,12 @@ def _run(
     if settings.draws is None and settings.recover is None:
         run_search(jobs, options)
     else:
-        _run_by_decisions(plan, store, jobs, options, models)
+        try:
+            _run_by_decisions(plan, store, jobs, options, models)
+        except BaseException:  # between two rounds nobody else says so
+            with _warned(store, STATUS):
+                status.ended(store, "stopped")
+            raise
     with _warned(store, STATUS):
         status.ended(store)
     records, baselines = ledger.records(), read_baselines(store)

@@ -307,6 +307,8 @@ def test_the_race_over_draws() -> None:
     assert np.flatnonzero(first).tolist() == [0, 1, 2, 3]  # the four most accurate
     some, _ = next_draws(accuracies, np.array([1, 3, 1, 3, 1, 1]), 3, None, generator)
     assert np.flatnonzero(some).tolist() == [0, 2, 4, 5]  # the leaders have none left
+    unknown = np.array([-math.inf, 0.1, -math.inf])  # which lack the measure
+    assert next_draws(unknown, np.ones(3, int), 3, None, generator)[0].tolist() == [False, True, False]
     counts = np.array([2, 2, 2, 2, 1, 1])
     tight = DrawVariance(0.01**2, 0.0, 40)
     wanted, chances = next_draws(accuracies, counts, 3, tight, generator)

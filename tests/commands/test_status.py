@@ -19,9 +19,11 @@ from tests.trials import RUN
 from tune_prune import search
 from tune_prune.cli import status
 from tune_prune.core.config import PruningConfig, Samples
+from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import Ledger
 from tune_prune.core.store import BASELINES, EXPERIMENT, STATUS, FolderStore
+from tune_prune.planning.draws import Draws
 from tune_prune.tuning.observers.status import StatusObserver, ended
 from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.ray_cluster.resources import TrialResources
@@ -249,6 +251,19 @@ def test_a_status_that_cannot_be_written_is_told_at_the_next_tick(
             time.sleep(0.01)
             observer.on_tick(1)
     monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_a_search_that_ends_between_two_rounds_has_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise UserError("no draw can be chosen")
+
+    monkeypatch.setattr(Draws, "decide", refused)
+    space = tmp_path / "space.yaml"
+    space.write_text("search: grid\nmethod: [taylor]\nseq_len: [16]\nnum_samples: [8]\n")
+    argv = ["--model", "tiny-llama", "--search-space", str(space), "--inline", "--limit", "4", "--tasks", "piqa"]
+    assert search.main([*argv, "--draws", "2", "--storage-path", str(tmp_path), "--name", "two"]) == 2
+    assert json.loads((tmp_path / "two" / STATUS).read_text())["state"] == "stopped"
 
 
 def test_a_search_that_had_nothing_left_to_run_has_ended(experiment: Path) -> None:

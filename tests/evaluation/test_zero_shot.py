@@ -148,6 +148,16 @@ def test_encoding_is_hflms(monkeypatch, bos):
         assert request.targets.tolist() == continuation
 
 
+def test_a_tokenizer_without_bos_and_eos_is_refused():
+    """One of them stands for an empty context, in HFLM, too, which stops with a TypeError."""
+    tokenizer = byte_tokenizer(False)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(
+        UserError, match=r"the tokenizer has neither bos_token nor eos_token.*; name one in its tokenizer_config"
+    ):
+        encode(tokenizer, [Instance("loglikelihood", {}, ("a question", " yes"), 0, ("quiz", 0, 1))], 512)
+
+
 @pytest.mark.parametrize("bos", [True, False])
 def test_a_context_of_white_space_alone_is_an_empty_one(bos):
     """HFLM moves it to the answer, and stops with an AssertionError where no token is left before that."""

@@ -205,6 +205,12 @@ def _no_space_prefix(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
     put("tokenizer.ggml.add_space_prefix", False, BOOL)(settings, tensors)
 
 
+def _of_llama_3(settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """As files of 2024 state it."""
+    put("tokenizer.ggml.pre", "llama-bpe", TEXT_TYPE)(settings, tensors)
+    settings.pop("tokenizer.ggml.add_bos_token")
+
+
 def _add(name: str, kind: gguf.GGMLQuantizationType = F32) -> Callable[..., None]:
     return lambda settings, tensors: tensors.update({name: ((32,), kind, bytes(128))})
 
@@ -229,6 +235,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "part of a head turns": (put("llama.rope.dimension_count", 2, U32), r"heads are of several sizes"),
     "no tokenizer": (put("tokenizer.ggml.model", "none", TEXT_TYPE), r"no tokenizer that transformers reads"),
     "no space before texts": (_no_space_prefix, r"puts no space before a text \(tokenizer.ggml.add_space_prefix\)"),
+    "no word of BOS": (_of_llama_3, r"a text begins with a BOS token .* its tokenizer, 'llama-bpe', it does in llama.cpp"),
     "unknown split": (put("tokenizer.ggml.pre", "viking", TEXT_TYPE), r"tokenizer.ggml.pre 'viking'"),
     "llama.cpp's own split": (put("tokenizer.ggml.pre", "default", TEXT_TYPE), r"tokenizer.ggml.pre 'default'"),
     "no split": (lambda settings, _: settings.pop("tokenizer.ggml.pre"), r"tokenizer.ggml.pre 'not stated'"),

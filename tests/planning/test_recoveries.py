@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,21 @@ def test_a_draw_that_was_not_given_is_not_trained(searched) -> None:
     second = {key for config, key in plan.models[0].trials if config.seed == 1 and config.recovery == "none"}
     _, keys = recoveries.choose(plan, findings, given - second)
     assert not [config for config, key in plan.models[0].trials if key in keys and config.seed == 1]
+
+
+def test_what_reads_no_seed_untrained_is_trained_on_every_draw(searched) -> None:
+    """Untrained it is one trial of no seed; its training draws samples."""
+    plan, findings, given = searched
+    (found,) = findings.models.values()
+    best = found.tied[0]
+    rows = found.eligible[found.eligible["name"] == best]
+    alone = PruningConfig("magnitude", 16, 128)
+    trials = [(alone, rows["key"].iloc[0])]
+    trials += [(replace(alone, recovery="lora", seed=seed), f"trained on {seed}") for seed in (3, 4)]
+    own = SimpleNamespace(settings=plan.settings, models=[SimpleNamespace(run=plan.models[0].run, trials=trials)])
+    measured = SimpleNamespace(model=found.model, eligible=rows, tied=[best])
+    (trained,), keys = recoveries.choose(own, SimpleNamespace(models={"alpha": measured}), given)
+    assert len(trained.configurations) == 1 and keys == {"trained on 3", "trained on 4"}
 
 
 def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_the_searches_make_every_row_of_every_record(
 ) -> None:
     mine = study(tmp_path, name, "--inline")
     mine.run()
+    shapes: dict[str, Any] = {}
     made: dict[str, Counter[tuple[str, str]]] = {}  # experiment -> (model, configuration) -> draws
     for words in commands:
         args = search_flags.parser().parse_args(words[1:])
@@ -68,6 +69,8 @@ def test_the_searches_make_every_row_of_every_record(
             ).name
             ratio = "" if len(space.values["pruning_ratio"]) == 1 else f"@{config.pruning_ratio:g}"
             points[args.model[0] + ratio, short] += 1
+        settings = shapes.setdefault(args.name, (space.values["shape"], set(space.values["calibration"])))
+        assert settings == (space.values["shape"], set(space.values["calibration"]))  # else a search refuses to go on
     records = {path.stem for path in (quality_study.RECORDS / name).glob("quality*.json")} - {"quality_recovery"}
     assert records <= set(mine.study["tables"])
     for record in records:
@@ -86,11 +89,11 @@ def test_the_texts_of_mixtures(tmp_path: Path, commands: list[tuple[str, ...]]) 
     spaces = [Path(words[words.index("--search-space") + 1]) for words in commands]
     names = [words[-1] for words in commands]
     trained, winners, uniform = (
-        "quality-more-questions-smollm2",
-        "quality-winners-first-draw-smollm2",
-        "quality-uniform-smollm2",
+        f"quality-{name}-smollm2" for name in ("more-questions", "winners-first-draw", "uniform")
     )
-    assert sorted(names) == sorted([trained, winners, winners, uniform, uniform])  # a search of two tables runs once
+    assert sorted(names) == sorted(
+        [trained, winners, winners, "quality-recipe-first-draw-smollm2", uniform]
+    )  # a search of two tables runs once
     text = str(tmp_path / "text" / "wikitext2-tokenised.valid.txt")
     (mixture,) = search_space.load(str(spaces[names.index(trained)])).values["calibration"]
     assert mixture is not None

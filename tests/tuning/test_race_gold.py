@@ -262,6 +262,14 @@ def test_tasks_without_right_choices_are_refused_before_a_search(tmp_path):
         (folder / "test.jsonl").write_text('{"x": 1}\n')
     for flag, said in (
         ("--scheduler race-gold", r"^--scheduler race-gold .* cloze, last have none .*use --scheduler race, or add"),
+        (
+            "--objective gold_logprob",
+            r"^--objective gold_logprob looks .* cloze, last have none .*use --objective accuracy, or",
+        ),
+        (
+            "--draws-by gold_logprob",
+            r"^--draws-by gold_logprob compares .* cloze, last have .*use --draws-by accuracy, or",
+        ),
         ("--kl-filter", r"^--kl-filter compares .* cloze, last have none .*leave it out, or add"),
     ):
         checks.check_right_choices(run("cloze", "quiz"), flag)

@@ -16,10 +16,12 @@ from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.evaluation.item_scores import ItemScore, to_parquet
 from tune_prune.tuning.messages import Slice, TrialMessage
+from tune_prune.tuning.observers.results import FailuresObserver
 from tune_prune.tuning.queue import WorkQueue
 from tune_prune.tuning.ray_cluster.trainable import to_result
 from tune_prune.tuning.ray_cluster.tuner import QueueSearcher, RuleScheduler
 from tune_prune.tuning.stopping.asha import AshaRule
+from tune_prune.tuning.stopping.kl_filter import KlFilterRule
 from tune_prune.tuning.stopping.race import RaceRule, read_outcomes
 from tune_prune.tuning.stopping.rule import StoppingRule
 from tune_prune.tuning.worker import TrialSpec, groups_of_draws
@@ -74,6 +76,27 @@ def test_models_and_ratios_do_not_race_each_other(kind, others):
     rule = kind(specs_of("a", "c") | specs_of("b", **others))
     trials = (("a", 0.9), ("b", 0.1), ("c", 0.1))
     assert [rule.stops(message(key, 0, accuracy)) for key, accuracy in trials] == [False, False, True]
+
+
+@pytest.mark.parametrize("kind", [RaceRule, AshaRule, lambda specs: KlFilterRule(specs, (), RaceRule(specs))])
+def test_a_trial_that_has_failed_stops_no_other(kind):
+    """As it has no result; tried again, it races from the start."""
+    rule = kind(specs_of("leader", "second", "third"))
+    rule.forget("third")  # before anything was heard of it
+    assert not rule.stops(message("leader", 0, 0.9))
+    assert rule.stops(message("third", 0, 0.1))
+    observer = FailuresObserver(rule.forget)
+    observer.on_error(None, failed("leader"), ValueError())
+    observer.on_end(None, failed("third"))
+    assert not rule.stops(message("second", 0, 0.1))
+    assert not rule.stops(message("leader", 0, 0.9))
+    if not isinstance(rule, AshaRule):  # which looks back at no trial that was there before
+        assert rule.stops(message("second", 1, 0.1))
+
+
+def failed(key: str) -> TrialMessage:
+    told = message(key, 0, 0.9)
+    return replace(told, record=told.progress.record("failed", "out of memory"))
 
 
 def test_limits_count_all_configurations_of_the_model_not_those_that_ran():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tune_prune.cli import flags
@@ -273,8 +273,9 @@ def arguments(keywords: Mapping[str, Any]) -> list[str]:
     """The command line with these flags, by name: those that are not at their defaults. Text is checked when it is parsed."""
     argv, usual = [], parser()
     for name, value in keywords.items():
-        several = name == "model" and isinstance(value, (list, tuple))
-        if name in ("tasks", "track", "seeds") and isinstance(value, (list, tuple)):
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        several = name == "model" and listed
+        if name in ("tasks", "track", "seeds") and listed:
             value = ",".join(map(str, value))
         if value != usual.get_default(name):
             flag = f"--{name.replace('_', '-')}"

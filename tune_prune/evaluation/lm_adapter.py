@@ -78,6 +78,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], ma
     Cut to `max_length` as HFLM does: the last max_length + 1 tokens, of which the last is only predicted. Raises
     UserError for continuations without tokens or with more than that.
     """
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(
+            "the tokenizer has neither bos_token nor eos_token, one of which stands for an empty context; name one in its "
+            "tokenizer_config.json"
+        )
     requests = []
     pairs = _encode_pairs(tokenizer, instances)
     for instance, ((_, continuation), context_ids, continuation_ids) in zip(instances, pairs, strict=True):

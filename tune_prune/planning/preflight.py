@@ -158,10 +158,14 @@ def _plan_model(
         sizes = dict.fromkeys((config.pruning_ratio, config.shape, config.layer_cap) for config in configs)
         targets = {ratio: target_params(geometry, ratio, shape, cap) for ratio, shape, cap in sizes}
         checks.check_data(run)
-        if settings.scheduler == "race-gold":
-            checks.check_right_choices(run, "--scheduler race-gold")
-        if settings.kl_filter:
-            checks.check_right_choices(run, "--kl-filter")
+        by_right_choices = {
+            "--scheduler race-gold": settings.scheduler == "race-gold",
+            "--objective gold_logprob": space.search == "optuna" and settings.objective == "gold_logprob",
+            "--draws-by gold_logprob": settings.draws is not None and settings.draws_by == "gold_logprob",
+            "--kl-filter": settings.kl_filter,
+        }
+        for flag in (flag for flag, given in by_right_choices.items() if given):
+            checks.check_right_choices(run, flag)
         seq_lens = dict.fromkeys(config.seq_len for config in configs)
         most = max(config.num_samples for config in configs)
         texts = dict.fromkeys([run.calibration, *(run.of(config).calibration for config in configs)])

@@ -76,6 +76,6 @@ def choose(plan: Plan, findings: Findings, given: Collection[str]) -> tuple[list
                 for key, config in by_key.items()
                 if is_withheld(plan, config)
                 and replace(config.untrained(), seed=None) in wanted
-                and untrained.get(config.untrained()) in given
+                and untrained.get(config.untrained(), untrained.get(replace(config.untrained(), seed=None))) in given
             }
     return chosen, keys

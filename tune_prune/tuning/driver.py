@@ -28,7 +28,7 @@ from tune_prune.models.runner.residency import Residency
 from tune_prune.tuning import inline, preparation
 from tune_prune.tuning.observers.lost_work import LostWork
 from tune_prune.tuning.observers.observer import Observer, Observers
-from tune_prune.tuning.observers.results import LedgerObserver, PrepareLines, PrepareObserver
+from tune_prune.tuning.observers.results import FailuresObserver, LedgerObserver, PrepareLines, PrepareObserver
 from tune_prune.tuning.observers.status import StatusObserver
 from tune_prune.tuning.observers.tensorboard import TensorBoardObserver
 from tune_prune.tuning.progress import LiveLine
@@ -151,7 +151,7 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         preparations, lost = PrepareObserver(keep), LostWork(settings)
         tensorboard = TensorBoardObserver(folder / TENSORBOARD, labels_of_groups(jobs))
         views = [tensorboard, PrepareLines(len(prepared), line.say), line, status, *options.observers]
-        observers = Observers([ledger_observer, lost, preparations], views, warn)
+        observers = Observers([ledger_observer, lost, preparations, FailuresObserver(rule.forget)], views, warn)
         try:
             with status:
                 if options.inline:

@@ -285,7 +285,7 @@ def next_draws(
     order = np.argsort(-scores, kind="stable")
     if between is None:
         # Not those that have no draw left, with which a race would end here
-        first = order[(counts < most)[order]][:FIRST]
+        first = order[((counts < most) & np.isfinite(scores))[order]][:FIRST]
         wanted, wins = np.isin(np.arange(len(scores)), first), np.full(len(scores), np.nan)
     else:
         squares = between.squares(generator, _WINS)

@@ -168,8 +168,8 @@ def statistics(findings: Findings) -> Table:
     if len(findings.models) > 1:
         every = pd.concat([found.model.rows for found in findings.models.values()])
         total = values.loc[list(_COUNTS)].sum(axis="columns").to_dict() | {"trial_hours": _hours(every)}
-        kinds = {(found.model.ratio, found.model.trained) for found in findings.models.values()}
-        if len(kinds) == 1:  # else a distribution of accuracies that nobody compares
+        alike = {(found.model.ratio, found.model.trained) for found in findings.models.values()}
+        if len(alike) == 1:  # else a distribution of accuracies that nobody compares
             pooled = pd.concat([found.eligible["acc_mean"] for found in findings.models.values()])
             total |= {name: getattr(pooled, name)() for name in _DISTRIBUTION}
         values[_ALL] = pd.Series(total)

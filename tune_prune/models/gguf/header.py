@@ -40,6 +40,7 @@ _NEUTRAL: tuple[Any, ...] = (0, 1, "none", [])  # values of other settings with 
 # tokenizer.ggml.pre of byte-level tokenizers of which transformers splits texts rightly, by architecture.
 _QWEN = {"qwen2", "deepseek-r1-qwen"}
 _LLAMA = {"gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "smaug-bpe", "tekken"}
+_BEGINS = {"llama3", "llama-v3", "llama-bpe", "tekken"}  # with which llama.cpp adds BOS unless a file says otherwise
 _SPLITS = {"llama": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN}
 
 
@@ -181,6 +182,11 @@ def _unreadable(header: Header, values: dict[str, Any]) -> str:
         return f"it has no tokenizer that transformers reads (tokenizer.ggml.model {tokenizer!r})"
     if tokenizer == "gpt2" and split not in _SPLITS[arch]:
         return f"its tokenizer splits texts in a way that is not known here (tokenizer.ggml.pre {split!r})"
+    if tokenizer == "gpt2" and split in _BEGINS and "tokenizer.ggml.add_bos_token" not in values:
+        return (
+            f"it does not say whether a text begins with a BOS token (tokenizer.ggml.add_bos_token): with its tokenizer, "
+            f"{split!r}, it does in llama.cpp, and not in transformers"
+        )
     if tokenizer == "llama" and not values.get("tokenizer.ggml.add_space_prefix", True):
         return (
             "its tokenizer puts no space before a text (tokenizer.ggml.add_space_prefix), and transformers' always does"

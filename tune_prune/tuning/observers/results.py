@@ -81,6 +81,20 @@ class PrepareLines(Observer):
         self.on_end(work, last)
 
 
+class FailuresObserver(Observer):
+    """Tells `forget` the key of every trial that has failed."""
+
+    def __init__(self, forget: Callable[[str], None]) -> None:
+        self._forget = forget
+
+    def on_end(self, work: Work, last: Message | None) -> None:
+        if isinstance(last, TrialMessage) and last.status == "failed":
+            self._forget(last.progress.key)
+
+    def on_error(self, work: Work, last: Message | None, error: BaseException) -> None:
+        self.on_end(work, last)
+
+
 def end_by_error(
     queue: WorkQueue,
     observers: Observer,

@@ -157,11 +157,11 @@ class StatusObserver(Observer):
         self._settings.store.put(STATUS, to_json({**self._about, **self._said, "updated_at": now()}))
 
 
-def ended(store: Store) -> None:
-    """Say that a search has ended which went on after what was observed, or had nothing left to run."""
+def ended(store: Store, state: str = "ended") -> None:
+    """Say that a search has ended (or was "stopped") which went on after what was observed, or had nothing left to run."""
     said = store.read(STATUS)
     if said is not None and said.get("state") in ("running", "stopped"):
-        store.put(STATUS, to_json({**said, "state": "ended", "updated_at": now()}))
+        store.put(STATUS, to_json({**said, "state": state, "updated_at": now()}))
 
 
 def now() -> str:

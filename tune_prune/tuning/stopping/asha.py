@@ -52,6 +52,10 @@ class AshaRule(StoppingRule):
             )
         return weak
 
+    def forget(self, key: str) -> None:
+        for accuracies in self._reached.values():
+            accuracies.pop(key, None)
+
 
 def _levels(slices: tuple[float, ...]) -> list[float]:
     """Fractions of the items at which trials are compared, the last below 1."""

@@ -96,3 +96,6 @@ class KlFilterRule(StoppingRule):
         if found:
             self.reasons[key] = f"stopped by the KL filter: {'; '.join(map(str, found))}"
         return bool(found)
+
+    def forget(self, key: str) -> None:
+        self._then.forget(key)

@@ -66,6 +66,10 @@ class RaceRule(StoppingRule):
             self.reasons[key] = self._sentence(verdict, sum(sizes.values()))
         return verdict is not None
 
+    def forget(self, key: str) -> None:
+        if race := self._races.get(self._groups[key]):
+            race.forget(key)
+
     def _race(self, key: str, task_sizes: Mapping[str, int]) -> Race:
         label = self._groups[key]
         if label not in self._races:

@@ -133,6 +133,11 @@ class Race:
         self._means[key].append(float(self._scores[key] @ self._slices[slice_index].weights) if finite else math.nan)
         return self._verdict(key) if slice_index < self._looks and finite else None
 
+    def forget(self, key: str) -> None:
+        """Nothing is compared with this trial any more."""
+        self._scores.pop(key, None)
+        self._means.pop(key, None)
+
     def _read(self, outcomes: Mapping[str, ItemValues]) -> tuple[np.ndarray, np.ndarray]:
         """Scores [items], task by task, and how many items each task has [k]."""
         if not outcomes.keys() <= set(self._tasks):

@@ -14,3 +14,6 @@ class StoppingRule:
     def stops(self, message: TrialMessage) -> bool:
         """Whether the trial ends here, though it could go on. If so, its reason stands in `reasons`."""
         return False
+
+    def forget(self, key: str) -> None:
+        """A trial has failed: what it has measured so far stops no other, as it will never be the best."""
