@@ -1,7 +1,7 @@
 """The tables of docs/quality.md from nothing: their searches, the tables, and how near each is to its record in docs/studies.
 
     python scripts/quality_study.py embedded                         three small models: two hours of one core
-    python scripts/quality_study.py smollm2-135m --data-dir DATA     SmolLM2-135M: 20 hours of one core, 15 minutes of an H100
+    python scripts/quality_study.py smollm2-135m --data-dir DATA     SmolLM2-135M: some 20 hours of one core
     python scripts/quality_study.py smollm2-135m --data-dir DATA --tables quality,quality_draws      what these tables need
     python scripts/quality_study.py smollm2-135m --data-dir DATA --dry-run                           what each search costs
 
@@ -43,7 +43,7 @@ class Study:
     """The searches and tables of one study; `args` as `parser` reads them, `more`: further flags of every search."""
 
     def __init__(self, args: argparse.Namespace, more: list[str]) -> None:
-        """Raises UserError for a table that the study does not have."""
+        """Raises UserError for a table that the study does not have, and for other items than its own."""
         self.args, self.more = args, more
         self.study = STUDIES[args.study]
         self.data = ["--data-dir", args.data_dir] if args.data_dir else []
@@ -52,6 +52,10 @@ class Study:
         tables = self.study["tables"]
         if unknown := [name for name in args.tables if name not in tables]:
             raise UserError(f"{unknown[0]!r} is no table of {args.study}; {did_you_mean(unknown[0], list(tables))}")
+        if "--limit" in " ".join(more):
+            raise UserError(
+                "--limit is a setting of the study, whose questions are of the items after it; leave it out"
+            )
         self.tables = {name: table for name, table in tables.items() if name in args.tables or not args.tables}
 
     def run(self) -> None:

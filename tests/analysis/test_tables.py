@@ -263,6 +263,14 @@ def test_trained_models_are_not_pooled_with_others(tmp_path: Path) -> None:
     assert rows["mean"]["of_alpha"] == found.models["alpha"].eligible["acc_mean"].mean()
 
 
+def test_ratios_are_not_pooled(tmp_path: Path) -> None:
+    study = read_study([simulated_study(tmp_path, items=10)], [])
+    label, other = study.models
+    study.models[other] = replace(study.models[other], rows=study.models[other].rows.assign(pruning_ratio=0.3))
+    rows = {row["statistic"]: row for row in all_tables(find(study))["experiment_statistics"].rows}
+    assert math.isnan(rows["max"]["of_All models"]) and rows["max"][f"of_{label}"] > 0.5
+
+
 def test_impact_and_transfer(simulated: Findings, tmp_path: Path) -> None:
     """Losses against the own optimum: with another model's, and with the minimal configuration of 4 samples."""
     made, losses = all_tables(simulated), simulated.transfer.losses

@@ -187,9 +187,9 @@ def test_quality_has_every_number_with_its_error(tmp_path: Path) -> None:
         (
             "/data",
             ("piqa", "my_quiz"),
-            "all items of each of lm-eval's zero-shot tasks and of my_quiz, defined beside their items",
+            "all items of each of lm-eval's zero-shot tasks and of the user's own my_quiz",
         ),
-        ("/data", ("my_quiz", "mine"), "all items of each of my_quiz, mine, defined beside their items"),
+        ("/data", ("my_quiz", "mine"), "all items of each of the user's own my_quiz, mine"),
         (None, ("piqa", "lambada_openai"), "all items of each of lm-eval's zero-shot tasks"),  # that lm-eval has, too
     ],
 )

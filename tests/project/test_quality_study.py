@@ -131,4 +131,6 @@ def test_tables_that_a_study_does_not_have(tmp_path: Path, capsys: pytest.Captur
     assert quality_study.main(argv) == 2
     said = "error: 'quality_step' is no table of embedded; did you mean 'quality_steps'? known: quality, "
     assert capsys.readouterr().err.startswith(said)
+    assert quality_study.main([*argv[:3], "--limit=300"]) == 2
+    assert "--limit is a setting of the study" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()

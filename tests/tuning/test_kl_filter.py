@@ -44,6 +44,17 @@ def stopped_by(rule: KlFilterRule, trials) -> list[str]:
     return [key for key, text, tasks in trials if rule.stops(kl(key, text, tasks))]
 
 
+def test_a_failed_trial_is_in_no_median():
+    low, high = [(key, 10.0, 10.0) for key in KEYS[:5]], [(key, 14.0, 14.0) for key in KEYS[5:10]]
+    rule, other = (KlFilterRule(specs_of(*KEYS)) for _ in range(2))
+    assert not stopped_by(rule, low + high) and not stopped_by(other, low + high)
+    for key, *_ in low * 2:  # again is no more
+        rule.forget(key)
+    between = [("key050", 19.0, 19.0)]  # 1.5 times the median is 18 of all, and 21 without those that have failed
+    assert stopped_by(other, between) == ["key050"] and not stopped_by(rule, between)
+    assert stopped_by(rule, [(KEYS[0], 22.0, 22.0)]) == [KEYS[0]]  # tried again, it is judged again
+
+
 def by_a_plain_loop(trials) -> list[str]:
     """Every trial beside all before it, with NumPy's median."""
     found = []

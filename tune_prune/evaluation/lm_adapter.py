@@ -76,7 +76,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], ma
     """lm-eval's requests of type loglikelihood as tokens, in order.
 
     Cut to `max_length` as HFLM does: the last max_length + 1 tokens, of which the last is only predicted. Raises
-    UserError for continuations without tokens or with more than that.
+    UserError for continuations without tokens or with more than that, and for a tokenizer with neither BOS nor EOS.
     """
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(

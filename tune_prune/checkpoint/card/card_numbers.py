@@ -97,5 +97,5 @@ def _tasks(tasks: Sequence[str], of_folder: bool) -> str:
     user's."""
     own = [task for task in tasks if task not in ZERO_SHOT_METRIC] if of_folder else []
     named = [] if len(own) == len(tasks) else ["lm-eval's zero-shot tasks"]
-    named += [f"{', '.join(map(markdown, own))}, defined beside their items"] if own else []
+    named += [f"the user's own {', '.join(map(markdown, own))}"] if own else []
     return " and of ".join(named)

@@ -16,7 +16,7 @@ from tune_prune.core.storage.objects import ObjectStore
 
 log = logging.getLogger(__name__)
 
-# How far somebody is: the copy of a node that was there before would be an older state.
+# How far somebody is (or removal losses that are complete): an earlier copy of a node would be an older state.
 STATES = ("recovery_state-", "removal-")
 MAX_BYTES = 4 * 2**30  # of one storage path; what was written first is removed first
 

@@ -68,6 +68,12 @@ class KlGroup:
                 insort(earlier, value)
         return tuple(found) if len(found) == len(KLS) else ()
 
+    def remove(self, metrics: Mapping[str, float]) -> None:
+        """The KLs of a trial that was added, out of the medians."""
+        for name, earlier in self._earlier.items():
+            if (value := metrics.get(name)) is not None and math.isfinite(value):
+                earlier.remove(value)
+
 
 class KlFilterRule(StoppingRule):
     """Stops a trial after its KL, or leaves it to the rule `then`. `specs`: every configuration that the search may visit, by key;
@@ -80,9 +86,9 @@ class KlFilterRule(StoppingRule):
         self.reasons = self._then.reasons
         self._labels = groups_of_draws(specs.values())
         self._groups: defaultdict[str, KlGroup] = defaultdict(KlGroup)  # by label
-        self._seen: set[str] = set()
+        self._seen: dict[str, Mapping[str, float]] = {}  # their KLs, by key
         for record in known:
-            self._seen.add(record.key)
+            self._seen[record.key] = record.metrics
             self._groups[self._labels[record.key]].add(record.metrics)
 
     def stops(self, message: TrialMessage) -> bool:
@@ -91,7 +97,7 @@ class KlFilterRule(StoppingRule):
         key = message.progress.key
         if key in self._seen:
             return False  # its second attempt: the first went on
-        self._seen.add(key)
+        self._seen[key] = message.stage.metrics
         found = self._groups[self._labels[key]].add(message.stage.metrics)
         if found:
             self.reasons[key] = f"stopped by the KL filter: {'; '.join(map(str, found))}"
@@ -99,3 +105,5 @@ class KlFilterRule(StoppingRule):
 
     def forget(self, key: str) -> None:
         self._then.forget(key)
+        if (metrics := self._seen.pop(key, None)) is not None:
+            self._groups[self._labels[key]].remove(metrics)
