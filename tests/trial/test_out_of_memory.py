@@ -3,8 +3,6 @@ numbers of a trial that did not, remembered for the next one and noted."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -283,23 +281,6 @@ def test_a_model_whose_weights_do_not_fit_is_streamed_and_opened_so_again(tmp_pa
     monkeypatch.setattr(mapped_model.weight_files, "files", lambda folder: [])
     with pytest.raises(OutOfMemory, match="loading of tiny-llama does not fit"):
         TrialContext.open(SMALL, tmp_path, "cpu")
-
-
-def test_a_model_is_let_go_before_the_next_one_is_loaded(tmp_path, monkeypatch):
-    cache = ContextCache(WorkerSettings(tmp_path, tmp_path / "artifacts", TrialResources()))
-    context = cache.open(SMALL)
-    run_trial(config_for("importance"), context)
-    weight = weakref.ref(next(context.loaded.model.parameters()))
-    gc.collect()
-    opened, there = TrialContext.open, []
-    monkeypatch.setattr(TrialContext, "open", lambda *args: there.append(weight()) or opened(*args))
-    gc.disable()  # it comes when it comes: two models may not fit
-    try:
-        del context
-        cache.open(replace(SMALL, model="tiny-qwen2", label="tiny-qwen2"))
-    finally:
-        gc.enable()
-    assert there == [None]
 
 
 def spec_of(context: TrialContext, config: PruningConfig) -> TrialSpec:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import math
 import os
 import pickle
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,12 +25,12 @@ from tune_prune.models.runner.residency import RESIDENT
 from tune_prune.pruning.statistics import Need
 from tune_prune.trial.context import TrialContext
 from tune_prune.trial.failures import Hung, LostWorker
-from tune_prune.trial.trial import Trial, TrialProgress
+from tune_prune.trial.trial import Trial, TrialProgress, run_trial
 from tune_prune.tuning.messages import TrialMessage
 from tune_prune.tuning.preparation import PrepareJob
 from tune_prune.tuning.ray_cluster.resources import TrialResources
 from tune_prune.tuning.stages import StageRunner
-from tune_prune.tuning.worker import TrialSpec, WorkerSettings
+from tune_prune.tuning.worker import ContextCache, TrialSpec, WorkerSettings
 
 CONFIG = replace(BLOCKWISE, method="taylor")
 
@@ -210,3 +212,20 @@ def test_jobs_answer_with_their_result_or_why_they_cannot_be_done(context, setti
     nowhere = replace(RUN, calibration="/no/such/text")
     refused = worker(settings, PrepareJob(nowhere, Samples(16), (Need("taylor", "", 4),))).step()
     assert refused.baseline is None and "/no/such/text" in refused.refused
+
+
+def test_a_model_is_let_go_before_the_next_one_is_loaded(tmp_path, monkeypatch):
+    cache = ContextCache(WorkerSettings(tmp_path, tmp_path / "artifacts", TrialResources()))
+    context = cache.open(RUN)
+    run_trial(BLOCKWISE, context)
+    weight = weakref.ref(next(context.loaded.model.parameters()))
+    gc.collect()
+    opened, there = TrialContext.open, []
+    monkeypatch.setattr(TrialContext, "open", lambda *args: there.append(weight()) or opened(*args))
+    gc.disable()  # it comes when it comes: two models may not fit
+    try:
+        del context
+        cache.open(replace(RUN, model="tiny-qwen2", label="tiny-qwen2"))
+    finally:
+        gc.enable()
+    assert there == [None]
