@@ -15,6 +15,7 @@ from tune_prune.analysis import command
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render import messages
 from tune_prune.analysis.statistics import findings
+from tune_prune.cli.prune_request import from_config
 
 HEAVY = ("torch", "transformers", "ray", "lm_eval", "datasets", "optuna")
 
@@ -138,6 +139,22 @@ def test_a_baseline_and_percent(
         assert ("59.80" in text) == (written == "0.7") and (".5980" in text) == (written != "0.7"), name
     assert "85.4%" in out and ".5980" in (output / "tables" / "methods.csv").read_text()
     assert "-.7972" in shown["final_analysis_report.txt"]  # a coefficient is no accuracy
+
+
+def test_the_last_lines_save_what_the_rule_has_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models whose search is known; a results file does not tell it."""
+    for drawing in ("figures.figures.draw_all", "layout.draw_best"):
+        monkeypatch.setattr(f"tune_prune.analysis.{drawing}", lambda *arguments, **options: [])
+    folder, output = simulated_study(tmp_path, models=("alpha",), items=20), tmp_path / "out"
+    path = published_folder() / "consolidated_Llama_20" / "all_methods_results.csv"
+    assert command.main([str(folder), "--csv", f"Llama={path}", "--output", str(output), "--rule", "perplexity"]) == 0
+    (line,) = re.findall(r"^keep +python -m tune_prune\.prune (.*)$", capsys.readouterr().out, re.MULTILINE)
+    best = output / "best_alpha_20" / "best_config.json"
+    assert line == f"--config {best} --output alpha-pruned"
+    request = from_config(str(best), None)
+    assert request.config.name == findings.find(read_study([folder], []), "perplexity").models["alpha"].best["name"]
 
 
 def test_baselines_that_cannot_be(tmp_path: Path, refusal: Callable[..., str]) -> None:

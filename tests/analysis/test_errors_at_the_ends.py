@@ -6,6 +6,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from statsmodels.stats.proportion import proportion_confint
@@ -17,6 +18,8 @@ from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.layout import write_layout
 from tune_prune.analysis.render.paragraphs import paragraphs
+from tune_prune.analysis.statistics.comparison import PairedScores
+from tune_prune.analysis.statistics.cross_fit import cross_fit
 from tune_prune.analysis.statistics.findings import find
 from tune_prune.core.ledger import Ledger, read_baselines
 from tune_prune.core.store import FolderStore
@@ -53,6 +56,16 @@ def test_a_task_without_a_right_answer_adds_its_error_to_what_was_recorded(exper
     dense, recorded = found.model.baseline, read_baselines(FolderStore(experiment))["alpha"].metrics
     assert dense["acc_mean_stderr"] == pytest.approx(math.sqrt(recorded["acc_mean_stderr"] ** 2 + added))
     assert {name for name in recorded if dense[name] != recorded[name]} == {"acc_mean_stderr", "acc_boolq_stderr"}
+
+
+def test_cross_fitted_it_has_that_error_too(experiment: Path) -> None:
+    """The bootstrap draws from items that are all wrong. With one configuration chosen everywhere it is the whole error."""
+    found = find(read_study([experiment], []), "perplexity").models["alpha"]
+    assert found.cross_fit is not None
+    assert found.cross_fit.stderr == pytest.approx(found.best["acc_mean_stderr"], rel=0.3)  # 7% is the bootstrap's own
+    everything = PairedScores({"one": np.ones((6, 2)), "two": np.ones((3, 2))}, np.arange(2))
+    fit = cross_fit(everything, ["a", "b"], lambda accuracies: 0, np.random.default_rng(0))
+    assert fit is not None and fit.stderr == pytest.approx(math.hypot(wilson_stderr(6), wilson_stderr(3)) / 2)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_guessing_is_what_the_items_say(tmp_path: Path) -> None:
 
 
 def test_without_items_it_is_what_holds_of_the_seven_tasks() -> None:
-    table = guessing(["boolq", "arc_easy", "own"], "", {"protocol": {"limit": 100}}, False)
+    table = guessing(["boolq", "arc_easy", "own"], "", {"protocol": {"limit": 100}})
     assert table.loc["boolq", "majority"] == pytest.approx(0.6217, abs=1e-4)  # yes, in the validation split
     assert table.loc["arc_easy", "threshold"] == pytest.approx(0.25 + 2 * math.sqrt(0.25 * 0.75 / 100))
     assert table.loc[["own", "mean"], "threshold"].isna().all()
@@ -41,7 +41,7 @@ def test_an_answer_that_is_only_asked_for_cannot_be_guessed(tmp_path: Path) -> N
     """lm-eval's type loglikelihood, such as LAMBADA's: one log-likelihood for an item."""
     items = [ItemScore("own", index, 0, float(index % 3 > 0), None, (-2.0,), -1) for index in range(30)]
     (tmp_path / ITEMS).write_bytes(to_parquet(items))
-    table = guessing(["own"], str(tmp_path), None, False)
+    table = guessing(["own"], str(tmp_path), None)
     assert table.loc["own", ["chance", "threshold"]].tolist() == [0.0, 0.0]
     assert table.loc["mean", ["chance", "threshold"]].tolist() == [0.0, 0.0]
 

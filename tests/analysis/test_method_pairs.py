@@ -43,6 +43,17 @@ def test_a_difference_is_that_of_the_settings_both_completed(findings: Findings)
     assert pair["stderr_points"] == pytest.approx(100 * math.sqrt(variance))
 
 
+def test_of_one_setting_of_each_nothing_is_said_of_methods(tmp_path: Path) -> None:
+    """What another setting would change is not known, however many items there are."""
+    levels = {"taylor": 0.6, "layerwise": 0.5, "blockwise": 0.4}
+    found = from_csv(tmp_path, {"M": lambda method, s, n: levels[method] if (s, n) == (64, 128) else math.nan})
+    pairs = found.models["M"].method_pairs
+    assert pairs["n"].tolist() == [1, 1, 1] and pairs["points"].tolist() == pytest.approx([10, 20, 10])
+    assert pairs[["stderr_points", "p_value"]].isna().all(axis=None) and found.models["M"].methods["tied"].all()
+    text = paragraphs(found)[0]
+    assert "taylor and layerwise are not comparable" in text and "more accurate than" not in text
+
+
 @pytest.mark.slow
 def test_equal_methods_are_distinguished_in_one_of_twenty_studies_at_most() -> None:
     generator = np.random.default_rng(3)

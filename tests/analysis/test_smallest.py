@@ -17,8 +17,9 @@ from tune_prune.analysis import command
 from tune_prune.analysis.figures.figures import accuracy_size
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.render.text import text_table
+from tune_prune.analysis.statistics.differences import Difference
 from tune_prune.analysis.statistics.findings import find
-from tune_prune.analysis.tables.sizes import by_size, smallest
+from tune_prune.analysis.tables.sizes import by_size, is_within, smallest
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.ledger import Ledger
@@ -150,3 +151,13 @@ def test_it_is_on_the_screen_in_the_reports_and_in_the_exported_configuration(
     assert selection["to_dense"]["basis"] == "paired"
     other = json.loads((tmp_path / "best_alpha_20" / "best_config.json").read_text())["selection"]
     assert not other["smallest_of_all_ratios"]
+
+
+def test_equal_answers_to_a_few_items_are_no_proof(folder: Path) -> None:
+    """The best trial is the dense model's twin: 0 points apart, item by item, which 280 items do not prove to within 0.1."""
+    for within, said in [(0.0, "yes"), (0.1, "yes"), (5.0, "surely")]:
+        findings = find(read_study([folder], []), "smallest", within=within)
+        (found,) = (
+            one for one in findings.models.values() if one.best["difference_points"] == 0 and one.model.ratio == 0.2
+        )
+        assert found.against_dense == Difference(0.0, 0.0, "paired") and is_within(found) == said

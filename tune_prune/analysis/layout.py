@@ -26,7 +26,7 @@ from tune_prune.analysis.tables.sizes import is_within
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import parse_json, to_json
 from tune_prune.core.ledger import trial_file
-from tune_prune.core.store import GRADIENTS, PLAN_COMPARISON, FolderStore, Store, open_store
+from tune_prune.core.store import BEST_OF_MODEL, GRADIENTS, PLAN_COMPARISON, FolderStore, Store, open_store
 
 _PICTURES = ("gradient_analysis.png", "pruning_ratio.png", "retention_ratio.png")
 
@@ -86,7 +86,7 @@ def _best(found: ModelFindings, entry: Mapping[str, Any], folder: Path) -> list[
     place = found.best["output_dir"]
     own = {"schema_version": SCHEMA_VERSION, **entry, "output_dir": relative(place, folder)}
     texts: dict[str, str | None] = {
-        "best_config.json": to_json(own),
+        BEST_OF_MODEL: to_json(own),
         "evaluation/evaluation_results.json": to_json(_evaluation(found, entry)),
     }
     trial = _trial(place)

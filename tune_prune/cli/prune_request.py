@@ -18,7 +18,7 @@ from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import DamagedFile, number, parse_json
 from tune_prune.core.ledger import Ledger, read_about, read_baselines, stranger
-from tune_prune.core.store import BASELINES, BEST_CONFIG, PLAN, Location, location, open_store, read_file
+from tune_prune.core.store import BASELINES, BEST_CONFIG, BEST_OF_MODEL, PLAN, Location, location, open_store, read_file
 from tune_prune.core.validation import validated
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, RECIPE, unread
 from tune_prune.core.values.kinds import plain
@@ -33,8 +33,6 @@ from tune_prune.pruning.methods import NO_STEPS, load_method
 from tune_prune.trial.steps import samples_needed
 
 log = logging.getLogger(__name__)
-
-_OF_ANALYSIS = "best_config.json"
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ def from_config(asked: str, label: str | None, base: str | None = None, revision
         raise DamagedFile(path, "a folder, where a file belongs", "remove it, then search again")
     content = read_file(path)
     if content is None:
-        if is_folder and isinstance(place, Path) and (place / _OF_ANALYSIS).is_file():
-            raise UserError(f"--config {asked} is a folder of an analysis; name {place / _OF_ANALYSIS}")
+        if is_folder and isinstance(place, Path) and (place / BEST_OF_MODEL).is_file():
+            raise UserError(f"--config {asked} is a folder of an analysis; name {place / BEST_OF_MODEL}")
         if is_folder and isinstance(place, Path):
             step = "run the same search command to its end, which writes it even where nothing is left to run, or name another one"
             raise UserError(f"--config {asked} has no {BEST_CONFIG}: {step}")

@@ -44,6 +44,7 @@ SAVED_MODELS = "best"
 
 RESULTS = "all_methods_results.csv"
 BEST_CONFIG = "global_best_config.json"
+BEST_OF_MODEL = "best_config.json"  # of an analysis
 METHOD_COMPARISON = "method_comparison.json"
 CROSS_MODEL_COMPARISON = "cross_model_comparison.json"
 

@@ -38,7 +38,7 @@ def with_wilson_errors(model: Model) -> Model:
     """
     complete, dense = model.rows[model.rows["success"]], pd.DataFrame([dict(model.baseline)])
     certain = [task for task in model.tasks if any(_certain(rows, task).any() for rows in (complete, dense))]
-    if not (sizes := _sizes(complete, certain)):
+    if not (sizes := sizes_of(complete, certain)):
         return model
     rows, changed = model.rows.copy(), _changed(complete, sizes)
     rows.loc[complete.index, changed.columns] = changed
@@ -66,8 +66,9 @@ def _changed(rows: pd.DataFrame, sizes: Mapping[str, float]) -> pd.DataFrame:
     return pd.DataFrame(errors, rows.index)
 
 
-def _sizes(complete: pd.DataFrame, tasks: Sequence[str]) -> Mapping[str, float]:
-    """How many items each of `tasks` has, as far as that is known."""
+def sizes_of(complete: pd.DataFrame, tasks: Sequence[str]) -> Mapping[str, float]:
+    """How many items each of `tasks` has, as far as that is known: by the items of a trial or, where these were not kept, by what
+    the standard errors say."""
     if not tasks:
         return {}
     for folder in complete["output_dir"]:
@@ -76,6 +77,8 @@ def _sizes(complete: pd.DataFrame, tasks: Sequence[str]) -> Mapping[str, float]:
             return {task: int(counts[task]) for task in tasks if task in counts}
     sizes = {}
     for task in tasks:
+        if f"acc_{task}_stderr" not in complete:
+            continue
         accuracy, error = complete[f"acc_{task}"], complete[f"acc_{task}_stderr"]
         implied = (accuracy * (1 - accuracy) / error**2)[error > 0] + 1
         if len(implied):

@@ -89,20 +89,23 @@ def check_items(folder: str, recorded: float, measured: float) -> None:
     )
 
 
-def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None, published: bool) -> pd.DataFrame:
+def guessing(
+    tasks: list[str], output_dir: str, source: Mapping[str, Any] | None, sizes: Mapping[str, float] | None = None
+) -> pd.DataFrame:
     """What picking answers without a model gives on the items of the trial in `output_dir`.
 
     Index: the tasks, then "mean" over them; columns: chance (`measures.chance`), majority (part of the more
     frequent answer, where all items have the same choices), items, threshold (the larger of both plus two standard errors of an
     accuracy that is truly that: one below it may come from guessing). Without the trial's items, what holds of the seven tasks, of
-    as many items as `source` (a `ModelRun` as a dict) allows. NaN what is not known.
+    as many items as `source` (a `ModelRun` as a dict) allows or, of a results file, has (`sizes`). NaN what is not known.
     """
     columns = ["chance", "majority", "items"]
     table = pd.DataFrame(index=pd.Index(tasks, name="task"), columns=columns, dtype="float64")
     read = columns_of(output_dir, ["task", "gold", "loglikelihoods"])
     items = None if read is None else read.to_pandas()
     limit = ((source or {}).get("protocol") or {}).get("limit") or math.inf
-    counts = pd.Series({task: min(TASK_ITEMS.get(task, math.nan), limit) for task in tasks}, dtype="float64")
+    usual = {task: min(TASK_ITEMS.get(task, math.nan), limit) for task in tasks}
+    counts = pd.Series(usual if sizes is None else sizes, tasks, dtype="float64")
     for task in tasks:
         if items is not None and len(of_task := items[items["task"] == task]):
             answers = of_task["gold"].value_counts(normalize=True)
@@ -110,7 +113,7 @@ def guessing(tasks: list[str], output_dir: str, source: Mapping[str, Any] | None
             table.loc[task] = [of_task["loglikelihoods"].map(len).map(chance).mean(), majority, len(of_task)]
         elif task in ZERO_SHOT_TASKS:
             table.loc[task] = [1 / 2 if task in _TWO_CHOICES else 1 / 4, _MAJORITY.get(task, math.nan), math.nan]
-    if published:
+    if sizes is not None:
         table["items"] = table["items"].fillna(counts)
     level = table[["chance", "majority"]].max(axis="columns")
     variance = level * (1 - level) / table["items"].fillna(counts)

@@ -221,6 +221,7 @@ def _merged(base: str, label: str, parts: list[Model], notes: list[Problem]) -> 
         origins=tuple(dict.fromkeys(part.origins[0] for part in parts)),
         problems=tuple(replace(problem, model=label) for problem in problems),
         kind="published" if all(part.kind == "published" for part in parts) else "experiment",
+        binomial=any(part.binomial for part in parts),
     )
 
 

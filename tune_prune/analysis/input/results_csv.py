@@ -81,7 +81,7 @@ def read_results_csv(path: Location, model: str | None) -> Model:
     _name_model(path, rows, model)
     if assumed := _name_methods(path, rows):
         note(f"{assumed} rows name no method, only its hyperparameters: taylor is assumed")
-    _add_stderrs(rows)
+    binomial = _add_stderrs(rows)
     dense = rows["method"].str.lower().isin(_DENSE)
     measured = [name for name in rows if name.startswith("acc_") or name in ("ppl", "params_count")]
     baseline: dict[str, float] = rows.loc[dense, measured].iloc[0].dropna().to_dict() if dense.any() else {}
@@ -103,7 +103,8 @@ def read_results_csv(path: Location, model: str | None) -> Model:
         problems.append(Problem(str(path), "it has no rows"))
     rows = rows.assign(where=[f"line {line} of {path}" for line in rows.index]).reset_index(drop=True)
     return Model(
-        model or "", rows, baseline, None, None, (path,), tuple(problems), "published", measured=f"csv {model}"
+        *(model or "", rows, baseline, None, None, (path,), tuple(problems), "published", binomial),
+        measured=f"csv {model}",
     )
 
 
@@ -211,17 +212,20 @@ def _name_methods(path: Location, rows: pd.DataFrame) -> int:
     return int(assumed.sum())
 
 
-def _add_stderrs(rows: pd.DataFrame) -> None:
-    """Binomial standard errors, where the file has no column for them; of 0 and 1 those of Wilson's interval."""
+def _add_stderrs(rows: pd.DataFrame) -> bool:
+    """Binomial standard errors, where the file has no column for them; of 0 and 1 those of Wilson's interval. Returns whether
+    any were made."""
+    made = False
     for task, items in TASK_ITEMS.items():
         name = f"acc_{task}"
         if name in rows and f"{name}_stderr" not in rows:
-            binomial = np.sqrt(rows[name] * (1 - rows[name]) / items)
+            made, binomial = True, np.sqrt(rows[name] * (1 - rows[name]) / items)
             rows[f"{name}_stderr"] = binomial.mask(rows[name].isin([0, 1]), wilson_stderr(items))
     columns = [f"acc_{task}_stderr" for task in ZERO_SHOT_TASKS]
     if "acc_mean_stderr" not in rows and set(columns) <= set(rows):
         squares = rows[columns].astype("float64") ** 2
         rows["acc_mean_stderr"] = np.sqrt(squares.sum(axis=1, skipna=False)) / len(columns)
+    return made
 
 
 def _ask_ratio(rows: pd.DataFrame) -> bool:

@@ -48,6 +48,7 @@ class Model:
     origins: tuple[Location, ...] = ()  # experiment folders and CSV files that the rows are from
     problems: tuple[Problem, ...] = ()
     kind: Literal["experiment", "published"] = "experiment"
+    binomial: bool = False  # a results file without standard errors, whose are made of the sizes of the published tasks
     base: str = ""  # the label without pruning ratio and recovery: equal for what differs in those only
     measured: str | None = None  # equal for parts that were measured alike: a key; None if that is lost
     seedless: tuple[str, ...] = ()  # methods that read no seed and so have no draws, where experiment.json tells

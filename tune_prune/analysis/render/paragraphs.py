@@ -15,11 +15,14 @@ import pandas as pd
 
 from tune_prune.analysis.render.templating import TEMPLATES, markdown_environment
 from tune_prune.analysis.statistics.findings import Findings
+from tune_prune.analysis.statistics.hyperparameters.factors import FACTORS
+from tune_prune.analysis.statistics.rules import BY_TEXT
 from tune_prune.analysis.tables.hyperparameters import trend_message
 from tune_prune.analysis.tables.table import missing
 from tune_prune.analysis.tables.trial_tables import statistics
 from tune_prune.core.config import ZERO_SHOT_METRIC
 from tune_prune.core.terminal.escapes import markdown
+from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.kinds import texts_of
 
 _METHODS = {  # with keys of templates/references.bib, as pandoc reads them
@@ -38,6 +41,7 @@ _METHODS = {  # with keys of templates/references.bib, as pandoc reads them
     "magnitude": "magnitude (mean absolute weight [@li2017pruning])",
     "random": "random (control)",
 }
+_NAMED = {"method", "seq_len", "num_samples", "shape", "calibration"}  # in sentences of their own
 _ASKED = {"calibration", "data_dir", "dtype", "model", "protocol", "revision", "seed"}  # of a run
 _TASKS = {
     "boolq": "clark2019boolq",
@@ -63,6 +67,7 @@ def paragraphs(findings: Findings) -> tuple[str, str]:
         metrics=ZERO_SHOT_METRIC,
         task_references=_TASKS,
         trend_message=trend_message,
+        by_text=BY_TEXT,
     )
     entries = (TEMPLATES / "references.bib").read_text(encoding="utf-8").split("\n\n")
     cited = [entry for entry in entries if f"@{entry.partition('{')[2].partition(',')[0]}" in text]
@@ -92,13 +97,15 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "ratios": sorted({model.ratio for model in models}),
         "shapes": sorted({model.shape for model in models}),
         "kinds": {model.kind for model in models},
+        "binomial": any(model.binomial for model in models),
+        "stated": any(model.kind == "published" and not model.binomial for model in models),
         "certain": (eligible[tasks].isin([0, 1])).any(axis=None),
         "bases": {found.basis for found in findings.models.values() if len(found.eligible) > 1},
         "removed": eligible["removed_fraction"].dropna(),
         "methods": [_METHODS.get(name) or markdown(name) for name in sorted(eligible["method"].unique())],
         "seq_lens": sorted(eligible["seq_len"].unique()),
         "num_samples": sorted(eligible["num_samples"].unique()),
-        "tasks": dict(pd.concat([found.tasks["items"].drop("mean") for found in findings.models.values()]).items()),
+        "recipe": _recipe(findings),
         "trained": [label for label, found in findings.models.items() if found.model.trained],
         "calibration": sorted({"+".join(Path(text).name for text in texts_of(one)) for one in texts}),
         "dtype": sorted({source["dtype"] for source in sources}),
@@ -107,6 +114,19 @@ def _setup(findings: Findings) -> dict[str, Any]:
         "bounds": sorted({tokens for model in models if (tokens := model.tokens)}),
         "most_windows": sorted({source["protocol"]["perplexity_window"] for source in sources}),
     }
+
+
+def _recipe(findings: Findings) -> dict[str, list[Any]]:
+    """The other hyperparameters that were varied or are not at their default, by label, with their levels; those of a refit or a
+    recovery where there is one."""
+    found: dict[str, list[Any]] = {}
+    for name in FACTORS:
+        row = HYPERPARAMETERS[name]
+        rows = [one.reading(name) for one in findings.models.values() if name in one.eligible]
+        levels = sorted({level for of_model in rows for level in of_model[name].dropna()})
+        if name not in _NAMED and levels and (levels != [row.default] or row.of):
+            found[row.label] = levels
+    return found
 
 
 def _reserved(eligible: pd.DataFrame) -> list[str]:

@@ -24,7 +24,7 @@ def rank_plot(found: ModelFindings) -> dict[str, Any]:
     """
     rows, dense = found.eligible, found.model.baseline.get("acc_mean", math.nan)
     accuracy, stderr = (rows[name].to_numpy(float) for name in ("acc_mean", "acc_mean_stderr"))
-    lowest = np.min(accuracy - np.nan_to_num(stderr))
+    lowest = np.nanmin([*(accuracy - np.nan_to_num(stderr)), dense])
     highest = np.nanmax([*(accuracy + np.nan_to_num(stderr)), dense])
 
     def y(value: float) -> float | None:

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.errors import wilson_stderr
 from tune_prune.analysis.input.measures import gold_logprobs
 from tune_prune.analysis.statistics import rules
 from tune_prune.analysis.statistics.comparison import Comparison, PairedScores
@@ -73,7 +74,7 @@ def cross_fit_rule(
         return int(np.nanargmax(accuracies * speed_up))
 
     other = {"one-standard-error": cheapest, "retained-per-second": most_per_second}
-    other |= dict.fromkeys(("perplexity", "kl"), lambda accuracies: fixed)
+    other |= dict.fromkeys(rules.BY_TEXT, lambda accuracies: fixed)
     pick, measure = other.get(rule, most_accurate), scores.accuracies
     draws = [items.draws(folder) for folder in rows["output_dir"]]
     golds = _golds(rows, items, draws[0][0].index) if rule == "gold_logprob" else None
@@ -142,7 +143,8 @@ def cross_fit(
     back. The plain item variance of the scores leaves out that other items would have led to other choices: two of its standard
     errors cover 90 to 92% in simulated grids of 45 equal or close configurations. The bootstrap's cover 98 to 99%.
     `measure` [columns] is what `pick` chooses by on all items; None: the accuracies.
-    `draw_variances` [columns], what draws add to the variance of each, is added as often as each is chosen.
+    `draw_variances` [columns], what draws add to the variance of each, is added as often as each is chosen, and so is that of
+    Wilson's interval of tasks of which it has every item right, or none: the bootstrap takes these for certain.
     """
     tasks = list(scores.by_task.values())
     if min(map(len, tasks)) < 2:
@@ -150,6 +152,10 @@ def cross_fit(
     members = [_deal(len(values), generator) for values in tasks]
     tables = list(draws) or [(tasks, tasks)]
     corrected, chosen = _over_draws(tables, members, [np.ones(len(values)) for values in tasks], pick)
+    certain = sum(
+        (np.isin(values.mean(axis=0), (0, 1)) * (wilson_stderr(len(values)) / len(tasks)) ** 2 for values in tasks),
+        np.zeros(len(names)),
+    )
     tasks = [values.astype(np.float32) for values in tasks]
     tables = list(draws) or [(tasks, tasks)]
     members = [member[: FOLDS * _BOOTSTRAP_REPEATS].astype(np.float32) for member in members]
@@ -162,11 +168,11 @@ def cross_fit(
     columns, counts = np.unique(chosen, return_counts=True)
     by_share = sorted(zip(columns, counts, strict=True), key=lambda pair: (-pair[1], pair[0]))
     full = scores.accuracies
-    of_draws = np.broadcast_to(draw_variances, full.shape)[columns] @ counts / len(chosen)
+    added = (certain + draw_variances)[columns] @ counts / len(chosen)
     return CrossFit(
         naive=float(full[pick(full if measure is None else measure)]),
         corrected=corrected,
-        stderr=float(np.hypot(np.std(again, ddof=1), np.sqrt(of_draws))),
+        stderr=float(np.hypot(np.std(again, ddof=1), np.sqrt(added))),
         folds=FOLDS,
         repeats=REPEATS,
         chosen={names[column]: float(count / len(chosen)) for column, count in by_share},

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import pandas as pd
 
 from tune_prune.analysis.input.errors import with_wilson_errors
 from tune_prune.analysis.input.items import ItemReader
@@ -33,6 +34,14 @@ from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.hashing import seed_for
 
 __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFindings", "Trend", "find"]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a model was measured."""
+
+    tasks: tuple[tuple[str, int | None], ...]  # and how many items of each; None: not known
+    tokens: int | None  # of the perplexity text, the first; None: all, or not known
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +72,16 @@ class Findings:
         ordered = sorted(self.models.values(), key=lambda found: found.model.ratio)
         names = dict.fromkeys(found.model.series for found in self.models.values())
         return {name: [found for found in ordered if found.model.series == name] for name in names}
+
+    @cached_property
+    def protocols(self) -> Mapping[Protocol, list[str]]:
+        """How models were measured, with the labels of those that were measured so: one where all stand side by side."""
+        found: dict[Protocol, list[str]] = {}
+        for label, one in self.models.items():
+            items = one.tasks["items"].drop("mean")
+            tasks = tuple((str(task), None if pd.isna(count) else int(count)) for task, count in items.items())
+            found.setdefault(Protocol(tasks, one.model.tokens), []).append(label)
+        return found
 
     @cached_property
     def smallest(self) -> Mapping[str, ModelFindings]:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tune_prune.analysis.input.errors import sizes_of
 from tune_prune.analysis.input.items import guessing
 from tune_prune.analysis.input.measures import GOLD, GoldReader, dense_folder, discrimination, informative_mean
 from tune_prune.analysis.input.message import Message
-from tune_prune.analysis.input.rows import CALIBRATION
+from tune_prune.analysis.input.rows import CALIBRATION, TASK_ITEMS
 from tune_prune.analysis.input.study import Model
 from tune_prune.analysis.statistics import draws
 from tune_prune.analysis.statistics.changes import MEASURES, Change, changes
@@ -175,8 +176,10 @@ class ModelFindings:
     def guessing(self) -> pd.DataFrame:
         """`items.guessing`: index the tasks and "mean"; columns chance, majority, items, threshold; and `measures.discrimination`
         of the dense model: auc, p (NaN where its items were not kept)."""
-        model = self.model
-        table = guessing(model.tasks, self.best["output_dir"], model.source, model.kind == "published")
+        model, sizes = self.model, None
+        if model.kind == "published":
+            sizes = TASK_ITEMS if model.binomial else sizes_of(self.trials, model.tasks)
+        table = guessing(model.tasks, self.best["output_dir"], model.source, sizes)
         return table.join(discrimination(dense_folder(model)))
 
     @cached_property

@@ -141,6 +141,7 @@ RULES = {
     "smallest": smallest,
     "retained-per-second": retained_per_second,
 }
+BY_TEXT = ("perplexity", "kl")  # rules by which no outcome of an item has a part in the choice
 # What a rule needs that may not have been measured.
 NEEDS = {
     "perplexity": "a finite ppl",

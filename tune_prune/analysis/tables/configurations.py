@@ -207,7 +207,8 @@ def configuration_impact(findings: Findings) -> Table | None:
             row: dict[str, Any] = {"model": label, "setting": setting, "config": config, **limits(found)}
             row |= {name: values.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl", *_LOSS)}
             loss = row["loss_points"]
-            row["loss"] = None if missing(loss) else loss / 100 / found.best["acc_mean"]
+            best = found.best["acc_mean"]
+            row["loss"] = None if missing(loss) or not best else loss / 100 / best
             rows.append(row | {"retained": found.retained(row["acc_mean"])})
     if len(rows) == len(findings.models):  # nothing beside the own optimum
         return None

@@ -3,10 +3,12 @@ speed, where that was measured."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
 
+from tune_prune.analysis.input.errors import wilson_stderr
 from tune_prune.analysis.input.rows import plain_values
 from tune_prune.analysis.statistics.findings import Findings, Message, ModelFindings
 from tune_prune.analysis.tables.configurations import (
@@ -177,9 +179,13 @@ def _conditions(found: ModelFindings) -> Message:
 
 def is_within(found: ModelFindings) -> str:
     """Of the best by rule "smallest": "yes" or "no" by its accuracy as measured; "surely" where that is so with 95% confidence
-    (one-sided, normal)."""
+    (one-sided, normal). Where both answered every item alike, the error is as if they had every item right (Wilson)."""
     if not found.chosen["smallest"]:
         return "no"
     gap = found.against_dense
     assert gap is not None  # else nothing is within
-    return "surely" if found.best["margin_points"] >= _ONE_SIDED * gap.stderr_points else "yes"
+    error = gap.stderr_points
+    if error == 0:
+        of_tasks = [wilson_stderr(items) for items in found.tasks["items"].drop("mean")]
+        error = 100 * math.hypot(*of_tasks) / len(of_tasks)
+    return "surely" if found.best["margin_points"] >= _ONE_SIDED * error else "yes"

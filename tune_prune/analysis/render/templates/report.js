@@ -11,7 +11,8 @@
     const rows = [...table.tBodies[0].rows].sort((first, second) => {
       const [a, b] = [key(first), key(second)];
       if (a === undefined || b === undefined) return (a === undefined) - (b === undefined); // last in both directions
-      return (down ? -1 : 1) * (number ? a - b : text.compare(a, b));
+      if (!number) return (down ? -1 : 1) * text.compare(a, b);
+      return (down ? -1 : 1) * ((Number(a) > Number(b)) - (Number(a) < Number(b))); // a difference of two infinities is no number
     });
     table.tBodies[0].append(...rows);
     heads.forEach((other) => other.removeAttribute("aria-sort"));

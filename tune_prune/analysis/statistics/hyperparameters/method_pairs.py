@@ -29,8 +29,8 @@ def method_pairs(
     variance of the differences over the number of settings. Draws of calibration samples, where their spread is known, are a part
     of both and count once, by the larger. p_value is corrected for all pairs: the chance that any of them
     shows a smaller single p by noise alone (Westfall and Young 1993, min p), from the bootstrap's errors and, for the settings,
-    Student's t. NaN where two methods have no pair or an error is unknown. `trials`: all of the model, failed ones too;
-    `comparison`: that of `eligible`.
+    Student's t. NaN where an error is unknown, as that of settings is where two methods have one pair, and where they have none.
+    `trials`: all of the model, failed ones too; `comparison`: that of `eligible`.
     """
     accuracy = eligible["acc_mean"].to_numpy(np.float64)
     own = np.sqrt(comparison.variances - comparison.draw_variances)
@@ -66,11 +66,14 @@ def method_pairs(
         # One configuration may stand in several pairs: what counts are those of a side, of the side with the larger spread
         means = [gaps.groupby(side).mean() for side in (first, second)]
         spreads = [(float(m.var()) / len(m), len(m) - 1) for m in means if len(m) > 1]
-        spread, freedom = max(spreads, default=(0.0, 1))
-        spread = max(0.0, spread - draw_variance)
         if gaps.mean() < 0:
             pair |= {"first": pair["second"], "second": pair["first"]}
         pair["points"] = 100 * abs(gaps.mean())
+        if not spreads:  # what another setting would change is not known
+            errors.append(np.full(len(comparison.errors), np.nan))
+            continue
+        spread, freedom = max(spreads)
+        spread = max(0.0, spread - draw_variance)
         pair["stderr_points"] = 100 * math.sqrt(max(0.0, item_variance) + spread)
         errors.append(100 * (item_errors + math.sqrt(spread) * generator.standard_t(freedom, len(item_errors))))
     table = pd.DataFrame(found, columns=["first", "second", *COLUMNS])
