@@ -144,6 +144,19 @@ def test_steps_are_for_methods_that_read_samples(tmp_path: Path) -> None:
     ]
 
 
+def test_a_normalization_that_cancels_what_a_method_does_is_refused(tmp_path: Path) -> None:
+    text = with_value(method="[taylor, layerwise, block_influence]", normalization="[none, kind]")
+    assert search_space.load(yaml_file(tmp_path, text)).size == 3 * 2 * 2 * 2
+    assert problems(tmp_path, text.replace("kind", "layer")) == [
+        (
+            len(GOOD) + 1,
+            f"{name} tells layers apart by one number for each, which normalization layer divides out again; use normalization "
+            "none or kind, or another method",
+        )
+        for name in ("block_influence", "layerwise")
+    ]
+
+
 def test_a_grid_over_ratios_divisors_and_shapes(tmp_path: Path) -> None:
     text = with_value(pruning_ratio="[0.3, 0.1]", removal_divisor="[2, 5]", shape="[free, uniform]")
     space = search_space.load(yaml_file(tmp_path, text))

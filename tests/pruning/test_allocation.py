@@ -130,6 +130,15 @@ def test_the_power_is_that_of_the_logarithm_of_removal_losses(name: str) -> None
     np.testing.assert_allclose(flat(none), flat(load_method("taylor").scores(dense(increase))))
 
 
+def test_what_no_method_may_be_divided_by_cancels_its_scores() -> None:
+    """The layer's root mean square has the layer's factor in it."""
+    found = dense({"layer": [0.5, 0.01]})
+    taylor, layerwise = (load_method(name) for name in ("taylor", "layerwise"))
+    for by in ("none", "kind", "layer"):
+        one, other = (flat(method.scores(found).normalized(by)) for method in (taylor, layerwise))
+        assert np.allclose(one, other) == (by not in layerwise.normalizations)
+
+
 def test_a_trial_is_pruned_within_the_cap_by_scores_that_were_divided(context: TrialContext) -> None:
     g, one = context.loaded.geometry, replace(ONE, pruning_ratio=0.2)
     settings = {}, {"layer_cap": 0.4}, {"normalization": "layer", "layer_cap": 0.4, "steps": 3}
@@ -164,3 +173,8 @@ def test_prune_takes_them_and_says_what_is_not_read() -> None:
         model.prune("taylor", seq_len=16, num_samples=8, layer_cap=1.5)
     with pytest.raises(UserError, match=r"with layer_cap 0\.1 only [\d,]+ can be removed; ask for at most 0\.\d+"):
         model.prune("taylor", seq_len=16, num_samples=8, layer_cap=0.1)
+    for name in ("layerwise", "block_influence"):
+        with pytest.raises(
+            UserError, match=rf"{name} .* normalization layer divides out again; use normalization none or kind"
+        ):
+            model.prune(name, seq_len=16, num_samples=8, normalization="layer")

@@ -230,6 +230,7 @@ def from_values(dense: DenseModel, values: Mapping[str, Any], align: int | None)
         )
     full = {name: row.usual for name, row in HYPERPARAMETERS.items()} | given
     method.check_shape(full["shape"])
+    method.check_normalization(full["normalization"])
     (shape,) = resolve.aligned((full["shape"],), align)
     config = PruningConfig(**full | {"shape": shapes.resolve(shape, None, dense.geometry.total_params)}).within(
         dense.run

@@ -148,7 +148,8 @@ class _Reader:
             name: given.get(name, () if row.required else (row.default,)) for name, row in HYPERPARAMETERS.items()
         }
         # Methods import torch, which takes seconds: not where the file has problems to tell of.
-        reads = {} if self.problems else {name: load_method(name).reads for name in values["method"]}
+        methods = [] if self.problems else [load_method(name) for name in values["method"]]
+        reads = {method.name: method.reads for method in methods}
         off = {name for name in RECIPE if values[name] == ("none",)}
         for name in given.keys() & {name for name, row in RECIPE.items() if row.of in off}:
             switch = RECIPE[RECIPE[name].of]
@@ -158,6 +159,11 @@ class _Reader:
         alone = [name for name, found in reads.items() if "steps" not in found]
         if alone and 1 not in values["steps"]:
             self._problem(nodes["steps"], f"steps lists no 1, but {alone[0]} {NO_STEPS}; add 1, or remove {alone[0]}")
+        for method, by in product(methods, given.get("normalization", ())):
+            try:
+                method.check_normalization(by)
+            except UserError as error:
+                self._problem(nodes["normalization"], str(error))
         space = SearchSpace(self.path.stem, self.path, search or "", num_trials, values, frozenset(given), reads)
         if space.combinations > MAX_POINTS and not self.problems:
             longest = max(given, key=lambda name: len(given[name]))

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tune_prune.core.values.kinds import Choice, Fraction, Kind, MethodName, ShapeName, Share, TextNames, Whole
+from tune_prune.core.values.kinds import (
+    NORMALIZATIONS,
+    Choice,
+    Fraction,
+    Kind,
+    MethodName,
+    ShapeName,
+    Share,
+    TextNames,
+    Whole,
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,7 @@ HYPERPARAMETERS = {
             "power of the removal losses' logarithm that layerwise and blockwise multiply by", "statistics", 1.0, "p", later=True,
         ),
         Hyperparameter(
-            "normalization", "Normalization", Choice(("none", "kind", "layer")), "kind",
+            "normalization", "Normalization", Choice(NORMALIZATIONS), "kind",
             "what scores are divided by before the groups of all layers are sorted: none; kind, the root mean square of KV groups' "
             "and of MLP channels' scores; layer, that of the layer's", "selection", "none", "by_", later=True,
         ),

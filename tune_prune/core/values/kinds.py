@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 # What a pruned model's layers may look like (docs/methods.md, "Shapes"); in a configuration `aligned` has its number.
 SHAPES = ("free", "aligned", "uniform")
+NORMALIZATIONS = ("none", "kind", "layer")
 SHAPE = re.compile(r"free|aligned-([1-9][0-9]{0,6})|uniform")
 KNOWN_TEXTS = ("embedded", "wikitext2", "c4")  # calibration texts that need no file
 MAX_STEM = 20  # letters of a file's name in the name of a configuration

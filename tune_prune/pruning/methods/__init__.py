@@ -7,6 +7,7 @@ A method module has a docstring that names its source, and
     def scores(dense: Dense) -> GroupScores                per layer float64 [KV groups] and [MLP channels], finite, of any scale:
                                                            groups of all layers are sorted together, the lowest are removed first
     SHAPES: tuple[str, ...]                optional: the shapes that it is for, "free", "aligned", "uniform"; all where it has none
+    NORMALIZATIONS: tuple[str, ...]        optional: what its scores may be divided by: "none", "kind", "layer"; else all
 
 Names can be listed without torch, so that a search space is checked before anything heavy is imported.
 """
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
-from tune_prune.core.values.kinds import SHAPES
+from tune_prune.core.values.kinds import NORMALIZATIONS, SHAPES
 from tune_prune.models.runner.residency import RESIDENT, Residency
 from tune_prune.pruning.statistics import Need, load_statistic, parse
 
@@ -67,6 +68,9 @@ class Method:
     description: str  # first line of the module's docstring
     own_reads: tuple[str, ...] = ()  # READS of its module: hyperparameters that it reads without a statistic
     shapes: tuple[str, ...] = SHAPES  # SHAPES of its module: those in which its scores decide something
+    normalizations: tuple[str, ...] = (
+        NORMALIZATIONS  # NORMALIZATIONS of its module: those that leave something of its scores
+    )
 
     @property
     def reads(self) -> frozenset[str]:
@@ -96,6 +100,14 @@ class Method:
                 f"{' or '.join(self.shapes)}, or another method"
             )
 
+    def check_normalization(self, by: str) -> None:
+        """Raise UserError where that normalization cancels what its scores say."""
+        if by in set(NORMALIZATIONS) - set(self.normalizations):
+            raise UserError(
+                f"{self.name} tells layers apart by one number for each, which normalization {by} divides out again; use "
+                f"normalization {' or '.join(self.normalizations)}, or another method"
+            )
+
 
 def method_names() -> tuple[str, ...]:
     """Every method there is, sorted."""
@@ -116,4 +128,5 @@ def load_method(name: str) -> Method:
     module = importlib.import_module(modules[name])
     description = (module.__doc__ or "").strip().splitlines()[0]
     read, shapes = getattr(module, "READS", ()), getattr(module, "SHAPES", SHAPES)
-    return Method(name, tuple(module.STATISTICS), module.scores, description, read, shapes)
+    normalizations = getattr(module, "NORMALIZATIONS", NORMALIZATIONS)
+    return Method(name, tuple(module.STATISTICS), module.scores, description, read, shapes, normalizations)

@@ -18,6 +18,7 @@ from tune_prune.pruning.methods.without_data import magnitude
 
 STATISTICS = ("block_influence",)
 SHAPES = ("free", "aligned")  # the third leaves the same of every layer
+NORMALIZATIONS = ("none", "kind")  # the third divides by the influence of the layer
 
 STEP = 1e-9  # between two layers, at least; order within a layer takes up less
 

@@ -11,6 +11,7 @@ from tune_prune.pruning.methods import Dense
 
 STATISTICS = ("taylor", "block_removal:layer")
 READS = ("removal_power",)
+NORMALIZATIONS = ("none", "kind")  # the third divides by the factor of the layer
 
 
 def scores(dense: Dense) -> GroupScores:
