@@ -17,9 +17,10 @@ from tests.residencies import in_way
 from tune_prune.evaluation.perplexity import perplexity
 from tune_prune.models.families import FAMILIES, Family
 from tune_prune.models.geometry import read_geometry
+from tune_prune.models.runner.hidden_states import KeptStates, SpilledStates
 from tune_prune.pruning.groups import GroupScores, PruningPlan
 from tune_prune.pruning.selection import select
-from tune_prune.pruning.surgery import prune, pruned_weights
+from tune_prune.pruning.surgery import Changes, prune, pruned_weights
 
 LAYERS, GROUPS, CHANNELS, HEAD_DIM, QUERIES_PER_KV = 4, 4, 40, 6, 2
 TOLERANCE = 1e-10
@@ -243,3 +244,12 @@ def test_weights_that_are_cut_when_they_are_asked_for_are_those_of_the_pruned_mo
     text = tokens(1, 61).flatten()
     found = perplexity(empty, text, 20, residency=replace(residency, weights=weights))
     assert found == perplexity(pruned, text, 20)
+
+
+@pytest.mark.parametrize("kind", [SpilledStates, KeptStates])
+def test_a_refitted_weight_is_read_once_for_each_use(kind, tmp_path, monkeypatch):
+    states = kind(torch.device("cpu"), *[tmp_path] * (kind is SpilledStates))
+    states["a"], changes, reads, read = torch.ones(2, 3), Changes(states), [], kind.__getitem__
+    monkeypatch.setattr(kind, "__getitem__", lambda self, key: reads.append(key) or read(self, key))
+    assert "a" in states and "a" in changes and "b" not in states and "b" not in changes and reads == []
+    assert torch.equal(changes.applied("a", torch.zeros(2, 3)), torch.ones(2, 3)) and reads == ["a"]

@@ -60,7 +60,7 @@ def prune(model: PreTrainedModel, family: Family, plan: PruningPlan, changes: Ch
         for role, linear in parts.items():
             name = weight_name(family, index, role)
             left = _cut(linear, role, cut[role]) if role in cut else linear
-            if name in changes and not left.weight.is_meta:  # of an empty copy only the shapes count
+            if not left.weight.is_meta and name in changes:  # of an empty copy only the shapes count
                 left = _linear(changes.applied(name, left.weight.detach()), left.bias)
             if left is not linear:
                 memo[id(linear)] = left

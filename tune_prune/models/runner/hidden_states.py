@@ -33,6 +33,9 @@ class KeptStates(MutableMapping[Hashable, Tensor]):
     def __delitem__(self, key: Hashable) -> None:
         del self._kept[key]
 
+    def __contains__(self, key: object) -> bool:  # Mapping's own asks for the tensor
+        return key in self._kept
+
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._kept)
 
@@ -91,6 +94,9 @@ class SpilledStates(MutableMapping[Hashable, Tensor]):
     def __delitem__(self, key: Hashable) -> None:
         start, shape, dtype = self._places.pop(key)
         self._free.setdefault(shape.numel() * dtype.itemsize, []).append(start)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._places)
