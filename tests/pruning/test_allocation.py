@@ -117,6 +117,14 @@ def test_scores_are_divided_by_root_mean_squares_of_their_kind_or_layer() -> Non
     assert flat(nothing.normalized("layer")) == [0, 0, 0, 0, 0, 1] and flat(nothing.normalized("kind"))[:2] == [0, 0]
 
 
+@pytest.mark.parametrize("by", ["none", "kind", "layer"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_score_that_is_not_finite_makes_no_other_one_so(by: str, value: float) -> None:
+    g, s = geometry(kv=(2, 2), mlp=(3, 3)), scores([[3, 4], [0, 5]], [[1, value, 2], [4, 4, 4]])
+    with pytest.raises(UserError, match="1 of 10 group scores are not finite"):
+        select(s.normalized(by), g, 0.2)
+
+
 @pytest.mark.parametrize("name", ["layerwise", "blockwise"])
 def test_the_power_is_that_of_the_logarithm_of_removal_losses(name: str) -> None:
     method = load_method(name)

@@ -70,10 +70,11 @@ class GroupScores:
 
 
 def _root_mean_square(scores: np.ndarray) -> float:
-    """Of scores that are too small or too large for their squares, too; 1 where there is none but 0."""
-    largest = float(np.abs(scores).max(initial=0.0))
-    with np.errstate(invalid="ignore"):  # of scores that are not finite, which selection refuses
-        return largest * float(np.sqrt(np.square(scores / largest).mean())) if largest else 1.0
+    """Of scores that are too small or too large for their squares, too; 1 where there is none but 0. One that is not finite is left
+    out, so that selection, which refuses it, counts it alone."""
+    finite = scores[np.isfinite(scores)]
+    largest = float(np.abs(finite).max(initial=0.0))
+    return largest * float(np.sqrt(np.square(finite / largest).mean())) if largest else 1.0
 
 
 @dataclass(frozen=True)
