@@ -33,6 +33,7 @@ def test_embedded_models_are_under_the_licence_of_the_project() -> None:
         ("# No metadata\n", {}),
         ("---\nlicense: [mit, gpl]\n---\n", {}),
         ("---\nlicense: mit\n---\n", {"license": "mit"}),
+        ("---\nlicense:\n- mit\n---\n", {"license": "mit"}),
         ("---\n: [\n---\n", {}),
         (OTHER, {"license": "other", "license_name": "acme-1", "license_link": "LICENSE.md"}),
     ],

@@ -261,7 +261,8 @@ def test_how_it_was_made(tmp_path: Path) -> None:
     text = card(tmp_path)
     assert dict(table(text, "How it was made")) == {
         "Base model": f"`{HUB_ID}`, revision `8cde5ca`, fingerprint `0123456789abcdef`",
-        "Licence": "unknown: the base model's card states none; look it up before you publish this model",
+        "Licence": "unknown: none was found in the base model's card, or that could not be read; look it up before you publish "
+        "this model",
         "Method": "`blockwise`",
         "Calibration": "1,256 samples of 64 tokens (removal losses: the first 251, divisor 5) of `wiki.train.txt`, seed 3",
         "Shape": "`free`",

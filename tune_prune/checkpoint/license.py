@@ -17,8 +17,9 @@ LICENSE_FILES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
 def base_license(source: ModelSource) -> dict[str, str]:
-    """The KEYS that the model card of `source` states, e.g. {"license": "apache-2.0"}; empty where it is unknown: no card, none in
-    the card, or a hub that cannot be reached and has not been before. Links are absolute for models of the hub."""
+    """The KEYS that the model card of `source` states, e.g. {"license": "apache-2.0"}; empty where it is unknown: no card, none or
+    several in the card, or a hub that cannot be reached and has not been before. A list of one text is that text. Links are
+    absolute for models of the hub."""
     if source.kind == "embedded":
         return {"license": "apache-2.0"}  # tune_prune's own
     try:
@@ -29,7 +30,8 @@ def base_license(source: ModelSource) -> dict[str, str]:
         stated = (path.is_file() and huggingface_hub.metadata_load(path)) or {}
     except (OSError, ValueError, yaml.YAMLError):  # no such file, no network, no valid metadata
         return {}
-    entries = {key: stated[key] for key in KEYS if isinstance(stated.get(key), str) and stated[key]}
+    alone = {key: text[0] if isinstance(text, list) and len(text) == 1 else text for key, text in stated.items()}
+    entries = {key: alone[key] for key in KEYS if isinstance(alone.get(key), str) and alone[key]}
     if source.kind == "hub" and "license_link" in entries and "://" not in entries["license_link"]:
         page = f"https://huggingface.co/{source.location}/blob/{source.revision or 'main'}"
         entries["license_link"] = f"{page}/{entries['license_link']}"

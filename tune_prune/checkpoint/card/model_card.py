@@ -225,7 +225,8 @@ def _settings(manifest: Manifest) -> list[tuple[str, str]]:
 def _license(manifest: Manifest) -> str:
     stated = manifest.base.license
     if "license" not in stated:
-        return "unknown: the base model's card states none; look it up before you publish this model"
+        unknown = "unknown: none was found in the base model's card, or that could not be read"
+        return f"{unknown}; look it up before you publish this model"
     name = stated.get("license_name", stated["license"])
     link = stated.get("license_link")
     linked = link is not None and re.fullmatch(r"https?://[\w.~:/?#@!$&*+,;=%-]+", link)  # no javascript:
