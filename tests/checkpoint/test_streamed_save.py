@@ -6,6 +6,7 @@ import errno
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,10 +21,10 @@ from tests.limited_memory import LimitedMemory
 from tests.pruning.test_surgery import ALL_CHANNELS, ALL_GROUPS, KEEP_SETS, LAYERS, plan_of
 from tune_prune.checkpoint.card import model_card
 from tune_prune.checkpoint.manifest import Format, Manifest
-from tune_prune.checkpoint.save import Origin, save_checkpoint
+from tune_prune.checkpoint.save import Origin, check_folder, save_checkpoint
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.errors import UserError
-from tune_prune.core.process.whole_folder import clear_killed
+from tune_prune.core.process.whole_folder import clear_killed, is_mount_point
 from tune_prune.models.catalog import resolve
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.loading import LoadedModel, load_model
@@ -107,6 +108,20 @@ def test_what_a_killed_save_has_left_is_cleared(tmp_path: Path, replaced: bool) 
     clear_killed(output)
     assert sorted(tmp_path.iterdir()) == sorted([*written, output])
     assert (output / "name").read_text() == (output.name if replaced else old.name)
+
+
+def test_a_mount_point_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--output /proc is a mount point, .*; name a folder in it, e\.g\. /proc/NAME"):
+        check_folder(Path("/proc"), overwrite=True)
+    assert not is_mount_point(tmp_path)
+    if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("nothing may be mounted here")
+    place = tmp_path / "a b"  # of the same device, where os.path.ismount sees nothing
+    place.mkdir()
+    asks = "import pathlib, sys; from tune_prune.core.process.whole_folder import *; "
+    asks += "print(is_mount_point(pathlib.Path(sys.argv[1])))"
+    line = f"mount --bind '{tmp_path}' '{place}' && '{sys.executable}' -c '{asks}' '{place}'"
+    assert subprocess.check_output(["unshare", "-rm", "sh", "-c", line], text=True) == "True\n"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

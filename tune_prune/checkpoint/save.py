@@ -33,7 +33,7 @@ from tune_prune.checkpoint.sizes import Sizes, sizes
 from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import check_writable
-from tune_prune.core.process.whole_folder import clear_killed, renamed_at_the_end
+from tune_prune.core.process.whole_folder import clear_killed, is_mount_point, renamed_at_the_end
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.families import Family
@@ -194,6 +194,10 @@ def check_folder(folder: Path, overwrite: bool) -> None:
     if not folder.name:
         raise UserError(
             f"--output {folder} is the root of the file system; name a folder of its own, e.g. {folder}NAME"
+        )
+    if is_mount_point(folder):
+        raise UserError(
+            f"--output {folder} is a mount point, which cannot be replaced as a whole; name a folder in it, e.g. {folder}/NAME"
         )
     try:
         check_writable(folder.parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,15 @@ def clear_killed(folder: Path) -> None:
             path.rename(folder)
         else:
             shutil.rmtree(path)
+
+
+def is_mount_point(folder: Path) -> bool:
+    """Whether something is mounted at `folder`, so that it cannot be renamed. os.path.ismount sees only mounts of another device;
+    Linux lists all, with blanks as \\040 (proc_pid_mountinfo(5))."""
+    mounts = Path("/proc/self/mountinfo")
+    lines = mounts.read_bytes().splitlines() if mounts.exists() else []
+    places = {re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in lines}
+    return os.path.ismount(folder) or os.fsencode(os.path.realpath(folder)) in places
 
 
 @contextmanager
