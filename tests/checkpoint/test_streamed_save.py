@@ -124,6 +124,20 @@ def test_a_mount_point_is_refused_before_anything_is_computed(tmp_path: Path) ->
     assert subprocess.check_output(["unshare", "-rm", "sh", "-c", line], text=True) == "True\n"
 
 
+@pytest.mark.parametrize(("make", "fmt"), [(load_model, "hf"), (map_model, "hf-padded"), (load_model, "gguf")])
+def test_a_weight_that_float16_does_not_hold_is_refused(tiny, tmp_path, make, fmt):
+    model = tiny("llama", torch.float32)
+    model.model.layers[1].mlp.up_proj.weight.data[-1, 0] = 1e6
+    model.save_pretrained(tmp_path / "model")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    dense = make(resolve(str(tmp_path / "model")), torch.float16, "cpu")
+    with pytest.raises(
+        UserError, match=r"layers\.1\.mlp\.up_proj\.weight has a weight above 65,504, .* bfloat16 or float32"
+    ):
+        written(dense, PLANS["alike"], tmp_path / "out", fmt, 10**9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("variant", "fields"),

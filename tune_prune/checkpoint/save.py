@@ -38,6 +38,7 @@ from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.families import Family
 from tune_prune.models.geometry import Geometry
+from tune_prune.models.runner.layer_weights import first_non_finite
 from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.recipe import Recipe
 
@@ -140,6 +141,9 @@ def _write(
     pruned, dropped = layers.compact(dense.model, family, recipe.plan, recipe.changes)
     rows = {"dense": sizes(dense.model, family), "pruned": sizes(pruned, family)}
     weights = layers.compact_weights(dense, recipe.plan, pruned, dropped, recipe.changes)
+    # Of the dtypes, float16 alone holds less than what the base model's files may.
+    if dense.model.dtype == torch.float16 and (name := first_non_finite(weights or dict(pruned.named_parameters()))):
+        raise UserError(f"{name} has a weight above 65,504, the most of float16; save with --dtype bfloat16 or float32")
     notes: list[str] = []
     done = []
     if recipe.changes.refitted:
