@@ -11,7 +11,7 @@ import torch
 
 from tune_prune.checkpoint import generation_speed, layers
 from tune_prune.checkpoint.manifest import MANIFEST, Manifest
-from tune_prune.checkpoint.save import as_saved, check_plan
+from tune_prune.checkpoint.save import as_saved
 from tune_prune.checkpoint.sizes import sizes
 from tune_prune.core.config import EvaluationProtocol, ModelRun, PruningConfig
 from tune_prune.core.errors import UserError
@@ -123,7 +123,7 @@ def speed_conditions(
 def measure_speed(dense: LoadedModel, plan: PruningPlan, key: str, conditions: speed.Conditions) -> speed.SpeedRecord:
     """How fast the model that `plan` leaves of `dense` is, in turns with that, as a checkpoint of it would be: a refit or a
     training changes no shape, so neither is made. `key`: of the trial. Raises UserError for a plan of another model."""
-    check_plan(plan, dense)
+    layers.check_plan(plan, dense)
     pruned, _ = layers.compact(dense.model, dense.family, plan)
     models = {"dense": dense.model, "pruned": as_saved(dense.model, pruned, dense.family, dense.geometry, "hf")}
     asked = (conditions.prompt_tokens, conditions.new_tokens, conditions.batch_size, conditions.repeats)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tune_prune.core.errors import UserError
 from tune_prune.models.families import Family, decoder_layers
 from tune_prune.models.loading import LoadedModel
 from tune_prune.models.pruned import modeling_tune_prune
@@ -60,6 +61,31 @@ def compact(
         if kinds is not None:
             pruned.config.layer_types = [kinds[index] for index in kept]
     return pruned, dropped
+
+
+def check_plan(plan: PruningPlan, dense: LoadedModel) -> None:
+    """Raise UserError unless the plan is one for this model that leaves a model which works."""
+    geometry, label = dense.geometry, dense.source.label
+    if len(plan.kept_groups) != geometry.num_layers or plan.total_params != geometry.total_params:
+        raise UserError(
+            f"the plan is for a model of {len(plan.kept_groups)} layers and {plan.total_params:,} parameters, but {label} has "
+            f"{geometry.num_layers} and {geometry.total_params:,}; name the model that was searched"
+        )
+    for layer in range(geometry.num_layers):
+        for part, kept, size in (
+            ("KV groups", plan.kept_groups[layer], geometry.kv_heads[layer]),
+            ("MLP channels", plan.kept_channels[layer], geometry.mlp_width[layer]),
+        ):
+            if list(kept) != sorted(set(kept)) or not set(kept) <= set(range(size)):
+                raise UserError(
+                    f"the plan keeps {part} in layer {layer} that {label} does not have, or one twice (it has 0 to {size - 1}); "
+                    "restore the plan from a copy, or delete it to have it computed again"
+                )
+        if layer in geometry.cache_layers and not plan.kept_groups[layer]:
+            raise UserError(
+                f"the plan removes all attention of layer {layer}; a KV group must be kept there, because transformers, vLLM and "
+                "llama.cpp measure the length of the cache in it and decode silently wrong without: keep one"
+            )
 
 
 def compact_weights(

@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 
+import huggingface_hub
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -36,10 +37,10 @@ from tune_prune.core.files import check_writable
 from tune_prune.core.process.whole_folder import clear_killed, is_mount_point, renamed_at_the_end
 from tune_prune.data.sources import MeasuredOn
 from tune_prune.models import hub, loading, weight_files
+from tune_prune.models.catalog import ModelSource
 from tune_prune.models.families import Family
 from tune_prune.models.geometry import Geometry
 from tune_prune.models.runner.layer_weights import first_non_finite
-from tune_prune.pruning.groups import PruningPlan
 from tune_prune.trial.recipe import Recipe
 
 SHARD_BYTES = 5 * 10**9
@@ -97,7 +98,7 @@ def save_checkpoint(
             "leave that out, or load the model"
         )
     plan = recipe.plan
-    check_plan(plan, dense)
+    layers.check_plan(plan, dense)
     with renamed_at_the_end(folder, overwrite) as work:
         written = _write(dense, recipe, work, fmt, shard_bytes, measure_speed)
         about = Manifest(
@@ -164,31 +165,6 @@ def _write(
             rows["padded"] = sizes(model, family)
     measured = generation_speed.measure({"dense": dense.model, [*rows][-1]: model}) if measure_speed else None
     return _Written(rows, tuple(dropped), notes, measured)
-
-
-def check_plan(plan: PruningPlan, dense: loading.LoadedModel) -> None:
-    """Raise UserError unless the plan is one for this model that leaves a model which works."""
-    geometry, label = dense.geometry, dense.source.label
-    if len(plan.kept_groups) != geometry.num_layers or plan.total_params != geometry.total_params:
-        raise UserError(
-            f"the plan is for a model of {len(plan.kept_groups)} layers and {plan.total_params:,} parameters, but {label} has "
-            f"{geometry.num_layers} and {geometry.total_params:,}; name the model that was searched"
-        )
-    for layer in range(geometry.num_layers):
-        for part, kept, size in (
-            ("KV groups", plan.kept_groups[layer], geometry.kv_heads[layer]),
-            ("MLP channels", plan.kept_channels[layer], geometry.mlp_width[layer]),
-        ):
-            if list(kept) != sorted(set(kept)) or not set(kept) <= set(range(size)):
-                raise UserError(
-                    f"the plan keeps {part} in layer {layer} that {label} does not have, or one twice (it has 0 to {size - 1}); "
-                    "restore the plan from a copy, or delete it to have it computed again"
-                )
-        if layer in geometry.cache_layers and not plan.kept_groups[layer]:
-            raise UserError(
-                f"the plan removes all attention of layer {layer}; a KV group must be kept there, because transformers, vLLM and "
-                "llama.cpp measure the length of the cache in it and decode silently wrong without: keep one"
-            )
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
@@ -293,7 +269,8 @@ def _umask() -> int:
 def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> None:
     """The base model's tokenizer as it came. An own model type drops a reference to code that it may carry: AutoTokenizer
     would look for that code here."""
-    loading.original_tokenizer(dense.source).save_pretrained(folder)
+    tokenizer = loading.original_tokenizer(dense.source)
+    tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
     if not stock:
@@ -301,6 +278,25 @@ def _write_tokenizer(dense: loading.LoadedModel, folder: Path, stock: bool) -> N
     if values.get("tokenizer_class") == "TokenizersBackend":
         values["tokenizer_class"] = "PreTrainedTokenizerFast"  # its name in transformers 4, which 5 knows, too
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    own, path = _own_tokenizer_file(dense.source), folder / "tokenizer.json"
+    if own is None or not path.is_file():
+        return
+    # transformers 5 has written what it made of that file, for a class that may know none of its splits; whatever else reads the
+    # checkpoint needs the file itself. Where 5 would make something else of it here, as the base states a part elsewhere, it stays.
+    made = path.read_bytes()
+    shutil.copyfile(own, path)
+    again = loading.original_tokenizer(ModelSource(folder.name, str(folder), "folder"))
+    if again.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+        path.write_bytes(made)
+
+
+def _own_tokenizer_file(source: ModelSource) -> Path | None:
+    """The tokenizer.json that came with the model; None where none did: transformers has filled the folder of a GGUF file."""
+    if source.kind == "hub":
+        cached = huggingface_hub.try_to_load_from_cache(source.location, "tokenizer.json", revision=source.revision)
+        return Path(cached) if isinstance(cached, str) else None
+    path = Path(source.location) / "tokenizer.json"
+    return path if source.kind != "gguf" and path.is_file() else None
 
 
 def _write_gguf(
@@ -315,7 +311,7 @@ def _write_gguf(
             f"GGUF files are not written in {str(dense.model.dtype).removeprefix('torch.')}; give --dtype float32"
         )
     tokenizer = folder / "tokenizer"
-    loading.original_tokenizer(dense.source).save_pretrained(tokenizer)
+    _write_tokenizer(dense, tokenizer, stock=True)
     name = f"{dense.source.label}-pruned"
     try:
         return gguf_file.write_gguf(pruned, dense.family, tokenizer, folder / f"{name}.gguf", dtype, name, weights)

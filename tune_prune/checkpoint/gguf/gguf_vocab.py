@@ -5,8 +5,9 @@
     BPE with byte fallback, spaces as U+2581       llama                  a score for each token: minus the rank of its merge
     anything else                                  none                   not at all: such a file takes token ids only
 
-The tokenizer is read as transformers loads it, so what is written is what the model was measured with. llama.cpp knows the
-splits of byte-level tokenizers by name only; one that is not in the table is refused, never guessed.
+The tokenizer is read as transformers loads it, so what is written is what the model was measured with; but the split of a
+byte-level one as tokenizer.json states it, of which transformers 5 may leave a part out (digits of SmolLM2). llama.cpp knows such
+splits by name only; one that is not in the table is refused, never guessed.
 
 Source: llama.cpp, src/llama-vocab.cpp. Its `llama` tokenizer puts a space before every stretch of text between special
 tokens, also where a Metaspace pre-tokenizer does so at the start only or not before a space.
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tune_prune.core.errors import UserError
 from tune_prune.models.catalog import ModelSource
@@ -116,7 +117,8 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
             add_space_prefix=_prefixes_space(folder, state),
         )
     ranked = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
-    pre, notes = _pre_tokenizer(folder, state)
+    stated = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")).backend_tokenizer.to_str()
+    pre, notes = _pre_tokenizer(folder, json.loads(stated))
     return Vocabulary("gpt2", pre, **common, merges=ranked, notes=notes)
 
 
