@@ -70,7 +70,7 @@ def on_card(ways: list[MemoryPlan], gigabytes: int, geometry: Geometry, vocab_si
     )  # fmt: skip
     hours = estimate([work], 1, 1).wall_seconds / 3600  # trials at once share what the GPU reaches
     shown = f"{hours:.2g} h" if hours >= 0.95 else f"{60 * hours:.0f} min"
-    how = "streamed " if plan.way.from_files else "by layer " if plan.way.by_layer else ""
+    how = "copies whole " if plan.way.pruned_whole else "streamed " if plan.way.from_files else "by layer " if plan.way.by_layer else ""
     return f"{trials} {how}({shown})"
 
 
@@ -86,9 +86,10 @@ def test_the_readme_says_what_a_trial_needs_and_how_it_fits_on_which_card(name: 
     ways = memory_of(work, geometry, configs, target_params(geometry, 0.2, "free"), 2, "cuda")
     whole, lean = ways[0], min(ways, key=lambda plan: plan.total)
     by_layer = min((plan for plan in ways if not plan.way.from_files), key=lambda plan: plan.total)
+    copies = min((plan for plan in ways if plan.way.pruned_whole), key=lambda plan: plan.total)
     row = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", README, re.MULTILINE)
     assert row, f"no row of {name}"
-    needs = [f"{plan.total / 2**30:.0f} GiB" for plan in (whole, by_layer, lean)]
+    needs = [f"{plan.total / 2**30:.0f} GiB" for plan in (whole, by_layer, copies, lean)]
     assert [cell.strip() for cell in row[1].split("|")] == [
         f"{geometry.total_params / 1e9:.1f}B", *needs, *(on_card(ways, card, geometry, config.vocab_size) for card in CARDS)
     ]  # fmt: skip
