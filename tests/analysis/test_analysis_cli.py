@@ -216,7 +216,7 @@ def test_many_problems_are_counted_once(tmp_path: Path) -> None:
     models = found.study.models.values()
     distinct = {(problem.where, problem.what) for model in models for problem in model.problems}
     assert f"and {len(distinct) - 10} more" in text
-    assert "warning      No complete trial, so not here: gamma." in text
+    assert "warning      No complete configuration, so not here: gamma." in text
 
 
 def test_the_choices_are_those_of_the_modules_behind_them() -> None:

@@ -148,7 +148,7 @@ def test_a_model_without_a_complete_run_is_named(tmp_path: Path) -> None:
     findings = from_csv(tmp_path, {"M": lambda *key: one.get(key, math.nan), "lost": lambda *_: math.nan})
     text = paragraphs(findings)[0]
     assert not re.search(rf"{CLAIMS}|\bnan\b|\bNone\b", text)
-    assert "No trial of lost is complete." in text
+    assert "No configuration of lost is complete." in text
 
 
 def test_texts_and_draws_are_those_of_the_trials_and_configurations_are_counted_as_such(tmp_path: Path) -> None:
