@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2TokenizerFast
 
 from tests.conftest import build_tiny
-from tests.quiz import byte_tokenizer, write_quiz
+from tests.quiz import QUIZ_DEFINITION, byte_tokenizer, write_quiz
 from tune_prune.core.config import EvaluationProtocol, Samples
 from tune_prune.core.process.machine import Load
 from tune_prune.cost_model import estimate as estimates
@@ -204,6 +204,18 @@ def test_zero_shot_tokens_of_real_items():
     whole = EvaluationProtocol(tasks=("piqa", "arc_easy", "openbookqa"))
     files, table = (zero_shot_tokens(tokenizer, whole, where).tokens for where in (source, TaskSource("hub")))
     assert table == pytest.approx(files, rel=0.05)
+
+
+def test_a_token_stands_for_an_empty_context(tmp_path):
+    """With a tokenizer that adds none of its own, too: a choice of one token is predicted by it."""
+    asked = {"": ["a", "b"], " ": ["c", "de"], "red": ["f", "g"]}
+    items = [{"question": text, "options": options, "answer": 0} for text, options in asked.items()]
+    definition = QUIZ_DEFINITION.replace("{{passage}} Question: {{question}} Answer:", "{{question}}")
+    source = write_quiz(tmp_path, items, definition + 'target_delimiter: ""\n')
+    for tokenizer in (byte_tokenizer(False), byte_tokenizer(True)):
+        true, _ = suite_tokens(tokenizer, EvaluationProtocol(("quiz",)), source, 512)
+        found = zero_shot_tokens(tokenizer, EvaluationProtocol(("quiz",)), source)
+        assert found.tokens == pytest.approx(true, abs=2)  # lm-eval moves white space to the choice
 
 
 def test_items_of_a_definition_that_calls_functions_count_by_their_strings(tmp_path, tiny_llama):

@@ -249,8 +249,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, items: Sequence[Pairs]) -> list[
         requests.append([])
         for _ in pairs:
             whole, context = next(ids), next(ids)
+            if not context or len(whole) < 2:  # a token of lm-eval's stands before it
+                whole, context = [0, *(whole or [0])], [0]
             num_targets = max(1, len(whole) - len(context))
-            tokens = np.array(whole or [0, 0], dtype=np.int32)
+            tokens = np.array(whole, dtype=np.int32)
             requests[-1].append(Request(tokens[:-1], tokens[-num_targets:]))
     return requests
 
