@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.quiz import write_quiz
 from tests.trials import BLOCKWISE, RUN, open_context, with_empty_cache
 from tune_prune.core.artifact_cache import ArtifactStore
-from tune_prune.core.config import PruningConfig, Samples
+from tune_prune.core.config import EvaluationProtocol, PruningConfig, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.records import StageReport, TrialRecord
 from tune_prune.core.store import FolderStore
@@ -201,6 +203,18 @@ def test_a_text_that_is_edited_before_it_was_read_is_refused(tmp_path):
     with pytest.raises(UserError, match="the perplexity text was changed while it was read; run"):
         print(context.perplexity_tokens)
     assert (context.contents.calibration(str(text)), context.contents.text) == known
+
+
+def test_a_task_with_token_ids_that_the_model_does_not_know_is_refused(context, tmp_path):
+    """Of a token that was added to the tokenizer, and not to the embeddings."""
+    asked = {"passage": "a stone", "question": "what", "options": ["sinks", "zzz"], "answer": 0}
+    write_quiz(tmp_path, [asked])
+    tokenizer = copy.deepcopy(context.loaded.tokenizer)
+    tokenizer.add_tokens(["zzz"])
+    run = replace(RUN, data_dir=str(tmp_path), protocol=EvaluationProtocol(("quiz",)))
+    grown = TrialContext(run, replace(context.loaded, tokenizer=tokenizer), ArtifactStore(tmp_path / "artifacts"))
+    with pytest.raises(UserError, match=r"of tiny-llama gives the token id \d+ in task 'quiz', but vocab_size .* is \d+; use"):
+        print(grown.suite)
 
 
 def test_fewer_samples_do_not_replace_more(tmp_path):

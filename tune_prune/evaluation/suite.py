@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from tune_prune.core.config import EvaluationProtocol
 from tune_prune.core.hashing import seed_for
 from tune_prune.core.terminal import progress
+from tune_prune.data.checks import check_token_ids
 from tune_prune.evaluation.engine.prefix_trees import Rows, plan_rows, score_planned
 from tune_prune.evaluation.engine.rows import Request, RequestScores, most_halvings
 from tune_prune.evaluation.item_scores import ItemScore
@@ -71,6 +72,13 @@ class ZeroShotSuite:
                 part += members[start : seen[task]]
                 start = seen[task]
         self._slices = [_Slice(index, part) for index, part in enumerate(added)]
+
+    def check_token_ids(self, label: str, vocab_size: int) -> None:
+        """Raise UserError where a request has a token that the model `label`, of so many, does not know."""
+        for task in self.items_per_task:
+            requests = [request for item in self.items if item.task == task for request in item.requests]
+            largest = max(int(tokens.max()) for request in requests for tokens in (request.inputs, request.targets))
+            check_token_ids(label, largest, vocab_size, f" in task {task!r}")
 
     def right_answers(self) -> list[np.ndarray]:
         """Questions with their right answers as token ids, without the very last: an item of each task in turn, from the first on.

@@ -113,6 +113,7 @@ class TrialContext:
 
         loaded = self.loaded
         suite = self.contents.of_tasks(lambda: build_suite(loaded.tokenizer, protocol, source, loaded.max_length))
+        suite.check_token_ids(self.run.label, loaded.model.config.vocab_size)
         arrays = suite.arrays()
         if arrays is not None:
             self.artifacts.put("suite", key, arrays)
