@@ -130,6 +130,24 @@ def test_a_tokenizer_in_older_files_is_of_the_model_where_it_has_no_other(comple
     assert mark(folder) != before
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
+def test_tokens_beside_a_tokenizer_count_where_transformers_reads_them(folder, name):
+    source, settings = resolve(str(folder)), json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("bos_token", None)
+    marks, read = [], []
+    for decoder in ({}, {"added_tokens_decoder": {}}):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | decoder))
+        for text in ({"bos_token": "w1", "stone sinks": 64}, {"bos_token": "w2", "wood floats": 64}):
+            (folder / name).write_text(json.dumps({k: v for k, v in text.items() if (v == 64) == (name[0] == "a")}))
+            tokenizer = loading.load_tokenizer(source)
+            read.append((tokenizer.bos_token, tuple(tokenizer.get_added_vocab())))
+            marks.append(mark(folder))
+    assert read[0] != read[1] and marks[0] != marks[1]
+    assert read[2] == read[3] and marks[2] == marks[3]
+    older = weight_files.folder_fingerprint(folder, weight_files.content_hash, beside=False)
+    assert loading.is_model_of(older, source, load_config(source))
+
+
 def test_weights_in_a_folder_below_are_of_the_model(complete, folder):
     (folder / "below").mkdir()
     weights = (folder / "model.safetensors").rename(folder / "below" / "part.safetensors")

@@ -317,10 +317,12 @@ def model_fingerprint(source: ModelSource, config: PretrainedConfig) -> str:
 
 
 def is_model_of(fingerprint: str, source: ModelSource, config: PretrainedConfig) -> bool:
-    """Whether a recorded fingerprint is that of the model; those up to version 0.2.0 read less of weight files above 256 MiB."""
+    """Whether a recorded fingerprint is that of the model; those up to version 0.2.0 read less of weight files above 256 MiB
+    and no tokens that are added beside a tokenizer.json."""
+    older = (weight_files.pieces_hash, weight_files.content_hash)
     return fingerprint == model_fingerprint(source, config) or (
         source.kind == "folder"
-        and fingerprint == weight_files.folder_fingerprint(Path(source.location), weight_files.pieces_hash)
+        and any(fingerprint == weight_files.folder_fingerprint(Path(source.location), by, False) for by in older)
     )
 
 
