@@ -29,6 +29,7 @@ from tests.quiz import DATA, QUIZ_DEFINITION, byte_tokenizer, quiz_items, score_
 from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError
+from tune_prune.cost_model.tokens import zero_shot_tokens
 from tune_prune.data.task_files import TaskSource, check_tasks, stock_definition, task_files, tasks_fingerprint
 from tune_prune.evaluation.engine.prefix_trees import count_tokens
 from tune_prune.evaluation.engine.rows import Request, score_requests
@@ -275,7 +276,18 @@ GOOD = {"passage": "p", "question": "q?", "options": ["a", "b"], "answer": 0}
             r"test\.jsonl: a field has values of different types",
         ),
         ([json.dumps(GOOD | {"options": []})], r"task 'quiz' cannot be built from .*task\.yaml"),
-        ([json.dumps(GOOD | {"options": ["a" * 600, "b"]})], r"'quiz': the answer ' aaa.*' is 601 tokens.* 1 to 512"),
+        ([json.dumps(GOOD), json.dumps(GOOD | {"options": []})], r"'quiz', item 1 has no choices; correct the item"),
+        (
+            [json.dumps(GOOD), json.dumps(GOOD | {"options": ["a", None]})],
+            r"item 1: the choice None is no text; correct",
+        ),
+        ([json.dumps(GOOD), json.dumps(GOOD | {"question": None})], r"test\.jsonl .*null, or missing, in item 1\)"),
+        ([json.dumps(GOOD), json.dumps(GOOD | {"options": None})], r"test\.jsonl .*null, or missing, in item 1\)"),
+        ([json.dumps(GOOD), '{"passage": "p", "options": ["a", "b"], "answer": 0}'], r"null, or missing, in item 1\)"),
+        (
+            [json.dumps(GOOD | {"options": ["a" * 600, "b"]})],
+            r"item 0: the answer ' aaa.*' is 601 tokens.* at most 512",
+        ),
     ],
 )
 def test_bad_items_are_named(tmp_path, lines, says):
@@ -284,6 +296,16 @@ def test_bad_items_are_named(tmp_path, lines, says):
     with pytest.raises(UserError, match=says) as caught:
         build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source, 512)
     assert "\n" not in str(caught.value)
+    if "601 tokens" not in says:  # of the tokens that fit the planner knows nothing
+        with pytest.raises(UserError, match=r"test\.jsonl|item 1"):
+            zero_shot_tokens(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source)
+
+
+@pytest.mark.parametrize("context", ["", "a question"])
+def test_an_answer_without_tokens_is_named(context):
+    asked = Instance("loglikelihood", {}, (context, ""), 0, ("quiz", 7, 1))
+    with pytest.raises(UserError, match=r"'quiz', item 7: the answer '' has no tokens, .*; correct the item"):
+        encode(byte_tokenizer(True), [asked], 512)
 
 
 @pytest.mark.parametrize(
@@ -301,12 +323,24 @@ def test_bad_definitions_are_named(tmp_path, definition, says):
     assert "\n" not in str(caught.value)
 
 
-def test_items_of_a_stock_task_need_its_fields(tmp_path):
+@pytest.mark.parametrize("label", ["", ', "label": null'])
+def test_items_of_a_stock_task_need_its_fields(tmp_path, label):
     (tmp_path / "tasks" / "boolq").mkdir(parents=True)
-    (tmp_path / "tasks" / "boolq" / "validation.jsonl").write_text('{"passage": "p", "question": "q"}\n')
+    items = tmp_path / "tasks" / "boolq" / "validation.jsonl"
+    items.write_text('{"passage": "p", "question": "q"' + label + "}\n")
     source = TaskSource.of(str(tmp_path), embedded=False)
-    with pytest.raises(UserError, match=r"validation\.jsonl, line 1: no field label"):
+    with pytest.raises(UserError, match=r"validation\.jsonl, line 1: no field label, or null in it"):
         build_suite(byte_tokenizer(True), EvaluationProtocol(("boolq",)), source, 512)
+
+
+def test_a_choice_of_a_stock_task_that_is_null_is_named(tmp_path):
+    (tmp_path / "tasks" / "arc_easy").mkdir(parents=True)
+    good = {"question": "a stone", "choices": {"text": ["sinks", "floats"], "label": ["A", "B"]}, "answerKey": "A"}
+    bad = good | {"choices": {"text": ["sinks", None], "label": ["A", "B"]}}
+    lines = "\n".join(map(json.dumps, (good, bad)))
+    (tmp_path / "tasks" / "arc_easy" / "test.jsonl").write_text(lines)
+    with pytest.raises(UserError, match="task 'arc_easy', item 1: the choice None is no text; correct the item"):
+        build_suite(byte_tokenizer(True), EvaluationProtocol(("arc_easy",)), TaskSource.of(str(tmp_path), False), 512)
 
 
 def test_check_names_everything_that_is_missing(tmp_path):

@@ -213,7 +213,9 @@ def test_a_task_with_token_ids_that_the_model_does_not_know_is_refused(context, 
     tokenizer.add_tokens(["zzz"])
     run = replace(RUN, data_dir=str(tmp_path), protocol=EvaluationProtocol(("quiz",)))
     grown = TrialContext(run, replace(context.loaded, tokenizer=tokenizer), ArtifactStore(tmp_path / "artifacts"))
-    with pytest.raises(UserError, match=r"of tiny-llama gives the token id \d+ in task 'quiz', but vocab_size .* is \d+; use"):
+    with pytest.raises(
+        UserError, match=r"of tiny-llama gives the token id \d+ in task 'quiz', but vocab_size .* is \d+; use"
+    ):
         print(grown.suite)
 
 

@@ -157,6 +157,7 @@ def _pairs(file: TaskFile, docs: Sequence[dict[str, Any]], source: TaskSource) -
             if not stock and not source.is_data(file):
                 pairs = _all_strings(doc)
             else:
+                error.add_note(f"in item {index}")
                 raise cannot_be_built(file, error) from error
         found.append(pairs)
     return found
@@ -190,7 +191,10 @@ class _Renderer:
     def _field(self, doc: dict[str, Any], how: Any) -> Any:
         if not isinstance(how, str):
             return how
-        return doc[how] if how in doc else self._render(how, doc)
+        value = doc[how] if how in doc else self._render(how, doc)
+        if value is None:
+            raise ValueError("a field is null, or missing")
+        return value
 
     def _number(self, doc: dict[str, Any], how: Any) -> Any:
         """A field where digits that a template has made are a number, and a list in brackets is one."""

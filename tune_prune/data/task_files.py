@@ -146,15 +146,19 @@ def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
 
 
 def cannot_be_built(task: TaskFile, error: Exception) -> UserError:
-    """The error for a task whose definition and items do not make requests."""
-    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    """The error for a task whose definition and items do not make requests; notes of `error` say in which item."""
+    cause = " ".join(", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]).split())
     return UserError(
         f"task {task.name!r} cannot be built from {task.definition} and {task.items} ({cause}); correct the definition or the items"
     )
 
 
 def right_choice(task: str, item: int, gold: Any, choices: Any) -> int:
-    """Index of the right choice of an item, or -1 where it has several. Raises UserError where it is none of the choices."""
+    """Index of the right choice of an item, or -1 where it has several. Raises UserError where it is none of the choices, or one of
+    them is no text."""
+    strange = [choice for choice in choices if not isinstance(choice, str)]
+    if strange:
+        raise UserError(f"task {task!r}, item {item}: the choice {strange[0]!r:.200} is no text; correct the item")
     if isinstance(gold, list):
         return -1
     index = choices.index(gold) if isinstance(gold, str) and gold in choices else gold
@@ -206,7 +210,7 @@ def load_items(path: str, split: str, fields: list[str], **_: Any) -> DatasetDic
 
 
 def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """The items of a JSON-lines file. Raises UserError, with file and line, for bad JSON or a missing field."""
+    """The items of a JSON-lines file. Raises UserError, with file and line, for bad JSON or a field that is missing or null."""
     items = []
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -229,9 +233,11 @@ def read_items(path: Path, fields: tuple[str, ...] = ()) -> list[dict[str, Any]]
             raise UserError(
                 f'{path}, line {number}: {type(item).__name__} where an object is needed, e.g. {{"question": ...}}'
             )
-        absent = [field for field in fields if field not in item]
+        absent = [field for field in fields if item.get(field) is None]
         if absent:
-            raise UserError(f"{path}, line {number}: no field {', '.join(absent)}; the task needs {', '.join(fields)}")
+            raise UserError(
+                f"{path}, line {number}: no field {', '.join(absent)}, or null in it; the task needs {', '.join(fields)}"
+            )
         items.append(item)
     if not items:
         raise UserError(f"{path} has no items; one JSON object a line is needed")

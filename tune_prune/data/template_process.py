@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 from functools import cache
+from typing import Any
 
 from jinja2 import StrictUndefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -25,8 +26,10 @@ def main() -> None:
     bound(resource.RLIMIT_CPU, most, most + 10)
     if sys.platform == "linux":  # elsewhere the bound is not kept, or cannot be set
         bound(resource.RLIMIT_AS, MAX_MEMORY, MAX_MEMORY)
-    # As lm-eval's own environment (lm_eval.utils.env), but for the sandbox.
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    # As lm-eval's own environment (lm_eval.utils.env), but for the sandbox and null, which would be asked as the word None.
+    environment = ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined, keep_trailing_newline=True, finalize=not_null
+    )
     environment.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(pattern, new, text, count=count)
     compiled = cache(environment.from_string)  # compiling takes far longer than rendering
     for line in sys.stdin:
@@ -41,6 +44,12 @@ def main() -> None:
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(answer), flush=True)
+
+
+def not_null(value: Any) -> Any:
+    if value is None:
+        raise ValueError("a field is null, or missing")
+    return value
 
 
 def bound(what: int, soft: int, hard: int) -> None:

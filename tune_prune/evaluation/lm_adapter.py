@@ -85,11 +85,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instance], ma
         )
     requests = []
     pairs = _encode_pairs(tokenizer, instances)
-    for instance, ((_, continuation), context_ids, continuation_ids) in zip(instances, pairs, strict=True):
-        if not 0 < len(continuation_ids) <= max_length:
+    for instance, (_, context_ids, continuation_ids) in zip(instances, pairs, strict=True):
+        if not continuation_ids:
+            raise _without_tokens(instance)
+        if len(continuation_ids) > max_length:
             raise UserError(
-                f"task {instance.task_name!r}: the answer {continuation[:60]!r} is {len(continuation_ids)} tokens; the "
-                f"model takes 1 to {max_length}, so leave the task out with --tasks or use a model with a longer limit"
+                f"{_answer(instance)} is {len(continuation_ids)} tokens; the model takes at most {max_length}, so leave the task "
+                "out with --tasks or use a model with a longer limit"
             )
         inputs = (context_ids + continuation_ids)[-(max_length + 1) :][:-1]
         requests.append(Request(np.array(inputs, dtype=np.int32), np.array(continuation_ids, dtype=np.int32)))
@@ -109,7 +111,19 @@ def _encode_pairs(tokenizer: PreTrainedTokenizerBase, instances: Sequence[Instan
     rule = _Encoding(bulk)
     rule.loglikelihood(list(instances), disable_tqdm=True)
     bulk.encode_noted()
+    for instance in instances:
+        context, continuation = instance.args
+        if context == "" and not rule.tok_encode(continuation, add_special_tokens=False):
+            raise _without_tokens(instance)  # HFLM's rule reads its first token
     return rule.loglikelihood(list(instances), disable_tqdm=True)
+
+
+def _without_tokens(instance: Instance) -> UserError:
+    return UserError(f"{_answer(instance)} has no tokens, so nothing of it can be scored; correct the item")
+
+
+def _answer(instance: Instance) -> str:
+    return f"task {instance.task_name!r}, item {instance.doc_id}: the answer {instance.args[1][:60]!r}"
 
 
 class _Encoding(HFLM):

@@ -131,6 +131,8 @@ def _load_from_hub(name: str, limit: int | None, folder: Path) -> Task:
     try:
         task = _load(manager, spec)
         _build_requests(task, limit)
+    except UserError:
+        raise
     except Exception as error:  # the hub client has no common class for "offline", "no such data set", "no connection"
         raise UserError(
             f"task {name!r} could not be loaded from the hub ({type(error).__name__}); "
@@ -153,6 +155,15 @@ def _build_requests(task: Task, limit: int | None, templates: Rendering = contex
     """
     for name in ("doc_to_text", "doc_to_target", "doc_to_choice"):
         setattr(task, name, _rendered_once(getattr(task, name), templates))
+    construct = task.construct_requests
+
+    def constructed(doc: dict, ctx: Any, **about: Any) -> Any:
+        requests = construct(doc, ctx, **about)
+        if not requests:  # lm-eval would go on without the item
+            raise UserError(f"task {task.task_name!r}, item {about['metadata'][1]} has no choices; correct the item")
+        return requests
+
+    task.construct_requests = constructed  # type: ignore[method-assign]
     with templates():
         task.build_all_requests(limit=limit)
 
@@ -166,7 +177,14 @@ def _rendered_once(render: Callable[..., Any], templates: Rendering) -> Callable
             if template is not None:
                 return render(doc, template)
             if id(doc) not in cached:
-                cached[id(doc)] = doc, render(doc)
+                try:
+                    value = render(doc)
+                    if value is None:
+                        raise ValueError("a field is null, or missing")
+                except Exception as error:
+                    error.add_note(f"in item {len(cached)}")  # lm-eval asks for one after the other
+                    raise
+                cached[id(doc)] = doc, value
         return cached[id(doc)][1]
 
     return rendered
