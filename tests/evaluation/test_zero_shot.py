@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -31,6 +32,7 @@ from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError
 from tune_prune.cost_model.tokens import zero_shot_tokens
 from tune_prune.data.task_files import TaskSource, check_tasks, stock_definition, task_files, tasks_fingerprint
+from tune_prune.evaluation import zero_shot
 from tune_prune.evaluation.engine.prefix_trees import count_tokens
 from tune_prune.evaluation.engine.rows import Request, score_requests
 from tune_prune.evaluation.item_scores import summarize
@@ -371,6 +373,29 @@ def test_check_does_not_import_lm_eval(tmp_path):
 def test_stock_definitions_are_lm_evals(name):
     definition = stock_definition(name)
     assert f"task: {name}\n" in definition.read_text(encoding="utf-8")
+
+
+def test_tasks_of_the_hub_are_asked_without_examples_and_groups_are_named(tmp_path, monkeypatch):
+    items = tmp_path / "items.jsonl"
+    items.write_text("".join(json.dumps(item) + "\n" for item in quiz_items()), encoding="utf-8")
+    data = {"data_files": {"train": str(items), "test": str(items)}, "cache_dir": str(tmp_path / "cache")}
+    splits = {"training_split": "train", "fewshot_split": "train", "test_split": "test"}
+    hub = yaml.safe_load(QUIZ_DEFINITION) | {"dataset_path": "json", "dataset_kwargs": data, "tag": "tagged"} | splits
+    (tmp_path / "quiz.yaml").write_text(yaml.safe_dump(hub | {"task": "own_quiz", "num_fewshot": 2}))
+    (tmp_path / "group.yaml").write_text(yaml.safe_dump({"group": "own_group", "task": ["own_quiz"]}))
+    monkeypatch.setattr(
+        zero_shot, "TaskManager", partial(TaskManager, include_path=str(tmp_path), include_defaults=False)
+    )
+    source, tokenizer = TaskSource.of(None, embedded=False), byte_tokenizer(True)
+    suite = build_suite(tokenizer, EvaluationProtocol(("own_quiz",)), source, 2048)
+    own = build_suite(tokenizer, EvaluationProtocol(("quiz",)), write_quiz(tmp_path / "set", quiz_items()), 2048)
+    for one, other in zip(suite.items, own.items, strict=True):
+        assert [r.inputs.tolist() for r in one.requests] == [r.inputs.tolist() for r in other.requests]
+    for name in ("own_group", "tagged"):
+        with pytest.raises(UserError, match=f"task '{name}' is a group of lm-eval's tasks; name its tasks instead"):
+            build_suite(tokenizer, EvaluationProtocol((name,)), source, 2048)
+    with pytest.raises(UserError, match="task 'own_qui' is unknown to lm-eval; close names: own_quiz"):
+        build_suite(tokenizer, EvaluationProtocol(("own_qui",)), source, 2048)
 
 
 def test_no_hub_points_to_data_dir(monkeypatch):

@@ -136,7 +136,10 @@ def tasks_fingerprint(source: TaskSource, task_names: tuple[str, ...]) -> str:
     parts = [importlib.metadata.version("lm_eval"), *task_names]
     if source.kind == "hub":
         repos = {name: repo for name in task_names if (repo := hub_dataset(name)) is not None}
-        parts[1:] = [hub.dataset_identity(name, repos[name]) if name in repos else name for name in task_names]
+        # Before they were asked without examples the others were known by their names alone.
+        parts[1:] = [
+            hub.dataset_identity(name, repos[name]) if name in repos else f"{name}, zero-shot" for name in task_names
+        ]
     else:
         for task in task_files(source, task_names):
             own = task.definition.name == OWN_DEFINITION

@@ -125,11 +125,16 @@ def _load_from_hub(name: str, limit: int | None, folder: Path) -> Task:
         spec, manager = str(pinned_definition(name, folder)), TaskManager(include_defaults=False)
     else:
         spec, manager = name, TaskManager()  # reads every definition that lm-eval has: seconds
+        if name not in manager.all_subtasks and name in manager.all_tasks:
+            raise UserError(
+                f"task {name!r} is a group of lm-eval's tasks; name its tasks instead (`lm-eval ls tasks` lists all of them)"
+            )
         if name not in manager.all_subtasks:
             close = get_close_matches(name, manager.all_subtasks, n=3)
             raise UserError(f"task {name!r} is unknown to lm-eval; close names: {', '.join(close) or 'none'}")
     try:
         task = _load(manager, spec)
+        task.set_config("num_fewshot", 0)  # some definitions have examples before the question
         _build_requests(task, limit)
     except UserError:
         raise
