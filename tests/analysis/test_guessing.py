@@ -14,7 +14,7 @@ from tune_prune.analysis.input.items import guessing
 from tune_prune.analysis.render.messages import cell_text
 from tune_prune.analysis.tables.table import Column
 from tune_prune.core.store import ITEMS
-from tune_prune.evaluation.item_scores import ItemScore, to_parquet
+from tune_prune.evaluation.item_scores import ItemScore, summarize, to_parquet
 
 
 def test_guessing_is_what_the_items_say(tmp_path: Path) -> None:
@@ -35,6 +35,14 @@ def test_without_items_it_is_what_holds_of_the_seven_tasks() -> None:
     assert table.loc["boolq", "majority"] == pytest.approx(0.6217, abs=1e-4)  # yes, in the validation split
     assert table.loc["arc_easy", "threshold"] == pytest.approx(0.25 + 2 * math.sqrt(0.25 * 0.75 / 100))
     assert table.loc[["own", "mean"], "threshold"].isna().all()
+
+
+def test_where_several_choices_are_right_chance_is_not_known(tmp_path: Path) -> None:
+    items = [ItemScore("own", index, 0, 1.0, None, (-2.0, -1.0), index % 2 - 1) for index in range(30)]
+    (tmp_path / ITEMS).write_bytes(to_parquet(items))
+    table = guessing(["own"], str(tmp_path), None, False)
+    assert table[["chance", "threshold"]].isna().all(axis=None)
+    assert math.isnan(summarize(items)["chance_acc_mean"])
 
 
 def test_an_answer_that_is_only_asked_for_cannot_be_guessed(tmp_path: Path) -> None:

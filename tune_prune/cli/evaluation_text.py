@@ -50,12 +50,12 @@ def result_text(found: Evaluation, earlier: Recorded | None) -> str:
     rows = [("task", "metric", "accuracy", "stderr", *beside, "chance", "items", "gold logprob", "stderr")]
     for task, row in found.tasks.iterrows():
         beside = () if earlier is None else _beside(row["accuracy"], earlier.accuracies.get(task))
-        cells = (task, row["metric"], f"{row['accuracy']:.4f}", _stderr(row["stderr"]))
-        rows.append((*cells, *beside, f"{row['chance']:.4f}", f"{row['items']:,}", *_gold(metrics, task)))
+        cells = (task, row["metric"], f"{row['accuracy']:.4f}", _fraction(row["stderr"]))
+        rows.append((*cells, *beside, _fraction(row["chance"]), f"{row['items']:,}", *_gold(metrics, task)))
     beside = () if earlier is None else _beside(found.acc_mean, earlier.acc_mean)
-    cells = ("mean", "", f"{found.acc_mean:.4f}", _stderr(found.acc_mean_stderr))
+    cells = ("mean", "", f"{found.acc_mean:.4f}", _fraction(found.acc_mean_stderr))
     rows.append(
-        (*cells, *beside, f"{metrics['chance_acc_mean']:.4f}", f"{len(found.items):,}", *_gold(metrics, "mean"))
+        (*cells, *beside, _fraction(metrics["chance_acc_mean"]), f"{len(found.items):,}", *_gold(metrics, "mean"))
     )
 
     costs = [("stage", "tokens", "seconds")]
@@ -84,14 +84,14 @@ def _kl_lines(found: Evaluation, earlier: Recorded | None) -> list[str]:
     for name, (value, stderr) in found.kl.items():
         recorded = None if earlier is None else earlier.kl.get(name)
         compared = "" if recorded is None else f"; recorded {recorded:.4f}, difference {_difference(value, recorded)}"
-        lines.append(f"KL         {value:.4f} ± {_stderr(stderr)} nats per token on {on[name]}{compared}")
+        lines.append(f"KL         {value:.4f} ± {_fraction(stderr)} nats per token on {on[name]}{compared}")
     return lines
 
 
 def _gold(metrics: Mapping[str, float], task: str) -> tuple[str, str]:
     """The log-probability of the right choice in nats, and its standard error."""
     value = metrics.get(f"gold_logprob_{task}", math.nan)
-    return "-" if math.isnan(value) else f"{value:.3f}", _stderr(metrics.get(f"gold_logprob_{task}_stderr", math.nan))
+    return "-" if math.isnan(value) else f"{value:.3f}", _fraction(metrics.get(f"gold_logprob_{task}_stderr", math.nan))
 
 
 def _beside(measured: float, recorded: float | None) -> tuple[str, str]:
@@ -107,5 +107,5 @@ def _difference(measured: float, recorded: float) -> str:
     return f"{difference:+.4f}" if 1e-4 <= abs(difference) < 1e5 else f"{difference:+.1e}"
 
 
-def _stderr(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4f}"  # one item has none
+def _fraction(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"  # one item has no error

@@ -54,7 +54,8 @@ class Evaluation:
     def tasks(self) -> pd.DataFrame:
         """A row per task, by its name: metric (acc, or acc_norm: by log-likelihood per character), accuracy, stderr, chance (what
         picking choices blindly gives) and items (their number); gold_logprob, the mean log-probability of the right choice in nats,
-        and gold_logprob_stderr: nan for a task whose items have no single right choice."""
+        and gold_logprob_stderr. The last two are nan for a task whose items have no single right choice, and so is chance
+        where they have several."""
         import pandas as pd
 
         rows = {}
@@ -64,7 +65,7 @@ class Evaluation:
                 "metric": metric_of(task),
                 "accuracy": self.record.metrics[f"acc_{task}"],
                 "stderr": self.record.metrics[f"acc_{task}_stderr"],
-                "chance": math.fsum(chance(len(item.loglikelihoods)) for item in own) / len(own),
+                "chance": math.fsum(chance(len(item.loglikelihoods), item.gold) for item in own) / len(own),
                 "items": len(own),
                 "gold_logprob": self.record.metrics.get(f"gold_logprob_{task}", math.nan),
                 "gold_logprob_stderr": self.record.metrics.get(f"gold_logprob_{task}_stderr", math.nan),

@@ -45,7 +45,8 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
 
     A task's standard error is lm-eval's: of a mean of n outcomes with the n - 1 variance, sqrt(p (1 - p) / (n - 1)),
     nan for a single item. acc_mean is the plain mean of the k tasks; its error sqrt(sum of squared errors) / k takes
-    them as independent. chance_acc_mean: what picking choices blindly would give, by the same mean.
+    them as independent. chance_acc_mean: what picking choices blindly would give, by the same mean; nan
+    where an item has several right ones.
 
     gold_logprob: the log-probability of an item's right choice, the sum over its tokens, averaged in the same way. Items without
     a single right choice (gold -1) are left out, and so is a task that has no others.
@@ -55,7 +56,7 @@ def summarize(items: Iterable[ItemScore]) -> dict[str, float]:
     chances: dict[str, list[float]] = {}
     for item in items:
         scores.setdefault(item.task, []).append(item.score)
-        chances.setdefault(item.task, []).append(chance(len(item.loglikelihoods)))
+        chances.setdefault(item.task, []).append(chance(len(item.loglikelihoods), item.gold))
     means = {task: sum(values) / len(values) for task, values in scores.items()}
     errors = {
         task: math.sqrt(means[task] * (1 - means[task]) / (len(values) - 1)) if len(values) > 1 else math.nan

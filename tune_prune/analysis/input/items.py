@@ -110,7 +110,8 @@ def guessing(
         if items is not None and len(of_task := items[items["task"] == task]):
             answers = of_task["gold"].value_counts(normalize=True)
             majority = answers.max() if task in _MAJORITY else math.nan
-            table.loc[task] = [of_task["loglikelihoods"].map(len).map(chance).mean(), majority, len(of_task)]
+            blind = np.mean([*map(chance, of_task["loglikelihoods"].map(len), of_task["gold"])])
+            table.loc[task] = [blind, majority, len(of_task)]
         elif task in ZERO_SHOT_TASKS:
             table.loc[task] = [1 / 2 if task in _TWO_CHOICES else 1 / 4, _MAJORITY.get(task, math.nan), math.nan]
     if sizes is not None:

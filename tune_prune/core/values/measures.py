@@ -22,7 +22,9 @@ def measured(metrics: Mapping[str, float], measure: str) -> float:
     return found if math.isfinite(found) else math.nan
 
 
-def chance(choices: int) -> float:
+def chance(choices: int, gold: int) -> float:
     """The accuracy of picking one of so many choices blindly: 0 of one, as an answer that is only asked for (lm-eval's type
-    loglikelihood) is one of all that could be said."""
-    return 1 / choices if choices > 1 else 0.0
+    loglikelihood) is one of all that could be said. NaN where the right one, `gold`, is -1: how many are right is not kept."""
+    if choices == 1:
+        return 0.0
+    return 1 / choices if gold >= 0 else math.nan
