@@ -75,6 +75,8 @@ def open(
         raise UserError(f"seed is {seed!r}; it must be {whole}")
     if perplexity_window is not None and not (whole := Whole(2, 10**6)).holds(perplexity_window):
         raise UserError(f"perplexity_window is {perplexity_window!r}; it must be {whole}")
+    if isinstance(memory, int) and not (whole := Whole(2**20, 2**50)).holds(memory):
+        raise UserError(f"memory is {memory!r}, in bytes; it must be {whole}, or a text such as 20GiB")
     from tune_prune.core.process.machine import parse_size
     from tune_prune.data import calibration as texts  # imports torch
     from tune_prune.models.loading import pick_device, usual_dtype

@@ -60,7 +60,10 @@ def as_measured(run: ModelRun, limit: int | None, tasks: Sequence[str] | str | N
     usual = EvaluationProtocol()
     protocol = replace(run.protocol, limit=plain(limit), seed=run.seed, tasks=usual.tasks, slices=usual.slices)
     if tasks is not None:
-        protocol = replace(protocol, tasks=tuple(tasks.split(",") if isinstance(tasks, str) else tasks))
+        names = tuple(str(name).strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
+        if not all(names) or not names:
+            raise UserError(f"tasks is {tasks!r}; name tasks with commas between them, or leave it out for the seven")
+        protocol = replace(protocol, tasks=names)
     found = replace(run, protocol=protocol, calibration="embedded")  # nothing is calibrated: no text has to be there
     check_data(found)
     return found

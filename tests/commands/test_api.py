@@ -217,3 +217,17 @@ def test_what_is_wrong_is_said(
         call(model, pruned)
     sentence = str(error.value)
     assert [word for word in words if word not in sentence] == [] and "\n" not in sentence, sentence
+
+
+@pytest.mark.parametrize("memory", [20, -1, True, 2**60])
+def test_a_number_of_bytes_is_bounded_as_its_text_is(memory: int) -> None:
+    with pytest.raises(UserError, match=rf"memory is {memory}, in bytes; it must be a whole number from 1048576 to"):
+        tune_prune.open("tiny-llama", device="cpu", memory=memory)
+
+
+def test_names_of_tasks_may_have_blanks_around_them() -> None:
+    model = tune_prune.open("tiny-llama", device="cpu")
+    assert model.protocol(tasks="boolq, piqa").protocol.tasks == ("boolq", "piqa")
+    for tasks in ("", "boolq,,piqa", []):
+        with pytest.raises(UserError, match=r"tasks is .*; name tasks with commas between them, or leave it out"):
+            model.protocol(tasks=tasks)

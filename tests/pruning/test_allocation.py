@@ -96,6 +96,8 @@ def test_a_budget_beyond_the_cap_is_refused_with_what_can_be_had() -> None:
         "pruning_ratio 0.3 asks for 288 of 960 parameters, but with layer_cap 0.5 only 220 can be removed; ask for at most 0.229, "
         "or for a higher layer_cap"
     )
+    with pytest.raises(UserError, match="only 0 can be removed; ask for a higher layer_cap"):
+        budget(g, 0.3, cap=0.0001)
     assert budget(g, 0.229, cap=0.5) == 219
     assert select(scores([[1, 2], [3, 4]], [[5, 6, 7]] * 2), g, 0.229, cap=0.5).kept_groups == ((1,), (1,))
     assert Floors.of(geometry(kv=(5,), mlp=(10,)), 0.4) == Floors((3,), (6,))  # 0.6 of 5, which binary fractions miss

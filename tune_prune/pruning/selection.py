@@ -37,9 +37,9 @@ def budget(geometry: Geometry, pruning_ratio: float, shape: str = "free", cap: f
     here = "" if shape == "free" else f" in shape {shape}"
     if target > bounds.most and cap < 1:
         bound = _rounded_down(bounds.most / total)
+        less = f"at most {bound}, or for " if bound else ""
         raise Infeasible(
-            f"{asked} with layer_cap {cap:g} only {bounds.most:,} can be removed{here}; ask for at most {bound}, or for a higher "
-            "layer_cap"
+            f"{asked} with layer_cap {cap:g} only {bounds.most:,} can be removed{here}; ask for {less}a higher layer_cap"
         )
     if target > bounds.most:
         bound = _rounded_down(bounds.most / total)
