@@ -168,7 +168,7 @@ def _build_requests(task: Task, limit: int | None, templates: Rendering = contex
             raise UserError(f"task {task.task_name!r}, item {about['metadata'][1]} has no choices; correct the item")
         return requests
 
-    task.construct_requests = constructed  # type: ignore[method-assign]
+    task.construct_requests = constructed
     with templates():
         task.build_all_requests(limit=limit)
 
