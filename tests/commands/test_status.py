@@ -7,18 +7,23 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.findings import simulated_study
 from tests.trial_messages import stage_message
 from tests.trials import RUN
 from tune_prune import search
+from tune_prune.analysis.input.errors import with_wilson_errors
+from tune_prune.analysis.input.reading import read_study
+from tune_prune.analysis.statistics.findings import find
 from tune_prune.cli import status
-from tune_prune.core.config import PruningConfig, Samples
+from tune_prune.core.config import ZERO_SHOT_TASKS, PruningConfig, Samples
 from tune_prune.core.errors import UserError
 from tune_prune.core.files import to_json
 from tune_prune.core.ledger import Ledger
@@ -52,11 +57,11 @@ def search_says(folder: Path, age_s: float = 2.0, **values: Any) -> None:
 
 
 def test_a_running_search_is_shown_with_all_that_is_known(experiment: Path) -> None:
-    search_says(experiment, eta_at=datetime.now(UTC).isoformat())
+    search_says(experiment, eta_at=(datetime.now(UTC) + timedelta(minutes=1)).isoformat())  # the clock moves meanwhile
     before = sorted(path for path in experiment.rglob("*"))
     found = status.read(FolderStore(experiment), NOW)
     assert found["state"] == "running" and found["silent_seconds"] == 2
-    assert found["trials"] == {"planned": 36, "done": 36, "complete": 32, "stopped_early": 2, "failed": 2}
+    assert found["trials"] == {"planned": 36, "done": 36, "complete": 32, "stopped_early": 2, "failed": 2, "earlier": 0}
     (failure,) = found["failures"]
     assert failure["count"] == 2 and failure["latest"]["reason"] == "out of memory"
     records = [r for r in Ledger(FolderStore(experiment)).records() if r.model == "alpha" and r.status == "complete"]
@@ -121,6 +126,68 @@ def test_the_best_is_that_by_the_objective_of_the_search(experiment: Path) -> No
         )
         assert found["best"]["key"] == chosen.key and found["by"] == ("perplexity" if best == "ppl" else "accuracy")
     assert ", accuracy " in status.text(status.read(FolderStore(experiment), NOW))
+
+
+def change(folder: Path, name: str, accuracy: float = 0.5, status: Any = "complete", **metrics: float) -> None:
+    """Give that trial of alpha another record: one accuracy of all tasks but for `metrics`."""
+    ledger = Ledger(FolderStore(folder))
+    record = next(r for r in ledger.records() if r.model == "alpha" and PruningConfig.from_dict(r.config).name == name)
+    found = record.metrics | {f"acc_{task}": accuracy for task in ZERO_SHOT_TASKS} | metrics
+    found["acc_mean"] = float(np.mean([found[f"acc_{task}"] for task in ZERO_SHOT_TASKS]))
+    ledger.path(record.key).unlink()  # a finished record is never replaced
+    ledger.write(replace(record, status=status, metrics=found))
+
+
+def test_the_best_is_the_mean_of_draws_not_the_luckiest_one(tmp_path: Path) -> None:
+    names = ("taylor-s16-n128", "layerwise-s64-n128")
+    folder = simulated_study(tmp_path, draws=dict.fromkeys(names, 3), with_items=False)
+    accuracies, perplexities = ((0.8, 0.9, 0.8), (0.6, 0.6, 0.99)), ((1.0, 10.0, 10.0), (2.0, 8.0, 2.0))
+    for name, *draws in zip(names, accuracies, perplexities, strict=True):
+        for draw, (accuracy, perplexity) in zip(("", "-r1", "-r2"), zip(*draws, strict=True), strict=True):
+            change(folder, f"{name}{draw}", accuracy, ppl=perplexity)
+    found = status.read(FolderStore(folder), NOW)["models"]["alpha"]
+    best = find(read_study([folder], [])).models["alpha"].best
+    assert found["best"]["config"] == best["name"] == names[0] and found["best"]["draws"] == 3
+    assert found["best"]["acc_mean"] == pytest.approx(best["acc_mean"]) == pytest.approx(2.5 / 3)
+    assert found["best"]["ppl"] == pytest.approx(best["ppl"]) == pytest.approx(100 ** (1 / 3))
+    assert found["best"]["key"] == best["key"]
+    assert f"{names[0]}, accuracy .8333 ± " in (text := status.text(status.read(FolderStore(folder), NOW)))
+    assert " (mean of 3 draws) (dense" in text
+
+    change(folder, f"{names[0]}-r1", status="stopped_early")  # those that went on are the lucky ones
+    assert status.read(FolderStore(folder), NOW)["models"]["alpha"]["best"]["config"] == names[1]
+
+
+def test_a_task_that_is_all_right_has_the_error_of_the_final_table(tmp_path: Path) -> None:
+    folder = simulated_study(tmp_path, models=["alpha"])
+    change(folder, "taylor-s16-n128", 0.99, acc_boolq=1.0, acc_boolq_stderr=0.0)
+    kept = next((folder / "trials").glob("*/items.parquet")).read_bytes()
+    found = status.read(FolderStore(folder), NOW)
+    measured = read_study([folder], []).models["alpha"]
+    rows = with_wilson_errors(measured).rows.set_index("name").loc["taylor-s16-n128"]
+    plain = measured.rows.set_index("name").loc["taylor-s16-n128"]
+    best = found["models"]["alpha"]["best"]
+    assert best["acc_mean_stderr"] == rows["acc_mean_stderr"] > plain["acc_mean_stderr"]
+    for path in (folder / "trials").glob("*/items.parquet"):
+        path.write_bytes(kept[:100])
+    found = status.read(FolderStore(folder), NOW)
+    assert found["models"]["alpha"]["best"]["key"] == best["key"] and "items.parquet" in found["damaged"][0]
+
+
+def test_what_is_done_is_counted_among_what_is_planned(experiment: Path) -> None:
+    """Another search space under one --name leaves its trials there, and so does an adaptive search that is to try fewer."""
+    about = json.loads((experiment / EXPERIMENT).read_text())
+    keys = about["models"]["alpha"]["trial_keys"]
+    one = dict([next(iter(keys.items()))])
+    about["models"] = {"alpha": {**about["models"]["alpha"], "trial_keys": one}, "beta": about["models"]["beta"]}
+    (experiment / EXPERIMENT).write_text(json.dumps(about))
+    found = status.read(FolderStore(experiment), NOW)
+    assert (found["trials"]["planned"], found["trials"]["done"], found["trials"]["earlier"]) == (19, 19, 17)
+    assert sum(found["trials"][state] for state in ("complete", "stopped_early", "failed")) == 19
+    assert " 1 failed; and 17 of earlier starts" in status.text(found)
+    about["models"]["alpha"]["trial_keys"] = keys
+    (experiment / EXPERIMENT).write_text(json.dumps(about | {"search": "optuna", "num_trials": 1}))
+    assert "36 of 36 done" in status.text(status.read(FolderStore(experiment), NOW))
 
 
 @pytest.mark.parametrize(

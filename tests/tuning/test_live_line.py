@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +179,21 @@ def test_finished_trials_of_an_earlier_start_are_not_waited_for():
     search.line.on_begin()
     eta = clock(COST.start_s + 3 * (30 + TRIAL_OVERHEAD_S))
     assert search.screen.getvalue() == f"[1/4] running 0, failed 0, best acc .8421 taylor-s16-n8, ETA {eta}\n"
+
+
+def test_the_best_is_the_mean_of_draws_not_the_luckiest_one() -> None:
+    """And none of which a draw was stopped."""
+    accuracies = {8: (0.8, 0.8, 0.8), 16: (0.6, 0.6, 0.9), 32: (0.95, None, 0.95), 64: (0.75, math.nan)}
+    specs, records = {}, []
+    for samples, draws in accuracies.items():
+        for seed, accuracy in enumerate(draws):
+            key, config = f"{samples}-{seed}", PruningConfig("taylor", 16, samples, seed=seed or None)
+            specs[key] = TrialSpec(RUN, config, key)
+            status = "stopped_early" if accuracy is None else "complete"
+            metrics = {"acc_mean": accuracy or 0.0}
+            records.append(TrialRecord(key, RUN.label, config.to_dict(), status, metrics=metrics))
+    line = LiveLine(specs, len(specs), records, io.StringIO())
+    assert line._text(0) == "[11/11] running 0, failed 0, stopped 1, best acc .8000 taylor-s16-n8"
 
 
 def test_before_anything_is_measured_the_eta_is_a_range():

@@ -15,10 +15,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from tune_prune.analysis.cost import between, duration, gpu_hours
+from tune_prune.analysis.input.errors import with_wilson_errors
+from tune_prune.analysis.input.rows import configuration_of, frame, plain_values, ranked
+from tune_prune.analysis.input.study import Model
+from tune_prune.analysis.statistics.draws import STOPPED_DRAWS, configurations
+from tune_prune.analysis.statistics.rules import score
 from tune_prune.core.config import PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
 from tune_prune.core.files import DamagedFile, to_json
@@ -28,7 +34,7 @@ from tune_prune.core.records import FAILURES, TrialRecord
 from tune_prune.core.store import BASELINES, EXPERIMENT, LEDGER, STATUS, Store, location, open_store
 from tune_prune.core.terminal.escapes import printable
 from tune_prune.core.validation import Count, validated
-from tune_prune.core.values.measures import MEASURES, measured
+from tune_prune.core.values.measures import MEASURES
 
 STALE_S = 35.0  # three of its beats (tuning.observers.status.BEAT_S) are missing
 _SHOWN = 8  # trials that run, classes of failure
@@ -116,22 +122,19 @@ def read(store: Store, now: datetime | None = None) -> dict[str, Any]:
         search = _said(store)
     except DamagedFile as error:  # only a view
         search, damaged = None, [error, *damaged]
-    planned, objective = _planned(about), (about.get("settings") or {}).get("objective")
-    states = Counter(record.status for record in records)
+    objective = (about.get("settings") or {}).get("objective")
+    told = [str(error) for error in damaged]
+    models = _best(store, records, baselines, objective if objective in MEASURES else "accuracy", told)
     return {
         "experiment": store.folder.name,
         "folder": str(store.folder),
         "state": _state(search, now),
         "search": search,
         "silent_seconds": None if search is None else _age(search["updated_at"], now),
-        "trials": {
-            "planned": planned,
-            "done": len(records),
-            **{s: states[s] for s in ("complete", "stopped_early", "failed")},
-        },
-        "damaged": [str(error) for error in damaged],
+        "trials": _trials(about, records),
+        "damaged": told,
         "failures": _failures(records),
-        "models": _best(records, baselines, objective if objective in MEASURES else "accuracy"),
+        "models": models,
         "gpu_hours": gpu_hours([*records, *baselines.values()], PassLog(store).read()),
     }
 
@@ -150,12 +153,18 @@ def _said(store: Store) -> dict[str, Any] | None:
     return values
 
 
-def _planned(about: Mapping[str, Any]) -> int | None:
-    """Trials that the latest start was to come to; None where experiment.json does not say."""
+def _trials(about: Mapping[str, Any], records: Sequence[TrialRecord]) -> dict[str, int | None]:
+    """What the latest start was to come to (None where experiment.json does not say), what of that is done, and how many trials
+    besides earlier starts have left, with other search spaces."""
     models = about.get("models", {})
+    keys = {key for model in models.values() for key in model.get("trial_keys", ())}
+    done = [record for record in records if record.key in keys or not keys]
+    planned = len(keys) or None
     if about.get("search") == "optuna" and about.get("num_trials") is not None:
-        return int(about["num_trials"]) * len(models)
-    return sum(len(model.get("trial_keys", ())) for model in models.values()) or None
+        planned = max(int(about["num_trials"]) * len(models), len(done))  # an earlier start may have asked for more
+    states = Counter(record.status for record in done)
+    counts = {state: states[state] for state in _STATES}
+    return {"planned": planned, "done": len(done), **counts, "earlier": len(records) - len(done)}
 
 
 def _state(search: Mapping[str, Any] | None, now: datetime) -> str:
@@ -190,22 +199,31 @@ def _name(record: TrialRecord) -> str:
     return PruningConfig.from_dict(record.config).name
 
 
-def _best(records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord], objective: str) -> dict[str, Any]:
-    """Of each group: how many are complete, and the best of these by `objective` (one of MEASURES)."""
-    complete = [record for record in records if record.status == "complete"]
-    configs = {record.key: PruningConfig.from_dict(record.config) for record in complete}
-    groups = {record.key: configs[record.key].group(record.model) for record in complete}
+def _best(
+    store: Store, records: Sequence[TrialRecord], baselines: Mapping[str, TrialRecord], by: str, damaged: list[str]
+) -> dict[str, Any]:
+    """Of each group: how many trials are complete, and the best configuration `by` one of MEASURES: the mean of its draws, as the
+    search decides at its end. Items that cannot be read are one more of what is `damaged`."""
+    rows = frame(records, store.folder)
+    configs = [PruningConfig.from_dict(record.config) for record in records]
+    rows["name"] = [config.name for config in configs]
+    complete = rows["success"]
+    groups = [config.group(record.model) for config, record in zip(configs, records, strict=True)]
     found: dict[str, Any] = {}
-    for group, label in group_labels(groups.values()).items():
-        model, members = group[0], [record for record in complete if groups[record.key] == group]
-        known = [record for record in members if math.isfinite(measured(record.metrics, objective))]
-        found[label] = {"complete": len(members), "best": None, "by": objective, "dense_acc_mean": None}
-        if model in baselines:
-            found[label]["dense_acc_mean"] = baselines[model].metrics.get("acc_mean")
-        if known:
-            best = max(known, key=lambda record: measured(record.metrics, objective))
-            values = {name: best.metrics.get(name) for name in ("acc_mean", "acc_mean_stderr", "ppl")}
-            found[label]["best"] = {"config": configs[best.key].name, "key": best.key, **values}
+    for group, label in group_labels(group for group, whole in zip(groups, complete, strict=True) if whole).items():
+        model = Model(label, rows[[other == group for other in groups]].reset_index(drop=True))
+        try:
+            model = with_wilson_errors(model)
+        except UserError as error:
+            damaged.append(str(error))
+        eligible, _ = configurations(ranked(model.rows), model.rows)
+        scores = score(eligible, by)
+        dense = baselines[group[0]].metrics.get("acc_mean") if group[0] in baselines else None
+        found[label] = {"complete": int(model.rows["success"].sum()), "best": None, "by": by, "dense_acc_mean": dense}
+        if np.isfinite(scores).any():
+            best = eligible.iloc[int(np.nanargmax(scores))]
+            values = plain_values(best, "key", "draws", "acc_mean", "acc_mean_stderr", "ppl")
+            found[label]["best"] = {"config": configuration_of(best).name, **values}
     return found
 
 
@@ -215,7 +233,8 @@ def text(found: Mapping[str, Any]) -> str:
     planned = "" if trials["planned"] is None else f" of {trials['planned']:,}"
     counts = [f"{trials[state]:,} {words}" for state, words in _STATES.items() if trials[state]]
     lines = [("experiment", f"{found['experiment']} ({found['folder']})"), ("search", _of_search(found))]
-    lines.append(("trials", f"{trials['done']:,}{planned} done{': ' * bool(counts)}{', '.join(counts)}"))
+    earlier = f"; and {trials['earlier']:,} of earlier starts" if trials["earlier"] else ""
+    lines.append(("trials", f"{trials['done']:,}{planned} done{': ' * bool(counts)}{', '.join(counts)}{earlier}"))
     if found["state"] == "running":
         pieces = search["running"]
         for index, piece in enumerate(pieces[:_SHOWN]):
@@ -275,13 +294,14 @@ def _piece(piece: Mapping[str, Any]) -> str:
 def _of_model(label: str, model: Mapping[str, Any]) -> str:
     best = model["best"]
     if best is None:
-        return f"{label}: of none of {model['complete']:,} a finite {model['by']} is known"
+        return f"{label}: of none of {model['complete']:,} a finite {model['by']} is known, or {STOPPED_DRAWS}"
     error = best["acc_mean_stderr"]
     known = "" if error is None or not math.isfinite(error) else f" ± {error:.4f}".replace(" 0.", " .")
     accuracy = "unknown" if best["acc_mean"] is None else f"{best['acc_mean']:.4f}".replace("0.", ".", 1)
     dense = "" if model["dense_acc_mean"] is None else f" (dense {model['dense_acc_mean']:.4f})".replace(" 0.", " .")
     by = "" if model["by"] == "accuracy" else f" by {model['by']}"
-    return f"{label}: {best['config']}{by}, accuracy {accuracy}{known}{dense}, of {model['complete']:,} complete"
+    draws = f" (mean of {best['draws']:,} draws)" if best["draws"] > 1 else ""
+    return f"{label}: {best['config']}{by}, accuracy {accuracy}{known}{draws}{dense}, of {model['complete']:,} complete"
 
 
 def _short(sentence: str, width: int = 300) -> str:

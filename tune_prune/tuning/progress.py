@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TextIO
 
 from tune_prune.core.records import TrialRecord, failure_counts
@@ -136,7 +137,9 @@ class LiveLine(Observer):
         self._tty = self._stream.isatty()
         self._groups = labels_of_groups(specs.values())
         self._several = len(set(self._groups.values())) > 1
-        self._best: dict[str, tuple[float, str]] = {}  # by group's label
+        # By group's label and configuration, without its seed, the accuracy of each draw; NaN of one that was stopped: those that
+        # went on are the lucky ones.
+        self._accuracies: dict[str, dict[str, list[float]]] = {}
         self._warned: set[str] = set()
         self._since: dict[Work, float] = {}  # of what runs: when it began, or its last stage was done
         self._late: set[Work] = set()
@@ -272,16 +275,26 @@ class LiveLine(Observer):
         self._stopped += status == "stopped_early"
         if status == "failed":
             self._failures.append(failure)
-        accuracy = metrics.get("acc_mean", math.nan)
-        label, name = self._groups[key], self._specs[key].config.name
-        if status == "complete" and accuracy > self._best.get(label, (-1.0, ""))[0]:
-            self._best[label] = (accuracy, name)
+        accuracy = metrics.get("acc_mean", math.nan) if status == "complete" else math.nan
+        if status == "stopped_early" or math.isfinite(accuracy):
+            name = replace(self._specs[key].config, seed=None).name
+            self._accuracies.setdefault(self._groups[key], {}).setdefault(name, []).append(accuracy)
+
+    def _best(self) -> str:
+        """The most accurate configuration of each group, by the mean of its draws."""
+        best = []
+        for label, accuracies in self._accuracies.items():
+            means = {
+                name: mean for name, draws in accuracies.items() if not math.isnan(mean := statistics.fmean(draws))
+            }
+            if means:
+                name = max(means, key=means.__getitem__)
+                accuracy = f"best acc {means[name]:.4f}".replace(" 0.", " .")
+                best.append(f"{accuracy} {label + ' ' if self._several else ''}{name}")
+        return "; ".join(best)
 
     def _text(self, running: int) -> str:
-        best = "; ".join(
-            f"best acc {accuracy:.4f}".replace(" 0.", " .") + f" {label + ' ' if self._several else ''}{name}"
-            for label, (accuracy, name) in self._best.items()
-        )
+        best = self._best()
         jobs = f"prepared {self._prepared}/{len(self._jobs)}, " if self._prepared < len(self._jobs) else ""
         classes = f" ({failure_counts(self._failures)})" if self._failures else ""
         counts = f"[{self._done}/{self._total}] {jobs}running {running}, failed {len(self._failures)}{classes}"
