@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tune_prune.core.errors import UserError
+from tune_prune.core.process import machine
 from tune_prune.core.process.machine import Memory
 from tune_prune.cost_model import own_process
 from tune_prune.cost_model.gpus import Gpu
@@ -74,6 +75,29 @@ def test_a_node_on_which_no_trial_fits_is_named(planned) -> None:
     ):
         planned(large, node("small", 2.5 * need, cpus=4))
     assert planned(large, node("small", 2.5 * need, cpus=4), cpus_per_trial=2).resources.cpus == 2
+
+
+@pytest.mark.parametrize("where", ["cluster", "here"])
+def test_memory_is_planned_for_as_many_trials_as_there_are(
+    planned, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """However many CPUs there are: here for one trial and the dense model."""
+
+    def of(free: int) -> Plan:
+        if where == "cluster":
+            return planned(node("small", free, cpus=64))
+        monkeypatch.setattr(machine, "memory", lambda: Memory(MUCH, int(free)))
+        return planned()
+
+    monkeypatch.setattr(machine, "cpus", lambda: 64)
+    need = min(way.total for way in planned().models[0].ways)
+    with pytest.raises(UserError, match=r"^5 trials at once .*; let at most 2 run at once: --cpus-per-trial 32"):
+        of(2.5 * need)
+    Path("space.yaml").write_text("search: grid\nmethod: taylor\nseq_len: 256\nnum_samples: 32\n")
+    whole = planned().models[0].ways[0].total
+    for free, way in ((2 * whole, "resident"), (2 * whole - 1, "by layer")):
+        plan = of(free)
+        assert (plan.slots, str(plan.memory.way)) == (2, way)
 
 
 def test_hidden_states_wait_where_the_node_with_least_room_has_some(planned) -> None:

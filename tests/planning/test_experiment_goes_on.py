@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,13 +12,15 @@ import pytest
 
 from tests.search_folders import TINY, data_folder, model_folder
 from tune_prune import embedded
+from tune_prune.cli.search_flags import parser, settings_from
 from tune_prune.core.config import ModelRun, PruningConfig, trial_key
-from tune_prune.core.ledger import Ledger
+from tune_prune.core.errors import UserError
+from tune_prune.core.ledger import Ledger, write_baselines
 from tune_prune.core.records import TrialRecord
 from tune_prune.core.store import EXPERIMENT, FolderStore
 from tune_prune.core.validation import validated
 from tune_prune.data.perplexity_text import TEXT_FILE
-from tune_prune.planning import experiment
+from tune_prune.planning import experiment, search_space
 from tune_prune.planning.plan import SearchSettings
 from tune_prune.planning.preflight import make_plan
 
@@ -46,6 +49,74 @@ AGAIN = (*KEPT, "--tasks", "piqa")
 
 def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> None:
     assert "kept/mine  (1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
+
+
+def test_what_an_adaptive_search_has_left_is_counted_by_group(
+    tmp_path: Path, plan_text: Callable[..., str], refusal: Callable[..., str]
+) -> None:
+    """As its searcher does: what is done beyond --num-trials without recovery is none of those with it."""
+    space = tmp_path / "space.yaml"
+    space.write_text("search: grid\nmethod: taylor\nseq_len: [16, 32]\nnum_samples: [4, 8]\nrecovery: [none, lora]\n")
+    adaptive = (
+        "--search",
+        "optuna",
+        "--num-trials",
+        "2",
+        "--tasks",
+        "piqa",
+        "--name",
+        "mine",
+        "--storage-path",
+        "kept",
+    )
+    argv = ("--model", "tiny-llama", "--search-space", str(space), "--limit", "4", "--gpus-per-trial", "0", *adaptive)
+    plan = make_plan(settings_from(parser().parse_args(argv)))
+    store = FolderStore(plan.experiment_dir)
+    experiment.write(store, plan, ["python"])
+    model = plan.models[0]
+    write_baselines(
+        store,
+        {
+            "tiny-llama": TrialRecord(
+                trial_key(None, model.model_fingerprint, model.data_fingerprint, model.run),
+                "tiny-llama",
+                {},
+                "complete",
+            )
+        },
+    )
+    groups = {"none": [], "lora": []}
+    for config, key in model.trials:
+        groups[config.recovery].append(TrialRecord(key, "tiny-llama", asdict(config), "complete"))
+    for record in groups["none"]:
+        Ledger(store).write(record)
+    out = plan_text(*argv)
+    assert "kept/mine  (2 of 4 trials are in its ledger)" in out and "nothing is left" not in out
+    assert re.search(r"^recovery +2 ", out, re.MULTILINE)
+    for record in groups["lora"][:2]:
+        Ledger(store).write(record)
+    out = plan_text(*argv)
+    assert "(4 of 4 trials are in its ledger)" in out and "nothing is left to compute" in out
+    assert "; 1 at once;" in out  # memory is planned for one
+
+
+def test_optuna_tries_no_more_than_one_group_has(
+    tmp_path: Path, plan_text: Callable[..., str], refusal: Callable[..., str]
+) -> None:
+    text = "search: optuna\nnum_trials: {}\nmethod: taylor\nseq_len: [16, 32]\nnum_samples: 8\nrecovery: [none, lora]\n"
+    space = tmp_path / "space.yaml"
+    argv = ("--model", "tiny-llama", "--search-space", str(space), "--limit", "4", "--tasks", "piqa")
+    space.write_text(text.format(2))
+    assert "space: 2 of 2 configurations a model and recovery" in plan_text(*argv)
+    sentence = refusal(*argv, "--num-trials", "3")
+    assert "has only 2 configurations with one recovery; ask for at most 2, " in sentence
+    space.write_text(text.format(3))
+    with pytest.raises(
+        UserError, match="num_trials is 3; the space has 2 points with one recovery: write at most 2, or"
+    ):
+        search_space.load(str(space))
+    space.write_text(text.format(2).replace("search: optuna\nnum_trials: 2", "search: grid"))
+    assert "space: 2 of 2 configurations" in plan_text(*argv, "--search", "optuna")
 
 
 @pytest.mark.parametrize(

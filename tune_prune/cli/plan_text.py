@@ -31,9 +31,10 @@ NVIDIA = Path("/dev/nvidiactl")  # there where a driver is loaded
 def describe(plan: Plan) -> str:
     """The plan as text for the screen."""
     space, first = plan.space, plan.models[0]
-    total, done, recover = plan.trials_per_model * len(plan.models), plan.recorded, plan.settings.recover
+    total, recover = plan.trials_per_model * len(plan.models), plan.settings.recover
     if recover is not None:
         total = sum(len(expected(plan, (config for config, _ in model.trials))) for model in plan.models)
+    done = total - plan.left
     protocol = first.run.protocol
     items = "all items" if protocol.limit is None else f"at most {protocol.limit} items each"
     methods = space.values["method"]
@@ -52,8 +53,7 @@ def describe(plan: Plan) -> str:
     rows = [
         (
             "experiment",
-            f"{shown_path(plan.experiment_dir)}"
-            + (f"  ({min(done, total)} of {total} trials are in its ledger)" if done else ""),
+            f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
         ),
         ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws or recover else ''}{total} trials"),
         ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),

@@ -42,11 +42,12 @@ class _Host:
     memory: machine.Memory
     file_room: int
     trials: int
+    cpus: int  # that could be taken by trials
 
 
-def slots(settings: SearchSettings, resources: TrialResources, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Trials that run at once."""
-    return min(trial_slots(resources, nodes), 1 if settings.inline else sys.maxsize)
+def slots(settings: SearchSettings, resources: TrialResources, nodes: Sequence[Mapping[str, float]], work: int) -> int:
+    """Trials that run at once, of so many pieces of work."""
+    return min(trial_slots(resources, nodes), 1 if settings.inline else work)
 
 
 def bounds(
@@ -55,9 +56,11 @@ def bounds(
     told: Sequence[Node],
     share: float | None,
     gpu: machine.Memory | None,
+    work: int,
 ) -> MemoryBounds:
     """Of the GPU with the least memory or, on CPUs, of the host's; and of what there is where hidden states can wait. `told`: the
-    nodes of a cluster, of which the one counts that has least for each of its trials; none: this machine."""
+    nodes of a cluster, of which the one counts that has least for each of its trials; none: this machine. `work`: pieces of it
+    that can run at once."""
     found: dict[Place, int] = {}
     folder = ""
     if gpu is not None:
@@ -65,8 +68,8 @@ def bounds(
     # Without a share of those that would have a GPU of their own.
     alone = plan_resources(settings.cpus_per_trial, share or float(gpu is not None), nodes)
     if not told:
-        found |= on_this_machine(slots(settings, alone, nodes))
-    elif hosts := _hosts(told, alone):
+        found |= on_this_machine(slots(settings, alone, nodes, work))
+    elif hosts := _hosts(told, alone, work):
         found["host"] = min(host.memory.available // host.trials for host in hosts)
         found["file"], name = min((host.file_room // host.trials, host.name) for host in hosts)
         folder = f"the folder for temporary files of node {name}"
@@ -108,6 +111,7 @@ def ways_of_kinds(
     told: Sequence[Node],
     resources: TrialResources,
     gpus: Sequence[Gpu],
+    work: int,
 ) -> dict[str, dict[str, Residency]]:
     """By the name of each kind of GPU, of several, and by label, how models are held there: those that fit the smallest kind in a
     lean way may fit another in a faster one, which gives the same numbers."""
@@ -120,7 +124,7 @@ def ways_of_kinds(
     ways = {}
     for name, memory in kinds.items():
         with_it = [node for node in told if name in {gpu.name for gpu in node.gpus}]
-        within = bounds(settings, nodes, with_it, resources.gpus, memory)
+        within = bounds(settings, nodes, with_it, resources.gpus, memory, work)
         ways[name] = {model.run.label: choose(settings, model, within).way for model in models}
     return ways
 
@@ -129,10 +133,9 @@ def check(trial_bytes: int, at_once: int, told: Sequence[Node], resources: Trial
     """Raise UserError where trials on CPUs do not fit: `at_once` on this machine or, of a cluster, those of a node there."""
     if not told:
         check_memory(trial_bytes, at_once, machine.memory(), machine.cpus())
-    for host in sorted(_hosts(told, resources), key=lambda host: host.memory.available // host.trials):
+    for host in sorted(_hosts(told, resources, at_once), key=lambda host: host.memory.available // host.trials):
         try:
-            cpus = math.ceil(host.trials * resources.cpus)
-            check_memory(trial_bytes, host.trials, host.memory, cpus, f"node {host.name}")
+            check_memory(trial_bytes, host.trials, host.memory, host.cpus, f"node {host.name}")
         except TooLittleMemory as error:
             raise TooLittleMemory(error.fact, f"{error.step}; or end Ray there (`ray stop`) to do without it") from None
 
@@ -159,14 +162,20 @@ def check_memory(trial_bytes: int, at_once: int, memory: machine.Memory, cpus: i
         )
 
 
-def _hosts(told: Sequence[Node], resources: TrialResources) -> list[_Host]:
-    """Nodes on which trials run; those on one machine, which share its memory, with the trials of all."""
+def _hosts(told: Sequence[Node], resources: TrialResources, work: int) -> list[_Host]:
+    """Nodes on which trials of so many pieces of work run; those on one machine, which share its memory, with the trials of all."""
     trials: Counter[str] = Counter()
     for node in told:
         if node.runs_trials:
             trials[node.name] += slots_on(resources, node.resources)
     return [
-        _Host(node.name, node.memory, node.file_room, trials[node.name])
+        _Host(
+            node.name,
+            node.memory,
+            node.file_room,
+            min(trials[node.name], work),
+            math.ceil(trials[node.name] * resources.cpus),
+        )
         for node in told
         if node.runs_trials and node.memory is not None and trials[node.name]
     ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Collection
 from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
 
 from tune_prune.core.artifact_cache import ArtifactStore
+from tune_prune.core.config import PruningConfig
 from tune_prune.core.store import BASELINES, open_store
 from tune_prune.cost_model import own_process
 from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, measure
@@ -23,6 +27,26 @@ if TYPE_CHECKING:
     from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings
 
 
+def left(plan: Plan, model: ModelPlan, finished: Collection[str]) -> tuple[list[PruningConfig], int]:
+    """The configurations of a model that the search may still run, and how many of them it runs at most: an adaptive one so many of
+    each group that is compared in itself. `finished`: trial keys."""
+    done = {config for config, key in model.trials if key in finished}
+    # Those that are done count first among those that the search runs at most.
+    configs = expected(plan, sorted((config for config, _ in model.trials), key=lambda one: one not in done))
+    had, most = Counter(config.group("") for config in done), plan.space.num_trials or sys.maxsize
+    pending = [one for one in configs if one not in done and had[one.group("")] < most]
+    counts = Counter(config.group("") for config in pending)
+    return pending, sum(min(count, most - had[group]) for group, count in counts.items())
+
+
+def at_once(plan: Plan, finished: Collection[str]) -> int:
+    """How much of the work that is left can run at once, at most: trials and dense models. A pass that trials share adds nothing,
+    as they wait for it. At least 1."""
+    measured = open_store(plan.experiment_dir).read(BASELINES) or {}
+    trials = sum(left(plan, model, finished)[1] for model in plan.models)
+    return max(1, trials + sum(model.run.label not in measured for model in plan.models))
+
+
 def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:
     """What the trials, baselines and passes that are still to be made will cost; `finished` trial keys are done.
 
@@ -34,12 +58,9 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     works = []
     for model in plan.models:
         configs = [config for config, _ in model.trials]
-        done = {config for config, key in model.trials if key in finished}
-        # Those that are done count first among those that the search runs at most.
-        pending = [one for one in expected(plan, sorted(configs, key=lambda one: one not in done)) if one not in done]
-        trials = plan.trials_per_model - (len(model.trials) - len(pending))
-        passes = passes_to_make(pending if trials > 0 else [], model.run, model.model_fingerprint, computed_on, store)
-        if trials <= 0 and model.run.label in measured:
+        pending, trials = left(plan, model, finished)
+        passes = passes_to_make(pending, model.run, model.model_fingerprint, computed_on, store)
+        if not trials and model.run.label in measured:
             continue
         speed = _speed(model, plan.resources, settings)
         if speed is None:
@@ -51,9 +72,9 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
                 device=device,
                 weight_bytes=model.geometry.total_params * getattr(torch, model.run.dtype).itemsize,
                 speed=speed,
-                passes=dict(list(passes.items())[: max(0, trials)]),  # an adaptive trial visits one seq_len at most
+                passes=dict(list(passes.items())[:trials]),  # an adaptive trial visits one seq_len at most
                 baseline=model.run.label not in measured,
-                trials=max(0, trials),
+                trials=trials,
                 removed_params=round(mean(model.targets[config.pruning_ratio] for config in pending or configs)),
                 perplexity_tokens=model.workload.perplexity_tokens,
                 perplexity_window=model.workload.perplexity_window,

@@ -38,7 +38,13 @@ from tune_prune.pruning import shapes
 from tune_prune.pruning.selection import target_params
 from tune_prune.trial.steps import samples_needed
 from tune_prune.tuning.ray_cluster import address
-from tune_prune.tuning.ray_cluster.resources import MAX_TRIALS_PER_GPU, Node, plan_resources, usable_bytes
+from tune_prune.tuning.ray_cluster.resources import (
+    MAX_TRIALS_PER_GPU,
+    Node,
+    TrialResources,
+    plan_resources,
+    usable_bytes,
+)
 
 
 def make_plan(settings: SearchSettings) -> Plan:
@@ -67,10 +73,19 @@ def make_plan(settings: SearchSettings) -> Plan:
         asked = replace(settings, calibration=settings.calibration or space.values["calibration"][0])
         models = tuple(_plan_model(asked, space, name, device, dtype, store) for name in settings.models)
         _check_distinct(models)
+        folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
+        identities = {model.run.label: model.identity() for model in models}
+        objective = settings.objective if space.search == "optuna" else None
+        records = experiment.check_same_identity(open_store(folder), identities, objective)
+        finished = {record.key for record in records if record.status != "failed"}
+        recorded = sum(key in finished for model in models for _, key in model.trials)
+        plan = Plan(settings, space, folder, models, recorded, TrialResources(), 1, (), None, told)
+        plan = replace(plan, left=sum(plan_cost.left(plan, model, finished)[1] for model in models))
+        work = plan_cost.at_once(plan, finished)
         # Inline, the trial of the moment has a GPU to itself, or several.
         share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
         smallest = min((gpu.memory for gpu in gpus), key=usable_bytes, default=None)
-        bounds = memory_bounds.bounds(settings, nodes, told, share, smallest)
+        bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work)
         with memory_bounds.other_steps(settings, models, bounds):
             models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
             trial_bytes = max(model.memory.total for model in models)
@@ -79,22 +94,17 @@ def make_plan(settings: SearchSettings) -> Plan:
                 (bounds.of[place] // away for place, away in waiting if place in bounds.of), default=MAX_TRIALS_PER_GPU
             )
             resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most)
-            slots = memory_bounds.slots(settings, resources, nodes)
-            gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus)
+            slots = memory_bounds.slots(settings, resources, nodes, work)
+            gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus, work)
             if resources.gpus == 0:
                 memory_bounds.check(trial_bytes, slots, told, resources)
-        folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
-        results = open_store(folder)
-        identities = {model.run.label: model.identity() for model in models}
-        objective = settings.objective if space.search == "optuna" else None
-        records = experiment.check_same_identity(results, identities, objective)
         if told:
             _check_reach(told, folder.parent, models)
-        finished = {record.key for record in records if record.status != "failed"}
-        recorded = sum(key in finished for model in models for _, key in model.trials)
         names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
         gpu_free = {name: memory.available for name, memory in memory_bounds.kinds_of(gpus).items()}
-        plan = Plan(settings, space, folder, models, recorded, resources, slots, names, None, told, gpu_ways, gpu_free)
+        plan = replace(
+            plan, models=models, resources=resources, slots=slots, gpu_names=names, gpu_ways=gpu_ways, gpu_free=gpu_free
+        )
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -157,8 +156,7 @@ def _check_kl_filter(searched: SearchSpace) -> None:
     first = replace(
         searched, values=searched.values | {"seed": searched.values["seed"][:1]}
     )  # the only draw it looks at
-    sizes = Counter((point["pruning_ratio"], point["recovery"]) for point in first.points())
-    most = min(max(sizes.values()), searched.num_trials or math.inf)
+    most = min(first.largest_group, searched.num_trials or math.inf)
     if most <= FEWEST:
         raise UserError(
             f"--kl-filter compares a trial with at least {FEWEST} before it, but search space {searched.name} has {most} trials of "
@@ -167,19 +165,21 @@ def _check_kl_filter(searched: SearchSpace) -> None:
 
 
 def _num_trials(settings: SearchSettings, searched: SearchSpace) -> int | None:
-    """How many configurations optuna tries of each model at each pruning ratio; None for a grid."""
-    asked, size = settings.num_trials, searched.size
+    """How many configurations optuna tries of each model at each pruning ratio with each recovery; None for a grid."""
+    asked = settings.num_trials
     if searched.search == "grid":
         if asked is not None:
             raise UserError(
-                f"--num-trials {asked} is for --search optuna, but a grid runs all {size} configurations; leave it out or use "
-                "--search optuna"
+                f"--num-trials {asked} is for --search optuna, but a grid runs all {searched.size} configurations; leave it out or "
+                "use --search optuna"
             )
         return None
+    size = searched.largest_group
     num_trials = asked or searched.num_trials or min(20, size)
     if num_trials > size:
+        each = " with one recovery" if len(searched.values["recovery"]) > 1 else ""
         raise UserError(
-            f"--num-trials is {num_trials}, but search space {searched.name} has only {size} configurations; ask for at most "
+            f"--num-trials is {num_trials}, but search space {searched.name} has only {size} configurations{each}; ask for at most "
             f"{size}, or leave it out and use --search grid"
         )
     return num_trials

@@ -20,6 +20,7 @@ and reports every problem of the file at once, each with its line.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class SearchSpace:
     def size(self) -> int:
         """How many configurations there are at each pruning ratio."""
         return len(self.points()) // len(self.values["pruning_ratio"])
+
+    @property
+    def largest_group(self) -> int:
+        """How many configurations are compared with each other, at most: those at one pruning ratio with one recovery."""
+        return max(Counter((point["pruning_ratio"], point["recovery"]) for point in self.points()).values())
 
     def points(self) -> list[dict[str, Any]]:
         """Every distinct configuration as its values, methods innermost: neighbours share their passes.
@@ -264,10 +270,11 @@ class _Reader:
         elif space.search == "optuna" and node is None:
             self._problem(nodes["search"], "`search: optuna` needs num_trials; add e.g. `num_trials: 20`")
         elif space.search == "optuna" and node is not None and not self.problems:
-            size, num_trials = space.size, space.num_trials or 0
+            size, num_trials = space.largest_group, space.num_trials or 0
             if num_trials > size:
+                each = " with one recovery" if len(space.values["recovery"]) > 1 else ""
                 step = f"write at most {size}, or use `search: grid` to try them all"
-                self._problem(node, f"num_trials is {num_trials}; the space has {size} points: {step}")
+                self._problem(node, f"num_trials is {num_trials}; the space has {size} points{each}: {step}")
 
 
 _KEYS = ("search", *HYPERPARAMETERS, "num_trials")
