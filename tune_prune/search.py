@@ -159,8 +159,7 @@ def _run(
     folder = shown_path(plan.experiment_dir)
     planned = {key for model in plan.models for _, key in model.trials}
     trials = results.trials
-    if settings.draws is not None or settings.recover is not None:  # those that were given
-        planned &= set(trials["key"])
+    planned &= set(trials["key"])  # those that were run: an adaptive search, --draws and --recover leave some out
     failed = trials[trials["key"].isin(planned) & (trials["status"] == "failed")]
     statuses = trials["status"].value_counts().to_dict()
     best = results.best.reset_index().to_dict("records")

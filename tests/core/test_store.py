@@ -129,9 +129,10 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         open_store("gs://bucket/results")
 
 
-def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK])
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
     def link(source: object, target: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
+        raise OSError(answer, os.strerror(answer))
 
     monkeypatch.setattr(files.os, "link", link)
     store = FolderStore(tmp_path)

@@ -93,6 +93,16 @@ def test_weights_are_fetched_before_workers_ask_for_them(
         loading.fetch_weights(source)
 
 
+def test_a_folder_with_the_name_of_an_alias_is_pointed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alias is what was meant for a hub's model."""
+    monkeypatch.chdir(tmp_path)
+    source = resolve("mistral")
+    hint = " (the folder ./mistral is --model ./mistral)"
+    assert hint not in str(loading.unavailable(source, ConnectionError("no route"), "config.json"))
+    (tmp_path / "mistral").mkdir()
+    assert str(loading.unavailable(source, ConnectionError("no route"), "config.json")).endswith(f"--model DIR{hint}")
+
+
 def cached_dataset(home: Path, repo: str, commit: str) -> Path:
     """A data set in the hub's cache below `home`, as the datasets library leaves it; gives its README.md."""
     folder = home / "hub" / f"datasets--{repo.replace('/', '--')}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tune_prune.cli.search_flags import parser
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.models.catalog import HUB_ALIASES, aliases
 from tune_prune.models.families import FAMILIES
@@ -66,3 +68,12 @@ def test_every_benchmark_named_is_there() -> None:
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)", README))))
 def test_links_lead_somewhere(target: str) -> None:
     assert (ROOT / target).exists()
+
+
+def test_the_ways_to_search_can_be_run_one_after_the_other() -> None:
+    """Adaptive searches of one experiment have one objective."""
+    objectives: dict[object, str] = {}
+    for line in re.findall(r"^    python -m tune_prune\.search (--model .+?)(?: +#|$)", README, re.MULTILINE):
+        found = parser().parse_args(shlex.split(line))
+        experiment = found.name or (*found.model, found.search_space)
+        assert objectives.setdefault(experiment, found.objective) == found.objective, line

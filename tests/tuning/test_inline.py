@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,17 @@ def test_a_defect_in_a_view_is_raised(tmp_path, monkeypatch):
     argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
     with pytest.raises(ZeroDivisionError):
         search.main([*argv, "--storage-path", str(tmp_path), "--name", "one"])
+
+
+def test_failures_are_counted_among_the_trials_that_an_adaptive_search_has_run(tmp_path, capfd, breaks):
+    (tmp_path / "space.yaml").write_text(SPACE.replace("random", "[random, magnitude]"))
+    argv = [*TINY, "--search-space", str(tmp_path / "space.yaml"), "--tasks", "boolq", "--limit", "4", "--inline"]
+    argv += ["--storage-path", str(tmp_path), "--name", "one", "--search", "optuna", "--num-trials", "1"]
+    for config in CONFIGS:
+        breaks(config, Infeasible("too much"))
+        breaks(replace(config, method="magnitude"), Infeasible("too much"))
+    assert search.main(argv) == 0
+    assert "\nfailed       3 of 3 trials: 3 infeasible" in capfd.readouterr().out
 
 
 def test_a_search_ends_with_the_classes_of_its_failures(tmp_path, capfd, breaks):

