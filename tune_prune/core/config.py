@@ -95,9 +95,13 @@ class PruningConfig:
                 raise UserError(f"{name} is {value!r}; it must be {row.kind}")
 
     def __lt__(self, other: PruningConfig) -> bool:
-        """By the values in their order; the run's are before others."""
-        mine, others = ([(v is not None, v) for v in asdict(config).values()] for config in (self, other))
-        return mine < others
+        """By their `order`."""
+        return self.order < other.order
+
+    @property
+    def order(self) -> list[tuple[bool, Any]]:
+        """The values in their order, the run's before others: the key to sort many configurations by."""
+        return [(value is not None, value) for value in vars(self).values()]
 
     @property
     def samples(self) -> Samples:

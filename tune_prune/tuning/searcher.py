@@ -83,7 +83,7 @@ class _Study:
     ) -> None:
         self._objective = objective
         self._keys = {spec.config: spec.key for spec in specs}
-        self._unseen = sorted(self._keys)
+        ordered = sorted(self._keys, key=lambda config: config.order)
         self._levels = _levels(self._keys)
         # By kind what all of it have: TPE does not know that damping means nothing without a refit, nor removal_power to taylor.
         self._unread = {kind: _common(members) for kind, members in _by_kind(self._keys).items()}
@@ -93,10 +93,10 @@ class _Study:
             direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
         )
         by_key = {record.key: record for record in known}
-        records = [(config, by_key[key]) for config, key in sorted(self._keys.items()) if key in by_key]
-        done = [config for config, record in records if record.status != "failed"]
+        records = [(config, by_key[key]) for config in ordered if (key := self._keys[config]) in by_key]
+        done = {config for config, record in records if record.status != "failed"}
         self._again = [config for config, record in records if record.status == "failed"]
-        self._unseen = [config for config in self._unseen if config not in done]
+        self._unseen = [config for config in ordered if config not in done]
         self.remaining = max(0, min(num_trials - len(done), len(self._unseen)))
         for config, record in records:
             self._study.add_trial(self._finished_trial(config, record))
@@ -184,7 +184,7 @@ def _kind(config: PruningConfig) -> tuple[str, str, str]:
 def _by_kind(configs: Iterable[PruningConfig]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for config in configs:
-        found.setdefault(_kind(config), []).append(asdict(config))
+        found.setdefault(_kind(config), []).append(vars(config))
     return found
 
 
@@ -199,5 +199,5 @@ def _is_text(name: str) -> bool:
 
 def _levels(configs: Iterable[PruningConfig]) -> dict[str, list[Any]]:
     """The values that each hyperparameter takes, sorted, by its name."""
-    rows = [asdict(config) for config in configs]
+    rows = [vars(config) for config in configs]
     return {name: sorted({row[name] for row in rows}, key=lambda value: (value is not None, value)) for name in rows[0]}
