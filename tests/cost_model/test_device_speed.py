@@ -12,7 +12,7 @@ from transformers import MistralConfig
 from transformers.configuration_utils import PretrainedConfig
 
 from tests.cost_model.test_cost_model import SPEED, work
-from tune_prune.core.config import EvaluationProtocol
+from tune_prune.core.config import EvaluationProtocol, PruningConfig
 from tune_prune.cost_model import device_speed
 from tune_prune.cost_model import estimate as estimates
 from tune_prune.cost_model.device_speed import BUILT_BYTES, LONG_ROW, SHORT_ROW, Line, SpeedRequest, _Bench, measure
@@ -148,3 +148,24 @@ def test_steps_of_a_training_take_their_launches_only_where_those_are_many():
         for speed, way in ((quick, RESIDENT), (slow, RESIDENT), (slow, Residency(gradients_by_layer=True)))
     )
     assert at_once == plain < 0.01 and by_layer >= 100 * 0.05
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "whole", "streamed"),
+    [
+        # The dense model's hidden states; and the copy, once or twice for each of ten steps
+        ("recovery", PruningConfig("taylor", 128, 8, recovery="lora", recovery_steps=10), 1 + 1, 1 + 2 * 10),
+        # Two copies, once each or for the two directions of gradients
+        ("steps", PruningConfig("taylor", 128, 8, steps=3), 2, 2 * 2),
+        ("steps", PruningConfig("block_influence", 128, 8, steps=3), 2, 2),
+    ],
+)
+def test_a_copy_that_is_held_as_a_whole_is_read_once(
+    stage: str, config: PruningConfig, whole: int, streamed: int
+) -> None:
+    for pruned_whole, readings in ((True, whole), (False, streamed)):
+        way = Residency(from_files=True, pruned_whole=pruned_whole)
+        none, some = (
+            estimates._step(work(trials=1, way=way, weight_bytes=size), stage, [config]).seconds for size in (0, 10**9)
+        )
+        assert some - none == pytest.approx(readings * 10**9 / estimates.DISK_BYTES_PER_S)

@@ -264,6 +264,8 @@ def _passes(work: ModelWork, seq_len: int, needs: Sequence[Need]) -> list[StageC
 
 def _pass(work: ModelWork, stage: str, todo: PassWork, seq_len: int, snapshot: float = 0.0) -> StageCost:
     """One pass; `snapshot`: seconds in which its sums are read out once."""
+    if (todo.of_copy or todo.adapter_rank) and work.way.pruned_whole:  # the copy is there (Recipe.to_train)
+        work = replace(work, way=replace(work.way, from_files=False, pruned_whole=False, gradients_by_layer=True))
     speed, arithmetic = work.speed, work.arithmetic
     tokens = arithmetic.layers_of_pass(todo, seq_len) / arithmetic.all_layers(1, seq_len)
     rate, head, call = speed.forward, speed.head, speed.forward_call
@@ -302,8 +304,11 @@ def _step(work: ModelWork, stage: str, amounts: Sequence[Any]) -> StageCost:
     tokens, flops, seconds = (
         share * sum(getattr(one, of) for parts in each for one in parts) for of in ("tokens", "flops", "seconds")
     )
-    if stage == "recovery" and work.way.streamed:
-        seconds += share * sum(one.recovery_steps for one in amounts if one) * 2 * _reading_s(work)
+    if work.way.pruned_whole and stage != "refit":  # each copy is brought once
+        seconds += share * sum(one.steps - 1 if stage == "steps" else 1 for one in amounts if one) * _reading_s(work)
+    elif stage == "recovery" and work.way.streamed:
+        again = sum(one.recovery_steps - 1 for one in amounts if one)  # after the first step, which is in the pass
+        seconds += share * again * 2 * _reading_s(work)
     return StageCost(stage, round(share * len(each)), round(tokens), flops, seconds)
 
 

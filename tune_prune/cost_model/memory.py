@@ -207,7 +207,7 @@ class Shapes:
             else:
                 own, copy = self._of_copy(way, 0) if work.of_copy else (way, 0)  # as large as the dense model, at most
                 one = self._gradients(stage, work, own) if work.backward else self._forward(stage, work, own)
-                one = replace(one, way=one.way if own is way else str(way), held=one.held + copy)
+                one = replace(one, held=one.held + copy)
             found[stage] = max(one, found.get(stage, one), key=lambda stage: (stage.total, stage.away))
         return list(found.values())
 
@@ -253,7 +253,7 @@ class Shapes:
         widths = 4 * (h + self._q) + 3 * (h + self._m)
         adapters = 4 * FLOAT32 * work.adapter_rank * widths * self.geometry.num_layers
         waiting = work.waiting_tokens * h * self.itemsize if self.device == "cpu" else 0
-        return replace(one, way=str(way), held=one.held + copy + adapters + waiting)
+        return replace(one, held=one.held + copy + adapters + waiting)
 
     def _of_copy(self, way: Residency, removed_params: int) -> tuple[Residency, int]:
         """How a pruned copy is held while statistics or gradients are taken of it, and the bytes of it that are there then."""
