@@ -20,6 +20,7 @@ from tune_prune.cost_model.memory import PROCESS_BYTES, Shapes
 from tune_prune.cost_model.memory_plan import MemoryPlan, choose
 from tune_prune.models import loading
 from tune_prune.models.runner import layer_weights
+from tune_prune.pruning.compensation import recovery
 from tune_prune.pruning.statistics import Need
 from tune_prune.pruning.statistics.taylor import STATISTIC
 from tune_prune.trial.fallback import MEASURING
@@ -166,6 +167,16 @@ def test_streamed_a_7b_model_needs_two_layers_and_a_card_of_24_gb_holds_its_prun
     masks = 2**18 * 600 * 2
     assert [stage.held - layers for stage in zero_shot[3:]] == [2**18 * 4096 * 2 + masks, masks, masks]
     assert streamed[2].total < 20 * 2**30 and streamed[5].total < 6 * 2**30
+
+
+def test_a_copy_that_is_held_as_a_whole_is_trained_by_layer():
+    """As `Recipe.to_train` holds it, whatever the dense model is."""
+    _, geometry = loading.config_geometry(MistralConfig())
+    passes = [("recovery", recovery.step_work(100, 32, 8))]
+    plans = Shapes(geometry, MistralConfig(), 2, "cuda").ways(passes, removed_params=10**9)
+    ways = {(str(plan.way), plan.way.pruned_whole): plan.stages[0].way for plan in plans}
+    assert ways["resident", False] == "resident"
+    assert (ways["streamed", True], ways["streamed", False]) == ("by layer", "streamed")
 
 
 def test_the_fastest_way_that_fits_is_chosen():

@@ -162,7 +162,7 @@ def _trials(about: Mapping[str, Any], records: Sequence[TrialRecord]) -> dict[st
     planned = len(keys) or None
     if about.get("search") == "optuna" and about.get("num_trials") is not None:
         planned = max(int(about["num_trials"]) * len(models), len(done))  # an earlier start may have asked for more
-    states = Counter(record.status for record in done)
+    states = Counter[str](record.status for record in done)
     counts = {state: states[state] for state in _STATES}
     return {"planned": planned, "done": len(done), **counts, "earlier": len(records) - len(done)}
 
