@@ -70,7 +70,15 @@ def on_card(ways: list[MemoryPlan], gigabytes: int, geometry: Geometry, vocab_si
     )  # fmt: skip
     hours = estimate([work], 1, 1).wall_seconds / 3600  # trials at once share what the GPU reaches
     shown = f"{hours:.2g} h" if hours >= 0.95 else f"{60 * hours:.0f} min"
-    how = "copies whole " if plan.way.pruned_whole else "streamed " if plan.way.from_files else "by layer " if plan.way.by_layer else ""
+    how = (
+        "copies whole "
+        if plan.way.pruned_whole
+        else "streamed "
+        if plan.way.from_files
+        else "by layer "
+        if plan.way.by_layer
+        else ""
+    )
     return f"{trials} {how}({shown})"
 
 
