@@ -40,7 +40,7 @@ def test_without_items_it_is_what_holds_of_the_seven_tasks() -> None:
 def test_where_several_choices_are_right_chance_is_not_known(tmp_path: Path) -> None:
     items = [ItemScore("own", index, 0, 1.0, None, (-2.0, -1.0), index % 2 - 1) for index in range(30)]
     (tmp_path / ITEMS).write_bytes(to_parquet(items))
-    table = guessing(["own"], str(tmp_path), None, False)
+    table = guessing(["own"], str(tmp_path), None)
     assert table[["chance", "threshold"]].isna().all(axis=None)
     assert math.isnan(summarize(items)["chance_acc_mean"])
 

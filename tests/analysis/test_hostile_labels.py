@@ -150,7 +150,7 @@ def test_a_terminal_is_not_spoken_to() -> None:
 def test_the_status_of_a_search_does_not_either() -> None:
     latest = {"model": "m\x1b[2J", "config": "c", "host": "h\x1b[31m", "reason": "\x1b]0;title\x07"}
     found = {
-        "trials": {"planned": 1, "done": 1, "complete": 0, "stopped_early": 0, "failed": 1},
+        "trials": {"planned": 1, "done": 1, "complete": 0, "stopped_early": 0, "failed": 1, "earlier": 0},
         **{
             "search": None,
             "experiment": "e",

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from tests.findings import from_csv, published_findings, simulated_findings, simulated_study
+from tune_prune.analysis.input.errors import sizes_of
 from tune_prune.analysis.input.reading import read_study
 from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.render import messages
@@ -36,7 +38,7 @@ def test_models_that_were_measured_otherwise_do_not_stand_side_by_side(tmp_path:
     folders = [simulated_study(tmp_path / name, models=(name,), items=n) for name, n in [("alpha", 40), ("beta", 20)]]
     findings = find(read_study(folders, []))
     text = paragraphs(findings)[0]
-    assert [labels for labels in findings.protocols.values()] == [["alpha"], ["beta"]]
+    assert [labels for _, labels in findings.protocols] == [["alpha"], ["beta"]]
     for label, items in [("alpha", 40), ("beta", 20)]:
         assert re.search(
             rf"Accuracy of {label} is the unweighted mean over 7 .*piqa[^,]*\(acc_norm, {items} items\)", text
@@ -65,6 +67,34 @@ def test_errors_that_a_results_file_states_are_not_made_of_the_published_sizes(t
     assert findings.models["alpha"].guessing.loc["boolq", "items"] == TASK_ITEMS["boolq"]
     assert "Standard errors are binomial, from the sizes of the published tasks, as" in paragraphs(findings)[0]
     assert "published tasks" in paragraphs(published_findings())[0]
+
+
+def test_what_is_not_known_of_a_model_is_no_difference(tmp_path: Path) -> None:
+    """Items that were moved away, and numbers of items that rounded errors of a results file only imply."""
+    folder = simulated_study(tmp_path / "one", items=20)
+    study = read_study([folder], [])
+    best = find(study).models["beta"].best
+    (Path(best["output_dir"]) / "items.parquet").unlink()
+    (one,) = find(read_study([folder], [])).protocols
+    assert one[1] == ["alpha", "beta"] and one[0].items["boolq"] == 20
+    rows = published_findings().models["Llama"].trials
+    errors = {f"acc_{task}_stderr": rows[f"acc_{task}_stderr"].round(4) for task in TASK_ITEMS}
+    rows = rows[
+        ["method", "seq_len", "num_samples", "ppl", "acc_mean", *(f"acc_{task}" for task in TASK_ITEMS)]
+    ].assign(**errors)
+    for part, name in enumerate("ab"):
+        rows.iloc[part::2].to_csv(tmp_path / f"{name}.csv", index=False)
+    found = find(read_study([], [(name, tmp_path / f"{name}.csv") for name in "ab"]))
+    assert len(found.protocols) == 1 and "side by side" not in paragraphs(found)[0]
+    assert (
+        found.models["a"].guessing["items"].drop("mean").to_dict() == TASK_ITEMS
+    )  # to within what rounding leaves open
+
+
+def test_an_accuracy_of_one_tells_no_number_of_items() -> None:
+    rows = pd.DataFrame({"output_dir": ["", ""], "acc_own": [1.0, 0.9], "acc_own_stderr": [0.01, 0.0480384]})
+    assert sizes_of(rows, ["own"]) == {"own": 40}
+    assert sizes_of(rows[:1], ["own"]) == {}
 
 
 def test_a_choice_by_text_needs_no_correction(tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def test_a_weight_that_float16_does_not_hold_is_refused(tiny, tmp_path, make, fm
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
     dense = make(resolve(str(tmp_path / "model")), torch.float16, "cpu")
     with pytest.raises(
-        UserError, match=r"layers\.1\.mlp\.up_proj\.weight has a weight above 65,504, .* bfloat16 or float32"
+        UserError,
+        match=r"layers\.1\.mlp\.up_proj\.weight has a weight that is NaN or above 65,504, .* bfloat16 or float32",
     ):
         written(dense, PLANS["alike"], tmp_path / "out", fmt, 10**9)
 

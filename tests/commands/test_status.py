@@ -184,7 +184,7 @@ def test_what_is_done_is_counted_among_what_is_planned(experiment: Path) -> None
     found = status.read(FolderStore(experiment), NOW)
     assert (found["trials"]["planned"], found["trials"]["done"], found["trials"]["earlier"]) == (19, 19, 17)
     assert sum(found["trials"][state] for state in ("complete", "stopped_early", "failed")) == 19
-    assert " 1 failed; and 17 of earlier starts" in status.text(found)
+    assert " 1 failed; and 17 that earlier starts have left" in status.text(found)
     about["models"]["alpha"]["trial_keys"] = keys
     (experiment / EXPERIMENT).write_text(json.dumps(about | {"search": "optuna", "num_trials": 1}))
     assert "36 of 36 done" in status.text(status.read(FolderStore(experiment), NOW))

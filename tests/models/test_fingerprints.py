@@ -142,10 +142,10 @@ def test_tokens_beside_a_tokenizer_count_where_transformers_reads_them(folder, n
             tokenizer = loading.load_tokenizer(source)
             read.append((tokenizer.bos_token, tuple(tokenizer.get_added_vocab())))
             marks.append(mark(folder))
+        older = weight_files.folder_fingerprint(folder, weight_files.content_hash, beside=False)
+        assert (older == mark(folder)) == bool(decoder) and loading.is_model_of(older, source, load_config(source))
     assert read[0] != read[1] and marks[0] != marks[1]
     assert read[2] == read[3] and marks[2] == marks[3]
-    older = weight_files.folder_fingerprint(folder, weight_files.content_hash, beside=False)
-    assert loading.is_model_of(older, source, load_config(source))
 
 
 def test_weights_in_a_folder_below_are_of_the_model(complete, folder):

@@ -51,9 +51,7 @@ def test_an_experiment_goes_on(started: Path, plan_text: Callable[..., str]) -> 
     assert "kept/mine  (1 of 6 trials are in its ledger)" in plan_text(*AGAIN)
 
 
-def test_what_an_adaptive_search_has_left_is_counted_by_group(
-    tmp_path: Path, plan_text: Callable[..., str], refusal: Callable[..., str]
-) -> None:
+def test_what_an_adaptive_search_has_left_is_counted_by_group(tmp_path: Path, plan_text: Callable[..., str]) -> None:
     """As its searcher does: what is done beyond --num-trials without recovery is none of those with it."""
     space = tmp_path / "space.yaml"
     space.write_text("search: grid\nmethod: taylor\nseq_len: [16, 32]\nnum_samples: [4, 8]\nrecovery: [none, lora]\n")

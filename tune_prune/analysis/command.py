@@ -227,7 +227,7 @@ def _to_keep(files: list[Path]) -> Iterator[str]:
     for path in (path for path in files if path.name == BEST_OF_MODEL):
         entry = parse_json(path)
         if entry["source"] is not None and entry["selection"].get("smallest_of_all_ratios", True):
-            output = f"{entry['model']}-pruned"
+            output = f"{entry['model'].replace('/', '-')}-pruned"
             yield shlex.join(["python", "-m", "tune_prune.prune", "--config", str(path), "--output", output])
 
 

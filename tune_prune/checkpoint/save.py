@@ -144,7 +144,9 @@ def _write(
     weights = layers.compact_weights(dense, recipe.plan, pruned, dropped, recipe.changes)
     # Of the dtypes, float16 alone holds less than what the base model's files may.
     if dense.model.dtype == torch.float16 and (name := first_non_finite(weights or dict(pruned.named_parameters()))):
-        raise UserError(f"{name} has a weight above 65,504, the most of float16; save with --dtype bfloat16 or float32")
+        raise UserError(
+            f"{name} has a weight that is NaN or above 65,504, the most of float16; save with --dtype bfloat16 or float32"
+        )
     notes: list[str] = []
     done = []
     if recipe.changes.refitted:

@@ -23,7 +23,7 @@ from tune_prune.analysis.cost import between, duration, gpu_hours
 from tune_prune.analysis.input.errors import with_wilson_errors
 from tune_prune.analysis.input.rows import configuration_of, frame, plain_values, ranked
 from tune_prune.analysis.input.study import Model
-from tune_prune.analysis.statistics.draws import STOPPED_DRAWS, configurations
+from tune_prune.analysis.statistics.draws import configurations
 from tune_prune.analysis.statistics.rules import score
 from tune_prune.core.config import PruningConfig, group_labels
 from tune_prune.core.errors import UserError, did_you_mean
@@ -155,7 +155,7 @@ def _said(store: Store) -> dict[str, Any] | None:
 
 def _trials(about: Mapping[str, Any], records: Sequence[TrialRecord]) -> dict[str, int | None]:
     """What the latest start was to come to (None where experiment.json does not say), what of that is done, and how many trials
-    besides earlier starts have left, with other search spaces."""
+    there are besides: of earlier starts with other search spaces, or of rounds that this one has not come to yet."""
     models = about.get("models", {})
     keys = {key for model in models.values() for key in model.get("trial_keys", ())}
     done = [record for record in records if record.key in keys or not keys]
@@ -233,7 +233,7 @@ def text(found: Mapping[str, Any]) -> str:
     planned = "" if trials["planned"] is None else f" of {trials['planned']:,}"
     counts = [f"{trials[state]:,} {words}" for state, words in _STATES.items() if trials[state]]
     lines = [("experiment", f"{found['experiment']} ({found['folder']})"), ("search", _of_search(found))]
-    earlier = f"; and {trials['earlier']:,} of earlier starts" if trials["earlier"] else ""
+    earlier = f"; and {trials['earlier']:,} that earlier starts have left" if trials["earlier"] else ""
     lines.append(("trials", f"{trials['done']:,}{planned} done{': ' * bool(counts)}{', '.join(counts)}{earlier}"))
     if found["state"] == "running":
         pieces = search["running"]
@@ -294,7 +294,7 @@ def _piece(piece: Mapping[str, Any]) -> str:
 def _of_model(label: str, model: Mapping[str, Any]) -> str:
     best = model["best"]
     if best is None:
-        return f"{label}: of none of {model['complete']:,} a finite {model['by']} is known, or {STOPPED_DRAWS}"
+        return f"{label}: {model['complete']:,} trials complete, but no configuration has a finite {model['by']} of all its draws"
     error = best["acc_mean_stderr"]
     known = "" if error is None or not math.isfinite(error) else f" ± {error:.4f}".replace(" 0.", " .")
     accuracy = "unknown" if best["acc_mean"] is None else f"{best['acc_mean']:.4f}".replace("0.", ".", 1)

@@ -106,12 +106,13 @@ class TrialContext:
     def suite(self) -> ZeroShotSuite:
         """The requests of all tasks as tokens: made by lm-eval once per model and task set, afterwards read."""
         protocol, source, key = self.run.protocol, task_source(self.run), self._suite_key
-        stored = self.artifacts.get("suite", key, lambda arrays: ZeroShotSuite.from_arrays(arrays, protocol))
-        if stored is not None:
-            return stored
+        loaded = self.loaded
+        suite = self.artifacts.get("suite", key, lambda arrays: ZeroShotSuite.from_arrays(arrays, protocol))
+        if suite is not None:
+            suite.check_token_ids(self.run.label, loaded.model.config.vocab_size)
+            return suite
         from tune_prune.evaluation.zero_shot import build_suite  # imports lm_eval: seconds, and not needed before
 
-        loaded = self.loaded
         suite = self.contents.of_tasks(lambda: build_suite(loaded.tokenizer, protocol, source, loaded.max_length))
         suite.check_token_ids(self.run.label, loaded.model.config.vocab_size)
         arrays = suite.arrays()

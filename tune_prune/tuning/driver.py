@@ -129,8 +129,9 @@ def run_search(jobs: Sequence[TrialSpec], options: TuneOptions) -> SearchResult:
         # An adaptive search does not know which seq_len it will visit: the first trial at one computes for the others.
         prepared = preparation.prepare_jobs(pending if searcher is None else [], missing)
         total = len(finished) + count
-        line = LiveLine(specs, total, finished, cost=options.cost, jobs=prepared, slots=slots)
-        status = StatusObserver(settings, total, len(finished), slots, line.seconds_left, goes_on=options.goes_on)
+        used = min(slots, max(1, len(prepared) + count))  # as in the plan
+        line = LiveLine(specs, total, finished, cost=options.cost, jobs=prepared, slots=used)
+        status = StatusObserver(settings, total, len(finished), used, line.seconds_left, goes_on=options.goes_on)
 
         def warn(text: str) -> None:
             line.end()

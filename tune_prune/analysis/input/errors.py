@@ -6,6 +6,7 @@ z / (2 (n + z^2)), is the standard error that has an interval of this width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,9 +14,11 @@ import numpy as np
 import pandas as pd
 
 from tune_prune.analysis.input.items import read_items
+from tune_prune.analysis.input.rows import TASK_ITEMS
 from tune_prune.analysis.input.study import Model, tasks_of
 
 _Z = 1.959964  # of the normal distribution, for 95%
+_ROUNDED = 0.02  # what four digits of a standard error leave open of the number of items, at most
 
 
 def wilson_interval(accuracy: float, items: float) -> tuple[float, float]:
@@ -68,7 +71,7 @@ def _changed(rows: pd.DataFrame, sizes: Mapping[str, float]) -> pd.DataFrame:
 
 def sizes_of(complete: pd.DataFrame, tasks: Sequence[str]) -> Mapping[str, float]:
     """How many items each of `tasks` has, as far as that is known: by the items of a trial or, where these were not kept, by what
-    the standard errors say."""
+    the standard errors say: the published number, where it is as near as errors of four digits tell."""
     if not tasks:
         return {}
     for folder in complete["output_dir"]:
@@ -80,7 +83,9 @@ def sizes_of(complete: pd.DataFrame, tasks: Sequence[str]) -> Mapping[str, float
         if f"acc_{task}_stderr" not in complete:
             continue
         accuracy, error = complete[f"acc_{task}"], complete[f"acc_{task}_stderr"]
-        implied = (accuracy * (1 - accuracy) / error**2)[error > 0] + 1
-        if len(implied):
-            sizes[task] = round(implied.median())
+        known = accuracy.between(0, 1, inclusive="neither") & (error > 0)
+        implied = (accuracy * (1 - accuracy) / error**2)[known].median() + 1
+        if math.isfinite(implied):
+            published = TASK_ITEMS.get(task, math.nan)
+            sizes[task] = published if abs(implied / published - 1) < _ROUNDED else round(implied)
     return sizes

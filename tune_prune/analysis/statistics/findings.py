@@ -40,8 +40,23 @@ __all__ = ["RULES", "Correlation", "CrossFit", "Findings", "Message", "ModelFind
 class Protocol:
     """How a model was measured."""
 
-    tasks: tuple[tuple[str, int | None], ...]  # and how many items of each; None: not known
-    tokens: int | None  # of the perplexity text, the first; None: all, or not known
+    items: Mapping[str, int | None]  # of each task; None: not known
+    tokens: int | None  # of the perplexity text, the first; 0: all; None: not known
+
+    @classmethod
+    def of(cls, found: ModelFindings) -> Protocol:
+        model, counts = found.model, found.tasks["items"].drop("mean")
+        implied = model.kind == "published" and not model.binomial  # by standard errors, hence about
+        items = {str(task): None if implied or pd.isna(count) else int(count) for task, count in counts.items()}
+        return cls(items, None if model.source is None else model.tokens or 0)
+
+    def joined(self, other: Protocol) -> Protocol | None:
+        """What both say, where nothing that is known of both differs."""
+        pairs = [(self.tokens, other.tokens), *((self.items[task], other.items.get(task)) for task in self.items)]
+        if list(self.items) != list(other.items) or any(None not in pair and pair[0] != pair[1] for pair in pairs):
+            return None
+        tokens, *counts = (first if second is None else second for first, second in pairs)
+        return Protocol(dict(zip(self.items, counts, strict=True)), tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +89,17 @@ class Findings:
         return {name: [found for found in ordered if found.model.series == name] for name in names}
 
     @cached_property
-    def protocols(self) -> Mapping[Protocol, list[str]]:
+    def protocols(self) -> list[tuple[Protocol, list[str]]]:
         """How models were measured, with the labels of those that were measured so: one where all stand side by side."""
-        found: dict[Protocol, list[str]] = {}
+        found: list[tuple[Protocol, list[str]]] = []
         for label, one in self.models.items():
-            items = one.tasks["items"].drop("mean")
-            tasks = tuple((str(task), None if pd.isna(count) else int(count)) for task, count in items.items())
-            found.setdefault(Protocol(tasks, one.model.tokens), []).append(label)
+            own = Protocol.of(one)
+            for index, (protocol, labels) in enumerate(found):
+                if (joined := protocol.joined(own)) is not None:
+                    found[index] = joined, [*labels, label]
+                    break
+            else:
+                found.append((own, [label]))
         return found
 
     @cached_property
