@@ -134,7 +134,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if {"tasks", "calibration"} & set(changed):
         changed = [name for name in changed if name != "data"]
     contents = {
-        "model": "the model's files changed, or an older version identified them, which read less (docs/data.md: Fingerprints)",
+        "model": "the model's files have changed, or an older version knew them by less (docs/data.md: Fingerprints)",
         "data": "the files of texts or tasks have changed, or an older version asked other tasks than the seven with examples",
         "texts": "the files of calibration texts have changed",
     }
