@@ -50,7 +50,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
     def seen(*cards: tuple[str, int, float, float]) -> None:
         about = [
-            SimpleNamespace(name=name, major=major, total_memory=int(all_ * GIB)) for name, major, _, all_ in cards
+            SimpleNamespace(name=name, major=major, minor=0, total_memory=int(all_ * GIB))
+            for name, major, _, all_ in cards
         ]
         free = [(int(free * GIB), int(all_ * GIB)) for _, _, free, all_ in cards]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
@@ -120,6 +121,14 @@ def test_a_plan_asks_and_measures_a_gpu_in_processes_that_end(planned) -> None:
     planned.calls.clear()
     assert planned([CARD], gpus_per_trial=0).gpu_names == ()
     assert planned.calls == []
+
+
+def test_no_search_is_planned_on_a_gpu_that_torch_has_no_kernels_for(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    cards = [CARD, ("Tesla V100", 7, 30, 32)]
+    with pytest.raises(UserError, match=r"^GPU 1 \(Tesla V100\) .*CUDA_VISIBLE_DEVICES.*\(--gpus-per-trial 0\)$"):
+        planned(cards)
+    assert planned(cards, gpus_per_trial=0).resources.gpus == 0
 
 
 def test_bfloat16_is_for_gpus_that_compute_in_it(planned, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,4 +382,4 @@ def test_to_cut_by_a_plan_takes_no_gpu() -> None:
 
 def test_keys_name_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    assert [loading.device_key(torch.device(name)) for name in ("cpu", "cuda:1")] == ["cpu", "GPU 1"]
+    assert [of_models.device_key(torch.device(name)) for name in ("cpu", "cuda:1")] == ["cpu", "GPU 1"]

@@ -180,6 +180,15 @@ def test_a_node_whose_torch_sees_no_gpu_is_named(cluster) -> None:
         nodes.survey(use_gpus=True)
 
 
+def test_a_node_with_a_gpu_that_torch_has_no_kernels_for_is_named(cluster) -> None:
+    old = replace(GPU, problem="GPU 1 (Tesla V100) is of compute capability 7.0")
+    cluster.hardware = lambda name: (MEMORY, FILE_ROOM, [GPU, old] if name == "2" else [GPU])
+    with pytest.raises(
+        UserError, match=r"^node gpu-2 .* cannot use: GPU 1 \(Tesla V100\) .*\(--gpus-per-trial 0\); or end"
+    ):
+        nodes.survey(use_gpus=True)
+
+
 @pytest.mark.parametrize("seen", ["used", "removed"])
 def test_a_folder_that_another_search_makes_at_the_same_time_hides_no_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str

@@ -14,6 +14,7 @@ class Gpu:
     name: str
     memory: Memory
     bfloat16: bool  # whether it computes in it, not only by way of float32
+    problem: str = ""  # why torch cannot compute on it
 
 
 def visible_gpus() -> list[Gpu]:
@@ -21,9 +22,12 @@ def visible_gpus() -> list[Gpu]:
     `own_process.call(visible_gpus)` leaves none behind."""
     import torch  # here: flags are read without it
 
+    from tune_prune.models.runner.devices import lacks_kernels
+
     found = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(about.name, Memory(total, free), bool(torch.version.hip) or about.major >= 8))
+        bfloat16 = bool(torch.version.hip) or about.major >= 8
+        found.append(Gpu(about.name, Memory(total, free), bfloat16, lacks_kernels(index)))
     return found

@@ -129,7 +129,7 @@ def recipe_amounts(configs: Collection[PruningConfig]) -> dict[str, tuple[Any, .
 def passes_to_make(
     configs: Iterable[PruningConfig], run: ModelRun, model_fingerprint: str, device: str, store: ArtifactStore
 ) -> dict[Samples, tuple[Need, ...]]:
-    """What the statistics of `configs` lack in the cache of that kind of device (`models.loading.device_key`)."""
+    """What the statistics of `configs` lack in the cache of that kind of device (`devices.device_key`)."""
     cache = StatisticCache(run, model_fingerprint, device, store)
     missing = {samples: cache.missing(samples, needs) for samples, needs in by_samples(configs).items()}
     return {samples: needs for samples, needs in missing.items() if needs}

@@ -34,7 +34,7 @@ from tune_prune.models.families import FAMILIES, Family, family_of
 from tune_prune.models.geometry import Geometry, check_sizes, read_geometry
 from tune_prune.models.gguf import convert
 from tune_prune.models.gguf import files as gguf_files
-from tune_prune.models.runner import spread
+from tune_prune.models.runner import devices, spread
 from tune_prune.models.runner.out_of_memory import is_out_of_memory
 from tune_prune.models.runner.residency import RESIDENT, Residency
 
@@ -77,21 +77,20 @@ class LoadedModel:
 
 
 def pick_device(asked: str) -> str:
-    """The device that --device means: auto, cpu or cuda. Raises UserError for a GPU that is not there."""
-    has_gpu = torch.cuda.is_available()
+    """The device that --device means: auto, cpu or cuda. Raises UserError for a GPU that is not there or lacks kernels."""
+    has_gpu = asked != "cpu" and torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
         raise UserError("--device is cuda, but torch finds no GPU on this machine; use --device cpu, or leave it out")
-    return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
+    if has_gpu:
+        set_up_gpu()  # to ask torch about a GPU is a use of it
+        if problem := devices.lacks_kernels(0):
+            raise UserError(f"{problem}: {devices.NO_KERNELS_STEP} (--device cpu)")
+    return "cuda" if has_gpu else "cpu"
 
 
 def usual_dtype(device: str) -> str:
     """In which weights are where no --dtype says otherwise: bfloat16 on a GPU that computes in it, else float32."""
     return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-
-
-def device_key(device: torch.device) -> str:
-    """What keys say of a device: "cpu", or the GPU's name, as another GPU has other kernels."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def set_up_gpu() -> None:

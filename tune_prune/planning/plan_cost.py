@@ -53,7 +53,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     None where no worker of the cluster was free to measure its speed.
     """
     settings, device = plan.settings, plan.resources.device
-    computed_on = plan.gpu_names[0] if plan.gpu_names else device  # as `models.loading.device_key` says it
+    computed_on = plan.gpu_names[0] if plan.gpu_names else device  # as `devices.device_key` says it
     measured = (open_store(plan.experiment_dir).read(BASELINES) or {}).keys()
     works = []
     for model in plan.models:

@@ -30,6 +30,7 @@ from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import hub, loading, weight_files
 from tune_prune.models.catalog import ModelSource
 from tune_prune.models.geometry import Geometry
+from tune_prune.models.runner import devices
 from tune_prune.models.runner.mapped_model import to_bring_layers
 from tune_prune.planning import experiment, memory_bounds, plan_cost, resolve
 from tune_prune.planning.plan import ModelPlan, Plan, SearchSettings, shapes_of
@@ -288,9 +289,12 @@ def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelP
 
 
 def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[Gpu]]:
-    """CPUs and GPUs of each node, of this machine or of the connected cluster, and what GPUs those are, if they are to be used."""
+    """CPUs and GPUs of each node, of this machine or of the connected cluster, and what GPUs those are, if they are to be used.
+    Raises UserError for a GPU of this machine that torch has no kernels for; of a cluster the survey does."""
     if told:
         return [node.resources for node in told], [gpu for node in told for gpu in node.gpus]
     count = torch.cuda.device_count()
     gpus = own_process.call(visible_gpus) if count and settings.gpus_per_trial != 0 else []
+    if problem := next((gpu.problem for gpu in gpus if gpu.problem), None):
+        raise UserError(f"{problem}: {devices.NO_KERNELS_STEP} (--gpus-per-trial 0)")
     return [{"CPU": machine.cpus(), "GPU": count}], gpus

@@ -27,6 +27,7 @@ from tune_prune.evaluation.item_scores import ItemScore
 from tune_prune.evaluation.perplexity import PerplexityResult
 from tune_prune.evaluation.suite import ZeroShotSuite
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner.devices import device_key
 from tune_prune.models.runner.layer_runner import BLOCK_TOKENS
 from tune_prune.models.runner.layer_weights import first_non_finite
 from tune_prune.models.runner.mapped_model import map_model, readable_in_place
@@ -248,7 +249,7 @@ class TrialContext:
 
     @cached_property
     def cache(self) -> StatisticCache:
-        device, contents = loading.device_key(self.loaded.device), self.contents
+        device, contents = device_key(self.loaded.device), self.contents
         return StatisticCache(
             self.run, self.model_fingerprint, device, self.artifacts, fingerprint=contents.calibration
         )
@@ -350,7 +351,7 @@ class TrialContext:
             "model": self.model_fingerprint,
             "structure": structure,
             "dtype": self.run.dtype,
-            "device": loading.device_key(self.loaded.device),
+            "device": device_key(self.loaded.device),
             **more,
         }
 

@@ -39,7 +39,7 @@ def by_samples(configs: Iterable[PruningConfig]) -> dict[Samples, tuple[Need, ..
 
 @dataclass(frozen=True)
 class StatisticCache:
-    """The statistics of one model on one kind of device (`models.loading.device_key`) in the artifact store; of a pruned copy of it
+    """The statistics of one model on one kind of device (`devices.device_key`) in the artifact store; of a pruned copy of it
     where there is a `structure` (PruningPlan.structure). `fingerprint`: of a calibration text."""
 
     run: ModelRun

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import platform
+import re
 import resource
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
 import torch
+
+# Behind what `lacks_kernels` says; the command's own flag for it follows.
+NO_KERNELS_STEP = "leave it out with CUDA_VISIBLE_DEVICES, install a torch built for it, or compute on the CPU"
+
+
+def device_key(device: torch.device) -> str:
+    """What keys say of a device: "cpu", or the GPU's name, as another GPU has other kernels."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def kernels_from(capability: tuple[int, int], architectures: Iterable[str]) -> str:
+    """From which compute capability on a torch built for `architectures` (sm_75, sm_90a, compute_120) has kernels, as in "7.5",
+    where `capability` (major, minor) is below it; else empty, also where none is named so: on a CPU, and by ROCm."""
+    named = [int(number) for name in architectures for number in re.findall(r"^(?:sm|compute)_(\d+)", name)]
+    first = divmod(min(named, default=0), 10)
+    return f"{first[0]}.{first[1]}" if capability < first else ""
+
+
+def lacks_kernels(index: int) -> str:
+    """Why this torch cannot compute on its GPU `index`, as the beginning of a sentence; empty where it can."""
+    about = torch.cuda.get_device_properties(index)
+    first = kernels_from((about.major, about.minor), torch.cuda.get_arch_list())
+    return first and (
+        f"GPU {index} ({about.name}) is of compute capability {about.major}.{about.minor}, for which this torch "
+        f"({torch.__version__}) has no kernels (from {first} on)"
+    )
 
 
 @cache

@@ -29,6 +29,7 @@ from tune_prune.cost_model.gpus import Gpu, visible_gpus
 from tune_prune.cost_model.memory_plan import on_this_machine
 from tune_prune.data.sources import data_fingerprint
 from tune_prune.models import catalog, loading
+from tune_prune.models.runner.devices import NO_KERNELS_STEP
 from tune_prune.tuning.ray_cluster.resources import Node, TrialResources, slots_on
 
 WAIT_S = 60.0  # a first worker has to import torch; a busy cluster may not have one free at all
@@ -95,6 +96,10 @@ def survey(use_gpus: bool) -> list[Node]:
             if on_gpus and not gpus:
                 problems[node.name] = (
                     "offers GPUs but its torch sees none: install a torch build for them there, or use --gpus-per-trial 0"
+                )
+            elif problem := next((gpu.problem for gpu in gpus if gpu.problem), None):
+                problems[node.name] = (
+                    f"offers GPUs that it cannot use: {problem}; {NO_KERNELS_STEP} (--gpus-per-trial 0)"
                 )
     _refuse(problems, len(nodes))
     return nodes
