@@ -37,11 +37,12 @@ SIGNS = (
     "DefaultCPUAllocator",
     os.strerror(errno.ENOMEM),
 )
-# How allocators say what they were asked for (CUDA's, the CPU's, numpy's), and CUDA's what was free.
+# How allocators say what they were asked for (CUDA's, the CPU's, numpy's), and CUDA's what was free and what a share is.
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
 _ASKED = re.compile(rf"(?:tried to allocate|unable to allocate) {_AMOUNT}", re.IGNORECASE)
 _FREE = re.compile(rf"of which {_AMOUNT} is free", re.IGNORECASE)
+_SHARE = re.compile(rf"{_AMOUNT} allowed;", re.IGNORECASE)
 
 T = TypeVar("T")
 
@@ -56,10 +57,12 @@ class Shortage:
 
     asked: int | None
     free: int | None
+    share: int | None = None  # what this process may take of a GPU that has as much free as was asked for
 
     def __str__(self) -> str:
         asked, free = ("an unknown amount" if count is None else size(count) for count in (self.asked, self.free))
-        return f"{asked} asked for, {free} free"
+        there = f"{free} free" if self.share is None else f"of {size(self.share)} that this trial may take"
+        return f"{asked} asked for, {there}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -78,8 +81,9 @@ def attempt(run: Callable[[], T], device: torch.device) -> T | Shortage:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = _bytes(_FREE, str(error))
-        shortage = Shortage(_bytes(_ASKED, str(error)), _free(device) if said is None else said)
+        asked, free, share = (_bytes(amount, str(error)) for amount in (_ASKED, _FREE, _SHARE))
+        free = _free(device) if free is None else free
+        shortage = Shortage(asked, free, None if free < (asked or 0) else share)
         traceback.clear_frames(error.__traceback__)  # their variables hold what the failed work had
     release(device)  # out here, where the exception and its frames are gone
     return shortage
@@ -100,7 +104,8 @@ def first_that_fits(
     step: Callable[[], str] = str,
 ) -> T:
     """What `run` gives in the first of `ways` in which memory suffices; the next one is asked for when all that the one before had
-    is given back. Raises OutOfMemory where none does, which begins its advice with `step`, and whatever else `run` raises."""
+    is given back. Raises OutOfMemory where none does, which begins its advice with `step` (of a share of a GPU, with a
+    larger one), and whatever else `run` raises."""
     tried: list[str] = []
     for way in ways:
         found = attempt(partial(run, way), device)
@@ -110,11 +115,10 @@ def first_that_fits(
         tried.append(str(way))
         shortage = found
     before = f"; the first of {len(tried)} ways tried: {tried[0]}" if tried[1:] else ""
-    advice = f"{more}, " if (more := step()) else ""
-    raise OutOfMemory(
-        f"{what} does not fit into memory, even {tried[-1]} ({shortage}{before}); {advice}free some of this {device.type}'s "
-        "memory, take a machine with more, or a smaller model"
-    )
+    room = f"free some of this {'GPU' if device.type == 'cuda' else device.type}'s memory"
+    first = [step(), room] if shortage.share is None else ["use a larger --gpus-per-trial", step()]
+    advice = ", ".join(filter(None, [*first, "take a machine with more", "or a smaller model"]))
+    raise OutOfMemory(f"{what} does not fit into memory, even {tried[-1]} ({shortage}{before}); {advice}")
 
 
 def _bytes(amount: re.Pattern[str], message: str) -> int | None:
