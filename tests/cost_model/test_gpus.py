@@ -132,7 +132,12 @@ def test_no_search_is_planned_on_a_gpu_that_torch_has_no_kernels_for(planned, mo
 
 
 def test_bfloat16_is_for_gpus_that_compute_in_it(planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert planned([CARD, ("T4", 7, 14, 15)]).models[0].run.dtype == "float32"
+    both = planned([CARD, ("T4", 7, 14, 15)])
+    assert both.models[0].run.dtype == "float32"
+    said = "dtype        float32, as T4 cannot compute in bfloat16; leave such GPUs out with CUDA_VISIBLE_DEVICES"
+    assert said in describe(both)
+    alone, asked = planned([("T4", 7, 14, 15)]), planned([CARD, ("T4", 7, 14, 15)], dtype="float32")
+    assert not any("bfloat16" in describe(plan) for plan in (alone, asked))
     assert planned([("T4", 7, 14, 15)], dtype="bfloat16").models[0].run.dtype == "bfloat16"
     for supported, dtype in ((True, "bfloat16"), (False, "float32")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=supported: found)
@@ -167,10 +172,18 @@ def test_a_share_that_was_asked_for_must_hold_a_trial(planned) -> None:
         UserError, match=r"--gpus-per-trial is 0\.25, but 4 trials of about .* use 0\.3333 or more, or auto"
     ):
         planned([card], gpus_per_trial=0.25)
+    small = ("small", 8, 0.9 * need, 0.9 * need)
+    for cards in ([small], [small, small]):
+        with pytest.raises(
+            UserError, match=r"a trial needs about .* the smallest GPU has .* GiB to use: choose a smaller"
+        ):
+            planned(cards, gpus_per_trial=1)
     with pytest.raises(UserError, match=r"a trial needs about .* the smallest GPU has"):
-        planned([("small", 8, 0.9 * need, 0.9 * need)], gpus_per_trial=1)
-    with pytest.raises(UserError, match=r"a trial needs about .* the smallest GPU has"):
-        planned([("small", 8, 0.9 * need, 0.9 * need)], inline=True)
+        planned([small], inline=True)
+    with pytest.raises(
+        UserError, match=r"GiB to use: leave the small one out with CUDA_VISIBLE_DEVICES, or choose a smaller"
+    ):
+        planned([CARD, small])
 
 
 def test_a_trial_on_several_gpus_needs_less_of_each(planned) -> None:

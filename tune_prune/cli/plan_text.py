@@ -301,8 +301,14 @@ def _unseen_gpu(plan: Plan) -> list[str]:
 
 
 def _dtype(plan: Plan) -> list[str]:
-    """What is slow about bfloat16 on a CPU without instructions for it; those of a cluster may be others. Measured with AVX2 alone:
-    a product of 128 rows takes 5 times as long as in float32, its gradients 100 times."""
+    """Which GPUs make it float32 for those that have bfloat16; or what is slow about bfloat16 on a CPU without instructions for it;
+    those of a cluster may be others. Measured with AVX2 alone: a product of 128 rows takes 5 times as long as in float32, its
+    gradients 100 times."""
+    if plan.without_bfloat16 and plan.settings.dtype is None:
+        names = _list(plan.without_bfloat16)
+        return [
+            f"float32, as {names} cannot compute in bfloat16; leave such GPUs out with CUDA_VISIBLE_DEVICES, or give --dtype"
+        ]
     there = torch.cpu.get_capabilities()
     slow = there.get("architecture") == "x86_64" and not there.get("avx512_bf16")
     if plan.resources.gpus or plan.settings.address or plan.models[0].run.dtype != "bfloat16" or not slow:

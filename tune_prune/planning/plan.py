@@ -121,6 +121,7 @@ class Plan:
         default_factory=dict
     )  # by kind of GPU and label; of several kinds
     gpu_free: Mapping[str, int] = field(default_factory=dict)  # bytes by kind of GPU, of that with least to use
+    without_bfloat16: tuple[str, ...] = ()  # names of GPUs that do not compute in it, each once, where others do
     left: int = 0  # trials that are still to run, at most
 
     @property

@@ -85,7 +85,8 @@ def make_plan(settings: SearchSettings) -> Plan:
         work = plan_cost.at_once(plan, finished)
         # Inline, the trial of the moment has a GPU to itself, or several.
         share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
-        smallest = min((gpu.memory for gpu in gpus), key=usable_bytes, default=None)
+        by_room = sorted((gpu.memory for gpu in gpus), key=usable_bytes)
+        smallest, largest = (by_room[0], by_room[-1]) if by_room else (None, None)
         bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work)
         with memory_bounds.other_steps(settings, models, bounds):
             models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
@@ -94,7 +95,7 @@ def make_plan(settings: SearchSettings) -> Plan:
             most = min(
                 (bounds.of[place] // away for place, away in waiting if place in bounds.of), default=MAX_TRIALS_PER_GPU
             )
-            resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most)
+            resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
             slots = memory_bounds.slots(settings, resources, nodes, work)
             gpu_ways = memory_bounds.ways_of_kinds(settings, models, nodes, told, resources, gpus, work)
             if resources.gpus == 0:
@@ -103,8 +104,16 @@ def make_plan(settings: SearchSettings) -> Plan:
             _check_reach(told, folder.parent, models)
         names = tuple(dict.fromkeys(gpu.name for gpu in gpus)) if resources.gpus else ()
         gpu_free = {name: memory.available for name, memory in memory_bounds.kinds_of(gpus).items()}
+        lacking = dict.fromkeys(gpu.name for gpu in gpus if not gpu.bfloat16)
         plan = replace(
-            plan, models=models, resources=resources, slots=slots, gpu_names=names, gpu_ways=gpu_ways, gpu_free=gpu_free
+            plan,
+            models=models,
+            resources=resources,
+            slots=slots,
+            gpu_names=names,
+            gpu_ways=gpu_ways,
+            gpu_free=gpu_free,
+            without_bfloat16=tuple(lacking) if any(gpu.bfloat16 for gpu in gpus) else (),
         )
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 

@@ -80,11 +80,11 @@ def parse_amount(text: str | float, name: str, *, allow_zero: bool) -> float | N
     )
 
 
-def fitting_trials(trial_bytes: int, gpu: Memory) -> int:
+def fitting_trials(trial_bytes: int, gpu: Memory, largest: Memory | None = None) -> int:
     """The most trials of `trial_bytes` each (their CUDA contexts included) whose sum stays within 90% of a GPU's memory and what of
     it is free.
 
-    Raises UserError when not even one fits.
+    Raises UserError when not even one fits; where one fits the `largest` GPU, its advice begins with that.
     """
     usable = usable_bytes(gpu)
     if trial_bytes > usable:
@@ -95,9 +95,11 @@ def fitting_trials(trial_bytes: int, gpu: Memory) -> int:
                 "GPU: ",
                 "end other programs on it, or choose other GPUs with CUDA_VISIBLE_DEVICES",
             )
+        fits_another = largest is not None and trial_bytes <= usable_bytes(largest)
+        other = "leave the small one out with CUDA_VISIBLE_DEVICES, or " if fits_another else ""
         raise TooLittleMemory(
             f"a trial needs about {need} of GPU memory but the smallest GPU has {usable / 2**30:.1f} GiB to use: ",
-            "choose a smaller model, --dtype bfloat16, or --gpus-per-trial 0 for CPUs",
+            f"{other}choose a smaller model, --dtype bfloat16, or --gpus-per-trial 0 for CPUs",
         )
     return usable // max(1, trial_bytes)
 
@@ -114,17 +116,18 @@ def plan_resources(
     trial_bytes: int | None = None,
     gpu: Memory | None = None,
     most: int = MAX_TRIALS_PER_GPU,
+    largest: Memory | None = None,
 ) -> TrialResources:
     """Fill in what was left to "auto" (None), from the nodes' Ray resources and the memory one trial needs.
 
     Without any GPU: 0 GPUs and one CPU. With GPUs: the smallest share that holds `trial_bytes` on `gpu`, the one with the
     least usable memory (a whole GPU when either is unknown), for `most` trials on it, and an even share of the node's CPUs, at
-    most 4. Raises UserError where as many trials as a share means do not fit.
+    most 4. Raises UserError where as many trials as a share means do not fit, with advice by the `largest` GPU.
     """
     gpu_nodes = [node for node in nodes if node.get("GPU", 0) > 0]
     fit = 1
     if gpu_nodes and gpus != 0 and trial_bytes and gpu:
-        fit = fitting_trials(trial_bytes, gpu)
+        fit = fitting_trials(trial_bytes, gpu, largest)
         if gpus is not None and (asked := sharing_trials(gpus)) > fit:
             raise UserError(
                 f"--gpus-per-trial is {gpus:g}, but {asked} trials of about {trial_bytes / 2**30:.1f} GiB each do not fit into the "
