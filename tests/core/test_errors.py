@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import resource
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tune_prune.core.errors import UserError
+from tune_prune.core.files import DamagedFile
 from tune_prune.core.process.ending import exit_code
+from tune_prune.core.process.machine import TooLittleMemory
 from tune_prune.core.store import FolderStore
 
 SMALL_FILES = """
@@ -82,3 +86,18 @@ def test_open_files_run_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
     assert exit_code(main) == 1
     assert f"{tmp_path}/a cannot be used (Too many open files)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (DamagedFile(Path("a.json"), "not valid JSON", "search again"), "a.json is not valid JSON; search again"),
+        (TooLittleMemory("it needs 3 GiB", "; take a smaller model"), "it needs 3 GiB; take a smaller model"),
+    ],
+    ids=["DamagedFile", "TooLittleMemory"],
+)
+def test_an_error_comes_whole_from_another_process(error: UserError, sentence: str) -> None:
+    """As from a worker of Ray or of a pool."""
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), sentence, vars(error))
+    assert str(error) == sentence

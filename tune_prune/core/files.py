@@ -29,8 +29,11 @@ class DamagedFile(UserError):
     """A file of results that cannot be used: `path`, in `what` the rest of the clause "it is ...", and in `step` what to do."""
 
     def __init__(self, path: PurePath, what: str, step: str = _COMPUTE_AGAIN) -> None:
-        super().__init__(f"{path} is {what}; {step}")
-        self.path, self.what = path, what
+        super().__init__(path, what, step)  # what it is made of again in another process
+        self.path, self.what, self.step = path, what, step
+
+    def __str__(self) -> str:
+        return f"{self.path} is {self.what}; {self.step}"
 
 
 def to_json(value: Any, indent: int | None = 2, plain_ascii: bool = False) -> str:

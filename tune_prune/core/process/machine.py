@@ -40,8 +40,11 @@ class TooLittleMemory(UserError):
     """It does not fit: `fact` says what, `step` what to do, which who knows more may replace."""
 
     def __init__(self, fact: str, step: str) -> None:
-        super().__init__(f"{fact}{step}")
+        super().__init__(fact, step)  # what it is made of again in another process
         self.fact, self.step = fact, step
+
+    def __str__(self) -> str:
+        return f"{self.fact}{self.step}"
 
 
 @dataclass(frozen=True)
