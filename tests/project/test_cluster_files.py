@@ -30,6 +30,16 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_what_stays_on_this_machine_goes_neither_to_clusters_nor_into_the_image(name: str) -> None:
+    """What git does not keep: environments, private results, caches."""
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()}
+    image = {line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
+    assert ignored - image == {".venv", ".venv-oldest"} and ".venv*" in image
+    excluded = set(yaml.safe_load((FILES / f"{name}.yaml").read_text())["rsync_exclude"])
+    assert excluded == {".venv", ".venv-oldest", ".git", "ray_results", "results"}
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
 def test_what_ray_up_reads_fits_its_schema(name: str) -> None:
     config = yaml.safe_load((FILES / f"{name}.yaml").read_text())
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
