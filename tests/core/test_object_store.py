@@ -79,11 +79,25 @@ class TestS3(BetweenProcesses, LeaseContract):
         ):
             open_store(store.folder).get("a")
 
+    def test_a_large_object_is_one_request(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        """s3fs would send parts from 100 MiB on."""
+        requests = []
+
+        async def sent(name: str, **content: object) -> dict[str, str]:
+            requests.append((name, content.get("IfNoneMatch")))
+            return {"UploadId": "1", "ETag": "2"}
+
+        monkeypatch.setattr(objects._client("s3")[0], "_call_s3", sent)
+        data = bytes(100 * 2**20)
+        store.put("a", data)
+        assert store.put_new("b", data)
+        assert requests == [("put_object", None), ("put_object", "*")]
+
     def test_what_was_put_though_the_answer_was_lost(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         client = objects._client("s3")[0]
         put = client.pipe_file
 
-        def unanswered(path: str, data: bytes, mode: str = "") -> None:
+        def unanswered(path: str, data: bytes, mode: str = "", **_: object) -> None:
             put(path, data, mode=mode)
             raise TimeoutError("the connection was lost")
 
@@ -103,7 +117,7 @@ class TestS3(BetweenProcesses, LeaseContract):
 
     def test_a_server_without_conditional_writes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         overwrite = objects._client("s3")[0].pipe_file
-        monkeypatch.setattr(objects._client("s3")[0], "pipe_file", lambda path, data, mode="": overwrite(path, data))
+        monkeypatch.setattr(objects._client("s3")[0], "pipe_file", lambda path, data, **_: overwrite(path, data))
         with pytest.raises(StorageError, match=r"does not know conditional writes"):
             store.check_writable()
 

@@ -1,8 +1,8 @@
 """A store in object storage, through fsspec: S3, Google Cloud Storage, or the memory of this process.
 
-An object is put by one request: it is there whole or not at all. `put_new` is a conditional request (If-None-Match: * on S3,
-ifGenerationMatch=0 on Google's), which pyarrow's file systems do not have. Timeouts, throttling and 5xx answers are tried
-again by the client library; what it gives up on becomes one sentence.
+An object is there whole or not at all; on S3 one of up to 5 GiB is put by one request. `put_new` is a conditional request
+(If-None-Match: * on S3, ifGenerationMatch=0 on Google's), which pyarrow's file systems do not have. Timeouts, throttling and 5xx
+answers are tried again by the client library; what it gives up on becomes one sentence.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "gs": {},
     "memory": {},
 }
+# S3 takes 5 GiB in one request, s3fs would send parts from 100 MiB on: those of who is killed stay, unseen, and are paid for.
+_PUT: dict[str, dict[str, Any]] = {"s3": {"chunksize": 5 * 2**30}, "gs": {}, "memory": {}}
 # What the clients raise besides OSError.
 _ERRORS = {
     "s3": ("botocore.exceptions.BotoCoreError", "botocore.exceptions.ClientError", "aiohttp.ClientError"),
@@ -56,6 +58,7 @@ class ObjectStore(Store):
     def __init__(self, folder: ObjectPath) -> None:
         self.folder = folder
         self._files, self._errors = _client(folder.scheme)
+        self._in_one = _PUT[folder.scheme]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder,)  # a client is of its process
@@ -69,7 +72,7 @@ class ObjectStore(Store):
     def put(self, name: str, content: bytes | str) -> None:
         data = content.encode() if isinstance(content, str) else content
         try:
-            self._try("written", name, lambda path: self._files.pipe_file(path, data))
+            self._try("written", name, lambda path: self._files.pipe_file(path, data, **self._in_one))
         except FileNotFoundError as error:
             raise self._no_bucket(name) from error
 
@@ -77,7 +80,9 @@ class ObjectStore(Store):
         data = content.encode() if isinstance(content, str) else content
         with _NEW:
             try:
-                self._try("written", name, lambda path: self._files.pipe_file(path, data, mode="create"))
+                self._try(
+                    "written", name, lambda path: self._files.pipe_file(path, data, mode="create", **self._in_one)
+                )
                 return True
             except FileNotFoundError as error:
                 raise self._no_bucket(name) from error
