@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,16 +149,27 @@ def test_a_head_is_lost_when_it_was_silent_long_enough(monkeypatch: pytest.Monke
     """One that is started again in time is not."""
     now, silent = 0.0, [(10, 45), (60, 1000)]  # from, to
 
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
+    class Over(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal now
+            now += timeout or 0.0
+            return False
 
     def check(address: str) -> None:
         assert address == "head:6379"
         if any(begin < now <= end for begin, end in silent):
             raise UserError("no answer")
 
-    monkeypatch.setattr(loss, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(loss, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(loss, "address_check", SimpleNamespace(check=check))
-    assert loss.silence_of("head:6379") == "head at head:6379"
+    assert loss.silence_of("head:6379", Over()) == "head at head:6379"
     assert now == 60 + loss.SILENCE_S
+
+
+def test_no_thread_asks_for_a_head_whose_search_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "ASK_EVERY_S", 60.0)
+    before = set(threading.enumerate())
+    with loss.watched(partial(loss.silence_of, "head:6379")):
+        (watch,) = set(threading.enumerate()) - before
+    watch.join(10)
+    assert not watch.is_alive()

@@ -237,7 +237,7 @@ def test_a_ray_that_dies_while_it_is_joined_is_a_sentence(sign, monkeypatch):
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(sign, lambda number, frame: sys.exit(number))
-        with pytest.raises(loss.RayLost, match="Ray has ended: its raylet died"), loss.watched(lambda: "raylet"):
+        with pytest.raises(loss.RayLost, match="Ray has ended: its raylet died"), loss.watched(lambda _: "raylet"):
             wait_in_python(30)
     finally:
         for number, handler in before.items():

@@ -45,10 +45,10 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
     with ExitStack() as stack:
         if address is not None:
             head = _join(address)
-            wait: Callable[[], str] = partial(silence_of, head)
+            wait: Callable[[threading.Event], str] = partial(silence_of, head)
         else:
-            local = local or stack.enter_context(LocalRay(num_cpus))
-            head, wait = local.address(), local.wait_for_loss
+            own = local or stack.enter_context(LocalRay(num_cpus))
+            head, wait = own.address(), lambda _: own.wait_for_loss()  # which comes back when that Ray ends
         try:
             with watched(wait):
                 if address is None:

@@ -24,14 +24,14 @@ class RayLost(MachineError):
 
 
 @contextmanager
-def watched(wait: Callable[[], str]) -> Iterator[None]:
+def watched(wait: Callable[[threading.Event], str]) -> Iterator[None]:
     """Where `wait`, which is called in a thread, comes back and says what has ended, whatever is under way within is interrupted:
-    RayLost."""
+    RayLost. The event that it is given is set when nothing is under way any more."""
     lost: list[str] = []
     over = threading.Event()
 
     def watch() -> None:
-        what = wait()
+        what = wait(over)
         if not over.wait(A_SIGNAL_S):
             lost.append(what)
             _thread.interrupt_main(ending.heard() or signal.SIGINT)
@@ -53,11 +53,10 @@ def _lost(what: str) -> RayLost:
     return RayLost(f"Ray has ended: its {what} died ({machine.load()})")
 
 
-def silence_of(address: str) -> str:
-    """Waits until no head of a cluster has answered at `address` for SILENCE_S."""
+def silence_of(address: str, over: threading.Event) -> str:
+    """Waits until no head of a cluster has answered at `address` for SILENCE_S, or nobody wants to know any more."""
     answered = time.monotonic()
-    while time.monotonic() - answered < SILENCE_S:
-        time.sleep(ASK_EVERY_S)
+    while time.monotonic() - answered < SILENCE_S and not over.wait(ASK_EVERY_S):
         try:
             address_check.check(address)
             answered = time.monotonic()
