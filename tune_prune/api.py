@@ -180,8 +180,8 @@ def search(
     track           trials as runs of "mlflow" or "wandb", or of both (docs/watching.md); None: neither
 
     Returns the Results of all trials of the experiment. Prints its progress. A trial that fails is a row of `Results.trials`.
-    Raises UserError, before anything starts where that can be; MachineError where Ray does not start. On KeyboardInterrupt the
-    finished trials are kept.
+    Raises UserError, before anything starts where that can be; MachineError where Ray does not start, or dies: then no later
+    search of this Python process is on Ray. On KeyboardInterrupt the finished trials are kept.
     """
     keywords = dict(locals())
     from tune_prune.cli import search_flags

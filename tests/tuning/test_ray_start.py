@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -231,8 +232,11 @@ def wait_in_python(seconds: float) -> None:
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_a_ray_that_dies_while_it_is_joined_is_a_sentence(sign, monkeypatch):
-    """Whichever signal this process hears, and although Ray has put a handler of its own there, which exits with 15."""
+    """Whichever signal this process hears, and although Ray has put a handler of its own there, which exits with 15.
+    No later search of this process, as in a notebook, is on the dead one."""
     monkeypatch.setattr(loss, "A_SIGNAL_S", 0.05)
+    monkeypatch.setattr(loss, "_DEAD", threading.Event())
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)  # dead or not
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -242,6 +246,11 @@ def test_a_ray_that_dies_while_it_is_joined_is_a_sentence(sign, monkeypatch):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    for work in (cluster.connected(None), local.started_early(True)):
+        with pytest.raises(MachineError, match="the Ray of this Python process has died: restart Python"), work:
+            pass
+    with local.started_early(False) as unwanted:
+        assert unwanted is None
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tune_prune.core.process import machine
 from tune_prune.tuning.ray_cluster import address as address_check
 from tune_prune.tuning.ray_cluster.head import QUIET, for_this_process
 from tune_prune.tuning.ray_cluster.local import INSTEAD, LocalRay
-from tune_prune.tuning.ray_cluster.watch.loss import RayLost, silence_of, watched
+from tune_prune.tuning.ray_cluster.watch.loss import RayLost, check_alive, silence_of, watched
 
 PROBE_TIMEOUT_S = 10.0
 
@@ -34,11 +34,12 @@ def connected(address: str | None, num_cpus: int | None = None, local: LocalRay 
     `num_cpus` that ends here.
 
     Leaves a Ray that was up before as it was. Raises UserError when nothing answers at `address`, NotStarted when a local
-    Ray does not start, tried twice, RayLost where one ends before its time.
+    Ray does not start, tried twice, RayLost where one ends before its time, and ever after.
     """
     logging.getLogger("ray.tune").setLevel(
         logging.CRITICAL
     )  # it prints a traceback per failed trial; the ledger has them
+    check_alive()
     if ray.is_initialized():
         yield
         return

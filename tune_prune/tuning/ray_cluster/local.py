@@ -19,6 +19,7 @@ import psutil
 
 from tune_prune.core.errors import NotStarted, UserError
 from tune_prune.core.process import machine, temporary
+from tune_prune.tuning.ray_cluster.watch.loss import check_alive
 
 INSTEAD = "try again when the machine is less busy, or add --inline, which runs the trials in this process without Ray"
 _HEAD = "tune_prune.tuning.ray_cluster.head"
@@ -86,7 +87,10 @@ class LocalRay:
 
 @contextmanager
 def started_early(wanted: bool) -> Iterator[LocalRay | None]:
-    """Within it a local Ray starts and is there, if one is `wanted` and this process has none."""
+    """Within it a local Ray starts and is there, if one is `wanted` and this process has none. Raises RayLost where it had one
+    that has died."""
+    if wanted:
+        check_alive()
     ray = sys.modules.get("ray")
     if not wanted or (ray is not None and ray.is_initialized()):
         yield None

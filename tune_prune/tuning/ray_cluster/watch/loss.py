@@ -17,10 +17,19 @@ A_SIGNAL_S = 1.0  # in which a signal that has ended Ray reaches this process, t
 ANSWER_S = 5.0
 ASK_EVERY_S = 5.0
 SILENCE_S = 40.0  # of a cluster's head; one that is started again answers sooner, and after 60 Ray aborts
+_DEAD = threading.Event()  # set when the Ray of this process has died, which ray.is_initialized() does not tell
 
 
 class RayLost(MachineError):
     """The Ray that a search was on has ended."""
+
+
+def check_alive() -> None:
+    """Raise RayLost where the Ray of this process has died: the next search would be on it, unwatched."""
+    if _DEAD.is_set():
+        raise RayLost(
+            "the Ray of this Python process has died: restart Python; inline=True (--inline) does without Ray there"
+        )
 
 
 @contextmanager
@@ -44,6 +53,7 @@ def watched(wait: Callable[[threading.Event], str]) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):  # SystemExit: of Ray's handler, which is there while Ray is joined
         if not lost:
             raise
+        _DEAD.set()
         raise _lost(lost[0]) from None
     finally:
         over.set()
