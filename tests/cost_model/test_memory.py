@@ -97,8 +97,8 @@ OF_KERNELS = 12 * 2**20  # bytes, whatever the model
 @pytest.mark.slow
 def test_planned_memory_of_an_evaluation_is_what_fresh_processes_take():
     """Where the C library keeps freed blocks it holds up to twice the tensors, on some machines and in some processes: no more
-    than planned. Where it returns them at once (every one above 64 KiB), what is left are the tensors, as they are counted, and what
-    kernels keep: MKL's of AVX-512 8.5 MB of packed matrices, of which with MKL_ENABLE_INSTRUCTIONS=AVX2 0.5 are left."""
+    than planned. Where it returns them at once (every one above 64 KiB), what is left are the tensors, as they are counted, and
+    what kernels keep: MKL's of AVX-512 8.5 MB of packed matrices, of which with MKL_ENABLE_INSTRUCTIONS=AVX2 0.5 are left."""
     planned = build("evaluation").plan.activations
     assert resident("evaluation") <= planned
     returned = resident("evaluation", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=65536")
