@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -30,9 +24,7 @@ from tests.quiz import DATA, QUIZ_DEFINITION, byte_tokenizer, quiz_items, score_
 from tune_prune import embedded
 from tune_prune.core.config import ZERO_SHOT_TASKS, EvaluationProtocol
 from tune_prune.core.errors import UserError
-from tune_prune.cost_model.tokens import zero_shot_tokens
-from tune_prune.data.task_files import TaskSource, check_tasks, stock_definition, task_files, tasks_fingerprint
-from tune_prune.evaluation import zero_shot
+from tune_prune.data.task_files import TaskSource, task_files, tasks_fingerprint
 from tune_prune.evaluation.engine.prefix_trees import count_tokens
 from tune_prune.evaluation.engine.rows import Request, score_requests
 from tune_prune.evaluation.item_scores import summarize
@@ -261,147 +253,3 @@ def test_fingerprint_follows_the_items_their_definition_and_lm_eval(tmp_path, mo
     assert found(items) == first
     monkeypatch.setattr("importlib.metadata.version", lambda name: "another version")
     assert found(items) != first
-
-
-GOOD = {"passage": "p", "question": "q?", "options": ["a", "b"], "answer": 0}
-
-
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        ([json.dumps(GOOD), "{not json"], r"test\.jsonl, line 2: not JSON"),
-        (["", "[1, 2]"], r"test\.jsonl, line 2: list where an object is needed"),
-        ([" "], r"test\.jsonl has no items"),
-        ([json.dumps(GOOD), json.dumps(GOOD | {"answer": 2})], r"item 1: the right answer 2 is none of its 2 choices"),
-        (
-            [json.dumps(GOOD), json.dumps(GOOD | {"answer": "two"})],
-            r"test\.jsonl: a field has values of different types",
-        ),
-        ([json.dumps(GOOD | {"options": []})], r"task 'quiz' cannot be built from .*task\.yaml"),
-        ([json.dumps(GOOD), json.dumps(GOOD | {"options": []})], r"'quiz', item 1 has no choices; correct the item"),
-        (
-            [json.dumps(GOOD), json.dumps(GOOD | {"options": ["a", None]})],
-            r"item 1: the choice None is no text; correct",
-        ),
-        ([json.dumps(GOOD), json.dumps(GOOD | {"question": None})], r"test\.jsonl .*null, or missing, in item 1\)"),
-        ([json.dumps(GOOD), json.dumps(GOOD | {"options": None})], r"test\.jsonl .*null, or missing, in item 1\)"),
-        ([json.dumps(GOOD), '{"passage": "p", "options": ["a", "b"], "answer": 0}'], r"null, or missing, in item 1\)"),
-        (
-            [json.dumps(GOOD | {"options": ["a" * 600, "b"]})],
-            r"item 0: the answer ' aaa.*' is 601 tokens.* at most 512",
-        ),
-    ],
-)
-def test_bad_items_are_named(tmp_path, lines, says):
-    source = write_quiz(tmp_path, [])
-    (tmp_path / "tasks" / "quiz" / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(UserError, match=says) as caught:
-        build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source, 512)
-    assert "\n" not in str(caught.value)
-    if "601 tokens" not in says:  # of the tokens that fit the planner knows nothing
-        with pytest.raises(UserError, match=r"test\.jsonl|item 1"):
-            zero_shot_tokens(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source)
-
-
-@pytest.mark.parametrize("context", ["", "a question"])
-def test_an_answer_without_tokens_is_named(context):
-    asked = Instance("loglikelihood", {}, (context, ""), 0, ("quiz", 7, 1))
-    with pytest.raises(UserError, match=r"'quiz', item 7: the answer '' has no tokens, .*; correct the item"):
-        encode(byte_tokenizer(True), [asked], 512)
-
-
-@pytest.mark.parametrize(
-    ("definition", "says"),
-    [
-        (QUIZ_DEFINITION.replace("metric: acc,", "metric: exact_match,"), "has no metric acc"),
-        (QUIZ_DEFINITION.replace("multiple_choice", "generate_until"), "is of type generate_until"),
-        ("output_type: [", "is not valid YAML"),
-    ],
-)
-def test_bad_definitions_are_named(tmp_path, definition, says):
-    source = write_quiz(tmp_path, [GOOD], definition)
-    with pytest.raises(UserError, match=says) as caught:
-        build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source, 512)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("label", ["", ', "label": null'])
-def test_items_of_a_stock_task_need_its_fields(tmp_path, label):
-    (tmp_path / "tasks" / "boolq").mkdir(parents=True)
-    items = tmp_path / "tasks" / "boolq" / "validation.jsonl"
-    items.write_text('{"passage": "p", "question": "q"' + label + "}\n")
-    source = TaskSource.of(str(tmp_path), embedded=False)
-    with pytest.raises(UserError, match=r"validation\.jsonl, line 1: no field label, or null in it"):
-        build_suite(byte_tokenizer(True), EvaluationProtocol(("boolq",)), source, 512)
-
-
-def test_a_choice_of_a_stock_task_that_is_null_is_named(tmp_path):
-    (tmp_path / "tasks" / "arc_easy").mkdir(parents=True)
-    good = {"question": "a stone", "choices": {"text": ["sinks", "floats"], "label": ["A", "B"]}, "answerKey": "A"}
-    bad = good | {"choices": {"text": ["sinks", None], "label": ["A", "B"]}}
-    lines = "\n".join(map(json.dumps, (good, bad)))
-    (tmp_path / "tasks" / "arc_easy" / "test.jsonl").write_text(lines)
-    with pytest.raises(UserError, match="task 'arc_easy', item 1: the choice None is no text; correct the item"):
-        build_suite(byte_tokenizer(True), EvaluationProtocol(("arc_easy",)), TaskSource.of(str(tmp_path), False), 512)
-
-
-def test_check_names_everything_that_is_missing(tmp_path):
-    source = write_quiz(tmp_path, [GOOD])
-    (tmp_path / "tasks" / "own").mkdir()
-    check_tasks(source, ("quiz",))
-    with pytest.raises(UserError) as caught:
-        check_tasks(source, ("quiz", "boolq", "own", "arc_easy"))
-    for file in ("boolq/validation.jsonl", "own/task.yaml", "arc_easy/test.jsonl"):
-        assert file in str(caught.value)
-    with pytest.raises(UserError, match=r"'winogrand' is not in .*did you mean 'winogrande'"):
-        check_tasks(source, ("winogrand",))
-    with pytest.raises(UserError, match="is not a folder"):
-        check_tasks(TaskSource.of(str(tmp_path / "absent"), embedded=False), ("boolq",))
-
-
-def test_check_does_not_import_lm_eval(tmp_path):
-    write_quiz(tmp_path, [GOOD])
-    program = (
-        "import sys; from tune_prune.data.task_files import TaskSource, check_tasks, stock_definition\n"
-        f"check_tasks(TaskSource.of({str(tmp_path)!r}, False), ('quiz',)); stock_definition('piqa')\n"
-        "assert not {'lm_eval', 'torch', 'datasets'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[2])
-
-
-@pytest.mark.parametrize("name", ZERO_SHOT_TASKS)
-def test_stock_definitions_are_lm_evals(name):
-    definition = stock_definition(name)
-    assert f"task: {name}\n" in definition.read_text(encoding="utf-8")
-
-
-def test_tasks_of_the_hub_are_asked_without_examples_and_groups_are_named(tmp_path, monkeypatch):
-    items = tmp_path / "items.jsonl"
-    items.write_text("".join(json.dumps(item) + "\n" for item in quiz_items()), encoding="utf-8")
-    data = {"data_files": {"train": str(items), "test": str(items)}, "cache_dir": str(tmp_path / "cache")}
-    splits = {"training_split": "train", "fewshot_split": "train", "test_split": "test"}
-    hub = yaml.safe_load(QUIZ_DEFINITION) | {"dataset_path": "json", "dataset_kwargs": data, "tag": "tagged"} | splits
-    (tmp_path / "quiz.yaml").write_text(yaml.safe_dump(hub | {"task": "own_quiz", "num_fewshot": 2}))
-    (tmp_path / "group.yaml").write_text(yaml.safe_dump({"group": "own_group", "task": ["own_quiz"]}))
-    monkeypatch.setattr(
-        zero_shot, "TaskManager", partial(TaskManager, include_path=str(tmp_path), include_defaults=False)
-    )
-    source, tokenizer = TaskSource.of(None, embedded=False), byte_tokenizer(True)
-    suite = build_suite(tokenizer, EvaluationProtocol(("own_quiz",)), source, 2048)
-    own = build_suite(tokenizer, EvaluationProtocol(("quiz",)), write_quiz(tmp_path / "set", quiz_items()), 2048)
-    for one, other in zip(suite.items, own.items, strict=True):
-        assert [r.inputs.tolist() for r in one.requests] == [r.inputs.tolist() for r in other.requests]
-    for name in ("own_group", "tagged"):
-        with pytest.raises(UserError, match=f"task '{name}' is a group of lm-eval's tasks; name its tasks instead"):
-            build_suite(tokenizer, EvaluationProtocol((name,)), source, 2048)
-    with pytest.raises(UserError, match="task 'own_qui' is unknown to lm-eval; close names: own_quiz"):
-        build_suite(tokenizer, EvaluationProtocol(("own_qui",)), source, 2048)
-
-
-def test_no_hub_points_to_data_dir(monkeypatch):
-    def offline(*_, **__):
-        raise ConnectionError("offline")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserError, match=r"'boolq' could not be loaded from the hub \(ConnectionError\).*--data-dir"):
-        build_suite(byte_tokenizer(True), EvaluationProtocol(("boolq",)), TaskSource.of(None, False), 512)
