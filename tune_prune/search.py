@@ -62,6 +62,10 @@ def _main(argv: list[str]) -> None:
     args = parser().parse_args(argv)
     if args.json and args.status is None:
         raise UserError("--json is for --status; leave it out, or give --log-json for the events of a search")
+    if args.gpu and not args.dry_run:
+        raise UserError(
+            "--gpu plans for a GPU that need not be here; add --dry-run, or leave it out to search with what is here"
+        )
     if args.status is not None:
         from tune_prune.cli import status
 
@@ -127,7 +131,7 @@ def _run(
 
     trackers(args.track or (), "")  # their packages are there
     with progress.shown():
-        plan = make_plan(settings)
+        plan = make_plan(settings, args.gpu)
     if args.save_best and not isinstance(plan.experiment_dir, Path):
         raise UserError(
             f"--save-best writes a checkpoint into the experiment's folder, and {plan.experiment_dir} is none; leave it out, "

@@ -12,9 +12,10 @@ from make_random_model import config_of
 
 from tune_prune.core.errors import UserError
 from tune_prune.core.process.machine import Memory
-from tune_prune.cost_model.device_speed import DeviceSpeed, Line
+from tune_prune.cost_model.device_speed import computed
 from tune_prune.cost_model.estimate import ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.cost_model.gpus import Card, parse_card
 from tune_prune.cost_model.memory_plan import MemoryPlan, choose
 from tune_prune.cost_model.tokens import ZeroShotTokens
 from tune_prune.cost_model.workload import memory_of
@@ -26,9 +27,9 @@ from tune_prune.pruning.statistics import by_statistic
 from tune_prune.trial.statistics import by_samples
 from tune_prune.tuning.ray_cluster.resources import MAX_TRIALS_PER_GPU, fitting_trials, usable_bytes
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-CARDS = {24: 165e12, 48: 362e12, 80: 312e12, 141: 989e12}  # GB -> bfloat16 peak: RTX 4090, L40S, A100, H200
-REACHED = 0.4  # of the peak
+ROOT = Path(__file__).parents[2]
+README, COSTS = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/costs.md"))
+CARDS = tuple(map(parse_card, ("RTX 4090", "L40S", "A100", "H200")))
 # The seven tasks of the hub, all items, and WikiText-2: about.
 ZERO_SHOT = ZeroShotTokens(items=20_465, tokens=1_650_000, scored=600_000, exact=True)
 TEXT = 300_000
@@ -44,10 +45,10 @@ NAMES = (
 )
 
 
-def on_card(ways: list[MemoryPlan], gigabytes: int, geometry: Geometry, vocab_size: int) -> str:
+def on_card(ways: list[MemoryPlan], card: Card, geometry: Geometry, vocab_size: int) -> str:
     """How many trials run at once on such a GPU with nothing else on it, how they hold the model if not as a whole, and how long
     the grid takes."""
-    gpu = Memory(gigabytes * 2**30, gigabytes * 2**30)
+    gpu = Memory(card.memory, card.memory)
     plan = choose(ways, {"device": usable_bytes(gpu)})
     try:
         # What waits in host memory is there for one trial.
@@ -55,9 +56,8 @@ def on_card(ways: list[MemoryPlan], gigabytes: int, geometry: Geometry, vocab_si
     except UserError:
         return "–"
     arithmetic = Arithmetic.of(geometry, vocab_size)
-    operations = CARDS[gigabytes] * REACHED
-    token, head = arithmetic.all_layers(1, 128) / operations, arithmetic.head(1) / operations
-    speed = DeviceSpeed(Line(token, 0), Line(3 * token, 0), head, 2 * head, {}, engine=1.1)
+    speed = computed(card, arithmetic, "bfloat16")
+    assert speed
     configs = search_space.load("paper_grid").configs()
     passes = {
         samples: [need for needs in by_statistic(shared).values() for need in needs]
@@ -101,3 +101,6 @@ def test_the_readme_says_what_a_trial_needs_and_how_it_fits_on_which_card(name: 
     assert [cell.strip() for cell in row[1].split("|")] == [
         f"{geometry.total_params / 1e9:.1f}B", *needs, *(on_card(ways, card, geometry, config.vocab_size) for card in CARDS)
     ]  # fmt: skip
+    if name == "Mistral-7B":
+        minutes = on_card(ways, parse_card("h100"), geometry, config.vocab_size)
+        assert f"grid of {name} takes {minutes.partition('(')[2].rstrip(')')} by this" in " ".join(COSTS.split())

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from tune_prune.analysis.cost import between, duration
+from tune_prune.cli.plan_resources import (
+    aligned,
+    dtype_lines,
+    held,
+    listed,
+    memory_lines,
+    node_lines,
+    resources_line,
+    unseen_gpu_lines,
+)
 from tune_prune.core.config import ModelRun, alignment, group_labels
-from tune_prune.core.process import machine
-from tune_prune.core.process.machine import size
 from tune_prune.core.records import MODEL_STAGES, RECIPE_STAGES, in_order
 from tune_prune.core.store import Location, ObjectPath
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS, Hyperparameter
 from tune_prune.core.values.kinds import texts_of
+from tune_prune.cost_model.device_speed import REACHED
 from tune_prune.data.sources import uses_embedded_data
 from tune_prune.planning.plan import Plan
 from tune_prune.planning.recoveries import expected
 from tune_prune.pruning import shapes
 from tune_prune.pruning.methods import load_method
 from tune_prune.pruning.statistics import in_pass_order, load_statistic, parse
-
-NVIDIA = Path("/dev/nvidiactl")  # there where a driver is loaded
 
 
 def describe(plan: Plan) -> str:
@@ -41,14 +44,14 @@ def describe(plan: Plan) -> str:
     groups = [len(space.values[name]) for name in ("seq_len", "seed", "calibration")]
     used = in_pass_order(parse(name)[0] for method in methods for name in load_method(method).statistics)
     statistics = [load_statistic(name) for name in used]
-    passes = _list([f"{prod(groups)} {statistic.label} passes" for statistic in statistics])
+    passes = listed([f"{prod(groups)} {statistic.label} passes" for statistic in statistics])
     if passes:
         per = [
             name
             for name, count in zip(("seq_len", "draw", "text"), groups, strict=True)
             if count > 1 or name == "seq_len"
         ]
-        each = f"one {'of each ' if len(statistics) > 1 else ''}per {_list(per)}"
+        each = f"one {'of each ' if len(statistics) > 1 else ''}per {listed(per)}"
         passes += f" a model, {each}; " if space.search == "grid" else " a model at most, as seq_len are visited; "
     rows = [
         (
@@ -56,7 +59,7 @@ def describe(plan: Plan) -> str:
             f"{shown_path(plan.experiment_dir)}" + (f"  ({done} of {total} trials are in its ledger)" if done else ""),
         ),
         ("search", f"{_search(plan)}, {'at most ' if plan.settings.draws or recover else ''}{total} trials"),
-        ("", "; ".join(f"{row.name} {_list(space.values[row.name])}" for row in _searched(plan))),
+        ("", "; ".join(f"{row.name} {listed(space.values[row.name])}" for row in _searched(plan))),
         *_shapes(plan),
         *(("recovery", f"up to {recover} {one} trained, once all others are measured") for one in _trained(plan)),
         *(("weights", f"{model.run.label}: {model.found_as}") for model in plan.models if model.found_as),
@@ -72,14 +75,14 @@ def describe(plan: Plan) -> str:
             + " / ".join(f"{100 * f:.4g}%" for f in protocol.slices),
         ),
         ("shared", f"{passes}1 dense baseline a model"),
-        ("resources", _resources(plan)),
-        *(("GPU", line) for line in _unseen_gpu(plan)),
-        *(("dtype", line) for line in _dtype(plan)),
-        *(("nodes" if index == 0 else "", line) for index, line in enumerate(_nodes(plan))),
-        *(("" if index else "memory", line) for index, line in enumerate(_memory(plan))),
+        ("resources", resources_line(plan)),
+        *(("GPU", line) for line in unseen_gpu_lines(plan)),
+        *(("dtype", line) for line in dtype_lines(plan)),
+        *(("nodes" if index == 0 else "", line) for index, line in enumerate(node_lines(plan))),
+        *(("" if index else "memory", line) for index, line in enumerate(memory_lines(plan))),
     ]
     lines = [f"{name:<12} {text}" for name, text in rows]
-    return "\n".join([*lines, "", *_aligned(_models(plan)), "", *_cost(plan)])
+    return "\n".join([*lines, "", *aligned(_models(plan)), "", *_cost(plan)])
 
 
 def _model_stages(plan: Plan) -> list[str]:
@@ -154,8 +157,8 @@ def _draws(plan: Plan) -> str:
     seeds = [plan.settings.seed if seed is None else seed for seed in plan.space.values["seed"]]
     if plan.settings.draws is not None:
         by = "" if plan.settings.draws_by == "accuracy" else f" by {plan.settings.draws_by}"
-        return f"seed {seeds[0]}; up to {len(seeds)} draws (seeds {_list(seeds)}) of what may still be the best{by}"
-    return f"seed {_list(seeds)}" if len(seeds) == 1 else f"{len(seeds)} draws, seeds {_list(seeds)}"
+        return f"seed {seeds[0]}; up to {len(seeds)} draws (seeds {listed(seeds)}) of what may still be the best{by}"
+    return f"seed {listed(seeds)}" if len(seeds) == 1 else f"{len(seeds)} draws, seeds {listed(seeds)}"
 
 
 def _models(plan: Plan) -> list[tuple[str, ...]]:
@@ -192,7 +195,7 @@ def _shapes(plan: Plan) -> list[tuple[str, str]]:
         if shape == "free":
             lines.append("free: each layer has its own widths")
         elif shape == "uniform":
-            heads = {model.run.label: _list(model.geometry.uniform_kv_heads) for model in plan.models}
+            heads = {model.run.label: listed(model.geometry.uniform_kv_heads) for model in plan.models}
             lines.append(
                 f"uniform: one MLP width for all layers, and one of {_by_model('{} KV groups', heads)} in each"
             )
@@ -210,17 +213,6 @@ def _by_model(text: str, values: Mapping[str, str]) -> str:
     return "; ".join(f"{text.format(value)} ({label})" for label, value in values.items())
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """The rows of a table, the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
-
-
 def _cost(plan: Plan) -> list[str]:
     """A line for each stage, with the peak of a worker's memory and how it holds the model, and the whole in one line."""
     cost = plan.cost
@@ -235,114 +227,21 @@ def _cost(plan: Plan) -> list[str]:
             tokens = f"{'~' if about and name == 'zero_shot' else ''}{stage.tokens:,}" if stage.tokens else "-"
             flops = f"{stage.flops:.1e}" if stage.flops else "-"
             numbers = (str(stage.runs), tokens, flops, duration(stage.seconds))
-        table.append((name.replace("_", "-"), *numbers, *_held(plan, name)))
+        table.append((name.replace("_", "-"), *numbers, *held(plan, name)))
     if cost is None:
-        return [*_aligned(table), "cost         not predicted: no worker of the cluster was free to measure its speed"]
+        why = "no worker of the cluster was free to measure its speed"
+        if plan.card:
+            step = "leave out --dtype" if plan.card.peaks else "name its kind, e.g. --gpu 4090"
+            why = f"how fast such a GPU is in {plan.models[0].run.dtype} is not known; {step}"
+        return [*aligned(table), f"cost         not predicted: {why}"]
     workers = f"{cost.slots} worker{'s' if cost.slots > 1 else ''}"
     gpus = f", {cost.gpu_hours:.2g} GPU-hours" if cost.gpu_hours else ""
-    total = f"cost         about {between(cost.wall_range)} on {workers}{gpus}, measured at {cost.load}"
-    return [*_aligned(table), "; ".join([total, *cost.notes])]
-
-
-def _memory(plan: Plan) -> list[str]:
-    """Where the peak of a trial comes from, and what waits elsewhere."""
-    memory, largest = plan.memory, plan.memory.largest
-    lines = [
-        f"a trial {size(memory.total)}: process {size(memory.process)}, dense weights {size(memory.weights)}, and in its largest "
-        f"stage, {largest.stage.replace('_', '-')}, {size(largest.held)} + activations {size(largest.activations)}"
-    ]
-    for model in plan.models:
-        if (own := model.memory).way != model.ways[0].way:
-            elsewhere = f" ({size(own.away)})" if own.away else ""
-            gradients = "gradients " if own.way.gradients_by_layer else ""
-            lines.append(
-                f"{model.run.label}: {gradients}{own.way}{elsewhere}; of the whole model at once a trial would take "
-                f"{size(model.ways[0].total)}"
-            )
-    for name, ways in plan.gpu_ways.items():
-        lines.append(f"on {name}: {'; '.join(f'{label} {way}' for label, way in ways.items())}")
-    return lines
-
-
-def _held(plan: Plan, name: str) -> tuple[str, str]:
-    """The peak of a stage, and in which way models are held, of all that differ."""
-    found = [(model.memory, stage) for model in plan.models for stage in model.memory.stages if stage.stage == name]
-    ways = dict.fromkeys(stage.way for _, stage in found)
-    return size(max(memory.peak(stage) for memory, stage in found)), " / ".join(ways)
-
-
-def _resources(plan: Plan) -> str:
-    settings, each = plan.settings, plan.resources
-    where = (
-        f"cluster {settings.address}"
-        if settings.address
-        else f"this machine: {machine.cpus()} CPUs, {torch.cuda.device_count()} GPUs"
-    )
-    at_once = "one after the other in this process" if settings.inline else f"{plan.slots} at once"
-    of_each = " of each" if each.gpus > 1 else ""
-    return (
-        f"{where}; a trial takes {each.cpus:g} CPU, {each.gpus:g} GPU and about {size(plan.memory.total)}{of_each}; {at_once}; "
-        f"scheduler {settings.scheduler}{', KL filter' if settings.kl_filter else ''}"
-    )
-
-
-def _unseen_gpu(plan: Plan) -> list[str]:
-    """Why trials run on CPUs where there is a GPU, if that is not what somebody has asked for."""
-    here = plan.settings.address is None and NVIDIA.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    if not here or torch.cuda.is_available():
-        return []
-    cuda = torch.version.cuda
-    why = (
-        f"its driver may be too old for CUDA {cuda} (nvidia-smi says what it is for)"
-        if cuda
-        else "it is built without CUDA"
-    )
-    return [f"this machine has an NVIDIA GPU that torch {torch.__version__} does not see: {why}"]
-
-
-def _dtype(plan: Plan) -> list[str]:
-    """Which GPUs make it float32 for those that have bfloat16; or what is slow about bfloat16 on a CPU without instructions for it;
-    those of a cluster may be others. Measured with AVX2 alone: a product of 128 rows takes 5 times as long as in float32, its
-    gradients 100 times."""
-    if plan.without_bfloat16 and plan.settings.dtype is None:
-        names = _list(plan.without_bfloat16)
-        return [
-            f"float32, as {names} cannot compute in bfloat16; leave such GPUs out with CUDA_VISIBLE_DEVICES, or give --dtype"
-        ]
-    there = torch.cpu.get_capabilities()
-    slow = there.get("architecture") == "x86_64" and not there.get("avx512_bf16")
-    if plan.resources.gpus or plan.settings.address or plan.models[0].run.dtype != "bfloat16" or not slow:
-        return []
-    return [
-        "bfloat16, which this CPU has no instructions for: in float32 (without --dtype) it computes many times faster"
-    ]
-
-
-def _nodes(plan: Plan) -> list[str]:
-    """What each node of the cluster has, a line for each below what all have."""
-    workers = [node for node in plan.nodes if node.runs_trials]
-    if not workers:
-        return []
-    table: list[tuple[str, ...]] = [("", "CPUs", "memory", "GPUs", "clock")]
-    for node in plan.nodes:
-        cpus, gpus = node.resources.get("CPU", 0), node.resources.get("GPU", 0)
-        told = ("-", "no trials here", "-")
-        if node.memory is not None:
-            kinds = ", ".join(sorted({gpu.name for gpu in node.gpus}))
-            free = min((gpu.memory.available for gpu in node.gpus), default=0)
-            total = min((gpu.memory.total for gpu in node.gpus), default=0)
-            told = (
-                f"{size(node.memory.available)} of {size(node.memory.total)} free",
-                f"{gpus:g} {kinds}, {size(free)} of {size(total)} free" if kinds else f"{gpus:g}",
-                f"{node.skew_s:+.0f} s" if node.skew_s else "equal",
-            )
-        table.append((node.name, f"{cpus:g}", *told))
-    versions = ", ".join(f"{name} {version}" for name, version in workers[0].versions.items())
-    return [f"{len(plan.nodes)}, all with {versions}; one storage, the same models and data", *_aligned(table)]
-
-
-def _list(values: Iterable[Any]) -> str:
-    return ", ".join(map(str, values))
+    how = f"measured at {cost.load}"
+    if plan.card:
+        peak = plan.card.peaks[plan.models[0].run.dtype] / 1e12
+        how = f"computed, not measured: at {REACHED:.0%} of {peak:g} TFLOP/s, which small models do not reach"
+    total = f"cost         about {between(cost.wall_range)} on {workers}{gpus}, {how}"
+    return [*aligned(table), "; ".join([total, *cost.notes])]
 
 
 def shown_path(path: Location | str) -> str:

@@ -14,6 +14,7 @@ from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.core.values.measures import MEASURES
 
 if TYPE_CHECKING:
+    from tune_prune.cost_model.gpus import Card
     from tune_prune.planning.plan import SearchSettings
 
 TRACKERS = ("mlflow", "wandb")  # tuning.observers.tracking.TRACKERS, without its imports
@@ -171,6 +172,13 @@ def parser() -> Parser:
         help="at the end, save the best pruned model of each model to best/ in the experiment",
     )
     how.add_argument("--dry-run", action="store_true", help="check everything, print the plan and stop")
+    how.add_argument(
+        "--gpu",
+        type=_card,
+        metavar="KIND",
+        help="with --dry-run: plan for that GPU in the place of what this machine has, e.g. 4090, h100, 2x4090 for two, or 24GB of "
+        "any (docs/costs.md has the kinds)",
+    )
     seen = p.add_argument_group("how it is followed")
     seen.add_argument(
         "--status",
@@ -206,6 +214,15 @@ def _seeds(text: str) -> tuple[int, ...]:
     if twice := [seed for seed, count in Counter(seeds).items() if count > 1]:
         raise argparse.ArgumentTypeError(f"{text!r} has the seed {twice[0]} twice; keep one")
     return seeds
+
+
+def _card(text: str) -> Card:
+    from tune_prune.cost_model.gpus import parse_card
+
+    try:
+        return parse_card(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _trackers(text: str) -> list[str]:

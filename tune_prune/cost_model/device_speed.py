@@ -27,6 +27,7 @@ from transformers.configuration_utils import PretrainedConfig
 from tune_prune.core.process import machine
 from tune_prune.core.process.machine import Load
 from tune_prune.cost_model.flops import Arithmetic
+from tune_prune.cost_model.gpus import Card
 from tune_prune.evaluation.engine.prefix_trees import Rows, score_planned
 from tune_prune.evaluation.engine.rows import Row, default_batch_tokens, token_log_probs
 from tune_prune.models import loading
@@ -44,6 +45,9 @@ HEAD_POSITIONS = 16  # at least at once: one alone reads all its weights for its
 ENGINE_S = 0.1  # of zero-shot rows, plain ones and trees each
 BUILT_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of layers
 MEASURED_VOCABULARY = 32_768  # of a larger one this much; the head costs in proportion
+# Of the peak of a GPU that is not here: an H100 reached 0.37 to 0.5 of its data sheet's at the widths of 7B (docs/gpu.md).
+REACHED = 0.4
+TREES = 1.1  # seconds of the zero-shot engine over those of plain passes, there
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,16 @@ def measure(request: SpeedRequest) -> DeviceSpeed:
     finally:
         torch.set_num_threads(threads)
     return min(speeds, key=lambda speed: speed.forward(SHORT_ROW))
+
+
+def computed(card: Card, arithmetic: Arithmetic, dtype: str) -> DeviceSpeed | None:
+    """Of a GPU that is not here, by its peak in `dtype`; None where that is not known. Small models, which wait for launches of
+    kernels, are slower."""
+    if dtype not in card.peaks:
+        return None
+    operations = card.peaks[dtype] * REACHED
+    token, head = arithmetic.all_layers(1, 128) / operations, arithmetic.head(1) / operations
+    return DeviceSpeed(Line(token, 0.0), Line(3 * token, 0.0), head, 2 * head, {}, engine=TREES)
 
 
 class _Bench:

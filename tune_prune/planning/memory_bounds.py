@@ -57,10 +57,11 @@ def bounds(
     share: float | None,
     gpu: machine.Memory | None,
     work: int,
+    here: bool = True,
 ) -> MemoryBounds:
     """Of the GPU with the least memory or, on CPUs, of the host's; and of what there is where hidden states can wait. `told`: the
-    nodes of a cluster, of which the one counts that has least for each of its trials; none: this machine. `work`: pieces of it
-    that can run at once."""
+    nodes of a cluster, of which the one counts that has least for each of its trials; none: this machine or, where the GPU is not
+    `here`, one that has all the room it takes. `work`: pieces of it that can run at once."""
     found: dict[Place, int] = {}
     folder = ""
     if gpu is not None:
@@ -68,7 +69,7 @@ def bounds(
     # Without a share of those that would have a GPU of their own.
     alone = plan_resources(settings.cpus_per_trial, share or float(gpu is not None), nodes)
     if not told:
-        found |= on_this_machine(slots(settings, alone, nodes, work))
+        found |= on_this_machine(slots(settings, alone, nodes, work)) if here else {}
     elif hosts := _hosts(told, alone, work):
         found["host"] = min(host.memory.available // host.trials for host in hosts)
         found["file"], name = min((host.file_room // host.trials, host.name) for host in hosts)

@@ -11,6 +11,7 @@ from tune_prune.core.config import ModelRun, PruningConfig
 from tune_prune.core.store import Location
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.cost_model.estimate import CostEstimate
+from tune_prune.cost_model.gpus import Card
 from tune_prune.cost_model.memory_plan import MemoryPlan
 from tune_prune.cost_model.workload import Workload
 from tune_prune.models.geometry import Geometry
@@ -123,6 +124,7 @@ class Plan:
     gpu_free: Mapping[str, int] = field(default_factory=dict)  # bytes by kind of GPU, of that with least to use
     without_bfloat16: tuple[str, ...] = ()  # names of GPUs that do not compute in it, each once, where others do
     left: int = 0  # trials that are still to run, at most
+    card: Card | None = None  # what it was made for, if not for what is here
 
     @property
     def objective(self) -> str | None:

@@ -14,7 +14,7 @@ from tune_prune.core.artifact_cache import ArtifactStore
 from tune_prune.core.config import PruningConfig
 from tune_prune.core.store import BASELINES, open_store
 from tune_prune.cost_model import own_process
-from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, measure
+from tune_prune.cost_model.device_speed import DeviceSpeed, SpeedRequest, computed, measure
 from tune_prune.cost_model.estimate import INLINE_START_S, WORKER_START_S, CostEstimate, ModelWork, estimate
 from tune_prune.cost_model.flops import Arithmetic
 from tune_prune.cost_model.workload import passes_to_make, recipe_amounts
@@ -50,7 +50,7 @@ def at_once(plan: Plan, finished: Collection[str]) -> int:
 def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:
     """What the trials, baselines and passes that are still to be made will cost; `finished` trial keys are done.
 
-    None where no worker of the cluster was free to measure its speed.
+    None where no worker of the cluster was free to measure its speed, or where that of a GPU that is not here is not known.
     """
     settings, device = plan.settings, plan.resources.device
     computed_on = plan.gpu_names[0] if plan.gpu_names else device  # as `devices.device_key` says it
@@ -62,13 +62,16 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
         passes = passes_to_make(pending, model.run, model.model_fingerprint, computed_on, store)
         if not trials and model.run.label in measured:
             continue
-        speed = _speed(model, plan.resources, settings)
+        arithmetic = Arithmetic.of(model.geometry, model.workload.config.vocab_size)
+        speed = (
+            computed(plan.card, arithmetic, model.run.dtype) if plan.card else _speed(model, plan.resources, settings)
+        )
         if speed is None:
             return None
         works.append(
             ModelWork(
                 label=model.run.label,
-                arithmetic=Arithmetic.of(model.geometry, model.workload.config.vocab_size),
+                arithmetic=arithmetic,
                 device=device,
                 weight_bytes=model.geometry.total_params * getattr(torch, model.run.dtype).itemsize,
                 speed=speed,

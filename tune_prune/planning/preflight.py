@@ -21,7 +21,7 @@ from tune_prune.core.process import machine
 from tune_prune.core.store import Location, ObjectPath, location, open_store
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.cost_model import own_process
-from tune_prune.cost_model.gpus import Gpu, visible_gpus
+from tune_prune.cost_model.gpus import Card, Gpu, visible_gpus
 from tune_prune.cost_model.memory import INLINE_BYTES
 from tune_prune.cost_model.memory_plan import MemoryPlan
 from tune_prune.cost_model.workload import memory_of, workload
@@ -40,6 +40,7 @@ from tune_prune.pruning.selection import target_params
 from tune_prune.trial.steps import samples_needed
 from tune_prune.tuning.ray_cluster import address
 from tune_prune.tuning.ray_cluster.resources import (
+    MAX_AUTO_CPUS,
     MAX_TRIALS_PER_GPU,
     Node,
     TrialResources,
@@ -48,10 +49,13 @@ from tune_prune.tuning.ray_cluster.resources import (
 )
 
 
-def make_plan(settings: SearchSettings) -> Plan:
-    """Check everything and resolve what was left open. Raises UserError; creates nothing."""
+def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
+    """Check everything and resolve what was left open. `card`: GPUs to plan for in the place of what is here, in a machine with
+    memory and room on its disk for all that waits there. Raises UserError; creates nothing."""
     if settings.inline:
         _check_inline(settings)
+    if card:
+        _check_card(settings)
     space = resolve.space(settings)
     storage = location(settings.storage_path).expanduser().absolute()
     if isinstance(storage, ObjectPath) and storage.scheme == "memory" and not settings.inline:
@@ -66,7 +70,7 @@ def make_plan(settings: SearchSettings) -> Plan:
     store = artifact_cache.ArtifactStore(storage / artifact_cache.FOLDER)
     with _cluster(settings):
         told = _survey(settings)
-        nodes, gpus = _nodes(settings, told)
+        nodes, gpus = _of_card(card) if card else _nodes(settings, told)
         on_gpu = settings.gpus_per_trial != 0 and any(node.get("GPU", 0) > 0 for node in nodes)
         device = "cuda" if on_gpu else "cpu"
         dtype = settings.dtype or ("bfloat16" if on_gpu and all(gpu.bfloat16 for gpu in gpus) else "float32")
@@ -87,13 +91,14 @@ def make_plan(settings: SearchSettings) -> Plan:
         share = max(1.0, settings.gpus_per_trial or 1.0) if settings.inline and on_gpu else settings.gpus_per_trial
         by_room = sorted((gpu.memory for gpu in gpus), key=usable_bytes)
         smallest, largest = (by_room[0], by_room[-1]) if by_room else (None, None)
-        bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work)
+        bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work, here=card is None)
         with memory_bounds.other_steps(settings, models, bounds):
             models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
             trial_bytes = max(model.memory.total for model in models)
             waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
             most = min(
-                (bounds.of[place] // away for place, away in waiting if place in bounds.of), default=MAX_TRIALS_PER_GPU
+                (bounds.of[place] // away for place, away in waiting if place in bounds.of),
+                default=1 if waiting else MAX_TRIALS_PER_GPU,
             )
             resources = plan_resources(settings.cpus_per_trial, share, nodes, trial_bytes, smallest, most, largest)
             slots = memory_bounds.slots(settings, resources, nodes, work)
@@ -114,6 +119,7 @@ def make_plan(settings: SearchSettings) -> Plan:
             gpu_ways=gpu_ways,
             gpu_free=gpu_free,
             without_bfloat16=tuple(lacking) if any(gpu.bfloat16 for gpu in gpus) else (),
+            card=card,
         )
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
@@ -132,6 +138,16 @@ def _check_inline(settings: SearchSettings) -> None:
             "--trial-timeout ends the worker process of a trial, and with --inline there is no process but this one; leave one "
             "of them out"
         )
+
+
+def _check_card(settings: SearchSettings) -> None:
+    """Raise UserError where --gpu comes with what says otherwise where trials run."""
+    if settings.address is not None:
+        raise UserError(
+            "--gpu is for a machine that is not here, and --address for a cluster that is; leave one of them out"
+        )
+    if settings.gpus_per_trial == 0:
+        raise UserError("--gpu is a GPU to plan for, and --gpus-per-trial 0 runs trials on CPUs; leave one of them out")
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:
@@ -295,6 +311,12 @@ def _check_reach(told: Sequence[Node], folder: Location, models: Sequence[ModelP
         for text, fingerprint in {model.run.calibration: model.data_fingerprint, **model.texts}.items()
     ]
     nodes.check_reach(told, folder, data)
+
+
+def _of_card(card: Card) -> tuple[list[Mapping[str, float]], list[Gpu]]:
+    """A machine with those GPUs, and with CPUs for all trials that they hold."""
+    gpu = Gpu(card.name, machine.Memory(card.memory, card.memory), card.bfloat16)
+    return [{"CPU": card.count * MAX_TRIALS_PER_GPU * MAX_AUTO_CPUS, "GPU": card.count}], [gpu]
 
 
 def _nodes(settings: SearchSettings, told: Sequence[Node]) -> tuple[list[Mapping[str, float]], list[Gpu]]:
