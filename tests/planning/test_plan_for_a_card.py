@@ -55,7 +55,7 @@ def test_the_way_and_the_time_are_those_of_the_card(mistral: tuple[str, ...], pl
 def test_several_gpus_run_as_many_trials_or_hold_one_together(
     mistral: tuple[str, ...], plan_text: Callable[..., str]
 ) -> None:
-    assert "planned for 2 x A100 40GB (39.4 GiB each)" in (each := plan_text(*mistral, "--gpu", "2xa100-40gb"))
+    assert "planned for 2 x A100 40GB (39.3 GiB each)" in (each := plan_text(*mistral, "--gpu", "2xa100-40gb"))
     assert "a trial takes 4 CPU, 1 GPU" in each and "; 2 at once;" in each
     together = plan_text(*mistral, "--gpu", "2 x A100 40GB", "--gpus-per-trial", "2")
     assert "2 GPU and about" in together and "of each; 1 at once;" in together
