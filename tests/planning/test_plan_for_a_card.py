@@ -97,14 +97,29 @@ def test_kinds_are_known_however_they_are_written() -> None:
         (("--gpu", "0x4090"), "0 GPUs of a machine; it can be from 1 to 16"),
         (("--gpu", "17xh100"), "17 GPUs of a machine; it can be from 1 to 16"),
         (("--gpu", "h100", "--gpus-per-trial", "0"), "--gpus-per-trial 0 runs trials on CPUs; leave one of them out"),
-        (("--gpu", "h100", "--gpus-per-trial", "2"), "2 GPUs but no node has them together"),
-        (("--gpu", "h100", "--address", "auto"), "--address for a cluster that is; leave one of them out"),
+        (
+            ("--gpu", "h100", "--gpus-per-trial", "2"),
+            r"is 2, but --gpu is 1 x H100 \(79.1 GiB\); name as many, e.g. --gpu 2x4090",
+        ),
+        (("--gpu", "512MiB"), "smallest GPU has 0.4 GiB to use: plan for a larger --gpu, or choose a smaller model$"),
+        (("--gpu", "h100", "--address", "auto"), "--address for a cluster; leave one of them out"),
     ],
 )
 def test_what_cannot_be_planned_for_is_a_sentence(
     flags: tuple[str, ...], says: str, refused: Callable[..., str]
 ) -> None:
     assert re.search(says, refused(search.main, *TINY, "--dry-run", *flags))
+
+
+def test_what_was_searched_here_is_no_part_of_it(
+    tmp_path: Path, plan_text: Callable[..., str], printed: Callable[..., str]
+) -> None:
+    """Neither its dtype nor its records, which are of this machine."""
+    argv = (*TINY, "--limit", "2", "--tasks", "boolq", "--perplexity-tokens", "200", "--storage-path", tmp_path)
+    printed(search.main, *argv, "--inline", "--gpus-per-trial", "0")
+    for card in ("4090", "t4"):
+        out = plan_text(*argv, "--gpu", card)
+        assert "trials are in its ledger" not in out and re.search(r"^zero-shot +7 ", out, re.MULTILINE), out
 
 
 def test_nothing_is_searched_for_a_card(refused: Callable[..., str]) -> None:

@@ -42,9 +42,14 @@ def left(plan: Plan, model: ModelPlan, finished: Collection[str]) -> tuple[list[
 def at_once(plan: Plan, finished: Collection[str]) -> int:
     """How much of the work that is left can run at once, at most: trials and dense models. A pass that trials share adds nothing,
     as they wait for it. At least 1."""
-    measured = open_store(plan.experiment_dir).read(BASELINES) or {}
+    measured = _measured(plan)
     trials = sum(left(plan, model, finished)[1] for model in plan.models)
     return max(1, trials + sum(model.run.label not in measured for model in plan.models))
+
+
+def _measured(plan: Plan) -> Collection[str]:
+    """Labels of the models whose dense model has been measured where the plan is for."""
+    return () if plan.card else (open_store(plan.experiment_dir).read(BASELINES) or {}).keys()
 
 
 def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimate | None:
@@ -54,7 +59,7 @@ def cost_of(plan: Plan, finished: set[str], store: ArtifactStore) -> CostEstimat
     """
     settings, device = plan.settings, plan.resources.device
     computed_on = plan.gpu_names[0] if plan.gpu_names else device  # as `devices.device_key` says it
-    measured = (open_store(plan.experiment_dir).read(BASELINES) or {}).keys()
+    measured = _measured(plan)
     works = []
     for model in plan.models:
         configs = [config for config, _ in model.trials]

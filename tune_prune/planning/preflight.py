@@ -18,6 +18,7 @@ from tune_prune.core import artifact_cache
 from tune_prune.core.config import ModelRun, PruningConfig, trial_key
 from tune_prune.core.errors import UserError
 from tune_prune.core.process import machine
+from tune_prune.core.process.machine import TooLittleMemory
 from tune_prune.core.store import Location, ObjectPath, location, open_store
 from tune_prune.core.values.hyperparameters import HYPERPARAMETERS
 from tune_prune.cost_model import own_process
@@ -50,12 +51,12 @@ from tune_prune.tuning.ray_cluster.resources import (
 
 
 def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
-    """Check everything and resolve what was left open. `card`: GPUs to plan for in the place of what is here, in a machine with
-    memory and room on its disk for all that waits there. Raises UserError; creates nothing."""
+    """Check everything and resolve what was left open. `card`: GPUs to plan for in the place of what is here, in a machine that has
+    no records, and memory and room on its disk for all that waits there. Raises UserError; creates nothing."""
     if settings.inline:
         _check_inline(settings)
     if card:
-        _check_card(settings)
+        _check_card(settings, card)
     space = resolve.space(settings)
     storage = location(settings.storage_path).expanduser().absolute()
     if isinstance(storage, ObjectPath) and storage.scheme == "memory" and not settings.inline:
@@ -81,10 +82,10 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         folder = experiment.experiment_dir(storage, settings.name, _default_name(settings, space, models))
         identities = {model.run.label: model.identity() for model in models}
         objective = settings.objective if space.search == "optuna" else None
-        records = experiment.check_same_identity(open_store(folder), identities, objective)
+        records = [] if card else experiment.check_same_identity(open_store(folder), identities, objective)
         finished = {record.key for record in records if record.status != "failed"}
         recorded = sum(key in finished for model in models for _, key in model.trials)
-        plan = Plan(settings, space, folder, models, recorded, TrialResources(), 1, (), None, told)
+        plan = Plan(settings, space, folder, models, recorded, TrialResources(), 1, (), None, told, card=card)
         plan = replace(plan, left=sum(plan_cost.left(plan, model, finished)[1] for model in models))
         work = plan_cost.at_once(plan, finished)
         # Inline, the trial of the moment has a GPU to itself, or several.
@@ -92,7 +93,7 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
         by_room = sorted((gpu.memory for gpu in gpus), key=usable_bytes)
         smallest, largest = (by_room[0], by_room[-1]) if by_room else (None, None)
         bounds = memory_bounds.bounds(settings, nodes, told, share, smallest, work, here=card is None)
-        with memory_bounds.other_steps(settings, models, bounds):
+        with _advice_for(card), memory_bounds.other_steps(settings, models, bounds):
             models = tuple(replace(model, memory=memory_bounds.choose(settings, model, bounds)) for model in models)
             trial_bytes = max(model.memory.total for model in models)
             waiting = [(model.memory.way.states, model.memory.away) for model in models if model.memory.away]
@@ -119,7 +120,6 @@ def make_plan(settings: SearchSettings, card: Card | None = None) -> Plan:
             gpu_ways=gpu_ways,
             gpu_free=gpu_free,
             without_bfloat16=tuple(lacking) if any(gpu.bfloat16 for gpu in gpus) else (),
-            card=card,
         )
         return replace(plan, cost=plan_cost.cost_of(plan, finished, store))
 
@@ -140,14 +140,28 @@ def _check_inline(settings: SearchSettings) -> None:
         )
 
 
-def _check_card(settings: SearchSettings) -> None:
+def _check_card(settings: SearchSettings, card: Card) -> None:
     """Raise UserError where --gpu comes with what says otherwise where trials run."""
+    asked = settings.gpus_per_trial
     if settings.address is not None:
-        raise UserError(
-            "--gpu is for a machine that is not here, and --address for a cluster that is; leave one of them out"
-        )
-    if settings.gpus_per_trial == 0:
+        raise UserError("--gpu is for a machine that is not here, and --address for a cluster; leave one of them out")
+    if asked == 0:
         raise UserError("--gpu is a GPU to plan for, and --gpus-per-trial 0 runs trials on CPUs; leave one of them out")
+    if asked and asked > card.count:
+        raise UserError(
+            f"--gpus-per-trial is {asked:g}, but --gpu is {card}; name as many, e.g. --gpu {asked:g}x4090, or use fewer"
+        )
+
+
+@contextlib.contextmanager
+def _advice_for(card: Card | None) -> Iterator[None]:
+    """What to do about a trial that does not fit a GPU which is not here."""
+    try:
+        yield
+    except TooLittleMemory as error:
+        if card is None:
+            raise
+        raise TooLittleMemory(error.fact, "plan for a larger --gpu, or choose a smaller model") from None
 
 
 def _default_name(settings: SearchSettings, space: SearchSpace, models: tuple[ModelPlan, ...]) -> str:

@@ -89,6 +89,7 @@ class _Study:
         self._unread = {kind: _common(members) for kind, members in _by_kind(self._keys).items()}
         self._random = random.Random(seed)
         self._live: dict[str, optuna.trial.Trial] = {}  # by trial key
+        self._steps: dict[str, int] = {}  # the last that each has reported
         self._study = optuna.create_study(
             direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
         )
@@ -122,17 +123,25 @@ class _Study:
 
     def report(self, key: str, message: TrialMessage | None) -> None:
         value = self._value(message)
-        if message is not None and message.stage is not None and message.accuracy is not None and value is not None:
-            self._live[key].report(value, message.stage.items_scored)
+        if message is not None and message.accuracy is not None and value is not None:
+            self._report(key, message, value)
+
+    def _report(self, key: str, message: TrialMessage, value: float) -> None:
+        """Optuna keeps the first value of a step, and warns of another: small slices end at equal counts of items."""
+        if message.stage is not None and (step := message.stage.items_scored) > self._steps.get(key, -1):
+            self._live[key].report(value, step)
+            self._steps[key] = step
 
     def tell(self, key: str, message: TrialMessage | None, error: bool) -> None:
         """Complete, failed or stopped: PRUNED keeps TPE from taking a partial value for a final one. Of what was stopped before its
         items (step 0) only the KL can be known, which is final."""
         status = "failed" if error or message is None else message.status
-        trial, value = self._live.pop(key), self._value(message)
+        value = self._value(message)
+        if status == "running" and value is not None and message is not None:
+            self._report(key, message, value)
+        trial = self._live.pop(key)
+        self._steps.pop(key, None)
         if status == "running":
-            if value is not None and message is not None and message.stage is not None:
-                trial.report(value, message.stage.items_scored)
             self._study.tell(trial, state=TrialState.PRUNED)
         elif status == "complete" and value is not None:
             self._study.tell(trial, value)

@@ -147,10 +147,17 @@ class Transfer:
 def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series], items: Items) -> Transfer:
     """From the eligible rows of each model, the most accurate first, and its chosen one."""
     # of a configuration that is there twice the first row: the more accurate
-    rows = {label: {tried(row): row for _, row in found[::-1].iterrows()} for label, found in eligible.items()}
+    rows = {label: {_tried(row): row for _, row in found[::-1].iterrows()} for label, found in eligible.items()}
+    # of a model that was trained what another was tried with that was not, and the other way round
+    cut = {label: {config.untrained(): row for config, row in found.items()} for label, found in rows.items()}
+    trained = {label for label, found in rows.items() if next(iter(found)).recovery != PruningConfig.recovery}
 
-    def loss(label: str, config: PruningConfig, own: pd.Series) -> dict[str, Any]:
-        row = rows[label].get(config)
+    def loss(label: str, config: PruningConfig, own: pd.Series, other: str) -> dict[str, Any]:
+        if (label in trained) != (other in trained):
+            config = config.untrained()
+            row = cut[label].get(config)
+        else:
+            row = rows[label].get(config)
         if row is None:
             return {"config": config.name, "evaluated": False}
         gap = Difference(0.0, 0.0, "paired") if row["name"] == own["name"] else difference(own, row, items)
@@ -165,10 +172,9 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
         }
 
     losses = {
-        label: {other: loss(label, tried(theirs), own) for other, theirs in best.items()} for label, own in best.items()
+        label: {other: loss(label, _tried(theirs), own, other) for other, theirs in best.items()}
+        for label, own in best.items()
     }
-    untrained = PruningConfig.recovery
-    trained = {label for label, found in eligible.items() if configuration_of(found.iloc[0]).recovery != untrained}
     if trained != set(rows):
         eligible = {label: found for label, found in eligible.items() if label not in trained}
         rows = {label: rows[label] for label in eligible}
@@ -183,7 +189,7 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
         return -math.fsum(row["acc_mean"] for row in found), ppl, tokens, config.name
 
     config = min(shared, key=rank)
-    models = {label: loss(label, config, of_model.iloc[0]) for label, of_model in eligible.items()}
+    models = {label: loss(label, config, of_model.iloc[0], label) for label, of_model in eligible.items()}
     stderrs = [entry["acc_mean_stderr"] for entry in models.values()]
     ratios = {float(of_model[config]["pruning_ratio"]) for of_model in rows.values()}
     return Transfer(
@@ -201,6 +207,6 @@ def transfer(eligible: Mapping[str, pd.DataFrame], best: Mapping[str, pd.Series]
     )
 
 
-def tried(row: Mapping[str, Any]) -> PruningConfig:
-    """What was tried, apart from pruning ratio, recovery and draw: models that differ in those are compared by the rest."""
-    return replace(configuration_of(row).untrained(), pruning_ratio=PruningConfig.pruning_ratio)
+def _tried(row: Mapping[str, Any]) -> PruningConfig:
+    """What was tried, apart from pruning ratio and draw: models that differ in those are compared by the rest."""
+    return replace(configuration_of(row), pruning_ratio=PruningConfig.pruning_ratio)
