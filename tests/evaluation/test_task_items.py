@@ -26,6 +26,33 @@ from tune_prune.evaluation.zero_shot import build_suite
 GOOD = {"passage": "p", "question": "q?", "options": ["a", "b"], "answer": 0}
 
 
+SEVERAL = QUIZ_DEFINITION.replace("doc_to_target: answer", "doc_to_target: answers")
+MUTUAL = "  - {metric: acc_mutual_info, aggregation: mean, higher_is_better: true}\n"
+BY_COUNT = QUIZ_DEFINITION.replace(
+    "doc_to_target: answer", 'doc_to_target: "{{answers[0] if answers|length == 1 else answers}}"'
+)
+
+
+@pytest.mark.parametrize(
+    ("definition", "answers", "says"),
+    [
+        (SEVERAL, [["b"]], r"item 0: the right answers \['b'\] are no numbers of its 2 choices, the first of which is 0"),
+        (SEVERAL, [[0, 1], [1, 2]], r"item 1: the right answers \[1, 2\] are no numbers of its 2 choices"),
+        (SEVERAL, [[-1]], r"item 0: the right answers \[-1\] are no numbers of its 2 choices"),
+        (SEVERAL, [[]], r"item 0: the right answers \[\] are no numbers of its 2 choices"),
+        (SEVERAL + MUTUAL, [[0, 1]], r"item 0 cannot be judged by the task's metrics \(ValueError: .* leave out metrics other"),
+        (BY_COUNT, [[0], [0, 1]], r"item 1 cannot be judged by the task's metrics \(ValueError: .*; correct the item"),
+    ],
+)  # fmt: skip
+def test_right_answers_that_cannot_be_judged_are_named_before_anything_is_scored(tmp_path, definition, answers, says):
+    source = write_quiz(tmp_path, [GOOD | {"answers": several} for several in answers], definition)
+    with pytest.raises(UserError, match=says):
+        build_suite(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source, 512)
+    if "are no numbers" in says:  # a plan reads items, too, and asks no metric
+        with pytest.raises(UserError, match=says):
+            zero_shot_tokens(byte_tokenizer(True), EvaluationProtocol(("quiz",)), source)
+
+
 @pytest.mark.parametrize(
     ("lines", "says"),
     [

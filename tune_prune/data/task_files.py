@@ -157,12 +157,17 @@ def cannot_be_built(task: TaskFile, error: Exception) -> UserError:
 
 
 def right_choice(task: str, item: int, gold: Any, choices: Any) -> int:
-    """Index of the right choice of an item, or -1 where it has several. Raises UserError where it is none of the choices, or one of
-    them is no text."""
+    """Index of the right choice of an item, or -1 where it has several, in a list of indices. Raises UserError where one is none of
+    the choices, or a choice is no text."""
     strange = [choice for choice in choices if not isinstance(choice, str)]
     if strange:
         raise UserError(f"task {task!r}, item {item}: the choice {strange[0]!r:.200} is no text; correct the item")
     if isinstance(gold, list):
+        if not gold or any(type(one) is not int or not 0 <= one < len(choices) for one in gold):
+            raise UserError(
+                f"task {task!r}, item {item}: the right answers {gold!r:.200} are no numbers of its {len(choices)} choices, the "
+                "first of which is 0; correct the item"
+            )
         return -1
     index = choices.index(gold) if isinstance(gold, str) and gold in choices else gold
     if not isinstance(index, int) or not 0 <= index < len(choices):

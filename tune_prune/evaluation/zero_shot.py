@@ -84,6 +84,13 @@ def _item(task: Task, doc_id: int, doc: dict[str, Any], requests: list[Request])
         # acc_mutual_info asks for every choice once more, without its context.
         choices = len(requests) // (2 if "acc_mutual_info" in task.aggregation() else 1)
         judged = functools.partial(_judged_by_lm_eval, task, doc)
+        try:
+            judged([(-1.0 - index, False) for index in range(len(requests))])  # now, and not once all is scored
+        except Exception as error:  # metrics of a definition may raise anything
+            raise UserError(
+                f"task {task.task_name!r}, item {doc_id} cannot be judged by the task's metrics ({type(error).__name__}: {error}); "
+                "correct the item, or leave out metrics other than acc and acc_norm"
+            ) from error
         return Item(task.task_name, doc_id, gold, tuple(requests), (), judged, choices)
     lengths = tuple(map(len, texts)) if "acc_norm" in task.aggregation() else ()
     return Item(task.task_name, doc_id, gold, tuple(requests), lengths)
