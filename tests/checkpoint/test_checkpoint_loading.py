@@ -72,12 +72,14 @@ def test_reloaded_logits_are_those_of_the_masked_dense_model(variant, how, reque
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "linear", "llama3"])
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "linear", "llama3", "longrope"])
 def test_scaled_rotary_frequencies_come_back(family, kind, tmp_path):
     """Each kind reads the config in its own way when a model is loaded; dynamic ones also where a text is longer than the limit."""
     more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    if kind == "longrope":
+        more = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
     limit = 16
-    original = {"original_max_position_embeddings": limit} if kind in ("yarn", "llama3") else {}
+    original = {} if kind in ("dynamic", "linear") else {"original_max_position_embeddings": limit}
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **original, **more}
     positions = limit if kind == "dynamic" else 4 * limit
     model = build_tiny(family, torch.float32, rope_parameters=rope, max_position_embeddings=positions)

@@ -33,6 +33,10 @@ class PrunedConfig(PreTrainedConfig):
             setattr(config, name, value)
         return config
 
+    def validate_rope(self) -> None:
+        """Called by `strict`. The dense model's config was checked; of longrope that divides by heads, which layers have different
+        numbers of."""
+
     def validate_architecture(self) -> None:
         """Called by `strict`, in place of checks that know one size for all layers. Raises ValueError."""
         for index in range(self.num_hidden_layers):
