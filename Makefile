@@ -8,7 +8,7 @@
 #   make check   lint and make test
 #   make format  rewrite the code in the project's format
 #   make study   the study of SmolLM2-135M, hours (docs/gguf.md); STUDY="--data-dir DATA --limit 100" are its flags
-#   make train   train the embedded models again (about 15 minutes on one core)
+#   make train   train the embedded models again (15 to 30 minutes on one core)
 
 PYTHON ?= python3
 VENV := .venv
